@@ -57,7 +57,10 @@ class Arrived:
 class DataPlane(Protocol):
     """One way for weights to come to a replica."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Return the name, as manifests and GetPolicy give it."""
+        ...
 
     def arriving(
         self, manifest: WeightsManifest, contents: AsyncIterator[Content]
