@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 Aggregation = Literal["token", "sequence", "prompt", "constant", "sum"]
 """How token losses become one number.
 
-token: their mean over the update (DAPO, arXiv 2503.14476). sequence: the mean of each sequence's
+token: their mean over the update (DAPO, arXiv 2503.14476). sequence: the mean of each trajectory's
 own mean (GRPO, arXiv 2402.03300). prompt: the mean of the token means of each prompt's group.
-constant: the mean over sequences of sums divided by one constant, as the longest answer (Dr. GRPO,
-arXiv 2503.20783). sum: the plain sum.
+constant: the mean over trajectories of sums divided by one constant, as the longest answer (Dr.
+GRPO, arXiv 2503.20783). sum: the plain sum.
+
+A trajectory whose history was rewritten has several sequences and counts once, as its tokens are
+one answer (infra/decisions/0020-a-forked-trajectory-counts-once.md).
 
 An update is one step of the optimiser: it trains one of the `num_minibatches` parts of a
 train step. TRL's "bnpo" counts each micro-batch by itself, and its "dapo" takes the mean of all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,28 +30,40 @@ class StepCounts:
 
     num_tokens: int
     num_sequences: int
+    """Trajectories, however many sequences each has, and sequences that are part of none."""
     prompt_num_tokens: dict[int, int]
     """Trained tokens by group index."""
+    trajectory_num_tokens: dict[tuple[int, int | None], int]
+    """Trained tokens by group index and trajectory index."""
 
     @classmethod
     def of(cls, rows: Sequence[PackedBatch], ranks: Ranks = ALONE) -> StepCounts:
-        """Count trained tokens by the group of their sequence, over the rows of all ranks."""
-        by_group: dict[int, int] = {}
+        """Count trained tokens by group and by trajectory, over the rows of all ranks."""
+        own: Counter[tuple[int, int | None]] = Counter()
+        num_alone = 0
         for row in rows:
-            owners = row.gather(row.sample_mask)
-            counts = torch.bincount(owners, minlength=row.num_sequences).tolist()
-            for group, count in zip(row.group_indices, counts, strict=True):
-                by_group[group] = by_group.get(group, 0) + count
-        own = [sum(row.num_sequences for row in rows), list(by_group.items())]
-        of_ranks = ranks.gather(own)
-        totals: dict[int, int] = {}
-        for group, count in (pair for _, pairs in of_ranks for pair in pairs):
-            totals[group] = totals.get(group, 0) + count
+            indices = zip(row.group_indices, row.trajectory_indices, strict=True)
+            for key, count in zip(indices, num_trained(row).tolist(), strict=True):
+                own[key] += count
+                num_alone += key[1] is None
+        by_group: Counter[int] = Counter()
+        by_trajectory: Counter[tuple[int, int | None]] = Counter()
+        of_ranks = ranks.gather([num_alone, list(own.items())])
+        for (group, trajectory), count in (pair for _, pairs in of_ranks for pair in pairs):
+            by_group[group] += count
+            if trajectory is not None:
+                by_trajectory[group, trajectory] += count
         return cls(
-            num_tokens=max(1, sum(totals.values())),
-            num_sequences=sum(number for number, _ in of_ranks),
-            prompt_num_tokens={group: n for group, n in totals.items() if n},
+            num_tokens=max(1, by_group.total()),
+            num_sequences=max(1, sum(number for number, _ in of_ranks) + len(by_trajectory)),
+            prompt_num_tokens={group: n for group, n in by_group.items() if n},
+            trajectory_num_tokens=dict(by_trajectory),
         )
+
+
+def num_trained(row: PackedBatch) -> Tensor:
+    """Return how many tokens of each of the row's N sequences are trained, int64 [N]."""
+    return torch.bincount(row.gather(row.sample_mask), minlength=row.num_sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +100,13 @@ def loss_inputs(
         return None if values is None else batch.gather(values).to(logprobs.dtype)
 
     owners = batch.gather(batch.sample_mask)
-    of_sequence = torch.tensor(
-        [counts.prompt_num_tokens.get(group, 1) for group in batch.group_indices],
-        dtype=logprobs.dtype,
-        device=logprobs.device,
-    )
+
+    def of_tokens(of_sequences: list[int]) -> Tensor:
+        values = torch.tensor(of_sequences, dtype=logprobs.dtype, device=logprobs.device)
+        return values[owners]
+
+    indices = zip(batch.group_indices, batch.trajectory_indices, strict=True)
+    own = zip(indices, num_trained(batch).tolist(), strict=True)
     return LossInputs(
         policy_logprobs=logprobs,
         sequence_index=owners,
@@ -99,7 +114,12 @@ def loss_inputs(
         num_tokens=counts.num_tokens,
         num_sequences=counts.num_sequences,
         num_prompts=max(1, len(counts.prompt_num_tokens)),
-        prompt_num_tokens=of_sequence[owners],
+        prompt_num_tokens=of_tokens(
+            [counts.prompt_num_tokens.get(group, 1) for group in batch.group_indices]
+        ),
+        trajectory_num_tokens=of_tokens(
+            [counts.trajectory_num_tokens.get(key, count) for key, count in own]
+        ),
         inference_logprobs=gather(batch.inference_logprobs),
         proximal_logprobs=gather(batch.proximal_logprobs),
         ref_logprobs=gather(batch.ref_logprobs),
@@ -204,5 +224,7 @@ def whiten_sequences(rows: Sequence[TokenRow], *, eps: float = 1e-8) -> list[Tok
 
 
 def _whitening(tokens: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    if not len(tokens):
+        return lambda advantages: advantages
     std, mean = torch.std_mean(tokens, correction=0)
     return lambda advantages: (advantages - mean) / (std + eps)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from dialoop.chat import History, Message
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence
+from dialoop_services.config.losses import Aggregation
 from dialoop_services.learning.model.policy import PolicyModel
+from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_services.learning.training import StepCounts, loss_inputs
+from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.settings import TrainerSettings
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.support.samples.chat_families import CHATML, THINKING, builder
@@ -90,3 +98,66 @@ def _by_transformers(policy: PolicyModel, row: TokenRow) -> torch.Tensor:
     model.set_attn_implementation("dialoop_packed")
     chosen = logprobs.gather(-1, row.token_ids[1:, None]).squeeze(-1)
     return chosen[row.response_mask[1:]]
+
+
+def _row(prompt: int, num_tokens: int, trajectory: int | None, group: int = 0) -> TokenRow:
+    return TokenRow(
+        token_ids=torch.arange(prompt, prompt + 1 + num_tokens),
+        response_mask=torch.arange(1 + num_tokens) > 0,
+        inference_logprobs=torch.full((num_tokens,), -1.0),
+        advantages=torch.ones(num_tokens),
+        group_index=group,
+        trajectory_index=trajectory,
+    )
+
+
+def _weights(batches: list[list[TokenRow]], aggregation: Aggregation) -> list[float]:
+    """The weight of each token in the update's loss, over all packed rows."""
+    packed = [pack_rows(rows) for rows in batches]
+    counts = StepCounts.of(packed)
+    weights: list[float] = []
+    for batch in packed:
+        logprobs = torch.zeros(batch.num_loss_tokens, requires_grad=True)
+        inputs = replace(
+            loss_inputs(batch, logprobs, counts=counts), aggregation=aggregation, constant=10.0
+        )
+        inputs.mean(logprobs).backward()  # type: ignore[no-untyped-call]
+        assert logprobs.grad is not None
+        weights += logprobs.grad.tolist()
+    return weights
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_a_forked_trajectory_weighs_as_one_answer_however_it_is_packed(cut: int) -> None:
+    # Trajectory 0 has sequences of 1 and 3 tokens, trajectory 1 one of 2; a loner has 2.
+    rows = [_row(5, 1, 0), _row(9, 3, 0), _row(20, 2, 1), _row(30, 2, None)]
+    batches = [part for part in (rows[:cut], rows[cut:]) if part]
+    expected = [1 / 12] * 4 + [1 / 6] * 2 + [1 / 6] * 2
+    assert _weights(batches, "sequence") == pytest.approx(expected)
+    assert _weights(batches, "constant") == pytest.approx([1 / 30] * 8)
+    assert _weights(batches, "token") == pytest.approx([1 / 8] * 8)
+    assert _weights(batches, "prompt") == pytest.approx([1 / 8] * 8)
+
+
+def test_trajectories_of_different_groups_are_different_ones() -> None:
+    rows = [_row(5, 1, 0, group=0), _row(9, 3, 0, group=1)]
+    assert _weights([rows], "sequence") == pytest.approx([1 / 2] + [1 / 6] * 3)
+
+
+def test_a_forked_trajectory_has_the_gradient_of_the_same_tokens_without_a_fork() -> None:
+    """Under another template the same play is one sequence, and is trained with the same weight."""
+    forked = [_row(5, 2, 0), _row(9, 2, 0), _row(20, 4, 1)]
+    plain = [_row(5, 4, 0), _row(20, 4, 1)]
+    for aggregation in ("token", "sequence", "prompt", "constant"):
+        assert _weights([forked], aggregation) == pytest.approx(_weights([plain], aggregation))
+
+
+def test_a_minibatch_never_parts_a_trajectory(tmp_path: Path) -> None:
+    learner = Learner(TrainerSettings(model_dir=make_tiny_model(tmp_path), num_minibatches=2))
+    seen: list[list[int | None]] = []
+    update = learner._update
+    learner._update = lambda rows, kind: (  # type: ignore[method-assign]
+        seen.append([row.trajectory_index for row in rows]) or update(rows, kind)  # type: ignore[func-returns-value]
+    )
+    learner.train_step([_row(5, 1, 0), _row(9, 3, 0), _row(20, 2, 1), _row(30, 2, 1)])
+    assert sorted(seen) == [[0, 0], [1, 1]]

@@ -49,8 +49,10 @@ class LossInputs:
     proximal_logprobs of the policy as the train step began, ref_logprobs of a reference or teacher,
     advantages, staleness in policy versions.
     sequence_index: int64 [M], the token's sequence in the row. loss_mask: bool [M].
-    num_tokens, num_sequences, num_prompts: counts of the whole update, over all rows and ranks.
-    prompt_num_tokens: [M], how many trained tokens the token's prompt has in the update.
+    num_tokens, num_sequences, num_prompts: counts of the whole update, over all rows and ranks. All
+    sequences of one trajectory count as one. A count of 0 is read as 1: the mean of nothing is 0.
+    prompt_num_tokens, trajectory_num_tokens: [M], how many trained tokens the token's prompt, and
+    its trajectory, have in the update. Without trajectory_num_tokens each sequence is one.
     """
 
     policy_logprobs: Tensor
@@ -60,6 +62,7 @@ class LossInputs:
     num_sequences: int
     num_prompts: int = 1
     prompt_num_tokens: Tensor | None = None
+    trajectory_num_tokens: Tensor | None = None
     inference_logprobs: Tensor | None = None
     proximal_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
@@ -78,7 +81,7 @@ class LossInputs:
 
     def token_mean(self, values: Tensor) -> Tensor:
         """Return this row's share [] of the update's token mean of values [M], for metrics."""
-        return torch.where(self.loss_mask, values, 0.0).sum() / self.num_tokens
+        return torch.where(self.loss_mask, values, 0.0).sum() / max(1, self.num_tokens)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Return the mean of values [M] over each sequence, at each of its tokens, [M]."""
@@ -130,12 +133,18 @@ class LossInputs:
         return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def _weights(self) -> Tensor:
+        # No denominator is 0, because a weight of inf would make the gradients NaN.
+        num_sequences = max(1, self.num_sequences)
         if self.aggregation == "sequence":
-            return 1.0 / (self.sequence_num_tokens() * self.num_sequences)
+            num_tokens = self.sequence_num_tokens()
+            if self.trajectory_num_tokens is not None:
+                num_tokens = self.require("trajectory_num_tokens").clamp(min=1)
+            return 1.0 / (num_tokens * num_sequences)
         if self.aggregation == "prompt":
-            return 1.0 / (self.require("prompt_num_tokens") * self.num_prompts)
+            num_tokens = self.require("prompt_num_tokens").clamp(min=1)
+            return 1.0 / (num_tokens * max(1, self.num_prompts))
         ones = torch.ones_like(self.policy_logprobs)
-        return ones if self.aggregation == "sum" else ones / (self.num_sequences * self.constant)
+        return ones if self.aggregation == "sum" else ones / (num_sequences * self.constant)
 
 
 _REMEDIES = {

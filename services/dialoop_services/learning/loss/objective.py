@@ -133,8 +133,11 @@ def mean_metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Each age of by_staleness is weighted by its tokens; its num_tokens are those of one pass.
     """
-    names = [name for name in updates[0] if name != "by_staleness"]
-    means: dict[str, Any] = {n: sum(u[n] for u in updates) / len(updates) for n in names}
+    names = dict.fromkeys(name for update in updates for name in update if name != "by_staleness")
+    means: dict[str, Any] = {}
+    for name in names:  # an update without a token has no ratio to derive `ess` from
+        values = [update[name] for update in updates if name in update]
+        means[name] = sum(values) / len(values)
     ages = sorted({age for u in updates for age in u.get("by_staleness", {})})
     if ages:
         means["by_staleness"] = {age: _of_age(updates, age) for age in ages}

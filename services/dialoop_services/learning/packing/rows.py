@@ -38,8 +38,9 @@ class TokenRow:
 
     token_ids: int64 [L]. response_mask: bool [L], of which M are true.
     inference_logprobs, proximal_logprobs, ref_logprobs, advantages, staleness (in policy versions):
-    float32 [M]. group_index: the sequence's group in the train step. temperature: the one that its
-    tokens were sampled with.
+    float32 [M]. group_index: the sequence's group in the train step. trajectory_index: its
+    trajectory in that group, None for a row that is no part of a trajectory. temperature: the one
+    that its tokens were sampled with.
     """
 
     token_ids: Tensor
@@ -50,6 +51,7 @@ class TokenRow:
     advantages: Tensor | None = None
     staleness: Tensor | None = None
     group_index: int = 0
+    trajectory_index: int | None = None
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class TokenRow:
         sequence: Sequence,
         *,
         group_index: int = 0,
+        trajectory_index: int | None = None,
         current: PolicyVersion | None = None,
         temperature: float = 1.0,
     ) -> TokenRow:
@@ -98,6 +101,7 @@ class TokenRow:
             advantages=advantages,
             staleness=None if current is None else _staleness(sequence, current),
             group_index=group_index,
+            trajectory_index=trajectory_index,
             temperature=temperature,
             **logprobs,
         )
@@ -122,8 +126,8 @@ class PackedBatch:
     response_mask: bool [T], tokens that the policy wrote. loss_mask: bool [T], those of them that
     the loss counts. lengths: N numbers. cu_seqlens: int32 [N + 1].
     inference_logprobs, proximal_logprobs, ref_logprobs, advantages, staleness: float32 [T], 0 off
-    the response, None if unknown. group_indices, temperatures: N numbers, the group of each
-    sequence and the temperature that it was sampled with.
+    the response, None if unknown. group_indices, trajectory_indices, temperatures: N values, those
+    of each sequence's TokenRow.
     """
 
     packed_tokens: Tensor
@@ -139,6 +143,7 @@ class PackedBatch:
     advantages: Tensor | None = None
     staleness: Tensor | None = None
     group_indices: tuple[int, ...] = ()
+    trajectory_indices: tuple[int | None, ...] = ()
     temperatures: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -249,6 +254,7 @@ def pack_rows(
         lengths=lengths,
         cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         group_indices=tuple(row.group_index for row in rows),
+        trajectory_indices=tuple(row.trajectory_index for row in rows),
         temperatures=tuple(row.temperature for row in rows),
         **{name: _scatter_optional(rows, name, response, names) for name in OPTIONAL},
     )

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSequence:
-    """One token row to train, the index of its group in the batch, and its sampling temperature."""
+    """One token row to train, with its group in the batch, trajectory in the group, temperature."""
 
     sequence: Sequence
     group_index: int
+    trajectory_index: int | None = None
     temperature: float = 1.0
 
 
@@ -55,10 +56,13 @@ class Batch:
         """
         return tuple(
             TrainedSequence(
-                sequence=sequence, group_index=index, temperature=_temperature_of(trajectory)
+                sequence=sequence,
+                group_index=index,
+                trajectory_index=number,
+                temperature=_temperature_of(trajectory),
             )
             for index, group in enumerate(self.groups)
-            for trajectory in group.trajectories
+            for number, trajectory in enumerate(group.trajectories)
             for sequence in trajectory.sequences
             if sequence.num_model_tokens
         )

@@ -162,7 +162,11 @@ class Learner:
             _require_known_tokens(row, self.vocab_size)
         rows = [
             TokenRow.from_sequence(
-                s.sequence, group_index=s.group_index, current=current, temperature=s.temperature
+                s.sequence,
+                group_index=s.group_index,
+                trajectory_index=s.trajectory_index,
+                current=current,
+                temperature=s.temperature,
             )
             for s in sequences
         ]
@@ -224,13 +228,19 @@ class Learner:
 
     @collective(computes=True)
     def train_step(self, rows: Rows[TokenRow]) -> TrainStepReport:
-        """Take `num_epochs` times `num_minibatches` updates, in seeded random orders."""
+        """Take `num_epochs` times `num_minibatches` updates, in seeded random orders.
+
+        An update trains whole trajectories, however many sequences they have.
+        """
         ready = self.prepare(rows)
-        num = min(self._settings.num_minibatches, len(ready))
+        trajectories = _by_trajectory(ready)
+        num = min(self._settings.num_minibatches, len(trajectories))
         reports = []
         for _ in range(self._settings.objective.num_epochs):
-            self.state.orders.shuffle(ready)
-            reports += [self._update(ready[start::num], "rl") for start in range(num)]
+            self.state.orders.shuffle(trajectories)
+            for start in range(num):
+                part = [row for own in trajectories[start::num] for row in own]
+                reports.append(self._update(part, "rl"))
         return TrainStepReport(
             loss=float(np.mean([r.loss for r in reports])),
             metrics=mean_metrics([r.metrics for r in reports]),
@@ -301,6 +311,16 @@ class Learner:
     def _fit(self, rows: Rows[TokenRow]) -> list[TokenRow]:
         settings = self._settings
         return fit_rows(rows, max_tokens=settings.packed_row_tokens, oversize=settings.oversize)
+
+
+def _by_trajectory(rows: Rows[TokenRow]) -> list[list[TokenRow]]:
+    """Return the rows of each trajectory; a row that is part of none stands alone."""
+    parts: dict[object, list[TokenRow]] = {}
+    for number, row in enumerate(rows):
+        is_alone = row.trajectory_index is None
+        key = number if is_alone else (row.group_index, row.trajectory_index)
+        parts.setdefault(key, []).append(row)
+    return list(parts.values())
 
 
 def _optimizer(policy: PolicyModel, settings: OptimizerSettings) -> GuardedOptimizer:
