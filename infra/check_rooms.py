@@ -25,7 +25,6 @@ MAX_MODULES, MAX_FILE_LINES, MAX_FUNCTION_LINES, MIN_MODULE_LINES = 20, 600, 60,
 # Rule and subject, as findings print them -> why it may stay.
 ALLOWED: Mapping[str, str] = {
     "function client/examples/grpo_by_hand.py:main": "the loop, read from top to bottom",
-    "small dialoop.clients.blocking.scorer": "generated, as its siblings are",
     "small dialoop.sandbox.confined.work": "bubblewrap starts it alone, without the fork server",
     "small dialoop_services.replay.settings": "one process loads it by its name",
     "word client/dialoop/environments/episode.py:Opening": "users' transforms take and return it",

@@ -239,6 +239,19 @@ def prefix_hash(token_ids: Iterable[int]) -> str:
     return blake2b(ids.tobytes(), digest_size=16).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenValues:
+    """Numbers of some tokens of one sequence of a trajectory.
+
+    positions: int32 [K], rising indices into the sequence's token_ids. values: float32 [K].
+    """
+
+    trajectory_id: str
+    sequence_index: int
+    positions: Ids
+    values: Floats
+
+
 def sequence_of(
     pieces: Iterable[tuple[Iterable[int], dict[str, Any]]], *, logprobs: Iterable[float] = ()
 ) -> Sequence:

@@ -129,7 +129,7 @@ class FlatReference:
     def logprobs_of_sampled(self, sequences, temperatures, groups):
         return [np.full(s.num_model_tokens, -2.0, dtype=np.float32) for s in sequences]
 
-    def logprobs_of_all(self, token_ids):
+    def logprobs_of_all(self, token_ids, temperatures):
         return [np.full(max(len(ids) - 1, 0), -2.0, dtype=np.float32) for ids in token_ids]
 
 
@@ -233,7 +233,7 @@ def _inference(server: Server, exits: AsyncExitStack) -> None:
 
 def _scorer(server: Server, exits: AsyncExitStack) -> None:
     reference = ReferenceBatches(FlatReference)
-    scorer = Scorer(Scoring(reference=reference), reference)
+    scorer = Scorer(Scoring(reference=reference), {"reference": reference})
     register = scorer_service_pb2_grpc.add_ScorerServiceServicer_to_server
     server.add(register, ScorerServicer(scorer), "dialoop.v1.ScorerService")
 

@@ -40,6 +40,11 @@ class ScorerServiceStub(object):
                 request_serializer=dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceLogProbRequest.SerializeToString,
                 response_deserializer=dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceLogProbResponse.FromString,
                 _registered_method=True)
+        self.RetrieveKl = channel.unary_unary(
+                '/dialoop.v1.ScorerService/RetrieveKl',
+                request_serializer=dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceRetrieveKlRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceRetrieveKlResponse.FromString,
+                _registered_method=True)
         self.Score = channel.unary_unary(
                 '/dialoop.v1.ScorerService/Score',
                 request_serializer=dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceScoreRequest.SerializeToString,
@@ -52,8 +57,18 @@ class ScorerServiceServicer(object):
     """
 
     def LogProb(self, request, context):
-        """Log-probs under the reference model. OK, FAILED_PRECONDITION (NO_REFERENCE_MODEL),
-        INVALID_ARGUMENT.
+        """Log-probs of token ids, or of the tokens of trajectories, under a model of this scorer. OK,
+        FAILED_PRECONDITION (NO_REFERENCE_MODEL), NOT_FOUND (MODEL_NOT_FOUND), INVALID_ARGUMENT
+        (INVALID_TEMPERATURE, TOKEN_OUT_OF_RANGE, EMPTY_SEQUENCE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetrieveKl(self, request, context):
+        """The KL from a policy to a model, token by token. OK, FAILED_PRECONDITION (NO_REFERENCE_MODEL),
+        NOT_FOUND (MODEL_NOT_FOUND), INVALID_ARGUMENT (RAGGED, INVALID_TEMPERATURE,
+        TOKEN_OUT_OF_RANGE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,6 +89,11 @@ def add_ScorerServiceServicer_to_server(servicer, server):
                     servicer.LogProb,
                     request_deserializer=dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceLogProbRequest.FromString,
                     response_serializer=dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceLogProbResponse.SerializeToString,
+            ),
+            'RetrieveKl': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetrieveKl,
+                    request_deserializer=dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceRetrieveKlRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceRetrieveKlResponse.SerializeToString,
             ),
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
@@ -109,6 +129,33 @@ class ScorerService(object):
             '/dialoop.v1.ScorerService/LogProb',
             dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceLogProbRequest.SerializeToString,
             dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceLogProbResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetrieveKl(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.ScorerService/RetrieveKl',
+            dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceRetrieveKlRequest.SerializeToString,
+            dialoop_dot_v1_dot_scorer__service__pb2.ScorerServiceRetrieveKlResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,7 +9,7 @@ import numpy as np
 
 from dialoop.chat import History
 from dialoop.errors import InvalidHistory
-from dialoop.sequences import ForkCause, PolicyVersion, Segment, Sequence, Source
+from dialoop.sequences import ForkCause, PolicyVersion, Segment, Sequence, Source, TokenValues
 from dialoop.trajectory import (
     DoneReason,
     Failure,
@@ -23,6 +23,7 @@ from dialoop.trajectory import (
     Trajectory,
     Turn,
 )
+from dialoop.v1 import scorer_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, array, enum, many, submessage
 from dialoop.wire.messages import HISTORY
@@ -47,6 +48,12 @@ SEQUENCE = Codec(
     ref_logprobs=array(np.float32),
     token_advantages=array(np.float32),
     fork_cause=enum(ForkCause, unspecified=ForkCause.NONE),
+)
+TOKEN_VALUES = Codec(
+    TokenValues,
+    scorer_service_pb2.TokenValues,
+    positions=array(np.int32),
+    values=array(np.float32),
 )
 SAMPLING = Codec(SamplingParams, pb.SamplingParams)
 TASK = Codec(Task, pb.Task, purpose=enum(Purpose), sampling=submessage(SAMPLING))
@@ -73,6 +80,7 @@ policy_version_to_proto, policy_version_from_proto = (
 )
 segment_to_proto, segment_from_proto = SEGMENT.to_proto, SEGMENT.from_proto
 sequence_to_proto, sequence_from_proto = SEQUENCE.to_proto, SEQUENCE.from_proto
+token_values_to_proto, token_values_from_proto = TOKEN_VALUES.to_proto, TOKEN_VALUES.from_proto
 sampling_to_proto, sampling_from_proto = SAMPLING.to_proto, SAMPLING.from_proto
 task_to_proto, task_from_proto = TASK.to_proto, TASK.from_proto
 reward_to_proto, reward_from_proto = REWARD.to_proto, REWARD.from_proto

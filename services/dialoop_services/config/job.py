@@ -16,13 +16,13 @@ from pydantic import Field, model_validator
 
 from dialoop_services.config.engines import EngineName, facts_of_engine
 from dialoop_services.config.losses import LossFacts, facts_of
+from dialoop_services.config.scorer_tables import ScorerSection
 from dialoop_services.config.tables import (
     CollectorSection,
     Dtype,
     EnvironmentSection,
     InferenceSection,
     ModelSection,
-    ScorerSection,
     TrainSection,
 )
 from dialoop_services.config.values import FilePath, Section

@@ -239,121 +239,6 @@ class CollectorSection(Section):
     """Seconds that a service may be away before the groups that need it are given back."""
 
 
-class RewardSpec(Section):
-    """A reward computed on whole groups: {"name": "brief", "use": "mine:brief", "weight": 0.1}."""
-
-    name: str = Field(min_length=1)
-    """Name of the reward in trajectories and metrics; "kl" is taken."""
-    use: str
-    """Function that computes the reward, as "module:function"."""
-    weight: float = 1.0
-    """Factor by which the reward is multiplied."""
-    timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds that the reward may take for one group."""
-
-
-class ScorerFields(Section):
-    """How groups are scored."""
-
-    divide_by_std: bool | None = None
-    """Divide advantages by the standard deviation of rewards; absent: as the loss needs."""
-    leave_one_out: bool | None = None
-    """Compare each trajectory with the mean of the others; absent: as the loss needs."""
-    advantage_estimator: str = ""
-    """Function of your own that computes the advantages of a group from its rewards, as
-    "module:function"; empty: the built-in formula."""
-    advantages_of: Literal["trajectory", "turn"] = "trajectory"
-    """What gets an advantage: each "trajectory", or each "turn" among all turns of the group."""
-    advantage_aggregate: Literal["sum", "max", "mean"] = "sum"
-    """How the rewards of a trajectory's turns become one number: "sum", "max" or "mean"."""
-    top_k: int = Field(default=0, ge=0)
-    """Largest number of trajectories of a group that get advantage 1; the others get 0. Only
-    trajectories above the group's median are chosen. Losses that imitate (sft, minor_sft) train
-    those alone. 0 turns this off: advantages are computed from the rewards as usual."""
-    drop_uniform: bool = False
-    """Whether groups whose rewards are all the same are dropped; RL learns nothing from them."""
-    reference_logprobs: bool = False
-    """Whether sampled tokens get log-probs of the reference model, for KL or distillation."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """Coefficient c of the reward -c * KL(policy, reference model) of each token; 0: none."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """How the KL in the reward is estimated from sampled tokens: "k1", "k2" or "k3"."""
-    dtype: Dtype = "float32"
-    """Number format of the reference model: "float32" or "bfloat16"."""
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
-    """Device of the reference model: "cpu", "cuda", or one of several as "cuda:1"."""
-    num_threads: int = Field(default=1, ge=1)
-    """Number of CPU threads of the reference model."""
-    rewards: tuple[RewardSpec, ...] = ()
-    """Rewards added to the environment's: {name, use = "module:function", weight, timeout_s}."""
-    advantage_eps: float = Field(default=1e-6, gt=0)
-    """Smallest divisor of advantages, and largest spread of rewards that counts as uniform."""
-    advantage_divisor: Literal["max", "sum"] = "max"
-    """Divisor of advantages: "max" is max(std, advantage_eps), "sum" is std + advantage_eps."""
-    max_row_tokens: int = Field(default=4096, ge=16)
-    """Largest number of tokens in a packed row; a longer sequence has a row of its own."""
-    max_groups: int = Field(default=16, ge=1)
-    """Largest number of groups that are scored at the same time, each by its own reward calls."""
-    lease_s: float = Field(default=60.0, ge=1)
-    """Seconds after which the queue takes groups back from a scorer that has gone away."""
-    wait_s: float = Field(default=5.0, gt=0)
-    """Longest time that one request for groups waits, in seconds."""
-    patience_s: float = Field(default=120.0, gt=0)
-    """Seconds that the queue may be away before groups are left to a later delivery."""
-
-    def baseline_for(self, loss: str) -> dict[str, bool]:
-        """Return divide_by_std and leave_one_out: as this table says, else as `loss` needs."""
-        facts = facts_of(loss)
-        return {
-            name: getattr(facts, name) if getattr(self, name) is None else getattr(self, name)
-            for name in ("divide_by_std", "leave_one_out")
-        }
-
-    @model_validator(mode="after")
-    def _require_one_estimator(self) -> Self:
-        fields = ScorerFields.model_fields
-        names = ("divide_by_std", "leave_one_out", "advantages_of", "advantage_eps", "top_k")
-        changed = [name for name in names if getattr(self, name) != fields[name].default]
-        if self.advantage_estimator and changed:
-            raise ValueError(
-                f"advantage_estimator is {self.advantage_estimator}, which computes the "
-                f"advantages, so {', '.join(changed)} would have no effect: leave that out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _require_something_to_aggregate(self) -> Self:
-        if self.advantages_of == "turn" and self.advantage_aggregate != "sum":
-            raise ValueError(
-                f"advantage_aggregate is {self.advantage_aggregate}, which has no effect when "
-                "advantages_of is turn: leave it out, or set advantages_of to trajectory"
-            )
-        if self.advantages_of == "turn" and self.top_k:
-            raise ValueError(
-                "top_k chooses whole trajectories, and advantages_of is turn: set advantages_of to "
-                "trajectory, or leave top_k out"
-            )
-        if self.kl_coefficient and self.advantage_aggregate != "sum":
-            raise ValueError(
-                f"advantage_aggregate is {self.advantage_aggregate}, which would lose or shrink "
-                "the KL penalty, since that is a reward of the last turn: set kl_coefficient to 0, "
-                "or advantage_aggregate to sum"
-            )
-        names = [reward.name for reward in self.rewards]
-        if len(set(names)) < len(names) or "kl" in names:
-            raise ValueError(
-                f"the rewards {names} need different names, and none may be 'kl': rename them"
-            )
-        return self
-
-
-class ScorerSection(ScorerFields):
-    """How groups are scored."""
-
-    reference_model: FilePath = ""
-    """Directory of the reference or teacher model; empty: the model that training starts from."""
-
-
 class ObjectiveSettings(Section):
     """What goes with any loss: aggregation, KL, entropy bonus, correction for sampler mismatch."""
 
@@ -369,6 +254,8 @@ class ObjectiveSettings(Section):
     kl_to: Literal["ref", "inference"] = "ref"
     """Model to which the KL term measures the distance. "ref" is the scorer's reference model,
     "inference" the engine that sampled."""
+    kl_inference_coeff: float = Field(default=0.0, ge=0)
+    """Weight of a second KL term, to the engine that sampled, beside one to "ref"; 0: none."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss; 0: none."""
     entropy_metric: bool = True
@@ -538,6 +425,15 @@ class TrainFields(Section):
         return self
 
     @model_validator(mode="after")
+    def _require_one_kl_term_of_each_kind(self) -> Self:
+        if self.objective.kl_inference_coeff and self.objective.kl_to == "inference":
+            raise ValueError(
+                'kl_inference_coeff and kl_to = "inference" are the same KL: set kl_coeff alone, '
+                'or kl_to to "ref"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _require_a_kernel_with_entropy(self) -> Self:
         if self.logprob_kernel == "cut" and self.objective.entropy_coeff:
             raise ValueError(
@@ -559,7 +455,7 @@ class TrainFields(Section):
                 f"{' or '.join(supervised)}: set one of these"
             )
         objective, default = self.objective, ObjectiveSettings()
-        for name in ("kl_to", "correction", "proximal", "num_epochs"):
+        for name in ("kl_to", "kl_inference_coeff", "correction", "proximal", "num_epochs"):
             if getattr(objective, name) != getattr(default, name):
                 raise ValueError(
                     f"objective.{name} is {getattr(objective, name)}, which has no effect with "

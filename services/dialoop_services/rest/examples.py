@@ -125,6 +125,10 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "ReplayService.Requeue": {"group_ids": ["arithmetic/0"]},
         "ReplayService.Purge": {"confirm": "demo"},
         "ScorerService.LogProb": {"token_ids": [{"values": [12, 7, 9]}]},
+        "ScorerService.RetrieveKl": {
+            "trajectories": [_TRAJECTORY],
+            "estimator": "KL_ESTIMATOR_K3",
+        },
         "ScorerService.Score": {"group": _GROUP},
         "TrainerService.Evaluate": {"split": "heldout", "max_tasks": 32, "label": "by_hand"},
     }

@@ -65,6 +65,7 @@ TABLE: Mapping[str, str] = MappingProxyType(
         "ReplayService.Requeue": f"POST {_RUN}/dead_letters/requeue",
         "ReplayService.Purge": f"POST {_RUN}/purge",
         "ScorerService.LogProb": "POST /v1/logprob",
+        "ScorerService.RetrieveKl": "POST /v1/kl",
         "TrainerService.GetStatus": "GET /v1/status",
         "TrainerService.WatchPolicy": "GET /v1/policy/events",
     }

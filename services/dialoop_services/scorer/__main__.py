@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.clients.replay import ReplayClient
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 
+from dialoop_services.config.scorer_tables import REFERENCE
 from dialoop_services.runtime import Host, OwnProcess, load, run
 from dialoop_services.scorer.estimator import load_estimator
 from dialoop_services.scorer.reference_batches import ReferenceBatches
@@ -44,9 +47,14 @@ async def serve_in(host: Host, settings: ScorerSettings) -> None:
 
 def make_scorer(settings: ScorerSettings) -> Scorer:
     """Return the scorer that the settings describe; load the reference now if scoring needs it."""
-    reference = None
+    directories = {model.id: Path(model.directory) for model in settings.models}
     if settings.model_dir is not None:
-        reference = ReferenceBatches(lambda: _load_reference(settings))
+        directories[REFERENCE] = settings.model_dir
+    models = {
+        name: ReferenceBatches(partial(_load_model, directory, settings))
+        for name, directory in directories.items()
+    }
+    reference = models.get(REFERENCE)
     if reference is not None and settings.needs_reference:
         reference.load()
     penalty = KlPenalty(coefficient=settings.kl_coefficient, estimator=settings.kl_estimator)
@@ -60,16 +68,15 @@ def make_scorer(settings: ScorerSettings) -> Scorer:
         top_k=settings.top_k,
         estimator=load_estimator(settings.advantage_estimator),
     )
-    return Scorer(scoring, reference, max_groups=settings.max_groups)
+    return Scorer(scoring, models, max_groups=settings.max_groups)
 
 
-def _load_reference(settings: ScorerSettings) -> Reference:
-    # Imported only here, so that a scorer without a reference model runs without torch.
+def _load_model(directory: Path, settings: ScorerSettings) -> Reference:
+    # Imported only here, so that a scorer without a model runs without torch.
     from dialoop_services.scorer.reference import load_reference
 
-    assert settings.model_dir is not None
     return load_reference(
-        settings.model_dir,
+        directory,
         dtype=settings.dtype,
         device=settings.device,
         max_row_tokens=settings.max_row_tokens,

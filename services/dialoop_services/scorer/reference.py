@@ -40,8 +40,10 @@ class ReferenceModel:
         rows = [TokenRow.from_sequence(sequence, group_index=group) for sequence, group in pairs]
         return self._logprobs(rows, temperatures)
 
-    def logprobs_of_all(self, token_ids: Rows[Rows[int]]) -> list[Floats]:
-        """Return for each row float32 [L - 1], nats, of all tokens but the first, at temperature 1.
+    def logprobs_of_all(
+        self, token_ids: Rows[Rows[int]], temperatures: Rows[float]
+    ) -> list[Floats]:
+        """Return for each row float32 [L - 1], nats, of all tokens but the first.
 
         Raise InvalidInput (EMPTY_SEQUENCE, TOKEN_OUT_OF_RANGE).
         """
@@ -51,7 +53,7 @@ class ReferenceModel:
         rows = [
             TokenRow.from_demonstration(ids, [False] + [True] * (len(ids) - 1)) for ids in token_ids
         ]
-        return self._logprobs(rows, [1.0] * len(rows))
+        return self._logprobs(rows, temperatures)
 
     @torch.no_grad()
     def _logprobs(self, rows: list[TokenRow], temperatures: Rows[float]) -> list[Floats]:

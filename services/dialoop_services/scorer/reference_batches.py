@@ -34,7 +34,9 @@ class Reference(Protocol):
         """
         ...
 
-    def logprobs_of_all(self, token_ids: Rows[Rows[int]]) -> list[Floats]:
+    def logprobs_of_all(
+        self, token_ids: Rows[Rows[int]], temperatures: Rows[float]
+    ) -> list[Floats]:
         """Return for each row float32 [L - 1], nats, of all tokens but the first."""
         ...
 
@@ -73,10 +75,16 @@ class ReferenceBatches:
             self._running = asyncio.create_task(self._answer_all())
         return await answer
 
-    async def logprobs_of_all(self, token_ids: Rows[Rows[int]]) -> list[Floats]:
-        """Return for each row float32 [L - 1], nats, of all tokens but the first."""
+    async def logprobs_of_all(
+        self, token_ids: Rows[Rows[int]], temperatures: Rows[float] = ()
+    ) -> list[Floats]:
+        """Return for each row float32 [L - 1], nats, of all tokens but the first.
+
+        Without `temperatures`, one for each row, they are 1.
+        """
+        of_rows = temperatures or [1.0] * len(token_ids)
         async with self._is_computing:
-            return await asyncio.to_thread(lambda: self.load().logprobs_of_all(token_ids))
+            return await asyncio.to_thread(lambda: self.load().logprobs_of_all(token_ids, of_rows))
 
     async def _answer_all(self) -> None:
         while self.waiting:

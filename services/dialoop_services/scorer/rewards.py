@@ -30,7 +30,7 @@ from dialoop_services.rl.turn_tokens import TurnTokens
 if TYPE_CHECKING:
     from dialoop.sequences import Floats
 
-    from dialoop_services.config.tables import RewardSpec
+    from dialoop_services.config.scorer_tables import RewardSpec
 
 log = logging.getLogger(__name__)
 

@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import PreconditionFailed
+from dialoop.errors import NotFound, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.v1 import scorer_service_pb2 as pb
 from dialoop.v1.scorer_service_pb2_grpc import ScorerServiceServicer
-from dialoop.wire import group_from_proto, group_to_proto, logprobs_to_proto
+from dialoop.wire import (
+    group_from_proto,
+    group_to_proto,
+    logprobs_to_proto,
+    token_values_to_proto,
+    trajectory_from_proto,
+)
+
+from dialoop_services.config.scorer_tables import REFERENCE
+from dialoop_services.scorer.trajectory_values import trajectory_kl, trajectory_logprobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     import grpc
-    from dialoop.sequences import Floats
     from dialoop.trajectory import Group
 
     from dialoop_services.scorer.reference_batches import ReferenceBatches
     from dialoop_services.scorer.scoring import Scoring
+    from dialoop_services.scorer.trajectory_values import Scope
+
+_ESTIMATORS = {pb.KL_ESTIMATOR_K2: "k2", pb.KL_ESTIMATOR_K3: "k3"}
 
 
 class Scorer:
-    """Scores up to `max_groups` groups at a time, for the queue worker and callers of the rpc."""
+    """Scores up to `max_groups` groups at a time, for the queue worker and callers of the rpc.
+
+    `models` are those whose log-probs may be asked for, by id; "reference" is the reference model.
+    """
 
     def __init__(
-        self, scoring: Scoring, reference: ReferenceBatches | None = None, *, max_groups: int = 16
+        self,
+        scoring: Scoring,
+        models: Mapping[str, ReferenceBatches] = MappingProxyType({}),
+        *,
+        max_groups: int = 16,
     ) -> None:
         self._scoring = scoring
-        self._reference = reference
+        self._models = models
         self._room = asyncio.Semaphore(max_groups)
 
     async def score(self, group: Group) -> Group:
@@ -37,18 +56,26 @@ class Scorer:
         async with self._room:
             return await self._scoring.score(group)
 
-    async def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[Floats]:
-        """Return for each row float32 [L - 1] under the reference model.
+    def model(self, model_id: str = "") -> ReferenceBatches:
+        """Return the model of that id, or the reference model.
 
-        Raise PreconditionFailed (NO_REFERENCE_MODEL) when there is none.
+        Raise NotFound (MODEL_NOT_FOUND), or PreconditionFailed (NO_REFERENCE_MODEL) when there is
+        no reference model.
         """
-        if self._reference is None:
+        model_id = model_id or REFERENCE
+        if model_id in self._models:
+            return self._models[model_id]
+        if model_id == REFERENCE:
             raise PreconditionFailed(
                 "This scorer has no reference model.",
                 reason=Reason.NO_REFERENCE_MODEL,
                 remedy="Set DIALOOP_SCORER_MODEL_DIR.",
             )
-        return await self._reference.logprobs_of_all(token_ids)
+        raise NotFound(
+            f"This scorer has no model {model_id!r}; it has {', '.join(self._models) or 'none'}.",
+            reason=Reason.MODEL_NOT_FOUND,
+            remedy="Name one of these, or add it to `models` in [scorer].",
+        )
 
 
 class ScorerServicer(ScorerServiceServicer):
@@ -62,8 +89,32 @@ class ScorerServicer(ScorerServiceServicer):
         request: pb.ScorerServiceLogProbRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> pb.ScorerServiceLogProbResponse:
-        rows = await self._scorer.logprobs([list(row.values) for row in request.token_ids])
-        return pb.ScorerServiceLogProbResponse(logprobs=logprobs_to_proto(rows))
+        model = self._scorer.model(request.model_id)
+        ids = [list(row.values) for row in request.token_ids]
+        rows = await model.logprobs_of_all(ids) if ids else []
+        trajectories = list(map(trajectory_from_proto, request.trajectories))
+        values = (
+            await trajectory_logprobs(trajectories, model, _scope_of(request.mask_scope))
+            if trajectories
+            else []
+        )
+        return pb.ScorerServiceLogProbResponse(
+            logprobs=logprobs_to_proto(rows), sequences=map(token_values_to_proto, values)
+        )
+
+    async def RetrieveKl(
+        self,
+        request: pb.ScorerServiceRetrieveKlRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> pb.ScorerServiceRetrieveKlResponse:
+        values = await trajectory_kl(
+            list(map(trajectory_from_proto, request.trajectories)),
+            policy=self._scorer.model(request.model_id) if request.model_id else None,
+            reference=self._scorer.model(request.reference_model_id),
+            scope=_scope_of(request.mask_scope),
+            estimator=_ESTIMATORS.get(request.estimator, "k1"),
+        )
+        return pb.ScorerServiceRetrieveKlResponse(sequences=map(token_values_to_proto, values))
 
     async def Score(
         self,
@@ -72,3 +123,7 @@ class ScorerServicer(ScorerServiceServicer):
     ) -> pb.ScorerServiceScoreResponse:
         scored = await self._scorer.score(group_from_proto(request.group))
         return pb.ScorerServiceScoreResponse(group=group_to_proto(scored))
+
+
+def _scope_of(scope: int) -> Scope:
+    return "all" if scope == pb.TOKEN_SCOPE_ALL else "assistant"

@@ -14,8 +14,8 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from dialoop_services.config.job import JobConfig
+from dialoop_services.config.scorer_tables import ScorerFields
 from dialoop_services.config.settings import JobSettings
-from dialoop_services.config.tables import ScorerFields
 from dialoop_services.rl.advantages import AdvantageSettings
 
 

@@ -25,7 +25,7 @@ from dialoop.v1 import replay_service_pb2 as rep
 from dialoop.v1 import scorer_service_pb2 as sco
 from dialoop.v1 import trainer_service_pb2 as tra
 from dialoop.v1 import trajectory_pb2
-from dialoop.wire import group_to_proto
+from dialoop.wire import group_to_proto, trajectory_to_proto
 from google.protobuf.message import Message as Proto
 
 from tests.support.rest_world import (
@@ -234,6 +234,23 @@ async def scorer_script(call: Call) -> None:
     await call("ScorerService.Score", sco.ScorerServiceScoreRequest())
     rows = [{"values": [1, 2, 3]}, {"values": [4]}]
     await call("ScorerService.LogProb", sco.ScorerServiceLogProbRequest(token_ids=rows))
+    played = [trajectory_to_proto(t) for t in scorer_samples.make_group(0.0, 1.0).trajectories]
+    for options in (
+        {},
+        {"mask_scope": "TOKEN_SCOPE_ALL"},
+        {"model_id": "reference"},
+        {"model_id": "nobody"},
+    ):
+        request = sco.ScorerServiceLogProbRequest(trajectories=played, **options)
+        await call("ScorerService.LogProb", request)
+    for options in (
+        {},
+        {"estimator": "KL_ESTIMATOR_K3", "model_id": "reference"},
+        {"mask_scope": "TOKEN_SCOPE_ALL"},
+        {"reference_model_id": "nobody"},
+    ):
+        request = sco.ScorerServiceRetrieveKlRequest(trajectories=played, **options)
+        await call("ScorerService.RetrieveKl", request)
 
 
 async def trainer_script(call: Call) -> None:
@@ -282,7 +299,13 @@ REACHED = {
         "NOT_PARSEABLE",
         "NO_PARSER",
     },
-    "scorer": {"GROUP_TOO_SMALL", "GROUP_INCOMPLETE", "UNSCORABLE_TRAJECTORY"},
+    "scorer": {
+        "GROUP_TOO_SMALL",
+        "GROUP_INCOMPLETE",
+        "UNSCORABLE_TRAJECTORY",
+        "MODEL_NOT_FOUND",
+        "RAGGED",
+    },
     "trainer": set(),
 }
 

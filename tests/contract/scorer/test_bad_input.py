@@ -28,7 +28,7 @@ class Flat:
     def logprobs_of_sampled(self, sequences: Any, temperatures: Any, groups: Any) -> Any:
         return [sequence.inference_logprobs for sequence in sequences]
 
-    def logprobs_of_all(self, token_ids: Any) -> Any:
+    def logprobs_of_all(self, token_ids: Any, temperatures: Any) -> Any:
         raise NotImplementedError
 
 

@@ -121,7 +121,7 @@ class Given:
             for s in sequences
         ]
 
-    def logprobs_of_all(self, token_ids: Any) -> Any:
+    def logprobs_of_all(self, token_ids: Any, temperatures: Any) -> Any:
         raise NotImplementedError
 
 

@@ -40,7 +40,7 @@ def reference(directory, max_row_tokens=16):
 
 @pytest.mark.parametrize("max_row_tokens", [16, 4])
 def test_packed_logprobs_are_the_models_own(directory, own, max_row_tokens):
-    scores = reference(directory, max_row_tokens).logprobs_of_all(ROWS)
+    scores = reference(directory, max_row_tokens).logprobs_of_all(ROWS, [1.0] * len(ROWS))
     for ids, logprobs in zip(ROWS, scores, strict=True):
         assert np.abs(logprobs - own(ids)).max() < 1e-4
 
@@ -54,7 +54,7 @@ def test_each_sequence_is_scored_at_its_own_temperature(directory, own):
 
 def test_tokens_outside_the_vocabulary_are_refused(directory):
     with pytest.raises(InvalidInput) as caught:
-        reference(directory).logprobs_of_all([[1, 999_999]])
+        reference(directory).logprobs_of_all([[1, 999_999]], [1.0])
     assert caught.value.reason == "TOKEN_OUT_OF_RANGE"
 
 
@@ -71,4 +71,4 @@ async def test_a_reference_nobody_scores_with_still_answers_logprobs(directory):
     scorer = make_scorer(ScorerSettings(model_dir=directory))
     scored = await scorer.score(make_group(0.0, 1.0))
     assert len(scored.trajectories[0].sequences[0].ref_logprobs) == 0
-    assert [len(row) for row in await scorer.logprobs([[1, 2, 3]])] == [2]
+    assert [len(row) for row in await scorer.model().logprobs_of_all([[1, 2, 3]])] == [2]

@@ -218,7 +218,7 @@ class Flat:
     def logprobs_of_sampled(self, sequences, temperatures, groups):
         return [np.full(s.num_model_tokens, -2.0, dtype=np.float32) for s in sequences]
 
-    def logprobs_of_all(self, token_ids):
+    def logprobs_of_all(self, token_ids, temperatures):
         return [np.full(len(ids) - 1, -2.0, dtype=np.float32) for ids in token_ids]
 
 
@@ -309,7 +309,7 @@ async def serve(scorer: Scorer):
 
 async def test_score_answers_with_the_scored_group():
     reference = ReferenceBatches(Flat)
-    async with serve(Scorer(Scoring(reference=reference), reference)) as scorer:
+    async with serve(Scorer(Scoring(reference=reference), {"reference": reference})) as scorer:
         scored = await scorer.score(make_group(0.0, 1.0))
     assert [t.sequences[0].advantage for t in scored.trajectories] == pytest.approx(
         [-0.7071, 0.7071], abs=1e-4
@@ -333,7 +333,7 @@ async def test_score_refuses_what_it_cannot_score(group, reason):
 
 
 async def test_logprobs_begin_at_the_second_token():
-    async with serve(Scorer(Scoring(), ReferenceBatches(Flat))) as scorer:
+    async with serve(Scorer(Scoring(), {"reference": ReferenceBatches(Flat)})) as scorer:
         rows = await scorer.logprobs([[1, 2, 3], [4]])
     assert [row.tolist() for row in rows] == [[-2.0, -2.0], []]
 

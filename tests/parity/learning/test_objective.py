@@ -13,6 +13,7 @@ from dialoop_services.learning.loss.losses import dppo_mask, grpo, reinforce, sf
 from dialoop_services.learning.loss.objective import Objective, combine_metrics, k1, k2, k3
 from dialoop_services.trainer.learner.learner import objective_of
 from dialoop_services.trainer.settings import TrainerSettings
+from pydantic import ValidationError
 
 from tests.support.samples.loss_samples import inputs_of, log
 
@@ -225,3 +226,24 @@ def test_rows_add_up_to_one_big_row(loss: Any) -> None:
     assert combine_metrics([first.metrics, rest.metrics]) == pytest.approx(
         combine_metrics([whole.metrics])
     )
+
+
+def test_a_kl_to_the_reference_and_one_to_the_sampler_go_together() -> None:
+    # policy 0.5, reference 0.25, sampler 0.8: k1 is log 2 and log 0.625
+    inputs = inputs_of(log(0.5), log(0.8), ref_logprobs=log(0.25), advantages=[0.0])
+    both = load_objective("grpo", kl_coeff=0.1, kl_inference_coeff=0.3, kl_estimator="k1")
+    output = both(inputs)
+    assert output.loss.item() == pytest.approx(0.1 * math.log(2) + 0.3 * math.log(0.625))
+    metrics = {name: float(value) for name, value in output.metrics.items()}
+    assert metrics["kl_to_ref"] == pytest.approx(math.log(2))
+    assert metrics["kl_to_inference"] == pytest.approx(math.log(0.625))
+    parts = ("loss_objective", "loss_kl", "loss_kl_to_inference")
+    assert sum(metrics[name] for name in parts) == pytest.approx(output.loss.item())
+
+
+def test_the_settings_set_the_kl_to_the_sampler_and_refuse_it_twice() -> None:
+    fields = {"model_dir": "m", "objective": {"kl_coeff": 0.1, "kl_inference_coeff": 0.3}}
+    assert objective_of(TrainerSettings.model_validate(fields)).kl_inference_coeff == 0.3
+    fields["objective"] = {"kl_inference_coeff": 0.3, "kl_to": "inference"}
+    with pytest.raises(ValidationError, match="are the same KL"):
+        TrainerSettings.model_validate(fields)

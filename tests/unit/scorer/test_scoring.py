@@ -12,7 +12,7 @@ import pytest
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import DoneReason, Failure, Group, Owner, Reward, SamplingParams, Turn
-from dialoop_services.config.tables import RewardSpec
+from dialoop_services.config.scorer_tables import RewardSpec
 from dialoop_services.rl.advantages import AdvantageSettings
 from dialoop_services.runtime import load
 from dialoop_services.scorer.reference_batches import ReferenceBatches
@@ -46,7 +46,7 @@ class Halved:
         self.temperatures.extend(temperatures)
         return [s.inference_logprobs - np.float32(0.5) for s in sequences]
 
-    def logprobs_of_all(self, token_ids):
+    def logprobs_of_all(self, token_ids, temperatures):
         raise AssertionError("not asked for")
 
 

@@ -12,7 +12,7 @@ from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import Group, Reward, Turn
 from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime import load
-from dialoop_services.scorer.__main__ import _load_reference, make_scorer
+from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.run_dir import RunDir
@@ -142,10 +142,11 @@ def test_a_job_says_where_its_reference_model_is_and_in_which_format(
     arguments: dict[str, Any] = {}
     monkeypatch.setattr(
         "dialoop_services.scorer.reference.load_reference",
-        lambda path, **options: arguments.update(options),
+        lambda path, **options: arguments.update(options, path=path),
     )
-    _load_reference(settings)
+    make_scorer(settings).model().load()
     assert arguments == {
+        "path": settings.model_dir,
         "device": "cuda:1",
         "dtype": "bfloat16",
         "num_threads": 3,

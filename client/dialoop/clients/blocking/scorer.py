@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Literal
 
     from dialoop.clients.blocking.loop import BackgroundLoop
     from dialoop.clients.inference import PolicyLogProbs
     from dialoop.clients.scorer import ScorerClient
-    from dialoop.trajectory import Group
+    from dialoop.sequences import TokenValues
+    from dialoop.trajectory import Group, Trajectory
 
 
 class BlockingScorerClient:
@@ -20,9 +22,49 @@ class BlockingScorerClient:
         self._client = client
         self._loop = loop
 
-    def logprobs(self, rows: Iterable[Iterable[int]]) -> PolicyLogProbs:
-        """Return log-probs of token ids under the reference model."""
-        return self._loop.run(self._client.logprobs(rows))
+    def logprobs(self, rows: Iterable[Iterable[int]], *, model_id: str = "") -> PolicyLogProbs:
+        """Return log-probs of token ids under the reference model, or the one called `model_id`."""
+        return self._loop.run(self._client.logprobs(rows, model_id=model_id))
+
+    def logprobs_of(
+        self,
+        trajectories: Iterable[Trajectory],
+        *,
+        mask_scope: Literal["assistant", "all"] = "assistant",
+        model_id: str = "",
+    ) -> tuple[TokenValues, ...]:
+        """Return log-probs in nats of trajectories' tokens, at their sampling temperature.
+
+        There is one TokenValues for each sequence, with the tokens that the policy sampled or, with
+        the scope "all", all but the first.
+        """
+        return self._loop.run(
+            self._client.logprobs_of(trajectories, mask_scope=mask_scope, model_id=model_id)
+        )
+
+    def kl(
+        self,
+        trajectories: Iterable[Trajectory],
+        *,
+        estimator: Literal["k1", "k2", "k3"] = "k1",
+        mask_scope: Literal["assistant", "all"] = "assistant",
+        model_id: str = "",
+        reference_model_id: str = "",
+    ) -> tuple[TokenValues, ...]:
+        """Return the KL to the reference model in nats, token by token, for each sequence.
+
+        It is of the policy that sampled or, with a `model_id`, of that model. k1 is
+        log policy - log reference.
+        """
+        return self._loop.run(
+            self._client.kl(
+                trajectories,
+                estimator=estimator,
+                mask_scope=mask_scope,
+                model_id=model_id,
+                reference_model_id=reference_model_id,
+            )
+        )
 
     def score(self, group: Group) -> Group:
         """Score a group: return it with rewards, reference log-probs and advantages."""

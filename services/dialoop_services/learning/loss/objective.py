@@ -46,11 +46,12 @@ class Objective:
     """A loss and what goes with it; it is called like a loss.
 
     kl_coeff: factor of the KL estimate to kl_to, which is added (0: none).
+    kl_inference_coeff: the same, to the engine that sampled, beside a KL to the reference.
     entropy_coeff: factor of the entropy, which is subtracted (0: none).
     whiten: normalise advantages over the train step (REINFORCE++, arXiv 2501.03262).
     imitates: the loss learns the tokens of every sequence whose advantage is not 0.
     KL and entropy are aggregated as the loss is. TRL's entropy bonus is always a mean over tokens.
-    The metrics loss_objective, loss_kl and loss_entropy add up to the loss.
+    The metrics loss_objective, loss_kl, loss_kl_to_inference and loss_entropy add up to the loss.
     """
 
     loss: Loss
@@ -59,6 +60,7 @@ class Objective:
     kl_coeff: float = 0.0
     kl_estimator: Estimator = "k3"
     kl_to: Literal["ref", "inference"] = "ref"
+    kl_inference_coeff: float = 0.0
     entropy_coeff: float = 0.0
     correction: Correction | None = None
     whiten: bool = False
@@ -87,12 +89,13 @@ class Objective:
         output = self.loss(inputs)
         loss = output.loss
         terms = {"loss_objective": loss}
-        if self.kl_coeff:
-            other = inputs.require(f"{self.kl_to}_logprobs")
-            kl = estimate(self.kl_estimator, inputs.policy_logprobs, other)
-            terms["loss_kl"] = self.kl_coeff * inputs.mean(kl)
-            loss = loss + terms["loss_kl"]
-            metrics[f"kl_to_{self.kl_to}"] = inputs.token_mean(kl.detach())
+        for name, other, coeff in self._kl_terms():
+            kl = estimate(
+                self.kl_estimator, inputs.policy_logprobs, inputs.require(f"{other}_logprobs")
+            )
+            terms[name] = coeff * inputs.mean(kl)
+            loss = loss + terms[name]
+            metrics[f"kl_to_{other}"] = inputs.token_mean(kl.detach())
         if self.entropy_coeff:
             terms["loss_entropy"] = -self.entropy_coeff * inputs.mean(inputs.require("entropy"))
             loss = loss + terms["loss_entropy"]
@@ -101,6 +104,14 @@ class Objective:
             metrics["clip_fraction"] = inputs.token_mean(output.clipped.float())
         metrics |= _by_staleness(inputs, output.clipped)
         return LossOutput(loss, metrics, output.clipped)
+
+    def _kl_terms(self) -> list[tuple[str, str, float]]:
+        """Return each KL term's metric, the log-probs it compares with, and its factor."""
+        terms = [
+            ("loss_kl", self.kl_to, self.kl_coeff),
+            ("loss_kl_to_inference", "inference", self.kl_inference_coeff),
+        ]
+        return [(name, other, coeff) for name, other, coeff in terms if coeff]
 
 
 def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, Any]:

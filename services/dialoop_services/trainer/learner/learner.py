@@ -404,6 +404,7 @@ def objective_of(settings: TrainerSettings) -> Objective:
         kl_coeff=section.kl_coeff,
         kl_estimator=section.kl_estimator,
         kl_to=section.kl_to,
+        kl_inference_coeff=section.kl_inference_coeff,
         entropy_coeff=section.entropy_coeff,
         correction=correction,
     )
