@@ -28,7 +28,7 @@ constant: the mean over trajectories of sums divided by one constant, as the lon
 GRPO, arXiv 2503.20783). sum: the plain sum.
 
 A trajectory whose history was rewritten has several sequences and counts once, as its tokens are
-one answer (infra/decisions/0020-a-forked-trajectory-counts-once.md).
+one answer (infra/decisions/0021-a-forked-trajectory-counts-once.md).
 
 An update is one step of the optimiser: it trains one of the `num_minibatches` parts of a
 train step. TRL's "bnpo" counts each micro-batch by itself, and its "dapo" takes the mean of all
