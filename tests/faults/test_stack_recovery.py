@@ -40,14 +40,14 @@ def test_a_job_survives_the_death_of(service: str, tmp_path: Path) -> None:
 
 @pytest.mark.heavy(reason="hangs one process of a whole job, about a minute")
 @pytest.mark.redis
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("service", ["inference", "environment"])
 def test_a_job_survives_the_hang_of(service: str, tmp_path: Path) -> None:
     """A stopped process answers nothing and does not end; nobody continues it."""
     config = write_config(tmp_path, num_train_steps=12)
     config.write_text("hang_timeout_s = 5\n" + config.read_text())
     with Job(tmp_path, "train", str(config)) as job:
-        wait_for(lambda: num_train_rows(job) >= 3, 240.0)
+        wait_for(lambda: num_train_rows(job) >= 3, 480.0)
         pid = job.service(service)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)

@@ -203,11 +203,15 @@ class FakePublisher:
         self._learner = learner
         self.published: list[tuple[str, int]] = []
         self.announced: list[str] = []
+        self.kept: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def announce(self, version: PolicyVersion) -> None:
         self.announced.append(str(version))
+
+    def keep(self, version: PolicyVersion) -> None:
+        self.kept.append(str(version))
 
     async def publish(self, version: PolicyVersion, **_: Any) -> Published:
         self.published.append((str(version), self._learner.weights))

@@ -116,7 +116,9 @@ class GatesSection(Section):
     """Smallest number of published policy versions."""
     logprob_difference_at_most: float = Field(default=1e-4, gt=0)
     """Largest difference of log-probs between trainer and engine, in nats. It is measured after
-    every publish and, at the end, by scoring all trajectories again."""
+    every publish and, at the end, by scoring a sample of the trajectories again."""
+    rescoring_s: float = Field(default=60.0, ge=0)
+    """Seconds that scoring trajectories again may take at the end; 0: nothing is scored again."""
 
 
 class PortsSection(Section):

@@ -341,8 +341,10 @@ class TrainFields(Section):
     """Number of train steps between checkpoints."""
     sharded_checkpoints: bool = False
     """Whether each process writes a part of a checkpoint; both kinds resume on any number."""
-    keep_policies: int = Field(default=0, ge=0)
-    """Number of published policies to keep on disk; 0: all, which re-scoring needs."""
+    keep_policies: int = Field(default=4, ge=0)
+    """Number of newest policies to keep on disk, beside the first and evaluated ones; 0: all."""
+    keep_policies_every: int = Field(default=10, ge=0)
+    """Every n-th policy stays on disk too, where keep_policies deletes others; 0: none does."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the trainer's model: "cpu" or "cuda"."""
     lease_s: float = Field(default=120.0, gt=0)
@@ -359,8 +361,8 @@ class TrainFields(Section):
     bfloat16 and the extra `gpu`, and gives no entropy."""
     activation_checkpointing: bool = False
     """Whether the backward pass recomputes activations: less memory for a third more time."""
-    max_trajectories_mb: int = Field(default=4096, ge=0)
-    """Size of trajectories.jsonl in MB at which its oldest part is deleted; 0: never."""
+    max_trajectories_mb: int = Field(default=0, ge=0)
+    """Size of all parts of trajectories.jsonl in MB at which the oldest is deleted; 0: none is."""
 
     @property
     def demonstration_loss(self) -> str:

@@ -143,10 +143,11 @@ async def _until_done(services: _Services, dialoop: Dialoop, clock: PhaseClock) 
 
 
 def _rescore(job: JobConfig, run_dir: RunDir) -> dict[str, Any]:
-    if not job.train.num_steps and not job.evaluation.num_tasks:
-        return {"num_trajectories": 0, "num_tokens": 0, "max_difference": 0.0}
+    options = summary.rescoring_options(job)
+    if not options:
+        return dict(summary.NOT_RESCORED)
     rescore = import_module("dialoop_services.trainer.records.rescore").rescore
-    answer: dict[str, Any] = rescore(run_dir.path, run_dir.model(job))
+    answer: dict[str, Any] = rescore(run_dir.path, run_dir.model(job), **options)
     return answer
 
 

@@ -79,16 +79,19 @@ async def _final_stats(stack: RunningStack, observer: Observer) -> ReplayStats:
 
 
 async def _rescore(stack: RunningStack, log: LogStream) -> dict[str, Any]:
-    """Score every stored trajectory again under its own policy versions."""
+    """Score a sample of the trajectories again under the policy versions that sampled them."""
     layout = stack.layout
     run_dir, model = layout.run_dir.path, layout.run_dir.model(layout.config)
-    if not layout.config.train.num_steps and not layout.config.evaluation.num_tasks:
-        return {"num_trajectories": 0, "num_tokens": 0, "max_difference": 0.0}
+    options = summary.rescoring_options(layout.config)
+    if not options:
+        return dict(summary.NOT_RESCORED)
     command = (sys.executable, "-m", "dialoop_services.trainer.records.rescore", str(run_dir))
-    code = await stack.supervisor.run_once("rescore", (*command, "--model-dir", str(model)))
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    code = await stack.supervisor.run_once("rescore", (*command, f"--model-dir={model}", *words))
     line = log.last_line("rescore")
     if code:
-        return {"failure": line}
+        log.say("stack", f"Trajectories were not re-scored: {line}", style="yellow")
+        return {**summary.NOT_RESCORED, "failure": line}
     result: dict[str, Any] = json.loads(line)
     return result
 

@@ -218,7 +218,7 @@ async def test_old_adapters_go_as_old_policies_do(model_dir, tmp_path):
         for _ in range(4):
             await trainer.publish()
         kept = sorted(p.name for p in (tmp_path / "policies").iterdir() if p.is_dir())
-        assert kept == ["main-3", "main-4"]
+        assert kept == ["main-1", "main-3", "main-4"]
 
 
 async def test_whole_weights_may_come_between_adapters(model_dir, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,9 @@ async def test_an_engine_in_half_precision_serves_what_a_trainer_in_whole_publis
     scores = await asyncio.to_thread(rescore, run_dir, run_dir / "model")
     assert scores["num_tokens"] > 0
     assert 1e-4 < scores["max_difference"] < ROUNDING
+    # What a deleted policy sampled is not checked, which is neither good nor bad.
+    for path in (run_dir / "policies").glob("main-*"):
+        shutil.rmtree(path)
+    scores = await asyncio.to_thread(rescore, run_dir, run_dir / "model")
+    assert scores["max_difference"] is None
+    assert scores["num_unchecked_rows"]["policy_gone"] > 0

@@ -19,7 +19,7 @@ from dialoop_services.stack.processes.ports import choose_ports
 from dialoop_services.stack.processes.redis_server import find_redis
 from dialoop_services.stack.report.live import PhaseProgress, TimeLeft
 from dialoop_services.stack.report.report import choose_transcripts
-from dialoop_services.stack.report.summary import gates_of, group_counts
+from dialoop_services.stack.report.summary import gates_of, group_counts, rescoring_options
 from dialoop_services.stack.run_dir import open_run
 from rich.console import Console
 
@@ -180,12 +180,26 @@ def test_gates_hold_for_an_exact_run_that_asks_for_nothing_more() -> None:
     [
         {"staleness_histogram": {"5": 1}},
         {"max_logprob_difference": 0.1},
-        {"rescoring": {"failure": "gone"}},
+        {"rescoring": {"max_difference": 0.1}},
+        {"rescoring": {"max_difference": float("nan")}},
         {"max_logprob_difference": float("nan")},
     ],
 )
 def test_a_run_that_is_not_exact_fails_a_gate(changes: dict[str, Any]) -> None:
     assert not all(gates_of(summary(**changes), CONFIG).values())
+
+
+def test_what_was_not_scored_again_is_no_failure_and_no_success() -> None:
+    for rescoring in ({"failure": "out of memory"}, {"max_difference": None}):
+        gates = gates_of(summary(rescoring=rescoring), CONFIG)
+        assert all(gates.values())
+        assert not any("re-scored" in name for name in gates)
+
+
+def test_rescoring_can_be_switched_off() -> None:
+    assert rescoring_options(CONFIG)["device"] == CONFIG.train.device
+    off = JobConfig.model_validate({"gates": {"rescoring_s": 0}})
+    assert rescoring_options(off) == {}
 
 
 def test_accuracy_is_a_gate_only_when_asked_for() -> None:

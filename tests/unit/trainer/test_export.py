@@ -209,3 +209,14 @@ def test_a_published_lora_version_exports_as_what_was_served(tmp_path: Path) -> 
         export_policy(RunPolicies.of(run_dir), "3", tmp_path / "other", merged=True)
     assert caught.value.reason == "BASE_MISMATCH"
     assert not (tmp_path / "other").exists()
+
+
+def test_a_policy_that_was_deleted_is_refused_as_deleted(tmp_path: Path) -> None:
+    (tmp_path / "policies").mkdir()
+    row = {"kind": "publish", "lineage": "main", "policy_version": 3}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    policies = RunPolicies(policies=tmp_path / "policies", model_dir=tmp_path)
+    for version, reason in (("main-3", "POLICY_GONE"), ("main-4", "POLICY_NOT_FOUND")):
+        with pytest.raises(NotFound) as caught:
+            policies.policy(version)
+        assert caught.value.reason == reason

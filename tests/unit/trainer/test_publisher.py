@@ -140,13 +140,43 @@ async def test_a_replica_that_leaves_while_it_is_asked_does_not_end_the_publish(
     assert published.num_replicas == 1
 
 
-async def test_only_the_newest_policies_are_kept_also_across_lineages(tmp_path: Path) -> None:
-    publish = publisher(tmp_path, FakeReplica(-1.0), keep_policies=2).publish
-    for each in (version(1), version(2), version(3), version(2, "main.1"), version(3, "main.1")):
-        await publish(each)
+def policies_in(run_dir: Path) -> set[str]:
+    return {path.name for path in (run_dir / "policies").iterdir() if path.is_dir()}
+
+
+async def publish_all(publishing: Publisher, *versions: PolicyVersion) -> None:
+    for each in versions:
+        await publishing.publish(each)
         await asyncio.sleep(0.02)  # file systems tell times apart no better than some ms
-    kept = {path.name for path in (tmp_path / "policies").iterdir() if path.is_dir()}
-    assert kept == {"main.1-2", "main.1-3"}
+
+
+async def test_the_first_and_the_newest_policies_are_kept_also_across_lineages(
+    tmp_path: Path,
+) -> None:
+    publishing = publisher(tmp_path, FakeReplica(-1.0), keep_policies=2)
+    main = [version(number) for number in (1, 2, 3)]
+    await publish_all(publishing, *main, version(2, "main.1"), version(3, "main.1"))
+    assert policies_in(tmp_path) == {"main-1", "main.1-2", "main.1-3"}
+
+
+async def test_evaluated_and_every_nth_policy_are_kept_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    settings = {"keep_policies": 1, "keep_policies_every": 4}
+    publishing = publisher(tmp_path, FakeReplica(-1.0), **settings)
+    await publish_all(publishing, version(1), version(2), version(3))
+    publishing.keep(version(3))
+    publishing.keep(version(99))  # it has been deleted, say
+    again = publisher(tmp_path, FakeReplica(-1.0), **settings)
+    await publish_all(again, *(version(number) for number in (4, 5, 6, 7)))
+    assert policies_in(tmp_path) == {"main-1", "main-3", "main-4", "main-7"}
+
+
+async def test_all_policies_are_kept_only_where_the_settings_say_so(tmp_path: Path) -> None:
+    versions = [version(number) for number in range(1, 8)]
+    for folder, settings, num_kept in (("all", {"keep_policies": 0}, 7), ("default", {}, 5)):
+        await publish_all(publisher(tmp_path / folder, FakeReplica(-1.0), **settings), *versions)
+        assert len(policies_in(tmp_path / folder)) == num_kept
 
 
 async def test_a_replica_that_hangs_holds_a_publish_for_its_deadline_only(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
+import pytest
 from dialoop import testing
 from dialoop.chat import History, Message
 from dialoop.sequences import PolicyVersion, Source, sequence_of
@@ -14,8 +16,14 @@ from dialoop.trajectory import Trajectory
 from dialoop.views.run_files import trajectory_files
 from dialoop_services.stack.report.summary import count_outcomes
 from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations
+from dialoop_services.trainer.records import records
 from dialoop_services.trainer.records.records import RunRecords
-from dialoop_services.trainer.records.rescore import sampled_by_version
+from dialoop_services.trainer.records.rescore import (
+    RowSample,
+    SampledTokens,
+    batches_of,
+    sampled_by_version,
+)
 
 VERSION = PolicyVersion(lineage="main", number=3)
 SEPARATORS = "a\u2028b\x85c\x0bd"
@@ -74,10 +82,15 @@ def test_the_oldest_part_of_the_trajectories_goes_when_they_come_to_too_much(
     assert len(trajectory_files(tmp_path)) == 4
 
 
-def test_without_a_bound_all_trajectories_stay_in_one_file(tmp_path: Path) -> None:
-    for _ in range(3):
+def test_without_a_bound_new_parts_are_started_and_none_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_PART_BYTES", 10_000)
+    for _ in range(12):
         write(tmp_path, "x" * 9000)
-    assert [file.name for file in trajectory_files(tmp_path)] == ["trajectories.jsonl"]
+    files = trajectory_files(tmp_path)
+    assert len(files) > 4
+    assert sum(len(file.read_text().splitlines()) for file in files) == 12
 
 
 def test_a_first_line_cut_short_leaves_an_empty_file(tmp_path: Path) -> None:
@@ -90,8 +103,9 @@ def test_a_sampled_line_separator_does_not_end_a_row(tmp_path: Path) -> None:
     write(tmp_path, SEPARATORS)
     stored = sampled_by_version(tmp_path / "trajectories.jsonl")
     assert stored.num_trajectories == 1
-    ((key, (sampled,)),) = stored.sampled.items()
+    ((key, sample),) = stored.sampled.items()
     assert key == ("main-3", 1.0)
+    (sampled,) = sample.rows
     assert np.array_equal(sampled.logprobs, np.array([-0.5], dtype=np.float32))
 
 
@@ -100,7 +114,26 @@ def test_what_kept_its_keys_through_a_load_is_not_rescored_and_counted(tmp_path:
         write(tmp_path, "7", **labels)
     stored = sampled_by_version(tmp_path / "trajectories.jsonl")
     assert (stored.num_trajectories, stored.num_inexact_trajectories) == (2, 1)
-    assert len(stored.sampled["main-3", 1.0]) == 2
+    assert len(stored.sampled["main-3", 1.0].rows) == 2
+
+
+def test_a_version_with_much_data_is_sampled_evenly() -> None:
+    sample, random = RowSample(), Random(0)
+    row = SampledTokens(token_ids=(), positions=np.zeros(0, int), logprobs=np.zeros(0, np.float32))
+    for number in range(2560):
+        sample.add(replace(row, token_ids=(number,)), random)
+    assert (sample.num_seen, len(sample.rows)) == (2560, 256)
+    # Were the sample the first or the last rows, this mean would be 128 or 2432.
+    assert 1150 < np.mean([row.token_ids[0] for row in sample.rows]) < 1410
+
+
+def test_rows_are_scored_in_batches_of_tokens_not_of_rows() -> None:
+    row = SampledTokens(
+        token_ids=(1,) * 30, positions=np.zeros(0, int), logprobs=np.zeros(0, np.float32)
+    )
+    longer = replace(row, token_ids=(1,) * 200)
+    batches = list(batches_of([row, row, row, row, longer, row], 100))
+    assert [len(batch) for batch in batches] == [3, 1, 1, 1]
 
 
 def test_a_demonstration_may_hold_any_line_separator(tmp_path: Path) -> None:

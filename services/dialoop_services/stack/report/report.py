@@ -82,8 +82,7 @@ def _figures(summary: Mapping[str, Any]) -> Table:
         "tokens/s": f"{summary['tokens_per_s_generated']:.0f} generated, "
         f"{summary['tokens_per_s_trained']:.0f} trained",
         "largest log-prob difference": f"{summary['max_logprob_difference']:.2g} after a publish, "
-        f"{summary['rescoring'].get('max_difference', float('nan')):.2g} re-scored"
-        f"{_left_out(summary['rescoring'].get('num_inexact_trajectories', 0))}",
+        f"{_text_of_rescoring(summary['rescoring'])}",
         "time": f"{summary['wall_s']:.0f} s, {summary['cpu_s']:.0f} CPU seconds",
     }
     for name, value in rows.items():
@@ -99,11 +98,20 @@ def _lengths(lengths: Mapping[str, Mapping[int, int]]) -> Table:
     return table
 
 
-def _left_out(num_inexact: int) -> str:
-    """Return how many trajectories re-scoring left out, if any."""
-    if not num_inexact:
-        return ""
-    return f" ({num_inexact} trajectories left out: keep_kv loads came while they were sampled)"
+def _text_of_rescoring(rescoring: Mapping[str, Any]) -> str:
+    """Return the largest difference of what was scored again, and what was left out of it."""
+    difference = rescoring.get("max_difference")
+    parts = ["not re-scored" if difference is None else f"{difference:.2g} re-scored"]
+    unchecked = {
+        "whose policy was deleted": "policy_gone",
+        "beyond the sample": "sample",
+        "out of time": "time",
+    }
+    counts = rescoring.get("num_unchecked_rows", {})
+    parts += [f"{counts[key]} sequences {why}" for why, key in unchecked.items() if counts.get(key)]
+    if num_inexact := rescoring.get("num_inexact_trajectories", 0):
+        parts.append(f"{num_inexact} trajectories that keep_kv loads made inexact")
+    return parts[0] + (f" (not {', '.join(parts[1:])})" if parts[1:] else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import platform
 from collections import Counter
 from dataclasses import dataclass
 from importlib import metadata
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dialoop.views.run_files import trajectory_files
@@ -265,11 +266,35 @@ def _exactness(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]
         <= config.train.max_staleness,
         f"log-probs after every publish within {bound:g}": summary["max_logprob_difference"]
         <= bound,
-        f"re-scored log-probs within {bound:g}": summary["rescoring"].get(
-            "max_difference", float("inf")
-        )
-        <= bound,
+        **_gate_of_rescoring(summary["rescoring"], bound),
     }
+
+
+def _gate_of_rescoring(rescoring: Mapping[str, Any], bound: float) -> dict[str, bool]:
+    """Return the gate of re-scoring; none where nothing was checked, which is no failure."""
+    difference = rescoring.get("max_difference")
+    if difference is None:
+        return {}
+    return {f"re-scored log-probs within {bound:g}": difference <= bound}
+
+
+def rescoring_options(config: JobConfig) -> dict[str, Any]:
+    """Return how to re-score the job's trajectories; nothing where that is not to be done."""
+    is_played = config.train.num_steps or config.evaluation.num_tasks
+    if not is_played or not config.gates.rescoring_s:
+        return {}
+    return {
+        "within_s": config.gates.rescoring_s,
+        "device": config.train.device,
+        "dtype": config.dtype,
+        "max_row_tokens": config.train.row_tokens(config.inference.max_model_len),
+    }
+
+
+NOT_RESCORED: Mapping[str, Any] = MappingProxyType(
+    {"num_trajectories": 0, "num_tokens": 0, "max_difference": None}
+)
+"""The result of a re-scoring that was not to be done."""
 
 
 def _configured_gates(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:

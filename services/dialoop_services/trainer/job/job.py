@@ -128,9 +128,14 @@ class TrainingJob:
 
         `due` is the train step after which the schedule asked for it, if it did.
         """
+        live = self._board.newest
         async with self._parts.placement.engines_awake(self._between_steps):
             step = self.state.num_train_steps
+            if live is not None:
+                self._parts.publisher.keep(live.policy_version)
             result = await self._parts.evaluator.evaluate(plan, train_step=step)
+        if result.newest is not None:
+            self._parts.publisher.keep(result.newest)
         row = result.row() | ({} if due is None else {"due_train_step": due})
         self._parts.records.metric(
             "evaluation",

@@ -79,13 +79,28 @@ class RunPolicies:
         if version in versions:
             matches = [version]
         if len(matches) != 1:
+            if version in self._published_versions():
+                raise NotFound(
+                    f"The policy {version} was deleted to save disk space.",
+                    reason=Reason.POLICY_GONE,
+                    remedy=f"Use one of: {', '.join(versions)}. To keep all of a later run, "
+                    "set keep_policies = 0 in [train].",
+                )
             raise NotFound(
                 f"{self.policies} has {'several' if matches else 'no'} policies {version!r}.",
                 reason=Reason.POLICY_NOT_FOUND,
-                remedy=f"Use one of: {', '.join(versions) or 'none'} (keep_policies sets how many "
-                "stay on disk).",
+                remedy=f"Use one of: {', '.join(versions) or 'none'}.",
             )
         return self.policies / matches[0]
+
+    def _published_versions(self) -> frozenset[str]:
+        """Return every version that the run has published, by its metrics."""
+        metrics = self.policies.parent / "metrics.jsonl"
+        if not metrics.is_file():
+            return frozenset()
+        with metrics.open(encoding="utf-8", newline="\n") as lines:
+            rows = [json.loads(line) for line in lines if '"kind": "publish"' in line]
+        return frozenset(f"{row['lineage']}-{row['policy_version']}" for row in rows)
 
     def _latest(self, versions: Sequence[str]) -> str:
         try:

@@ -19,13 +19,13 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 
 from dialoop_services.learning.lora.layers import ADAPTER
-from dialoop_services.runtime.durable import write_json
+from dialoop_services.runtime.durable import sync_tree, write_json
 from dialoop_services.trainer.job.placement import Split
 from dialoop_services.trainer.learner.learner_state import WEIGHTS
 from dialoop_services.trainer.publish.data_planes import pointer_of, weights_sender_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from dialoop.clients.inference import InferenceClient
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _LOOK_EVERY_S, _ANSWER_S = 2.0, 10.0
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
+KEPT = "kept"
+"""Empty file in the folder of a policy that is never deleted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,11 @@ class Publisher:
             manifest = self._manifest(version, weights)
             await self._sender.offer(manifest, weights)
             self._point_to(version, weights)
-            num_replicas, difference = await self._load_and_prove(manifest, weights, own)
+            # On the disk meanwhile: a later evaluation or export relies on the file.
+            (num_replicas, difference), _ = await asyncio.gather(
+                self._load_and_prove(manifest, weights, own),
+                asyncio.to_thread(sync_tree, path.parent),
+            )
             self._newest = manifest, weights
         # The policy is live now, so the queue may return the credits of the trained groups.
         await self.announce(version, trained_lease_ids)
@@ -276,14 +282,35 @@ class Publisher:
             )
         return worst
 
+    def keep(self, version: PolicyVersion) -> None:
+        """Never delete this policy, if it is still there; it was evaluated, say."""
+        directory = self._root / str(version)
+        if directory.is_dir():
+            (directory / KEPT).touch()
+
     def _delete_old(self) -> None:
-        """Delete all but the newest `keep_policies` policies, of all lineages."""
+        """Delete policies that no setting keeps, of all lineages."""
         if not self._settings.keep_policies:
             return
         policies = [path for path in self._root.iterdir() if path.is_dir()]
-        policies.sort(key=_exported_at, reverse=True)
-        for old in policies[self._settings.keep_policies :]:
+        newest, every = self._settings.keep_policies, self._settings.keep_policies_every
+        for old in policies_to_delete(policies, newest=newest, every=every):
             shutil.rmtree(old, ignore_errors=True)
+
+
+def policies_to_delete(policies: Iterable[Path], *, newest: int, every: int) -> list[Path]:
+    """Return which policies go: all but the first, the `newest`, every n-th, and those kept."""
+    ordered = sorted(policies, key=_exported_at)
+    return [
+        path
+        for path in ordered[1:-newest]
+        if not (path / KEPT).exists() and not _is_every(path.name, every)
+    ]
+
+
+def _is_every(name: str, every: int) -> bool:
+    number = name.rpartition("-")[2]
+    return bool(every) and number.isdecimal() and int(number) % every == 0
 
 
 def _largest_difference(own: Floats, theirs: Floats) -> float:

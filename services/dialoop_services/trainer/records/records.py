@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.records.trackers import Tracker
 
 _BLOCK = 65536
-_NUM_PARTS = 4
+_NUM_PARTS, _PART_BYTES = 4, 1 << 30
 
 
 class RunRecords:
     """The writer of the run's files. Each call flushes, so a kill loses no line of earlier calls.
 
     Worker threads write trajectories, which are long; the event loop writes metrics. Trajectories
-    are in four parts. When all have more than `max_trajectory_bytes`, the oldest part is deleted
-    (0: none is).
+    are in parts. With `max_trajectory_bytes` there are four, and the oldest is deleted when all
+    have more bytes than that (0: none is ever deleted).
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class RunRecords:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._trackers = trackers
-        self._part_bytes = max_trajectory_bytes // _NUM_PARTS
+        self._max_parts = _NUM_PARTS if max_trajectory_bytes else 0
+        self._part_bytes = max_trajectory_bytes // _NUM_PARTS or _PART_BYTES
         self._metrics = open_lines(run_dir / "metrics.jsonl")
         self._trajectories = open_lines(run_dir / TRAJECTORIES)
         self._writing = threading.Lock()
@@ -117,7 +118,7 @@ class RunRecords:
         with self._writing:
             self._trajectories.write("".join(line + "\n" for line in lines))
             self._trajectories.flush()
-            if self._part_bytes and self._trajectories.tell() >= self._part_bytes:
+            if self._trajectories.tell() >= self._part_bytes:
                 self._begin_part()
 
     def ids_of(self, *, outcome: str, label: str, train_step: int) -> frozenset[str]:
@@ -132,15 +133,16 @@ class RunRecords:
         return frozenset(ids)
 
     def _begin_part(self) -> None:
-        """Begin a new part, and delete the oldest ones."""
+        """Begin a new part, and delete the oldest ones if their number is bounded."""
         self._trajectories.close()
         older = trajectory_files(self._run_dir)[:-1]
         number = number_of(older[-1]) + 1 if older else 1
         current = self._run_dir / TRAJECTORIES
         current.rename(self._run_dir / f"trajectories.{number:06d}.jsonl")
         self._trajectories = open_lines(current)
-        for part in trajectory_files(self._run_dir)[:-_NUM_PARTS]:
-            part.unlink()
+        if self._max_parts:
+            for part in trajectory_files(self._run_dir)[: -self._max_parts]:
+                part.unlink()
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write trainer.json in one piece."""

@@ -1,28 +1,30 @@
 """Check a run's log-probs; print one JSON line.
 
-`python -m dialoop_services.trainer.records.rescore RUN_DIR`
+`python -m dialoop_services.trainer.records.rescore RUN_DIR --within-s 60`
 
-A full forward pass of the trainer's model scores every stored token again under the policy version
-that sampled it. The result is compared with the log-prob that the engine recorded. With update mode
-keep_kv no version reproduces the tokens sampled while weights were loaded, so those trajectories
-are left out and counted.
+A full forward pass of the trainer's model scores stored tokens again under the policy version that
+sampled them, and compares the result with the log-prob that the engine recorded. It checks a sample
+that fits into the time: of each version whose weights are still there, up to 256 trajectories. What
+was not checked is counted by reason; with update mode keep_kv, for one, no version reproduces the
+tokens sampled while weights were loaded.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import torch
 from dialoop.episode import UpdateMode
-from dialoop.errors import DataLost
-from dialoop.reasons import Reason
 from dialoop.views.run_files import trajectory_files
 from numpy.typing import NDArray
 from safetensors.torch import load_file
@@ -33,7 +35,8 @@ from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.trainer.publish.export import WEIGHTS, RunPolicies
 
-_ROWS_AT_ONCE = 256
+_MAX_PER_VERSION = 256
+_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,32 +48,52 @@ class SampledTokens:
     logprobs: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
+class RowSample:
+    """A seeded random sample of what one version sampled at one temperature."""
+
+    num_seen: int = 0
+    rows: list[SampledTokens] = field(default_factory=list)
+
+    def add(self, tokens: SampledTokens, random: Random) -> None:
+        """Add a row, so that of all that were added each is in the sample equally likely."""
+        self.num_seen += 1
+        if len(self.rows) < _MAX_PER_VERSION:
+            self.rows.append(tokens)
+        elif (place := random.randrange(self.num_seen)) < _MAX_PER_VERSION:
+            self.rows[place] = tokens
+
+
+@dataclass(slots=True, kw_only=True)
 class Stored:
-    """The sampled tokens of a run, by (version, temperature)."""
+    """What a run stored: samples by (version, temperature), and counts of trajectories."""
 
-    num_trajectories: int
-    num_inexact_trajectories: int
-    sampled: dict[tuple[str, float], list[SampledTokens]]
+    num_trajectories: int = 0
+    num_inexact_trajectories: int = 0
+    sampled: dict[tuple[str, float], RowSample] = field(
+        default_factory=lambda: defaultdict(RowSample)
+    )
 
 
-def sampled_by_version(*paths: Path) -> Stored:
-    """Return the sampled tokens in the parts of trajectories.jsonl that can be re-scored."""
-    by_version: dict[tuple[str, float], list[SampledTokens]] = defaultdict(list)
-    num_trajectories = num_inexact = 0
-    for row in _rows(paths):
+def sampled_by_version(*paths: Path, within_s: float = math.inf) -> Stored:
+    """Return samples of the parts of trajectories.jsonl that can be re-scored, newest part first.
+
+    Reading ends after `within_s` seconds.
+    """
+    ends_at, random, stored = time.monotonic() + within_s, Random(0), Stored()
+    for row in _rows(reversed(paths)):
+        if time.monotonic() > ends_at:
+            break
         if row.get("update_mode") == UpdateMode.KEEP_KV.name:
-            num_inexact += 1
+            stored.num_inexact_trajectories += 1
             continue
-        num_trajectories += 1
+        stored.num_trajectories += 1
         # A greedy sampler reports the log-probs of the untempered distribution.
         temperature = row["temperature"] or 1.0
         for sequence in row["sequences"]:
             for version, sampled in _sampled_tokens(sequence):
-                by_version[version, temperature].append(sampled)
-    return Stored(
-        num_trajectories=num_trajectories, num_inexact_trajectories=num_inexact, sampled=by_version
-    )
+                stored.sampled[version, temperature].add(sampled, random)
+    return stored
 
 
 def _rows(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
@@ -98,18 +121,30 @@ def _sampled_tokens(sequence: dict[str, Any]) -> Iterator[tuple[str, SampledToke
         )
 
 
+def batches_of(rows: Iterable[SampledTokens], max_tokens: int) -> Iterator[list[SampledTokens]]:
+    """Yield rows in batches of at most `max_tokens` tokens; a longer row is alone in its batch."""
+    batch: list[SampledTokens] = []
+    num_tokens = 0
+    for row in rows:
+        if batch and num_tokens + len(row.token_ids) > max_tokens:
+            yield batch
+            batch, num_tokens = [], 0
+        batch.append(row)
+        num_tokens += len(row.token_ids)
+    if batch:
+        yield batch
+
+
 @torch.no_grad()
-def largest_difference(policy: PolicyModel, rows: list[SampledTokens], temperature: float) -> float:
+def largest_difference(
+    policy: PolicyModel, rows: list[SampledTokens], temperature: float, device: str = "cpu"
+) -> float:
     """Return the largest absolute difference in nats over the rows' sampled tokens."""
-    worst = 0.0
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        part = rows[start : start + _ROWS_AT_ONCE]
-        batch = pack_rows([_as_row(sampled) for sampled in part])
-        own = policy(batch, temperature=temperature).logprobs
-        for scores, sampled in zip(batch.split(own), part, strict=True):
-            difference = np.abs(scores.numpy() - sampled.logprobs).max()
-            worst = max(worst, float(difference))
-    return worst
+    batch = pack_rows([_as_row(sampled) for sampled in rows]).to(device)
+    own = policy(batch, temperature=temperature).logprobs.cpu()
+    pairs = zip(batch.split(own), rows, strict=True)
+    differences = [np.abs(scores.numpy() - sampled.logprobs).max() for scores, sampled in pairs]
+    return float(np.max(differences))  # NaN if one of them is
 
 
 def _as_row(sampled: SampledTokens) -> TokenRow:
@@ -118,23 +153,65 @@ def _as_row(sampled: SampledTokens) -> TokenRow:
     return TokenRow.from_demonstration(list(sampled.token_ids), mask.tolist())
 
 
-def rescore(run_dir: Path, model_dir: Path) -> dict[str, float]:
-    """Re-score trajectories.jsonl; raise DataLost when a version's weights are gone."""
-    stored = sampled_by_version(*trajectory_files(run_dir))
-    policy, weights = load_policy(model_dir), _Weights(run_dir, model_dir)
-    worst, num_tokens = 0.0, 0
-    for (version, temperature), rows in sorted(stored.sampled.items()):
+def rescore(
+    run_dir: Path,
+    model_dir: Path,
+    *,
+    within_s: float = _WITHIN_S,
+    device: str = "cpu",
+    dtype: str = "float32",
+    max_row_tokens: int = 1024,
+) -> dict[str, Any]:
+    """Re-score a sample of trajectories.jsonl within `within_s` seconds of reading and scoring.
+
+    max_difference is in nats, None if no token was checked. num_unchecked_rows counts by reason:
+    policy_gone (its weights were deleted), time, and sample (beyond the sample of its version).
+    """
+    ends_at = time.monotonic() + within_s
+    stored = sampled_by_version(*trajectory_files(run_dir), within_s=within_s / 2)
+    weights = _Weights(run_dir, model_dir)
+    kept = {key: sample for key, sample in stored.sampled.items() if weights.are_kept(key[0])}
+    num_seen = sum(sample.num_seen for sample in stored.sampled.values())
+    num_kept = sum(sample.num_seen for sample in kept.values())
+    num_sampled = sum(len(sample.rows) for sample in kept.values())
+    checked: dict[tuple[str, float], list[SampledTokens]] = {}
+    worst: list[float] = []
+    policy = load_policy(model_dir, device=device, dtype=dtype) if kept else None
+    for number, (version, temperature) in enumerate(_in_order(kept)):
+        left_s = ends_at - time.monotonic()
+        if policy is None or left_s <= 0:
+            break
+        share_ends_at = time.monotonic() + left_s / (len(kept) - number)
         policy.causal_lm.load_state_dict(weights.of(version), strict=False)
         policy.causal_lm.tie_weights()
-        worst = max(worst, largest_difference(policy, rows, temperature))
-        num_tokens += sum(len(sampled.positions) for sampled in rows)
+        done = checked[version, temperature] = []
+        for batch in batches_of(kept[version, temperature].rows, max_row_tokens):
+            if done and time.monotonic() > share_ends_at:
+                break
+            worst.append(largest_difference(policy, batch, temperature, device))
+            done += batch
+    rows = [row for done in checked.values() for row in done]
     return {
         "num_trajectories": stored.num_trajectories,
         "num_inexact_trajectories": stored.num_inexact_trajectories,
-        "num_tokens": num_tokens,
-        "num_policy_versions": len({version for version, _ in stored.sampled}),
-        "max_difference": worst,
+        "num_rows": len(rows),
+        "num_tokens": sum(len(row.positions) for row in rows),
+        "num_policy_versions": len({version for version, _ in checked}),
+        "num_unchecked_rows": {
+            "policy_gone": num_seen - num_kept,
+            "sample": num_kept - num_sampled,
+            "time": num_sampled - len(rows),
+        },
+        "max_difference": float(np.max(worst)) if worst else None,
     }
+
+
+def _in_order(keys: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Return the newest version and the oldest, then the others in a seeded random order."""
+    ordered = sorted(keys, key=lambda key: (int(key[0].rpartition("-")[2]), key))
+    between = ordered[1:-1]
+    Random(0).shuffle(between)
+    return [*ordered[-1:], *ordered[:-1][:1], *between]
 
 
 class _Weights:
@@ -145,31 +222,34 @@ class _Weights:
         self._model_dir = model_dir
         self._base: tuple[BaseWeights, str] | None = None
 
+    def are_kept(self, version: str) -> bool:
+        """Return whether the version's weights are still on the disk."""
+        return any((self._policies / version / name).is_file() for name in (ADAPTER, WEIGHTS))
+
     def of(self, version: str) -> dict[str, torch.Tensor]:
-        """Return the version's tensors; raise DataLost (POLICY_GONE) when they were deleted."""
+        """Return the version's tensors."""
         directory = self._policies / version
         if (directory / ADAPTER).is_file():
             if self._base is None:
                 base = BaseWeights.of(self._model_dir)
                 self._base = base, base.digest()
             return adapted_tensors(directory, self._base[0], digest=self._base[1])
-        if not (directory / WEIGHTS).is_file():
-            raise DataLost(
-                f"The weights of policy {version} were deleted.",
-                reason=Reason.POLICY_GONE,
-                remedy="Run with keep_policies = 0 to re-score everything.",
-            )
         return dict(load_file(directory / WEIGHTS))
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Re-score a run's trajectories.")
+    parser = argparse.ArgumentParser(description="Re-score a sample of a run's trajectories.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--model-dir", type=Path, help="default: the one the run started from")
-    arguments = parser.parse_args()
-    model_dir = arguments.model_dir or RunPolicies.of(arguments.run_dir).model_dir
-    print(json.dumps(rescore(arguments.run_dir, model_dir)))  # noqa: T201
+    parser.add_argument("--within-s", type=float, default=_WITHIN_S, help="seconds it may take")
+    parser.add_argument("--device", default="cpu", help="as the trainer's: cpu or cuda")
+    parser.add_argument("--dtype", default="float32", help="as the trainer's weights")
+    parser.add_argument("--max-row-tokens", type=int, default=1024, help="tokens scored at once")
+    arguments = vars(parser.parse_args())
+    run_dir, model_dir = arguments.pop("run_dir"), arguments.pop("model_dir")
+    model_dir = model_dir or RunPolicies.of(run_dir).model_dir
+    print(json.dumps(rescore(run_dir, model_dir, **arguments)))  # noqa: T201
 
 
 if __name__ == "__main__":
