@@ -66,8 +66,10 @@ asyncio.run(main())
 """
 # Is ready the first time, and from then on ends before it is ready.
 NEVER_AGAIN = """
-import pathlib, sys, time
+import os, pathlib, sys, time
 mark = pathlib.Path(sys.argv[1])
+with mark.with_suffix(".restarts").open("a") as lines:
+    print(os.environ["DIALOOP_NUM_RESTARTS"], file=lines)
 if mark.with_suffix(".again").exists():
     sys.exit(3)
 mark.with_suffix(".again").touch()
@@ -194,6 +196,7 @@ async def test_a_service_that_was_ready_once_is_restarted_however_often_it_dies_
         assert supervisor.alarms == ("probe has ended 3 times in a row",)
         (tmp_path / "probe.again").unlink()
         await until(service.ready.is_set)
+    assert (tmp_path / "probe.restarts").read_text().split()[:3] == ["0", "1", "2"]
 
 
 @pytest.mark.redis

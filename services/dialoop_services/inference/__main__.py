@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +36,9 @@ from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
 from dialoop_services.inference.weights.parameters import num_parameters
+from dialoop_services.inference.weights.publications import Publications
 from dialoop_services.runtime.hosting import OwnProcess
-from dialoop_services.runtime.process import run
+from dialoop_services.runtime.process import RESTARTS_VARIABLE, run
 from dialoop_services.runtime.settings import load
 
 if TYPE_CHECKING:
@@ -175,7 +178,7 @@ async def _start_engine(settings: InferenceSettings) -> Engine:
             dtype=settings.engine_dtype,
             tensor_parallel_size=settings.tensor_parallel_size,
             num_threads=settings.num_threads,
-            seed=settings.seed,
+            seed=_seed_of_start(settings),
             adapters=AdapterLimits(
                 max_adapters=settings.max_adapters, max_rank=settings.max_adapter_rank
             ),
@@ -188,6 +191,21 @@ async def _start_engine(settings: InferenceSettings) -> Engine:
     if missing:
         raise _unfit(settings, f"has no {', '.join(missing)}")
     return engine
+
+
+def _seed_of_start(settings: InferenceSettings) -> int:
+    """Return the seed: the configured one at first, another one for each later start.
+
+    A replica that came back with the same seed would draw the same random numbers once more. It
+    knows a later start by the supervisor's count, and by the policy that is published already.
+    """
+    num_restarts = os.environ.get(RESTARTS_VARIABLE, "0")
+    latest = Publications(settings.weights_root).latest()
+    if num_restarts == "0" and latest is None:
+        return settings.seed
+    version = "" if latest is None else str(latest.policy_version)
+    digest = hashlib.sha256(f"{settings.seed} {num_restarts} {version}".encode()).digest()
+    return int.from_bytes(digest[:4]) >> 1  # a seed of vLLM has 31 bits
 
 
 def _require_capabilities(engine: Engine, settings: InferenceSettings) -> None:

@@ -60,7 +60,7 @@ async def generate(
     sampled = await sample(
         prompt.sequence.token_ids.tolist(),
         request.sampling,
-        stop=renderer.stop_tokens(request.sampling.stop),
+        stop=await renderer.find_stop_tokens(request.sampling.stop),
         num_samples=request.num_samples,
     )
     samples = [renderer.sample(prompt, output) for output in sampled]

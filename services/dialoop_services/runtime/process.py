@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
 PARENT_VARIABLE = "DIALOOP_PARENT_PID"
+RESTARTS_VARIABLE = "DIALOOP_NUM_RESTARTS"
+"""Number of times that the supervisor has started this service before."""
 _PR_SET_PDEATHSIG = 1
 # A process that outlives its parent by this much hangs in its drain, and is killed.
 _ORPHAN_GRACE_S = 15.0

@@ -26,10 +26,11 @@ from dialoop_services.inference import engine as engines
 from dialoop_services.inference.__main__ import serve_in
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.runtime.in_process import InProcessNetwork, InProcessServer
+from dialoop_services.runtime.process import RESTARTS_VARIABLE
 from dialoop_services.runtime.settings import load
 from dialoop_services.stack import preflight
 
-from tests.support.inference_world import model_dir, publish  # noqa: F401
+from tests.support.inference_world import model_dir, point_to, publish  # noqa: F401
 from tests.support.waiting import PATIENCE_S
 
 QUESTION = History((Message(role="user", content="35+40"),))
@@ -95,13 +96,14 @@ class Host:
 
 
 @asynccontextmanager
-async def serve(folder: Path, root: Path) -> AsyncIterator[InferenceClient]:
+async def serve(folder: Path, root: Path, **options: Any) -> AsyncIterator[InferenceClient]:
     settings = load(
         InferenceSettings,
         engine=path_of("Echo"),
         model_dir=folder,
         weights_root=root,
         max_model_len=128,
+        **options,
     )
     network = InProcessNetwork()
     server = network.server("inference", drain_s=1)
@@ -191,3 +193,31 @@ def test_doctor_looks_for_what_every_built_in_engine_needs() -> None:
     """Doctor comes without the services, and so has lines of its own."""
     lines = {finding.name for finding in examine()}
     assert {package for facts in ENGINES.values() for package in facts.packages} <= lines
+
+
+async def test_a_replica_that_comes_back_draws_other_random_numbers(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    class Seeded(Echo):
+        def __init__(self, model_dir: Path, options: engines.EngineOptions) -> None:
+            super().__init__(model_dir, options)
+            seeds.append(options.seed)
+
+    async def start(num_restarts: int, seed: int = 5) -> None:
+        monkeypatch.setenv(RESTARTS_VARIABLE, str(num_restarts))
+        async with serve(model_dir, tmp_path, seed=seed):
+            pass
+
+    monkeypatch.setattr(f"{__name__}.Echo", Seeded)
+    for num_restarts in (0, 0, 1, 2, 1):
+        await start(num_restarts)
+    manifest = publish(tmp_path, model_dir, number=4)
+    point_to(tmp_path, manifest)
+    await start(0)
+    await start(1, seed=6)
+    assert seeds[:2] == [5, 5]
+    assert seeds[2] == seeds[4]
+    assert len(set(seeds)) == 5
+    assert all(0 <= seed < 2**31 for seed in seeds)

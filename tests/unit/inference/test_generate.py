@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from types import SimpleNamespace
 
 from dialoop import ChatTemplate, LocalEnvironmentClient, arithmetic
@@ -13,6 +15,8 @@ from dialoop.trajectory import SamplingParams, StopReason, Task
 from dialoop_services.inference.engine import Sampled, VersionSpan
 from dialoop_services.inference.generate import EnginePolicy
 from dialoop_services.inference.rendering import Renderer
+
+from tests.support.waiting import PATIENCE_S
 
 VERSION = PolicyVersion(lineage="main", number=3)
 
@@ -77,3 +81,28 @@ async def test_an_episode_of_two_turns_is_one_sequence():
     first, second = engine.requests
     assert second.ids[: len(first.ids)] == first.ids  # the second prompt continues the first
     assert sequence.token_ids[: len(second.ids)].tolist() == second.ids
+
+
+class Watched:
+    """A tokenizer whose first token's text waits until the event loop has had a turn."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.loop_had_a_turn = tokenizer, threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def decode(self, ids):
+        if list(ids) == [0]:
+            assert self.loop_had_a_turn.wait(PATIENCE_S), "the event loop waits for the vocabulary"
+        return self._tokenizer.decode(ids)
+
+
+async def test_the_vocabulary_is_read_while_the_event_loop_serves_others():
+    tokenizer = Watched(byte_tokenizer())
+    renderer = Renderer(tokenizer, ChatTemplate.of(byte_tokenizer()))
+    asyncio.get_running_loop().call_later(0.01, tokenizer.loop_had_a_turn.set)
+    stop = await renderer.find_stop_tokens(("9",))
+    nine = byte_tokenizer().single_token("9")
+    assert stop.by_id[nine] == "9"
+    assert stop == renderer.stop_tokens(("9",))

@@ -163,7 +163,7 @@ class Answering:
         sampled = await self._replica.sample(
             part.prompt.prompt.sequence.token_ids.tolist(),
             sampling,
-            stop=self._renderer.stop_tokens(sampling.stop),
+            stop=await self._renderer.find_stop_tokens(sampling.stop),
             num_samples=num,
             on_tokens=on_tokens,
             adapter=adapter,

@@ -32,6 +32,7 @@ from dialoop_services.runtime.exit_reason import (
     ExitReason,
     read_exit_reason,
 )
+from dialoop_services.runtime.process import RESTARTS_VARIABLE
 from dialoop_services.stack.processes.child import Child
 from dialoop_services.stack.processes.guardian import Guardian
 
@@ -183,7 +184,11 @@ class Supervisor:
         reason_file.unlink(missing_ok=True)
         service.child = child = await Child.start(
             spec.command,
-            environment={**spec.environment, EXIT_REASON_VARIABLE: str(reason_file.resolve())},
+            environment={
+                **spec.environment,
+                EXIT_REASON_VARIABLE: str(reason_file.resolve()),
+                RESTARTS_VARIABLE: str(service.num_restarts),
+            },
             log=self._log.path_of(spec.name),
             guardian=self._guardian,
             folder=spec.folder,
