@@ -11,10 +11,11 @@ exceptions as they are.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dialoop.conformance.play import MAX_TURNS, Bench, Broken, Case, comparable
+from dialoop.conformance.play import MAX_TURNS, Bench, Broken, Case, comparable, each_error_once
 from dialoop.environments.environment import Environment, Stateless
 from dialoop.environments.modes import InputMode
 from dialoop.errors import DialoopError, NotFound
@@ -22,6 +23,7 @@ from dialoop.trajectory import Owner
 
 _MANY_KEYS = 1000
 _SPEAKERS = ("system", "user")
+_CALLABLE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +47,15 @@ class Finding:
 async def check_environment(
     environment: Environment, *, answers: Sequence[str] = (), num_tasks: int = 3
 ) -> tuple[Finding, ...]:
-    """Run every check in order; `answers` are further texts to send to the environment."""
-    async with Bench(environment, answers=answers, num_tasks=num_tasks) as bench:
-        return tuple([await _finding(name, check, bench) for name, check in CHECKS.items()])
+    """Run every check in order; `answers` are further texts to send to the environment.
+
+    The log shows each error of the environment once. Cases in which something hangs are played
+    once, at the same time, so that their time-out passes only once.
+    """
+    with each_error_once():
+        async with Bench(environment, answers=answers, num_tasks=num_tasks) as bench:
+            await bench.set_hanging_cases_aside()
+            return tuple([await _finding(name, check, bench) for name, check in CHECKS.items()])
 
 
 async def _finding(name: str, check: Callable[[Bench], Awaitable[str]], bench: Bench) -> Finding:
@@ -141,7 +149,7 @@ async def _rewards(bench: Bench) -> str:
     """Check that rewards are finite and named as declared, and that their functions do not fail."""
     declared = bench.environment.traits.reward_names
     seen: set[str] = set()
-    for played in await bench.play_all():
+    for played in (*bench.hanging, *await bench.play_all()):
         for outcome in played.outcomes:
             for failure in outcome.failures:
                 if failure.owner is Owner.REWARD:
@@ -155,15 +163,26 @@ async def _rewards(bench: Bench) -> str:
             f"Rewards {', '.join(sorted(seen - set(declared)))} are not in traits.reward_names.",
             "Declare each name there.",
         )
-    silent = ", ".join(sorted(set(declared) - seen))
-    return ", ".join(sorted(seen)) + (f" (never given: {silent})" if silent else "") or "none"
+    silent = ", ".join(name for name in declared if name not in seen)
+    if silent and any(played.outcomes[-1].done for played in await bench.play_all()):
+        raise Broken(
+            f"No episode got the reward {silent}: its function returned None each time.",
+            "Return a number. If only some answers earn it, check with one: --say 'ANSWER'.",
+        )
+    return ", ".join(sorted(seen)) or "none"
 
 
 async def _traits(bench: Bench) -> str:
     """Check that the roles and the tools are as declared, and that no tool fails."""
     environment = bench.environment
+    for name in environment.traits.tools:
+        if not _CALLABLE_NAME.fullmatch(name):
+            raise Broken(
+                f"The policy cannot call a tool by the name '{name}'.",
+                "Name it: tools={'search': function}, or FunctionTool(function, name='search').",
+            )
     roles = {*environment.traits.roles, *_SPEAKERS, *bench.own_roles}
-    for played in await bench.play_all():
+    for played in (*bench.hanging, *await bench.play_all()):
         if strangers := played.speakers - roles:
             raise Broken(
                 f"{played.case}: {', '.join(sorted(strangers))} speaks and is not in traits.roles.",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from dialoop import failures
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.environment import Given, Managed, OpensSlowly
 from dialoop.environments.modes import InputMode, Text, Tokens
@@ -17,7 +20,9 @@ from dialoop.environments.spec import spec_of
 from dialoop.environments.tasks.choosing import TaskChoice, choose_task
 from dialoop.errors import Unsupported
 from dialoop.local.client import LocalEnvironmentClient
+from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop.user_functions import raised_at
 
 if TYPE_CHECKING:
     from typing import Self
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from dialoop.episode import ResetResult, StepResult
 
 MAX_TURNS = 64
+_TIME_OUTS = (Reason.TOOL_TIMEOUT, Reason.REWARD_TIMEOUT, Reason.STEP_TIMEOUT)
 _QUESTION = "What is 1+2?"
 
 
@@ -66,6 +72,11 @@ class Played:
     case: Case
     opening: ResetResult
     outcomes: tuple[StepResult, ...]
+
+    @property
+    def hangs(self) -> bool:
+        """Return whether a tool, a reward or the environment took longer than its time-out."""
+        return any(f.reason in _TIME_OUTS for o in self.outcomes for f in o.failures)
 
     @property
     def last_answer(self) -> str:
@@ -131,6 +142,7 @@ class Bench:
         self._client = LocalEnvironmentClient(environment)
         self._numbers = count()
         self._plays: tuple[Played, ...] = ()
+        self.hanging: tuple[Played, ...] = ()
         self._answers, self._num_tasks = answers, num_tasks
         self.demonstrations: list[tuple[Case, History]] = []
         self.cases: list[Case] = []
@@ -165,6 +177,21 @@ class Bench:
             outcomes.append(outcome)
         await self._client.close_session(session_id)
         return Played(case=case, opening=opening, outcomes=tuple(outcomes))
+
+    async def set_hanging_cases_aside(self) -> None:
+        """Play all cases at the same time; those that ran into a time-out are not played again."""
+        async with asyncio.TaskGroup() as playing:
+            tasks = [playing.create_task(self._try_case(case)) for case in self.cases]
+        self.hanging = tuple(p for p in (task.result() for task in tasks) if p and p.hangs)
+        hanging = [played.case for played in self.hanging]
+        self.cases = [case for case in self.cases if case not in hanging]
+        self.demonstrations = [shown for shown in self.demonstrations if shown[0] not in hanging]
+
+    async def _try_case(self, case: Case) -> Played | None:
+        try:
+            return await self.play_case(case)
+        except Exception:  # the check whose case it is plays it again, and says so
+            return None
 
     async def play_all(self) -> tuple[Played, ...]:
         """Play every case, one after the other; a second call returns the same episodes."""
@@ -268,6 +295,26 @@ class Bench:
             cases += [Case(split=split, key=key, lines=(line,)) for line in lines]
             cases.append(Case(split=split, key=key, lines=tuple(reversed(lines))))
         return cases
+
+
+@contextmanager
+def each_error_once() -> Iterator[None]:
+    """Let the log show each error of the environment's code once, by its type and line."""
+    shown: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        place = record.getMessage() if error is None else raised_at(error)
+        is_known = place in shown
+        shown.add(place)
+        return not is_known
+
+    log = logging.getLogger(failures.__name__)
+    log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_new)
 
 
 # What may be changed in place and can be compared; an interpreter, say, is neither.

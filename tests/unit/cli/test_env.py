@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from dialoop.environments import (
     RowTasks,
     Score,
     TaskData,
+    ToolCalls,
+    ToolUse,
     Traits,
     Transform,
     arithmetic,
@@ -196,6 +199,50 @@ async def test_undeclared_rewards_and_roles_are_found():
 
 def broken(query: str) -> str:
     raise RuntimeError("no network")
+
+
+def never(episode: Episode) -> float | None:
+    return None
+
+
+async def test_a_reward_that_is_always_none_is_found():
+    by_check = await problems(chat(MaxTurns(3), Rewards([never])))
+    assert set(by_check) == {"rewards"}
+    assert "the reward never: its function returned None each time" in by_check["rewards"]
+
+
+async def test_a_reward_that_some_answer_earns_is_no_problem():
+    def right(episode: Episode) -> float | None:
+        return 1.0 if episode.answer_text == "yes" else None
+
+    assert await problems(chat(MaxTurns(3), Rewards([right])), "yes") == {}
+
+
+@pytest.mark.parametrize("transform", [ToolCalls([lambda query: "x"]), ToolUse([lambda a: a])])
+async def test_a_tool_that_cannot_be_called_by_its_name_is_found(transform):
+    by_check = await problems(chat(transform))
+    assert "by the name '<lambda>'" in by_check["traits"]
+
+
+async def test_a_hanging_tool_takes_its_time_out_once():
+    async def hang(query: str) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    environment = tool_environment(
+        name="mine", tasks=RowTasks(ROWS), tools=[hang], rewards=[], tool_timeout_s=1.0
+    )
+    started = time.monotonic()
+    by_check = await problems(environment)
+    assert set(by_check) == {"traits"}
+    assert "Tool hang failed: TimeoutError" in by_check["traits"]
+    assert time.monotonic() - started < 3.0
+
+
+@pytest.mark.parametrize("function", [failing, not_a_number])
+async def test_the_log_shows_each_error_once(function, caplog):
+    await problems(chat(MaxTurns(3), Rewards([function])))
+    assert len([record for record in caplog.records if record.exc_info]) <= 1
 
 
 async def test_a_tool_that_fails_is_found():

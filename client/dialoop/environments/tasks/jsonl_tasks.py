@@ -20,8 +20,10 @@ from dialoop.reasons import Reason
 class JsonlTasks(TaskSource):
     """The lines of a file as split "train"; "heldout" is another file, or a share of the lines.
 
-    A hash of the key decides which lines are in that share. A task's key is its `id` if it has one,
-    else its line number. Other fields become metadata.
+    Each line is a JSON object with the columns `question` (what the policy reads) and `answer` (the
+    truth, or a text that ends in `#### truth`). The column `id` is optional: it is the task's key,
+    which else is the line number. Other columns become metadata, which the policy never sees. A
+    hash of the key decides which lines are in the share `heldout_fraction`.
     """
 
     def __init__(
