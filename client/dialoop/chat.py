@@ -25,6 +25,7 @@ from dialoop.messages import (
     messages_from_chats,
 )
 from dialoop.reasons import Reason
+from dialoop.representations import messages_html, messages_line, messages_text
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -159,6 +160,15 @@ class History(Sequence[Message]):
     def starts_with(self, other: History) -> bool:
         """Return whether the first messages are exactly those of `other`."""
         return self.messages[: len(other)] == other.messages
+
+    def __repr__(self) -> str:
+        return f"History({len(self)} messages: {messages_line(self)})"
+
+    def __rich__(self) -> Any:
+        return messages_text(self)
+
+    def _repr_html_(self) -> str:
+        return messages_html(self)
 
     def __iter__(self) -> Iterator[Message]:
         return iter(self.messages)

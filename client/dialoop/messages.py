@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidHistory, Unsupported
 from dialoop.reasons import Reason
+from dialoop.representations import fields_line, messages_html, messages_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -104,6 +105,17 @@ class Message:
             responses = _tool_responses(self.tool_responses, "tool_responses")
             object.__setattr__(self, "tool_responses", responses)
 
+    def __repr__(self) -> str:
+        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {k: v for k, v in shown.items() if k in ("role", "content") or v != _DEFAULTS[k]}
+        return fields_line("Message", changed)
+
+    def __rich__(self) -> Any:
+        return messages_text([self])
+
+    def _repr_html_(self) -> str:
+        return messages_html([self])
+
     @property
     def text(self) -> str:
         """Return the content as text; parts that are not text contribute nothing."""
@@ -119,6 +131,9 @@ class Message:
     def to_chat(self) -> dict[str, Any]:
         """Return the chat-API dict that `from_chat` makes into this message again."""
         return message_to_chat(self)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Message)}
 
 
 def messages_from_chats(chats: Iterable[Any], where: str = "messages") -> tuple[Message, ...]:

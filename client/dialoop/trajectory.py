@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.chat import History
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
+from dialoop.representations import messages_html, messages_line, messages_text, record_html
 from dialoop.sequences import PolicyVersion, Sequence
 
 if TYPE_CHECKING:
@@ -278,6 +279,23 @@ class Trajectory:
     done_reason: DoneReason = DoneReason.NOT_DONE
     labels: dict[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        failures = f", {len(self.failures)} failures" if self.failures else ""
+        return (
+            f"Trajectory({self.trajectory_id!r}, task {self.task_key!r}, reward {self.reward:g}, "
+            f"{len(self.turns)} turns, {self.num_model_tokens} sampled tokens, "
+            f"{self.done_reason.name}{failures}: {messages_line(self.history)})"
+        )
+
+    def __rich__(self) -> Any:
+        head = repr(self).partition(": ")[0].removeprefix("Trajectory(")
+        return messages_text(self.history).append(f"({head})", style="dim")
+
+    def _repr_html_(self) -> str:
+        line = repr(self).partition(": ")[0] + ")"
+        rows = [("failure", f.owner.name, f.reason, f.message) for f in self.failures]
+        return record_html(line, rows) + messages_html(self.history)
+
     @property
     def reward(self) -> float:
         """Return the sum of the turns' rewards."""
@@ -313,6 +331,17 @@ class Group:
     group_id: str
     task: Task
     trajectories: tuple[Trajectory, ...]
+
+    def __repr__(self) -> str:
+        rewards = ", ".join(f"{trajectory.reward:g}" for trajectory in self.trajectories)
+        return f"Group({self.group_id!r}, {len(self.trajectories)} trajectories, rewards {rewards})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (t.trajectory_id, f"{t.reward:g}", t.done_reason.name, messages_line(t.history[-1:]))
+            for t in self.trajectories
+        ]
+        return record_html(repr(self), [("trajectory", "reward", "ended", "last message"), *rows])
 
     @property
     def num_trajectories(self) -> int:

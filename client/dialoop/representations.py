@@ -1,0 +1,73 @@
+"""Messages and records as one line, as coloured text and as HTML, for consoles and notebooks.
+
+cut("What is 3+4? " * 9)      # "What is 3+4? What is 3+4? What is 3+4? What is 3+4? What..."
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_LENGTH = 60
+_MOST = 6
+_COLOURS = {"assistant": "green", "tool": "magenta", "system": "cyan"}
+
+
+def cut(text: str, length: int = _LENGTH) -> str:
+    """Return at most `length` characters, the last three of them dots if the text was longer."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def fields_line(name: str, fields: Mapping[str, Any]) -> str:
+    """Return `Name(field=value, ...)` on one line, with long texts cut."""
+    texts = (f"{key}={cut(repr(value))}" for key, value in fields.items())
+    return f"{name}({', '.join(texts)})"
+
+
+def messages_line(messages: Iterable[Any]) -> str:
+    """Return "user 'What is 3+4?', assistant '7'", without the middle of a long conversation."""
+    lines = [f"{message.role} {cut(content_of(message), 40)!r}" for message in messages]
+    if len(lines) > _MOST:
+        lines[_MOST // 2 : -_MOST // 2] = [f"... {len(lines) - _MOST} more ..."]
+    return ", ".join(lines)
+
+
+def content_of(message: Any) -> str:
+    """Return a message's text, with its calls and what is not text by name."""
+    content = message.content
+    parts = [content] if isinstance(content, str) else [p.text or f"<{p.type}>" for p in content]
+    parts += [f"<call {call.name}({call.arguments_json})>" for call in message.tool_calls]
+    return "".join([*parts, *message.tool_responses])
+
+
+def messages_text(messages: Iterable[Any]) -> Any:
+    """Return the messages as rich.text.Text, a line each, coloured by role."""
+    from rich.text import Text
+
+    text = Text()
+    for message in messages:
+        text.append(f"{message.role}: ", style="dim")
+        text.append(f"{content_of(message)}\n", style=_COLOURS.get(message.role, "blue"))
+    return text
+
+
+def messages_html(messages: Iterable[Any]) -> str:
+    """Return the messages as an HTML table of roles and contents."""
+    rows = (
+        f'<tr><td style="text-align:left;vertical-align:top"><b>{escape(message.role)}</b></td>'
+        f'<td style="text-align:left;white-space:pre-wrap">{escape(content_of(message))}</td></tr>'
+        for message in messages
+    )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def record_html(line: str, rows: Iterable[Iterable[str]]) -> str:
+    """Return a record's line above a table of its parts."""
+    cells = (
+        "<tr>" + "".join(f'<td style="text-align:left">{escape(c)}</td>' for c in row) + "</tr>"
+        for row in rows
+    )
+    return f"<p>{escape(line)}</p><table>{''.join(cells)}</table>"
