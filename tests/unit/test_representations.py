@@ -12,7 +12,7 @@ from rich.console import Console
 HI = Message(role="user", content="What is 3+4?")
 
 
-def printed(value: object) -> str:
+def print_to_text(value: object) -> str:
     console = Console(width=300, force_terminal=False)
     with console.capture() as capture:
         console.print(value)
@@ -51,7 +51,7 @@ def test_a_trajectory_and_a_group_are_a_line_each():
 def test_a_notebook_gets_html_and_a_console_text(value):
     html = value._repr_html_()
     assert html.count("<table>") == html.count("</table>") >= 1
-    assert printed(value).strip()
+    assert print_to_text(value).strip()
 
 
 def test_what_a_model_wrote_is_text_in_html_and_no_markup():
@@ -63,7 +63,7 @@ def test_what_a_model_wrote_is_text_in_html_and_no_markup():
     for html in (attack._repr_html_(), History((attack,))._repr_html_(), failed._repr_html_()):
         assert "<script>" not in html
         assert "&lt;script&gt;" in html
-    assert "[bold]x[/bold]" in printed(attack)
+    assert "[bold]x[/bold]" in print_to_text(attack)
     assert "&lt;b&gt;" in failed._repr_html_()
 
 
