@@ -136,7 +136,7 @@ class EnvironmentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetEnvironment(self, request, context):
-        """One environment. OK, NOT_FOUND (ENVIRONMENT_NOT_FOUND).
+        """What one environment says of itself. OK, NOT_FOUND (ENVIRONMENT_NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -109,7 +109,8 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """A prompt that fills the context is answered with an empty sample and CONTEXT_FULL. A caller who
+        """Sample answers to a conversation, a text or token ids.
+        A prompt that fills the context is answered with an empty sample and CONTEXT_FULL. A caller who
         leaves, or whose deadline passes, frees its place. OK, INVALID_ARGUMENT (bad history, sampling
         or context), NOT_FOUND (TEMPLATE_NOT_FOUND, ADAPTER_NOT_FOUND), UNAVAILABLE (NOT_READY,
         WEIGHTS_BAD, ASLEEP, ADAPTER_LOST), UNIMPLEMENTED (PARTS_UNSUPPORTED).
@@ -164,7 +165,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Idempotent. OK.
+        """Go on with generation after Pause. Idempotent. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -200,7 +200,7 @@ class ReplayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Extend(self, request, context):
-        """Extend leases. OK.
+        """Extend leases whose work goes on. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -267,7 +267,7 @@ class ReplayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Purge(self, request, context):
-        """Delete a run. OK, FAILED_PRECONDITION (CONFIRM_RUN: confirm must repeat the run's name).
+        """Delete all that the queue has of a run. OK, FAILED_PRECONDITION (CONFIRM_RUN: confirm must repeat the run's name).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -77,7 +77,8 @@ class TemplateServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Render(self, request, context):
-        """OK, NOT_FOUND (TEMPLATE_NOT_FOUND), INVALID_ARGUMENT.
+        """Render a conversation as text and tokens. OK, NOT_FOUND (TEMPLATE_NOT_FOUND),
+        INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

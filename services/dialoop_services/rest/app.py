@@ -24,7 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
@@ -139,7 +139,11 @@ def _add_docs(app: FastAPI, title: str) -> None:
         swagger_js_url=f"{ASSETS}swagger-ui-bundle.js",
         swagger_css_url=f"{ASSETS}swagger-ui.css",
         swagger_favicon_url=f"{ASSETS}favicon.png",
-        swagger_ui_parameters={"validatorUrl": None},  # else the page sends it to another host
+        swagger_ui_parameters={
+            "validatorUrl": None,  # else the page sends the document to another host
+            "persistAuthorization": True,  # the token stays when the page is loaded again
+            "tryItOutEnabled": True,
+        },
     )
     (script,) = re.findall(rb"<script>(.*?)</script>", page.body, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
@@ -151,6 +155,10 @@ def _add_docs(app: FastAPI, title: str) -> None:
     async def docs(_: Request) -> Response:
         return page
 
+    async def root(_: Request) -> Response:
+        return RedirectResponse("/docs")
+
+    app.router.add_route("/", root, methods=["GET"])
     app.router.add_route("/docs", docs, methods=["GET"])
     app.mount(ASSETS, StaticFiles(packages=[("fastapi_offline", "static")]))
 

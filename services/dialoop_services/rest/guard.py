@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HEALTH = frozenset({"/healthz", "/readyz"})
 # Open without a token: a browser cannot send one when it opens a page. They contain no data.
-DOCUMENTS = frozenset({"/docs", "/openapi.json"})
+DOCUMENTS = frozenset({"/", "/docs", "/openapi.json"})
 ASSETS = "/docs/assets/"
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _POLICY_VIOLATION = 1008

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dialoop.errors import (
+    AlreadyExists,
+    Busy,
+    CapacityExhausted,
+    DataLost,
+    DeadlineExceeded,
+    InvalidInput,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+    Unsupported,
+)
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from dialoop_services.rest.client_disconnect import TIMEOUT_HEADER
@@ -35,6 +48,24 @@ _REFUSALS = {
     503: "Not now: try again later.",
     504: "No answer within the time the caller gave.",
 }
+_HTTP = {
+    kind.status.name: kind.http_status
+    for kind in (
+        AlreadyExists,
+        Busy,
+        CapacityExhausted,
+        DataLost,
+        DeadlineExceeded,
+        InvalidInput,
+        NotFound,
+        PreconditionFailed,
+        Unavailable,
+        Unsupported,
+    )
+}
+_STATUSES = re.compile(r"(?:^|(?<=[.:;] ))OK[.,].*$", re.DOTALL)
+_STATUS = re.compile(r"([A-Z][A-Z_]+)(?: \(([^()]*)\))?")
+_SAME_STATUSES = re.compile(r"Statuses of (.*?)\.$")
 _ERRORS = {str(status): {"$ref": f"#/components/responses/{status}"} for status in _REFUSALS}
 _REFERENCES = "#/components/schemas/{model}"
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -124,7 +155,7 @@ def _operation(
     route: Route, models: Models, definitions: Mapping[str, Any], texts: Mapping[str, str]
 ) -> dict[str, Any]:
     rpc = route.rpc
-    text = texts.get(rpc.full_name, "")
+    text, reasons = _split(texts.get(rpc.full_name, ""))
     body = _request_model(route, models).__name__
     operation: dict[str, Any] = {
         "operationId": f"{rpc.containing_service.name}.{rpc.name}",
@@ -132,7 +163,7 @@ def _operation(
         "summary": rpc.name,
         "description": text,
         "parameters": [*_path_parameters(route, texts), _timeout()],
-        "responses": {"200": _answer(route, models), **_ERRORS},
+        "responses": {"200": _answer(route, models), **_ERRORS, **_refusals_of(reasons)},
     }
     if route.reads_query:
         operation["parameters"] += _query_parameters(definitions[body])
@@ -152,11 +183,34 @@ def _operation(
     return operation
 
 
+def _split(comment: str) -> tuple[str, dict[int, list[str]]]:
+    """Return the sentences of an rpc's comment, and the reasons that it names by HTTP status.
+
+    A comment ends with the statuses of gRPC: "OK, NOT_FOUND (TASK_NOT_FOUND), ABORTED (BUSY)."
+    """
+    match = _STATUSES.search(comment)
+    prose = comment if match is None else comment[: match.start()]
+    prose = _SAME_STATUSES.sub(r"Its errors are those of \1.", prose.strip())
+    reasons: dict[int, list[str]] = {}
+    for status, detail in _STATUS.findall(match[0] if match else ""):
+        if status in _HTTP and detail:
+            reasons.setdefault(_HTTP[status], []).append(detail)
+    return prose, reasons
+
+
+def _refusals_of(reasons: Mapping[int, list[str]]) -> dict[str, Any]:
+    """Return the responses whose reasons are known."""
+    return {
+        str(status): _refusal(f"{_REFUSALS[status]} Reasons: {', '.join(details)}.")
+        for status, details in reasons.items()
+    }
+
+
 def _answer(route: Route, models: Models) -> dict[str, Any]:
     schema = {"$ref": _REFERENCES.format(model=_answer_model(route, models).__name__)}
     if not route.is_stream:
         content = {"application/json": {"schema": schema}, "application/x-protobuf": _BINARY}
-        return {"description": "OK.", "content": content}
+        return {"description": f"The answer: {route.rpc.output_type.name}.", "content": content}
     events = {"schema": {"type": "string"}}
     return {
         "description": "One message per line or event.",

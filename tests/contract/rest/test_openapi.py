@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,43 @@ def test_documents_are_valid_and_name_every_route(url: str) -> None:
             if "requestBody" in operation:
                 others = set() if operation["tags"] == ["OpenAI"] else {"application/x-protobuf"}
                 assert set(operation["requestBody"]["content"]) == {"application/json"} | others
+
+
+def test_descriptions_are_sentences_and_reasons_stand_with_their_status(url: str) -> None:
+    document = httpx.get(f"{url}/openapi.json").json()
+    operations = [o for path in document["paths"].values() for o in path.values()]
+    rpcs = [o for o in operations if "Service." in o["operationId"]]
+    assert rpcs
+    for operation in rpcs:
+        text = operation["description"]
+        assert len(text.split()) >= 4, operation["operationId"]
+        assert text.endswith("."), text
+        assert not re.search(r"\bOK\b|NOT_FOUND|INVALID_ARGUMENT|FAILED_PRECONDITION", text), text
+        assert operation["responses"]["200"]["description"] != "OK."
+    if reset := next((o for o in rpcs if o["operationId"] == "EnvironmentService.Reset"), None):
+        assert "TASK_NOT_FOUND" in reset["responses"]["404"]["description"]
+        assert "SESSION_BUSY" in reset["responses"]["409"]["description"]
+
+
+def test_the_page_leads_to_calls_that_work_with_the_token(url: str) -> None:
+    with httpx.Client(base_url=url, follow_redirects=True) as browser:
+        page = browser.get("/")
+        assert (page.status_code, page.url.path) == (200, "/docs")
+        assert '"persistAuthorization": true' in page.text
+        assert "connect-src 'self'" in page.headers["content-security-policy"]
+        for asset in re.findall(r'(?:src|href)="(/[^"]+)"', page.text):
+            assert browser.get(asset).status_code == 200
+        document = browser.get("/openapi.json").json()
+        (scheme,) = document["security"][0]
+        assert document["components"]["securitySchemes"][scheme]["scheme"] == "bearer"
+        # What Swagger UI sends: the token that was typed, and the page's own origin.
+        sent = {"origin": url, "authorization": TOKEN["authorization"]}
+        for path, operations in document["paths"].items():
+            example = operations.get("post", {}).get("requestBody", {}).get("content", {})
+            body = example.get("application/json", {}).get("example")
+            if body is not None and "{" not in path:
+                answer = browser.post(path, json=body, headers=sent | {TIMEOUT: "2"})
+                assert answer.status_code not in (401, 403, 415), (path, answer.text)
 
 
 @pytest.mark.parametrize("mode", GenerationMode)
