@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,24 +13,31 @@ from dialoop import BlockingDialoop, SamplingParams
 from dialoop.cli.running_stacks import find_stack
 
 ROOT = Path(__file__).parents[2]
-# Nothing is published here: the policy that answers is the tiny model as it was made.
+# A whole job; but `up` serves it and nothing else, so the tiny model stays as it was made.
 CONFIG = """
 run = "served"
 engine = "transformers"
 store = "memory"
+[warm_start]
+num_steps = 100
 [train]
-num_steps = 0
-[evaluation]
-num_tasks = 0
+num_steps = 50
 """
 
 
 def dialoop(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
+    paths = f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"
+    environment = os.environ | {"PYTHONPATH": paths}
     command = [sys.executable, "-m", "dialoop.cli.main", *words]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=200, env=environment
     )
+
+
+def rows_of(run_dir: Path) -> set[str]:
+    """What a run has done so far, by its metrics."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return {json.loads(line)["kind"] for line in lines}
 
 
 @pytest.mark.timeout(300)
@@ -46,6 +54,7 @@ def test_a_detached_stack_is_used_and_stopped_by_its_name(tmp_path, monkeypatch)
         status = dialoop("status")
         assert status.returncode == 0, status.stdout
         assert status.stdout.count(" serving") == 6
+        assert "0 of 0 train steps" in status.stdout
         with BlockingDialoop.of_run("runs/served") as connection:
             task = connection.task(
                 "arithmetic", "22+28", split="heldout", sampling=SamplingParams(max_new_tokens=8)
@@ -55,6 +64,8 @@ def test_a_detached_stack_is_used_and_stopped_by_its_name(tmp_path, monkeypatch)
         assert trajectory.num_model_tokens > 0
         played = dialoop("play", "arithmetic", "--run", "served", "--max-new-tokens", "8")
         assert played.returncode == 0, played.stderr
+        assert rows_of(Path("runs/served")) == {"publish"}
+        assert "groups: 0 playing, 0 unscored, 0 scored" in dialoop("status").stdout
     finally:
         stopped = dialoop("down", "served")
     assert stopped.returncode == 0, stopped.stderr

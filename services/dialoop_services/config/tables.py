@@ -377,8 +377,13 @@ class TrainFields(Section):
 
     @property
     def max_outstanding_groups(self) -> int:
-        """Return how many groups may be outstanding: (pipeline_depth + 1) batches; none for SFT."""
-        return 0 if self.mode == "sft" else (self.pipeline_depth + 1) * self.groups_per_train_step
+        """Return how many groups may be outstanding: (pipeline_depth + 1) batches.
+
+        None where nothing trains on them: for SFT, and without train steps.
+        """
+        if self.mode == "sft" or not self.num_steps:
+            return 0
+        return (self.pipeline_depth + 1) * self.groups_per_train_step
 
     def row_tokens(self, max_model_len: int) -> int:
         """Return the most tokens in a packed row, which holds whatever the engine can sample."""

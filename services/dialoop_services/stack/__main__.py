@@ -105,22 +105,28 @@ def _with_command(arguments: Sequence[str]) -> list[str]:
 
 def _config(options: argparse.Namespace) -> LoadedConfig:
     overrides = variables_of_tables(os.environ)
-    if options.config is None and options.command != "config":
-        overrides = [*_serving_alone(), *overrides]
+    if options.command == "serve":
+        overrides = [*_serving_alone(with_ports=options.config is None), *overrides]
     return load_with_origins(
         options.config, environment=os.environ, run=options.run, overrides=overrides
     )
 
 
-def _serving_alone() -> list[Override]:
-    """Return what a stack without a config changes: it trains nothing, and its ports are fixed.
+def _serving_alone(*, with_ports: bool) -> list[Override]:
+    """Return what a stack that serves changes: it trains, evaluates and plays nothing by itself.
 
-    The trainer still publishes when it is asked to. The docs, the scripts and docker-compose.yml
-    name these ports.
+    The trainer still publishes and evaluates when it is asked to. Without a config the ports are
+    fixed: the docs, the scripts and docker-compose.yml name them.
     """
-    values = {"train.num_steps": 0, "evaluation.num_tasks": 0, "ports": dict(FIXED_PORTS)}
-    origin = "no config"
-    return [Override(path=path, value=value, origin=origin) for path, value in values.items()]
+    values: dict[str, object] = {
+        "train.num_steps": 0,
+        "warm_start.num_steps": 0,
+        "sft.num_epochs": 0,
+        "evaluation.num_tasks": 0,
+    }
+    if with_ports:
+        values["ports"] = dict(FIXED_PORTS)
+    return [Override(path=path, value=value, origin="serve") for path, value in values.items()]
 
 
 def _check(loaded: LoadedConfig, path: Path) -> int:

@@ -209,6 +209,10 @@ def test_nothing_but_evaluations_is_played_while_sft_trains() -> None:
     assert TrainerSettings(mode="sft").max_outstanding_groups == 0
 
 
+def test_nothing_is_played_where_nothing_is_trained() -> None:
+    assert TrainerSettings(num_steps=0).max_outstanding_groups == 0
+
+
 def test_depth_two_keeps_three_batches_outstanding() -> None:
     settings = TrainerSettings(pipeline_depth=2, groups_per_train_step=8)
     assert settings.max_outstanding_groups == 24
