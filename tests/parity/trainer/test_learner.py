@@ -99,7 +99,7 @@ def test_exported_weights_are_the_policy(model_dir: Path, tmp_path: Path) -> Non
 
 
 def test_progress_survives_its_json() -> None:
-    progress = JobState(policy_version=VERSION, num_train_steps=7, consumed_group_ids=["a#1"])
+    progress = JobState(policy_version=VERSION, num_train_steps=7, consumed_group_ids={"a": 3})
     progress.staleness_histogram.update([0, 1, 1])
     progress.forks.update(["history_rewritten"])
     assert JobState.from_json(json.loads(json.dumps(progress.to_json()))) == progress

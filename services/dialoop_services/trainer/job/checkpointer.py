@@ -100,9 +100,9 @@ class Checkpointer:
         if has_published:
             await self._replay.acknowledge(self._settings.run, state.consumed_lease_ids)
         self.held.release(state.consumed_lease_ids)
-        # Acknowledged groups cannot come back, so the lists start empty after each checkpoint.
         state.consumed_lease_ids.clear()
-        state.consumed_group_ids.clear()
+        # Not the groups: Redis can lose the last second of what it acknowledged.
+        state.forget_consumed(self._settings.max_staleness)
         return path
 
     async def restore_cursor(self) -> None:

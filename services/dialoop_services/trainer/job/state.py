@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _FORMAT = 1
+# Policy versions for which a consumed group is remembered although it would be stale.
+_MARGIN_VERSIONS = 100
 
 
 @dataclass(slots=True, kw_only=True)
 class JobState:
     """The progress of a job. One object per process, which every checkpoint holds whole.
 
-    consumed_lease_ids, consumed_group_ids: leases and groups whose gradient is in the weights and
-    whose acknowledgement may not have reached the queue yet. A restart acknowledges the leases. A
-    group that the queue delivers again is acknowledged, not trained again.
+    consumed_lease_ids: leases of groups whose gradient is in the weights and whose acknowledgement
+    may not have reached the queue yet. A restart acknowledges them.
+    consumed_group_ids: groups whose gradient is in the weights, and how many policy versions there
+    were then. A queue that lost its last seconds delivers such a group, or plays its task, again:
+    it is acknowledged, not trained again.
     trained_lengths: trained trajectories by `length_bin` of their sampled tokens.
     due_evaluations: train steps after which an evaluation is due that has no result yet.
     """
@@ -43,7 +47,7 @@ class JobState:
     max_logprob_difference: float = 0.0
     cursor: str = ""
     consumed_lease_ids: list[str] = field(default_factory=list)
-    consumed_group_ids: list[str] = field(default_factory=list)
+    consumed_group_ids: dict[str, int] = field(default_factory=dict)
     staleness_histogram: Counter[int] = field(default_factory=Counter)
     forks: Counter[str] = field(default_factory=Counter)
     trained_lengths: Counter[int] = field(default_factory=Counter)
@@ -56,6 +60,16 @@ class JobState:
         """Take over the values of another state."""
         for own in fields(self):
             setattr(self, own.name, getattr(other, own.name))
+
+    def forget_consumed(self, max_staleness: int) -> None:
+        """Forget consumed groups that cannot return: they would be stale.
+
+        Their tasks, played again, would not be. Those return at once, so a margin covers them.
+        """
+        oldest = self.num_policy_versions - max_staleness - _MARGIN_VERSIONS
+        for group_id, number in tuple(self.consumed_group_ids.items()):
+            if number < oldest:
+                del self.consumed_group_ids[group_id]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
@@ -72,12 +86,16 @@ class JobState:
         version = PolicyVersion(**data.pop("policy_version"))
         histogram = Counter({int(k): v for k, v in data.pop("staleness_histogram").items()})
         forks = Counter(data.pop("forks"))
+        consumed = data.pop("consumed_group_ids")
+        if isinstance(consumed, list):  # of a checkpoint before the versions were kept
+            consumed = dict.fromkeys(consumed, data["num_policy_versions"])
         lengths = Counter({int(k): v for k, v in data.pop("trained_lengths", {}).items()})
         return cls(
             policy_version=version,
             staleness_histogram=histogram,
             forks=forks,
             trained_lengths=lengths,
+            consumed_group_ids=consumed,
             **data,
         )
 

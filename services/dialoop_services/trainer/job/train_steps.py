@@ -179,7 +179,7 @@ class TrainSteps:
             leases,
             current=self._state.policy_version,
             max_staleness=self._settings.max_staleness,
-            consumed_group_ids=set(self._state.consumed_group_ids),
+            consumed_group_ids=self._state.consumed_group_ids,
             needs_advantages=self._learner.needs_advantages,
         )
 
@@ -275,7 +275,8 @@ class TrainSteps:
         state.trained_lengths.update(length_bin(t.num_model_tokens) for t in trained)
         state.num_trained_tokens += report.num_trained_tokens
         state.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
-        state.consumed_group_ids.extend(g.group_id for g in batch.groups)
+        for group in batch.groups:
+            state.consumed_group_ids[group.group_id] = state.num_policy_versions
 
     async def _record_groups(
         self, groups: Sequence[Group], outcome: str, *, is_recovered: bool = False
