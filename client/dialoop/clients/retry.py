@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVICE_AWAY = Reason.SERVICE_AWAY
-# The trainer holds the replica's device while its step runs: that is not an outage.
-_ASLEEP = "ASLEEP"
+# These are no outages: the trainer holds the replica's device while its step runs, or the queue has
+# no room until groups are trained.
+_WAITS = frozenset({Reason.ASLEEP, Reason.STORE_FULL})
 _MOST_DOUBLINGS = 30
 
 
@@ -74,7 +75,7 @@ async def retry(
             if not is_worth_retrying(error) or attempt == policy.max_attempts:
                 raise
             now = time.monotonic()
-            if error.reason == _ASLEEP:
+            if error.reason in _WAITS:
                 available_at = now
             pause_s = (wait_s or policy.wait_s)(attempt)
             if now + pause_s > began_at + within_s:

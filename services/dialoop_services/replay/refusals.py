@@ -51,7 +51,8 @@ _REFUSALS: Mapping[Reason, tuple[type[DialoopError], str, str]] = MappingProxyTy
         Reason.STORE_FULL: (
             CapacityExhausted,
             "The queue's store is out of memory.",
-            "Raise maxmemory of Redis, or lower max_outstanding_groups.",
+            "It takes new work again once groups are trained. If none can be: raise maxmemory of "
+            "Redis, or lower pipeline_depth or groups_per_train_step.",
         ),
     }
 )

@@ -20,6 +20,9 @@ class ReplaySettings(JobSettings):
     """Where the queue is kept: "redis", or "memory", which is lost when the process ends."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """URL of Redis 6.2 or later: redis://, rediss:// or unix://."""
+    full_at: float = Field(default=0.8, gt=0, le=1)
+    """Share of Redis's maxmemory above which no tasks are offered and no trajectories appended
+    (STORE_FULL). Scoring, training and acknowledging, which free memory, go on in the rest."""
     redis_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds after which Redis counts as not answering."""
     max_attempts: int = Field(default=3, ge=1)
@@ -30,6 +33,9 @@ class ReplaySettings(JobSettings):
     max_dead_letters: int = Field(default=1000, ge=1)
     """Number of dead letters of a run that are kept whole. Above it the oldest are forgotten, which
     is counted. Their groups stay dropped, under dead_letter_forgotten instead of dead_letter."""
+    max_finished: int = Field(default=10_000, ge=1)
+    """Number of consumed and dropped tasks that the ledger remembers, so that repeated calls about
+    them do no harm. Older ones are forgotten; about half a kilobyte each."""
     lease_s: float = Field(default=600.0, gt=0)
     """Seconds that a lease lasts when the caller sets none."""
     vocab_size: int = Field(default=0, ge=0)
@@ -44,6 +50,8 @@ class ReplaySettings(JobSettings):
             max_attempts=self.max_attempts,
             max_deliveries=self.max_deliveries,
             max_dead_letters=self.max_dead_letters,
+            max_finished=self.max_finished,
+            full_at=self.full_at,
             lease_s=self.lease_s,
             # The rest is room for the message around the groups. A larger answer cannot be sent.
             max_lease_bytes=self.max_message_bytes * 9 // 10,

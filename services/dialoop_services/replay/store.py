@@ -34,10 +34,12 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLimits:
-    """Limits on attempts, deliveries, dead letters and leases.
+    """Limits on attempts, deliveries, dead letters, leases and what is remembered.
 
     max_attempts: failed attempts at a member before it is given up. lease_s: default duration of a
     lease. max_lease_bytes: size of all groups of one lease call, and of one group.
+    max_finished: consumed and dropped tasks that the ledger remembers. full_at: share of the memory
+    that Redis may use (maxmemory) above which it takes no new work.
     """
 
     max_attempts: int = 3
@@ -45,6 +47,8 @@ class QueueLimits:
     max_dead_letters: int = 1000
     lease_s: float = 600.0
     max_lease_bytes: int = 1 << 40
+    max_finished: int = 10_000
+    full_at: float = 0.8
 
 
 class QueueStore(Protocol):

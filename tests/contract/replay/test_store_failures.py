@@ -10,6 +10,7 @@ from dialoop_services.replay.store import QueueStore
 from tests.support.redis_server import redis_url  # noqa: F401
 from tests.support.replay_store_world import (  # noqa: F401
     MAX_DEAD_LETTERS,
+    MAX_FINISHED,
     ack,
     clock,
     dead_letters,
@@ -23,7 +24,15 @@ from tests.support.replay_store_world import (  # noqa: F401
     score,
     store,
 )
-from tests.support.samples.replay_samples import Clock, announce, offer, play, stats_of
+from tests.support.samples.replay_samples import (
+    Clock,
+    announce,
+    make_task,
+    offer,
+    offer_tasks,
+    play,
+    stats_of,
+)
 
 
 async def test_a_group_delivered_too_often_is_a_dead_letter_that_can_come_back(
@@ -145,3 +154,18 @@ async def test_a_group_that_is_set_aside_is_a_dead_letter_at_once(
     assert (await stats_of(store, run)).training.num_groups_dropped == {"dead_letter": 1}
     (again,) = (await lease(store, run, Stage.SCORED, num=5)).leases
     assert again.group == other.group
+
+
+async def test_of_tasks_that_ended_the_newest_are_remembered(store: QueueStore, run: str) -> None:
+    names = [f"t{i}" for i in range(MAX_FINISHED + 3)]
+    await announce(store, run)
+    await offer(store, run, *names)
+    for _ in names:
+        await play(store, run)
+        (held,) = (await lease(store, run, Stage.UNSCORED)).leases
+        assert await ack(store, run, held.lease_id, "uniform_reward") == ""
+        assert await ack(store, run, held.lease_id, "uniform_reward") == "", "it is remembered"
+    again = [make_task(name) for name in names]
+    assert (await offer_tasks(store, run, again)).num_known == MAX_FINISHED
+    counts = (await stats_of(store, run)).training
+    assert counts.num_groups_dropped == {"uniform_reward": len(names)}, "and still counted"

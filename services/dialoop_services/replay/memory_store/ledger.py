@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -116,6 +117,7 @@ class Ledger:
     )
     deadlines: dict[str, float] = field(default_factory=dict)
     dead: dict[str, DeadGroup] = field(default_factory=dict)
+    finished: deque[str] = field(default_factory=deque)
     policy: PolicyVersion | None = None
     lineages: dict[str, int] = field(default_factory=dict)
     max_outstanding: int = 0
@@ -172,6 +174,7 @@ class Ledger:
         _add(counts.num_groups_dropped, reason, 1)
         counts.num_trajectories_live -= record.num_finished
         _add(counts.num_trajectories_dropped, reason, record.num_finished)
+        self.finish(record)
 
     def count_wasted(self, record: Record, num_trajectories: int, reason: str) -> None:
         """Count trajectories that were played under a task lease and not appended."""
@@ -184,6 +187,23 @@ class Ledger:
         self.move(record, GroupState.CONSUMED)
         self.counts_of(record).num_trajectories_live -= record.num_finished
         self.counts_of(record).num_trajectories_consumed += record.num_finished
+        self.finish(record)
+
+    def finish(self, record: Record) -> None:
+        """Note that the task has ended, and forget the oldest of those that have, if too many.
+
+        A dead letter is kept until it is forgotten, and then ends a second time.
+        """
+        self.finished.append(record.task_id)
+        while len(self.finished) > self.limits.max_finished:
+            oldest = self.records.get(self.finished.popleft())
+            if oldest is None or oldest is record or oldest.task_id in self.dead:
+                continue
+            if oldest.state in (GroupState.CONSUMED, GroupState.DROPPED):
+                for stage, entry in oldest.entries.items():
+                    if entry.is_present:
+                        self.remove_entry(oldest, stage)
+                del self.records[oldest.task_id]
 
     def finish_member(self, record: Record, index: int, facts: MemberFacts, payload: bytes) -> None:
         """Keep a finished member, and close its group if no other is to be played."""
@@ -306,6 +326,7 @@ class Ledger:
             DropReason.DEAD_LETTER_FORGOTTEN,
             record.num_finished,
         )
+        self.finish(record)
 
     def uncount_dead(self, record: Record) -> LedgerCounts:
         """Return the record's counts after taking it out of the dead letters."""

@@ -10,6 +10,7 @@ second. Then work is done again, but never counted twice.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -37,6 +38,8 @@ from dialoop_services.replay.store import (
     group_member,
     member_facts,
 )
+
+log = logging.getLogger(__name__)
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 # A script call blocks Redis while it copies its payloads, so larger requests take several calls.
@@ -83,19 +86,28 @@ class RedisStore:
             await self._client.hincrby(f"{_prefix(run)}counts", "rejected", num_groups)
 
     async def check(self) -> None:
-        """Raise Unavailable (STORE_UNAVAILABLE) if Redis is away, InvalidConfig if it is too old.
+        """Raise Unavailable (STORE_UNAVAILABLE) if Redis is away, InvalidConfig if it is unfit.
 
-        Also read how durable this Redis is.
+        It is too old, or would delete the ledger when its memory is full. Also read how durable
+        this Redis is.
         """
         async with _map_errors(self._client):
             server = await self._client.info("server")
             durability = await self._client.info("persistence")
+            policy = str((await self._client.info("memory")).get("maxmemory_policy", ""))
         major, minor, *_ = (*map(int, str(server["redis_version"]).split(".")), 0)
         if (major, minor) < (6, 2):
             raise InvalidConfig(
                 f"Redis is {server['redis_version']}.",
                 reason=Reason.REDIS_TOO_OLD,
                 remedy="Use Redis 6.2 or later, or Valkey.",
+            )
+        if policy.startswith("allkeys-"):
+            raise InvalidConfig(
+                f"Redis has maxmemory-policy {policy}: when its memory is full it would delete the "
+                "ledger.",
+                reason=Reason.REDIS_EVICTS,
+                remedy="Set maxmemory-policy to noeviction, or use a Redis of its own.",
             )
         aof = "on" if durability.get("aof_enabled") else "off (not durable)"
         self._description = f"redis {server['redis_version']}, append-only file {aof}"
@@ -123,7 +135,10 @@ class RedisStore:
             )
         reply = json.loads(raw)
         if "refused" in reply:
-            raise refusal(Reason(reply["refused"]), reply.get("detail", ""))
+            reason = Reason(reply["refused"])
+            if reason is Reason.STORE_FULL:
+                log.warning("Redis is nearly full: no new work is taken.", extra={"reason": reason})
+            raise refusal(reason, reply.get("detail", ""))
         # Lua writes an empty list as {}.
         response = ParseDict(
             {name: value for name, value in reply.items() if value != {}}, answer()

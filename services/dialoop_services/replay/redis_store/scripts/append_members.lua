@@ -40,4 +40,5 @@ local function append(item, payload)
   return ''
 end
 
+if is_full() then return refused('STORE_FULL') end
 return append_all(append)

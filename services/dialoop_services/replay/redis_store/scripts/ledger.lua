@@ -17,6 +17,7 @@
 --           of groups that follow each other are one group with the trajectories of all
 -- ledger    hash: task id -> record as JSON (below); small, and kept so that repeats are noticed
 -- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
+-- finished  list: ids of consumed and dropped tasks, oldest first; records of older ones are deleted
 -- deadlines          zset: lease id by deadline
 -- unscored, scored, evaluation, dead   streams: {g = group id, b = serialised group}
 --
@@ -93,17 +94,21 @@ end
 
 local function push_task(rec) redis.call('ZADD', key('offered:' .. rec.p), rec.o, rec.id) end
 
+local finish
+
 local function drop(rec, reason)
   move(rec, 'dropped')
   count(rec.p .. ':dropped:' .. reason, 1)
   count(rec.p .. ':t:live', -rec.c)
   count(rec.p .. ':t:dropped:' .. reason, rec.c)
+  finish(rec)
 end
 
 local function consume(rec)
   move(rec, 'consumed')
   count(rec.p .. ':t:live', -rec.c)
   count(rec.p .. ':t:consumed', rec.c)
+  finish(rec)
 end
 
 local function entry_id(entry) return string.format('%.0f-0', entry.o) end
@@ -194,6 +199,22 @@ local function remove_entry(rec, stage)
   entry.gone = true
 end
 
+-- Note that the task has ended, and forget the oldest of those that have, if too many. A dead letter
+-- is kept until it is forgotten, and then ends a second time. The caller saves the record itself.
+finish = function(rec)
+  local num = redis.call('RPUSH', key('finished'), rec.id)
+  for _ = limits.max_finished + 1, num do
+    local id = redis.call('LPOP', key('finished'))
+    local oldest = id ~= rec.id and load(id)
+    if oldest and (oldest.s == 'consumed' or oldest.s == 'dropped') and not oldest.dead then
+      for stage, entry in pairs(oldest.e) do
+        if not entry.gone then remove_entry(oldest, stage) end
+      end
+      redis.call('HDEL', key('ledger'), id)
+    end
+  end
+end
+
 local function read(stream, id)
   local fields = redis.call('XRANGE', key(stream), id, id)[1][2]
   return fields[4]
@@ -212,6 +233,7 @@ local function forget_letter(item)
   uncount_dead(rec)
   count(rec.p .. ':dropped:dead_letter_forgotten', 1)
   count(rec.p .. ':t:dropped:dead_letter_forgotten', rec.c)
+  finish(rec)
   save(rec)
 end
 
@@ -280,6 +302,14 @@ local function count_fitting(items, bytes_of)
     if room < 0 and i > 1 then return i - 1 end
   end
   return #items
+end
+
+-- Refuse new work while Redis has little memory left, so that what frees memory still runs.
+local function is_full()
+  local memory = redis.call('INFO', 'memory')
+  local most = tonumber(string.match(memory, '\r\nmaxmemory:(%d+)')) or 0
+  local used = tonumber(string.match(memory, 'used_memory:(%d+)')) or 0
+  return most > 0 and used > most * limits.full_at
 end
 
 local function is_ready(rec, stage)

@@ -1,3 +1,4 @@
+if #call.tasks > 0 and is_full() then return refused('STORE_FULL') end
 local cursor = meta('cursor')
 if call.expected_cursor ~= '' or call.next_cursor ~= '' then
   if call.expected_cursor ~= cursor then return refused('CURSOR_MOVED', cursor) end

@@ -1,5 +1,5 @@
 local names = {
-  'meta', 'lineages', 'counts', 'tasks', 'members', 'ledger', 'deadlines', 'dead', 'offered:1', 'offered:2',
-  'unscored', 'scored', 'evaluation', 'ready:unscored', 'ready:scored', 'ready:evaluation'}
+  'meta', 'lineages', 'counts', 'tasks', 'members', 'ledger', 'deadlines', 'dead', 'finished',
+  'offered:1', 'offered:2', 'unscored', 'scored', 'evaluation', 'ready:unscored', 'ready:scored', 'ready:evaluation'}
 for _, name in ipairs(names) do redis.call('UNLINK', key(name)) end
 return {'{}'}

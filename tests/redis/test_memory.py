@@ -1,0 +1,103 @@
+"""A Redis with little memory: it refuses new work, and what frees memory goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from dialoop.errors import CapacityExhausted, InvalidConfig
+from dialoop.trajectory import Stage
+from dialoop.v1 import replay_service_pb2 as pb
+from dialoop_services.replay.redis_store.store import RedisStore
+from dialoop_services.replay.store import QueueLimits
+
+from tests.support.redis_server import RedisServer
+from tests.support.replay_store_world import ack, lease, lease_task, score
+from tests.support.samples.replay_samples import (
+    announce,
+    append_member,
+    assert_adds_up,
+    lease_tasks,
+    offer,
+    stats_of,
+)
+from tests.support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.redis
+RUN = "run"
+CONTENT = "x" * 20_000
+
+
+@contextlib.contextmanager
+def redis_of(directory: Path, **settings: str) -> Iterator[RedisServer]:
+    server = RedisServer(directory, fsync="no", **settings)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def fill_to(server: RedisServer, share: float) -> None:
+    """Set maxmemory so that what is there is this share of it."""
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("maxmemory", int(client.info("memory")["used_memory"] / share))
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random", "allkeys-lfu"])
+async def test_a_redis_that_would_delete_the_ledger_is_refused(tmp_path: Path, policy: str) -> None:
+    with redis_of(tmp_path, **{"maxmemory-policy": policy}) as server:
+        store = RedisStore(server.url, QueueLimits(), timeout_s=PATIENCE_S)
+        with pytest.raises(InvalidConfig) as caught:
+            await store.check()
+        await store.close()
+    assert caught.value.reason == "REDIS_EVICTS"
+    assert policy in caught.value.message
+    assert "noeviction" in caught.value.remedy
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "volatile-lru"])
+async def test_a_redis_that_deletes_nothing_of_ours_is_taken(tmp_path: Path, policy: str) -> None:
+    with redis_of(tmp_path, **{"maxmemory-policy": policy}) as server:
+        store = RedisStore(server.url, QueueLimits(), timeout_s=PATIENCE_S)
+        await store.check()
+        await store.close()
+
+
+async def test_a_full_redis_refuses_offers_and_appends_and_drains(tmp_path: Path) -> None:
+    with redis_of(tmp_path) as server:
+        store = RedisStore(server.url, QueueLimits(lease_s=600), timeout_s=PATIENCE_S)
+        await announce(store, RUN, credits=1000)
+        await offer(store, RUN, *(f"t{i}" for i in range(300)))
+        num_appended = 100
+        for _ in range(num_appended):
+            held = await lease_task(store, RUN)
+            for member in range(2):
+                outcome = await append_member(store, RUN, held.lease_id, member, content=CONTENT)
+                assert outcome.status == pb.APPEND_STATUS_APPENDED
+        fill_to(server, 0.9)
+        held = await lease_task(store, RUN)
+        for refused_call in (
+            append_member(store, RUN, held.lease_id, 0, content=CONTENT),
+            offer(store, RUN, "more"),
+        ):
+            with pytest.raises(CapacityExhausted) as caught:
+                await refused_call
+            assert (caught.value.reason, bool(caught.value.remedy)) == ("STORE_FULL", True)
+        # What drains it is not refused: leases, scores, acknowledgements, returns, announcements.
+        assert (await lease_tasks(store, RUN)).leases
+        for _ in range(num_appended // 2):
+            await score(store, RUN)
+            (scored,) = (await lease(store, RUN, Stage.SCORED)).leases
+            await announce(store, RUN, 0, scored.lease_id, credits=1000)
+            assert await ack(store, RUN, scored.lease_id) == ""
+        outcome = await append_member(store, RUN, held.lease_id, 0, content=CONTENT)
+        assert outcome.status == pb.APPEND_STATUS_APPENDED, "there is room again"
+        await offer(store, RUN, "more")
+        stats = await stats_of(store, RUN)
+        assert stats.training.num_groups_consumed == num_appended // 2
+        assert_adds_up(stats, size=None)
+        await store.close()
