@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion, Segment, Sequence, Source
     from dialoop.templates.chat_template import ChatTemplate
     from dialoop.templates.declared_parser import TemplateParser
-    from dialoop.templates.registry import TemplateRegistry
+    from dialoop.templates.registry import TemplateRegistry, add_chat_template
     from dialoop.tokens.builder import TokenBuilder
     from dialoop.tokens.tokenizer import Tokenizer
     from dialoop.trajectory import Group, Reward, SamplingParams, Task, Trajectory, Turn
@@ -75,6 +75,7 @@ _HOMES = {
     "TrainerClient": "clients.trainer",
     "Trajectory": "trajectory",
     "Turn": "trajectory",
+    "add_chat_template": "templates.registry",
     "arithmetic": "environments",
     "load_environment": "environments",
     "play": "rollout",
@@ -124,6 +125,7 @@ __all__ = [
     "TrainerClient",
     "Trajectory",
     "Turn",
+    "add_chat_template",
     "arithmetic",
     "load_environment",
     "play",

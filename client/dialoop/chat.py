@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from dialoop.templates.options import TemplateOptions
     from dialoop.templates.registry import TemplateRegistry
+    from dialoop.text_and_tokens import Text, Tokens
     from dialoop.tokens.tokenizer import Tokenizer
 
 __all__ = [
@@ -83,6 +84,24 @@ class History(Sequence[Message]):
                 )
             )
         return cls(messages_from_chats(items))
+
+    @classmethod
+    def from_columns(cls, *, role: Sequence[Any], content: Sequence[Any]) -> History | Histories:
+        """Make a history of a role and a content for each message, or histories of lists of them.
+
+        History.from_columns(role=["user", "assistant"], content=["3+4?", "7"]).content[1]   # "7"
+        """
+        if isinstance(role, str) or isinstance(content, str) or len(role) != len(content):
+            raise InvalidHistory(
+                f"There are {len(role)} roles and {len(content)} contents.",
+                reason=Reason.RAGGED,
+                remedy="Give two lists of the same length.",
+            )
+        pairs = tuple(zip(role, content, strict=True))
+        if role and not isinstance(role[0], str):
+            rows = (cls.from_columns(role=roles, content=contents) for roles, contents in pairs)
+            return Histories(tuple(rows))
+        return cls(tuple(Message(role=r, content=c) for r, c in pairs))
 
     @classmethod
     def from_text(
@@ -319,6 +338,46 @@ class ChatHistory:
                 "prompt is missing.", reason=Reason.PROMPT_MISSING, remedy="Send history.prompt."
             )
         return self.prompt
+
+    def to_text(
+        self,
+        tokenizer: Tokenizer | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        registry: TemplateRegistry | None = None,
+        **options: Any,
+    ) -> Text:
+        """Render prompt (with the assistant's opening), response and full; PROMPT_NOT_PREFIX.
+
+        The template is chosen as in `History.apply_chat_template`; `options` are its variables.
+        """
+        from dialoop.templates.options import choose_template
+        from dialoop.templates.parts import text_of_parts
+
+        template = choose_template(tokenizer, chat_template, chat_template_name, registry)
+        return text_of_parts(self.prompt, self.full, template, **options)
+
+    def to_tokens(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        chat_template: str | None = None,
+        chat_template_name: str | None = None,
+        registry: TemplateRegistry | None = None,
+        **options: Any,
+    ) -> Tokens:
+        """Encode prompt, response and full as `to_text` renders them.
+
+        What a policy sampled has its own ids, which these need not equal; this is for
+        demonstrations and scoring.
+        """
+        from dialoop.templates.options import as_tokenizer, choose_template
+        from dialoop.templates.parts import tokens_of_parts
+
+        template = choose_template(tokenizer, chat_template, chat_template_name, registry)
+        ours = as_tokenizer(tokenizer) or tokenizer
+        return tokens_of_parts(self.prompt, self.full, template, ours, **options)
 
     def completed_from(self, prompt: History) -> ChatHistory:
         """Return this answer to `prompt`; build `full` where the caller sent `response` alone.

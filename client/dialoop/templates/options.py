@@ -12,7 +12,7 @@ from dialoop.messages import processor_chat
 from dialoop.reasons import Reason
 from dialoop.templates.chat_template import require_variables
 from dialoop.templates.masks import encode_conversations
-from dialoop.templates.registry import TemplateRegistry
+from dialoop.templates.registry import DEFAULT_REGISTRY, TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def choose_template(
     registry: TemplateRegistry | None = None,
 ) -> ChatTemplate:
     """Choose the template for a tokenizer, ours or a fast one of transformers."""
-    return (registry or TemplateRegistry()).choose(
+    return (registry or DEFAULT_REGISTRY).choose(
         as_tokenizer(tokenizer),
         chat_template=chat_template,
         chat_template_name=chat_template_name,

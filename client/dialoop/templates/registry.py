@@ -186,6 +186,24 @@ def _builtin_entry(name: str) -> _Entry | None:
     return _Entry(template=template, parser=_PARSERS[name], keywords=(), version=1)
 
 
+DEFAULT_REGISTRY = TemplateRegistry()
+"""The templates of this process, where no registry is given."""
+
+
+def add_chat_template(
+    name: str,
+    template: str,
+    parser: Parser | ParserFunction | None = None,
+    model_family_keywords: Iterable[str] = (),
+    *,
+    replace: bool = False,
+) -> TemplateInfo:
+    """Add a template for the whole process, as `TemplateRegistry.add_chat_template` does."""
+    return DEFAULT_REGISTRY.add_chat_template(
+        name, template, parser, model_family_keywords, replace=replace
+    )
+
+
 def _parser(parser: Parser | ParserFunction | None) -> Parser | None:
     if parser is None or hasattr(parser, "parse"):
         return parser

@@ -17,10 +17,10 @@ import numpy as np
 
 from dialoop.chat import ChatHistory, History
 from dialoop.environments.modes import Text, Tokens
-from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
+from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Source
-from dialoop.templates.masks import encode_conversation
+from dialoop.templates.parts import divide_ids, not_prefix, text_of_parts, tokens_of_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as AnySequence
@@ -179,7 +179,7 @@ def text_of_tokens(tokens: Tokens, tokenizer: Tokenizer) -> Text:
         return Text(prompt=prompt, full=full)
     response = tokenizer.decode_after((tokens.prompt or ())[-_LOOK_BACK:], tokens.response)
     if prompt is not None and full is not None and full != prompt + response:
-        raise _not_prefix("text")
+        raise not_prefix("text")
     return Text(prompt=prompt, response=response, full=full)
 
 
@@ -195,20 +195,12 @@ def tokens_of_text(text: Text, tokenizer: Tokenizer) -> Tokens:
         if text.response is not None:
             response = tokenizer.encode(text.response, trusted=True).ids
         return Tokens(prompt=prompt_ids, response=response, full=full_ids)
-    return _tokens_of_parts(prompt_ids, full_ids)
+    return divide_ids(prompt_ids, full_ids)
 
 
 def text_of_history(history: ChatHistory, template: ChatTemplate, **options: Any) -> Text:
     """Render prompt with the assistant's opening, full without; the response is the rest."""
-    prompt = None if history.prompt is None else template.render(history.prompt, **options)
-    if history.full is None:
-        return Text(prompt=prompt)
-    full = template.render(history.full, add_generation_prompt=False, **options)
-    if prompt is None:
-        return Text(full=full)
-    if not full.startswith(prompt):
-        raise _not_prefix("text")
-    return Text(prompt=prompt, response=full[len(prompt) :], full=full)
+    return text_of_parts(history.prompt, history.full, template, **options)
 
 
 def tokens_of_history(
@@ -218,17 +210,7 @@ def tokens_of_history(
 
     For demonstrations and scoring: what a policy sampled has its tokens already.
     """
-
-    def ids(part: History, opens: bool) -> tuple[int, ...]:
-        options["add_generation_prompt"] = opens
-        encoded = encode_conversation(template, tokenizer, part, with_mask=False, **options)
-        return tuple(encoded.token_ids.tolist())
-
-    prompt = None if history.prompt is None else ids(history.prompt, True)
-    full = None if history.full is None else ids(history.full, False)
-    if prompt is None or full is None:
-        return Tokens(prompt=prompt, full=full)
-    return _tokens_of_parts(prompt, full)
+    return tokens_of_parts(history.prompt, history.full, template, tokenizer, **options)
 
 
 def history_of_text(text: Text, template: ChatTemplate) -> ChatHistory:
@@ -291,12 +273,6 @@ def _turn_history(history: History, index: int | None) -> ChatHistory | None:
     return ChatHistory(prompt=history[:index]).respond(history[index])
 
 
-def _tokens_of_parts(prompt: tuple[int, ...], full: tuple[int, ...]) -> Tokens:
-    if full[: len(prompt)] != prompt:
-        raise _not_prefix("ids")
-    return Tokens(prompt=prompt, response=full[len(prompt) :], full=full)
-
-
 def _drop_opening(history: History) -> History:
     """Drop a last message that is only the opening of a turn."""
     last = history[-1] if len(history) else None
@@ -308,7 +284,7 @@ def _history_of_parts(prompt: History | None, full: History | None) -> ChatHisto
     if prompt is None or full is None:
         return ChatHistory(prompt=prompt, full=full)
     if not full.starts_with(prompt):
-        raise _not_prefix("messages")
+        raise not_prefix("messages")
     return ChatHistory(prompt=prompt).respond(*full[len(prompt) :])
 
 
@@ -316,12 +292,3 @@ def _same(left: Mask | None, right: Mask | None) -> bool:
     if left is None or right is None:
         return left is right
     return np.array_equal(left, right)
-
-
-def _not_prefix(unit: str) -> PreconditionFailed:
-    return PreconditionFailed(
-        f"full does not begin with the prompt's {unit}.",
-        reason=Reason.PROMPT_NOT_PREFIX,
-        remedy="The template renders the prompt differently once it is answered: use the "
-        "sampled tokens.",
-    )
