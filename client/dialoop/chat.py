@@ -99,7 +99,7 @@ class History(Sequence[Message]):
             )
         pairs = tuple(zip(role, content, strict=True))
         if role and not isinstance(role[0], str):
-            rows = (cls.from_columns(role=roles, content=contents) for roles, contents in pairs)
+            rows: list[Any] = [cls.from_columns(role=r, content=c) for r, c in pairs]
             return Histories(tuple(rows))
         return cls(tuple(Message(role=r, content=c) for r, c in pairs))
 
