@@ -46,7 +46,6 @@ class DropReason(_Named):
     """
 
     ABANDONED = "abandoned", "The evaluation that the group belongs to was given up."
-    BATCH_REFUSED = "batch_refused", "Another group of its batch could not be trained."
     COLLECTOR_FAILED = "collector_failed", "The collector failed while it played the group."
     DEAD_LETTER = "dead_letter", "The group was delivered too often, or could not be used."
     DEAD_LETTER_FORGOTTEN = (
@@ -61,6 +60,10 @@ class DropReason(_Named):
     SERVICE_AWAY = "service_away", "A service that the group needed was away for too long."
     SHUTDOWN = "shutdown", "The worker stopped."
     STALE = "stale", "The group's oldest token lags too far behind the policy."
+    SUCCESS_RATE = (
+        "success_rate",
+        "The share of successes is outside the bounds of [train.candidates].",
+    )
     TRAINER_RESTARTED = "trainer_restarted", "The trainer that held the group was started again."
     TRAINER_STOPPED = "trainer_stopped", "The trainer ended before the group's turn."
     TRUNCATED_SAMPLING = (

@@ -8,10 +8,12 @@ stack reads more keys of it. A new key needs a field here and the place that use
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from dialoop_services.config.candidates import CandidateSettings
 from dialoop_services.config.losses import (
     DEFAULT_LOSS,
     DEMONSTRATION_LOSS,
@@ -303,11 +305,13 @@ class TrainFields(Section):
     """Largest number of tokens in a packed row; absent: 1024, or inference.max_model_len if
     more."""
     groups_per_train_step: int = Field(default=16, ge=1)
-    """Number of groups leased for one train step."""
+    """Number of groups that one train step trains; groups without a signal do not count."""
     # A few bad groups become dead letters and the job goes on. Many in a row, with no good one
     # between them, mean that settings, loss and scorer do not fit together.
     max_bad_groups: int = Field(default=16, ge=1)
     """Number of untrainable groups in a row, at least three batches, after which the job fails."""
+    candidates: CandidateSettings = CandidateSettings()
+    """Which groups are trained, and how many are played to find them."""
     num_minibatches: int = Field(default=2, ge=1)
     """Number of optimiser updates in a train step."""
     oversize: Oversize = "error"
@@ -379,11 +383,13 @@ class TrainFields(Section):
     def max_outstanding_groups(self) -> int:
         """Return how many groups may be outstanding: (pipeline_depth + 1) batches.
 
-        None where nothing trains on them: for SFT, and without train steps.
+        Oversampling allows so many times more. None where nothing trains on them: for SFT, and
+        without train steps.
         """
         if self.mode == "sft" or not self.num_steps:
             return 0
-        return (self.pipeline_depth + 1) * self.groups_per_train_step
+        num_groups = (self.pipeline_depth + 1) * self.groups_per_train_step
+        return math.ceil(num_groups * self.candidates.oversampling)
 
     def row_tokens(self, max_model_len: int) -> int:
         """Return the most tokens in a packed row, which holds whatever the engine can sample."""

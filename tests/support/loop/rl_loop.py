@@ -146,6 +146,8 @@ class Outcome:
     train_rows: list[dict[str, Any]]
     rows_per_step: list[int]
     alarms: list[str] = field(default_factory=list)
+    alarms_at_end: frozenset[str] = frozenset()
+    virtual_s: float = 0.0
 
     @property
     def training(self) -> LedgerCounts:
@@ -205,6 +207,8 @@ async def run_loop(
         train_rows=[row for row in world.rows if row["kind"] == "train"],
         rows_per_step=learner.trained,
         alarms=alarms,
+        alarms_at_end=frozenset(world.board.alarms),
+        virtual_s=asyncio.get_running_loop().time(),
     )
 
 

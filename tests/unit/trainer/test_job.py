@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ async def test_a_group_that_comes_back_before_its_checkpoint_is_let_go_by_that_c
     here = world(num_steps=2, checkpoint_every=100)
     here.offer("a", "b")
     here.offer("a", "c", prefix="second-")
+    here.offer("d")
     saved: list[int] = []
     save = here.checkpoints.save
 
@@ -53,7 +55,7 @@ async def test_a_group_that_comes_back_before_its_checkpoint_is_let_go_by_that_c
 
     here.checkpoints.save = saved_with  # type: ignore[method-assign]
     await here.run()
-    assert here.learner.trained == [4, 2]
+    assert here.learner.trained == [4, 4]
     # Nothing had been acknowledged when the checkpoint was written that let go of "a".
     assert saved[:2] == [0, 0]
     assert "second-lease-a" in here.replay.acknowledged
@@ -79,7 +81,7 @@ async def test_a_caller_who_leaves_a_publish_does_not_get_its_number_used_twice(
 async def test_a_publish_while_a_batch_is_leased_makes_what_is_too_old_stale(
     world: Callable[..., World],
 ) -> None:
-    here = world(num_steps=2, max_staleness=0, pipeline_depth=0)
+    here = world(num_steps=1, max_staleness=0, pipeline_depth=0)
     running = asyncio.create_task(here.run())
     await until(lambda: here.publisher.announced)
     here.publisher.gate.clear()
@@ -93,6 +95,41 @@ async def test_a_publish_while_a_batch_is_leased_makes_what_is_too_old_stale(
     here.offer("c", "d")
     await running
     assert here.replay.dropped == {"lease-a": "stale", "lease-b": "stale"}
+    assert here.learner.trained == [4]
+
+
+async def test_a_kept_group_that_is_delivered_again_is_trained_once(
+    world: Callable[..., World],
+) -> None:
+    """A queue that lost its newest leases delivers what the trainer still has in hand."""
+    here = world(num_steps=1)
+    here.offer("a")
+    here.offer("a", prefix="second-")
+    here.offer("b")
+    await here.run()
+    assert here.learner.trained == [4]
+    assert here.replay.acknowledged == ["second-lease-a", "lease-b"]
+
+
+async def test_a_batch_of_which_every_update_is_refused_is_no_train_step(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_steps=1, candidates={"max_empty_batches": 1})
+    train_step = here.learner.train_step
+    alarms: list[set[str]] = []
+
+    def refuse_first(rows: Any) -> Any:
+        report = train_step(rows)
+        alarms.append(set(here.board.alarms))
+        return replace(report, num_updates=len(alarms) - 1, num_refused=2 - len(alarms))
+
+    here.learner.train_step = refuse_first  # type: ignore[method-assign]
+    here.offer("a", "b")
+    here.offer("c", "d")
+    await here.run()
+    assert (here.job.state.num_train_steps, here.job.state.num_empty_batches) == (1, 1)
+    assert alarms == [set(), {"NO_SIGNAL"}]
+    assert not here.board.alarms
 
 
 async def test_no_step_starts_after_a_pause_and_its_leases_are_kept(

@@ -209,9 +209,16 @@ async def test_a_drop_that_a_kill_cut_short_is_made_up_for(world: Callable[..., 
     here.replay.drop = kill  # type: ignore[method-assign, assignment]
     with pytest.raises(ExceptionGroup):
         await here.run()
-    again = after(here, world(num_steps=1))
+    again = after(here, world(num_steps=1), in_work="ab")
+    again.replay.batches += here.replay.batches
+    again.replay.batches.append(
+        lambda: [lease("a", FIRST), lease("b", replace(FIRST, lineage="other"))]
+    )
+    again.offer("c")
     await again.run()
-    assert again.replay.dropped == {"lease-b": "stale"}
+    assert again.replay.given_back == ["lease-a", "lease-b"]
+    assert again.replay.dropped["lease-b"] == "stale"
+    assert len(again.learner.trained) == 1
 
 
 async def test_publishes_and_evaluations_since_the_checkpoint_are_remembered(

@@ -77,20 +77,16 @@ def rows(here: World, kind: str) -> list[dict[str, Any]]:
     return [row for row in lines if row["kind"] == kind]
 
 
-async def test_a_train_step_of_uniform_groups_leaves_a_row(
+async def test_uniform_groups_are_counted_in_the_row_of_the_step_that_they_delayed(
     world: Callable[..., World], tmp_path: Path
 ) -> None:
-    here = world(num_steps=2)
+    here = world(num_steps=1)
     here.replay.batches.append(lambda: uniform("a", "b"))
     here.offer("c", "d")
     await here.run()
-    first, second = rows(here, "train")
-    assert (first["train_step"], first["num_groups_trained"], first["num_groups_dropped"]) == (
-        1,
-        0,
-        2,
-    )
-    assert second["num_groups_trained"] == 2
+    (row,) = rows(here, "train")
+    counts = row["train_step"], row["num_groups_trained"], row["num_groups_dropped"]
+    assert counts == (1, 2, 2)
     assert set(here.replay.dropped.values()) == {"uniform_reward"}
     draw_learning(tmp_path / "metrics.jsonl", tmp_path / "learning.png")
 

@@ -95,6 +95,7 @@ def figures_of(snapshot: Snapshot) -> dict[str, str]:
     alarms = snapshot.status.alarms if snapshot.status else ()
     return {
         "reward": _number(metrics.get("train/reward")),
+        "signal": _signal_of(metrics),
         "held-out accuracy": _number(heldout),
         "tool-call rate": _number(metrics.get("train/tool_call_rate")),
         "tokens/s": f"{snapshot.sampled_tokens_per_s:.0f} generated, "
@@ -106,6 +107,15 @@ def figures_of(snapshot: Snapshot) -> dict[str, str]:
         "credits": str(stats.credits) if stats else _UNKNOWN,
         "alarms": ", ".join((*snapshot.alarms, *alarms)) or _UNKNOWN,
     }
+
+
+def _signal_of(metrics: dict[str, float]) -> str:
+    """Return how many of the newest train step's candidates could be trained."""
+    num_trained = metrics.get("train/num_groups_trained")
+    if num_trained is None:
+        return _UNKNOWN
+    num_candidates = num_trained + metrics.get("train/num_groups_dropped", 0.0)
+    return f"{num_trained:.0f} of {num_candidates:.0f} groups"
 
 
 def _heldout_keys() -> list[str]:

@@ -74,6 +74,9 @@ def _figures(summary: Mapping[str, Any]) -> Table:
     rows = {
         "train steps": f"{summary['num_train_steps']} "
         f"({summary['share_of_train_steps_with_older_data']:.0%} used an older policy's data)",
+        "groups with a signal": f"{summary['signal']['num_trained']} of "
+        f"{summary['signal']['num_candidates']} ({summary['signal']['share']:.0%}); "
+        f"{summary['signal']['num_empty_batches']} empty batches",
         "policy versions": str(summary["num_policy_versions"]),
         "staleness of trained trajectories": str(summary["staleness_histogram"]),
         "trajectories": f"{trajectories['generated']} generated = {trajectories['trained']} trained"

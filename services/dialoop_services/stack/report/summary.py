@@ -10,6 +10,7 @@ from importlib import metadata
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from dialoop.reasons import DropReason
 from dialoop.views.run_files import trajectory_files
 
 from dialoop_services.config.engines import ENGINES
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
     from dialoop_services.config.job import JobConfig
 
+_WITHOUT_SIGNAL = (
+    DropReason.UNIFORM_REWARD,
+    DropReason.SUCCESS_RATE,
+    DropReason.NO_TRAINABLE_TOKEN,
+    DropReason.TRUNCATED_SAMPLING,
+)
 _PACKAGES = {
     package: distributions
     for facts in ENGINES.values()
@@ -82,6 +89,7 @@ def summarise(findings: Findings) -> dict[str, Any]:
         **_evaluations(trainer["evaluations"]),
         "num_train_steps": trainer["num_train_steps"],
         "num_policy_versions": trainer["num_policy_versions"],
+        "signal": signal(stats.training, trainer),
         "groups": group_counts(stats.training),
         "trajectories": trajectory_counts(stats.training),
         "evaluation_groups": group_counts(stats.evaluation),
@@ -167,6 +175,22 @@ def trajectory_counts(counts: LedgerCounts) -> dict[str, Any]:
         "trained": counts.num_trajectories_consumed,
         "dropped": dict(counts.num_trajectories_dropped),
         "left": counts.num_trajectories_live,
+    }
+
+
+def signal(counts: LedgerCounts, trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many candidate groups could be trained, and how many batches were empty.
+
+    A candidate is a group that was trained, or dropped because it taught nothing.
+    """
+    dropped = counts.num_groups_dropped
+    num_trained = counts.num_groups_consumed
+    num_without = sum(dropped.get(reason, 0) for reason in _WITHOUT_SIGNAL)
+    return {
+        "num_candidates": num_trained + num_without,
+        "num_trained": num_trained,
+        "share": num_trained / max(1, num_trained + num_without),
+        "num_empty_batches": trainer.get("num_empty_batches", 0),
     }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from dialoop.reasons import DropReason
 from dialoop.sequences import ForkCause
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from dialoop.clients.replay import GroupLease
     from dialoop.sequences import PolicyVersion, Sequence
     from dialoop.trajectory import Group, Trajectory
+
+    from dialoop_services.config.candidates import CandidateSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,40 @@ class Batch:
         )
 
 
+@dataclass(slots=True, kw_only=True)
+class Candidates:
+    """What was leased for the next train step: groups kept for it, and figures of all."""
+
+    kept: list[GroupLease] = field(default_factory=list)
+    num_dropped: int = 0
+    num_trajectories: int = 0
+    num_with_tools: int = 0
+    reward: float = 0.0
+
+    def add(self, batch: Batch) -> None:
+        """Keep the groups to train, and those already consumed; count the others too.
+
+        A queue that lost its newest leases may deliver a kept group again: the new lease counts.
+        """
+        new = [*batch.train, *batch.already_consumed]
+        ids = {lease.group.group_id for lease in new}
+        self.kept = [lease for lease in self.kept if lease.group.group_id not in ids] + new
+        dropped = [lease.group for leases in batch.dropped.values() for lease in leases]
+        self.num_dropped += len(dropped)
+        for trajectory in (t for g in (*batch.groups, *dropped) for t in g.trajectories):
+            self.num_trajectories += 1
+            self.num_with_tools += trajectory.num_tool_calls > 0
+            self.reward += trajectory.reward
+
+    def row(self) -> dict[str, Any]:
+        """Return the metrics of all candidates of a train step."""
+        return {
+            "reward": self.reward / max(1, self.num_trajectories),
+            "tool_call_rate": self.num_with_tools / max(1, self.num_trajectories),
+            "num_groups_dropped": self.num_dropped,
+        }
+
+
 def sort_batch(
     leases: Rows[GroupLease],
     *,
@@ -94,6 +130,7 @@ def sort_batch(
     max_staleness: int,
     consumed_group_ids: Collection[str],
     needs_advantages: bool = True,
+    candidates: CandidateSettings | None = None,
 ) -> Batch:
     """Split leased groups into train, drop and already consumed.
 
@@ -105,6 +142,8 @@ def sort_batch(
     dropped: dict[str, list[GroupLease]] = {}
     for lease in leases:
         reason = _reason_to_drop(lease.group, current, max_staleness, needs_advantages)
+        if reason is None and candidates is not None and not _is_in_bounds(lease.group, candidates):
+            reason = DropReason.SUCCESS_RATE
         if lease.group.group_id in consumed_group_ids:
             consumed.append(lease)
         elif reason:
@@ -131,6 +170,14 @@ def _reason_to_drop(
     sequences = (s for trajectory in group.trajectories for s in trajectory.sequences)
     has_signal = any(_has_signal(sequence, needs_advantages) for sequence in sequences)
     return None if has_signal else DropReason.UNIFORM_REWARD
+
+
+def _is_in_bounds(group: Group, candidates: CandidateSettings) -> bool:
+    """Return whether the group's share of successes is between the bounds, which are exclusive."""
+    num_successes = sum(t.reward >= candidates.success_reward for t in group.trajectories)
+    rate = num_successes / group.num_trajectories
+    low, high = candidates.success_rate_above, candidates.success_rate_below
+    return (low is None or rate > low) and (high is None or rate < high)
 
 
 def _temperature_of(trajectory: Trajectory) -> float:

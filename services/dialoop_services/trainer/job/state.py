@@ -29,6 +29,9 @@ class JobState:
     were then. A queue that lost its last seconds delivers such a group, or plays its task, again:
     it is acknowledged, not trained again.
     trained_lengths: trained trajectories by `length_bin` of their sampled tokens.
+    num_train_steps: steps that updated the weights.
+    num_empty_batches: as many candidates in a row as a batch has, of which none could be trained,
+    and batches of which every update was refused.
     due_evaluations: train steps after which an evaluation is due that has no result yet.
     """
 
@@ -37,6 +40,7 @@ class JobState:
     )
     num_warm_start_steps: int = 0
     num_train_steps: int = 0
+    num_empty_batches: int = 0
     num_policy_versions: int = 0
     num_trained_tokens: int = 0
     best_evaluation: float | None = None
@@ -105,6 +109,7 @@ class JobState:
         return {
             "phases": self.phase_seconds,
             "num_train_steps": self.num_train_steps,
+            "num_empty_batches": self.num_empty_batches,
             "num_policy_versions": self.num_policy_versions,
             "staleness_histogram": dict(sorted(self.staleness_histogram.items())),
             "share_of_train_steps_with_older_data": older,

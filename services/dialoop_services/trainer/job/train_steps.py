@@ -1,4 +1,8 @@
-"""RL's train steps: lease a batch, train on it, publish, drop groups that cannot be trained."""
+"""RL's train steps: lease groups until a batch has a signal, train on it, publish.
+
+A group that cannot be trained is dropped as soon as it is leased. That gives its credit back, and
+another group is played in its place.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from dialoop.reasons import DropReason
 from dialoop.trajectory import Stage
 
 from dialoop_services.rl.lengths import length_bin
-from dialoop_services.trainer.data.batches import sort_batch
+from dialoop_services.trainer.data.batches import Candidates, sort_batch
 from dialoop_services.trainer.data.leases import WORKER
 from dialoop_services.trainer.data.untrainable import read_rows
 
@@ -43,6 +47,9 @@ FRESH_MISMATCH = "FRESH_MISMATCH"
 
 GROUPS_SET_ASIDE = "GROUPS_SET_ASIDE"
 """The alarm that groups cannot be trained; it ends when a batch is trained again."""
+
+NO_SIGNAL = "NO_SIGNAL"
+"""The alarm that many groups taught nothing since the last train step; the next one ends it."""
 
 _LEASE_WAIT_S = 5.0
 
@@ -84,6 +91,11 @@ class TrainSteps:
         self._versions = versions
         # Groups refused since the last batch with a group that can be trained.
         self._num_refused = 0
+        self._candidates = Candidates()
+        # Groups in a row of which none can be trained, less than a batch of them; and the whole
+        # batches of such groups since the last train step.
+        self._num_without_signal = 0
+        self._num_empty = 0
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
         """Wait for a whole batch; return the step that trains it, or None when the job stops."""
@@ -93,35 +105,89 @@ class TrainSteps:
         return partial(self._train_step, leased, lease_s) if leased else None
 
     async def _lease(self) -> LeasedBatch | None:
-        while not self._board.is_stopping:
+        """Return a whole batch, or an incomplete one with groups that are trained already.
+
+        Groups are leased as they come, and each that cannot be trained is replaced.
+        """
+        size, candidates = self._settings.groups_per_train_step, self._candidates
+        while not (self._board.is_stopping or self._state.stopped_early):
+            kept = candidates.kept
+            if len(kept) >= size:
+                leased = await self._read()
+                if leased is not None:
+                    return leased
+                continue
             answer = await self._replay.lease_groups(
                 self._settings.run,
                 Stage.SCORED,
                 worker=WORKER,
-                max_groups=self._settings.groups_per_train_step,
-                min_groups=self._settings.groups_per_train_step,
+                max_groups=size - len(kept),
                 lease_s=self._settings.lease_s,
                 wait_s=_LEASE_WAIT_S,
                 max_staleness=self._settings.max_staleness,
             )
-            if answer.leases:
-                self._held.hold(lease.lease_id for lease in answer.leases)
-                leased = await self._read(answer.leases)
-                if leased is not None:
-                    return leased
+            if not answer.leases:
+                # A queue that lost its state leases no tasks until a policy is announced again.
+                await self._checkpointer.restore_cursor()
+                await self._publisher.announce(self._state.policy_version)
                 continue
-            # A queue that lost its state leases no tasks until a policy is announced to it again.
-            await self._checkpointer.restore_cursor()
-            await self._publisher.announce(self._state.policy_version)
+            self._held.hold(lease.lease_id for lease in answer.leases)
+            batch = self._sort(answer.leases)
+            candidates.add(batch)
+            await self.drop(batch)
+            self._count_signal(batch)
+            if batch.already_consumed:
+                return LeasedBatch(
+                    leases=tuple(candidates.kept),
+                    trained_lease_ids=(),
+                    version=self._state.policy_version,
+                    rows=[],
+                )
+        if self._state.stopped_early:
+            await self._return_kept()
         return None
 
-    async def _read(self, leases: tuple[GroupLease, ...]) -> LeasedBatch | None:
-        """Return a batch with its rows; None if some of its groups cannot be trained.
+    async def _return_kept(self) -> None:
+        """Give the groups of an incomplete batch back, since training is over."""
+        ids = [lease.lease_id for lease in self._candidates.kept]
+        items = [ReturnItem(lease_id=i, reason=DropReason.TRAINER_STOPPED) for i in ids]
+        if items:
+            await self._replay.give_back(self._settings.run, items)
+        self._held.release(ids)
+        self._candidates = Candidates()
 
-        The queue then sets those groups aside as dead letters, and takes the others back to their
-        places, so that no batch is smaller because of a bad group. Raises the first error of the
-        last batch after `max_refused_groups` bad groups in a row.
+    def _count_signal(self, batch: Batch) -> None:
+        """Count candidates in a row that cannot be trained; a batch's number of them is empty."""
+        if batch.train:
+            self._num_without_signal = 0
+            return
+        self._num_without_signal += sum(len(leases) for leases in batch.dropped.values())
+        num_empty, self._num_without_signal = divmod(
+            self._num_without_signal, self._settings.groups_per_train_step
+        )
+        self._count_empty(num_empty)
+
+    def _count_empty(self, num_batches: int) -> None:
+        """Count empty batches; after many, raise the alarm or end the training."""
+        settings, state = self._settings.candidates, self._state
+        state.num_empty_batches += num_batches
+        self._num_empty += num_batches
+        if num_batches and self._num_empty >= settings.max_empty_batches:
+            self._board.raise_alarm(NO_SIGNAL, on=True)
+            log.warning(
+                "No group of the last batches can be trained.",
+                extra={"num_batches": self._num_empty, "step": state.num_train_steps},
+            )
+        if 0 < settings.stop_after_empty <= self._num_empty:
+            state.stopped_early = f"{self._num_empty} empty batches since the last train step"
+
+    async def _read(self) -> LeasedBatch | None:
+        """Return the batch with its rows; None if some of its groups cannot be trained.
+
+        The queue then sets those groups aside as dead letters, and others take their places.
+        Raises the first error after `max_refused_groups` bad groups in a row.
         """
+        leases = tuple(self._candidates.kept)
         version, batch = self._state.policy_version, self._sort(leases)
         to_rows = partial(self._learner.rows_to_train, current=version)
         rows, untrainable = await asyncio.to_thread(read_rows, batch, to_rows)
@@ -132,18 +198,14 @@ class TrainSteps:
                 version=version,
                 rows=rows,
             )
-        reasons = {group.lease.lease_id: group.reason for group in untrainable}
-        ids = [lease.lease_id for lease in leases]
+        ids = {group.lease.lease_id for group in untrainable}
         items = [
-            ReturnItem(
-                lease_id=lease_id,
-                reason=reasons.get(lease_id, DropReason.BATCH_REFUSED),
-                set_aside=lease_id in reasons,
-            )
-            for lease_id in ids
+            ReturnItem(lease_id=group.lease.lease_id, reason=group.reason, set_aside=True)
+            for group in untrainable
         ]
         await self._replay.give_back(self._settings.run, items)
         self._held.release(ids)
+        self._candidates.kept = [lease for lease in leases if lease.lease_id not in ids]
         for group in untrainable:
             self._report(group)
         self._board.raise_alarm(GROUPS_SET_ASIDE, on=True)
@@ -181,6 +243,7 @@ class TrainSteps:
             max_staleness=self._settings.max_staleness,
             consumed_group_ids=self._state.consumed_group_ids,
             needs_advantages=self._learner.needs_advantages,
+            candidates=self._settings.candidates,
         )
 
     async def _train_step(self, leased: LeasedBatch, lease_s: float) -> None:
@@ -189,44 +252,46 @@ class TrainSteps:
             # Their gradient is in the weights, so only a checkpoint may acknowledge them.
             self._checkpointer.mark_trained(lease.lease_id for lease in batch.already_consumed)
             await self._checkpointer.checkpoint()
-        if not (batch.train or batch.dropped):
+        if len(batch.train) < self._settings.groups_per_train_step:
+            # A publish has made some stale, or some were trained already: others are leased.
+            self._candidates.kept = list(batch.train)
+            self._candidates.num_dropped += sum(map(len, batch.dropped.values()))
+            await self.drop(batch)
             return
+        row, self._candidates = self._candidates.row(), Candidates()
         rows = leased.rows_of(batch, self._state.policy_version)
-        row = await self.learn(batch, rows) | {"lease_s": lease_s}
-        if batch.train:
-            published = await self._versions.publish_next(batch)
-            row["publish_s"] = published.publish_s
-        else:
-            self._checkpointer.record(batch)
+        row |= await self.learn(batch, rows) | {"lease_s": lease_s}
+        published = await self._versions.publish_next(batch)
+        row["publish_s"] = published.publish_s
         await self.record(batch, row)
-        # After the publish: a returned credit starts a group, which the new policy should play.
-        await self.drop(batch)
 
     async def learn(self, batch: Batch, rows: list[TokenRow] | None = None) -> dict[str, Any]:
         """Train a batch as the next train step and return its metrics row; publish nothing.
 
-        `rows` are the batch's, if they have been read already.
+        `rows` are the batch's, if they have been read already. A batch whose every update is
+        refused is no train step, but an empty batch.
         """
         state, version = self._state, self._state.policy_version
-        row = _row_of(batch)
-        if batch.train:
-            started = time.perf_counter()
-            if rows is None:
-                rows = await asyncio.to_thread(
-                    self._learner.rows_to_train, batch.sequences, current=version
-                )
-            report = await asyncio.to_thread(self._learner.train_step, rows)
-            self._count(batch, report, version)
-            self._num_refused = 0
+        started = time.perf_counter()
+        if rows is None:
+            rows = await asyncio.to_thread(
+                self._learner.rows_to_train, batch.sequences, current=version
+            )
+        report = await asyncio.to_thread(self._learner.train_step, rows)
+        self._count(batch, report, version)
+        if report.num_updates:
+            state.num_train_steps += 1
+            self._num_refused = self._num_without_signal = self._num_empty = 0
+            self._board.num_train_steps = state.num_train_steps
             self._board.raise_alarm(GROUPS_SET_ASIDE, on=False)
-            row |= _row_of_report(report) | _row_of_staleness(batch, version)
-            row |= row_of_oversize([entry.sequence for entry in batch.sequences], self._settings)
-            row |= self._check_mismatch(report, version) | {
-                "train_s": time.perf_counter() - started
-            }
-        state.num_train_steps += 1
-        self._board.num_train_steps = state.num_train_steps
-        return row
+            self._board.raise_alarm(NO_SIGNAL, on=False)
+        else:
+            self._count_empty(1)
+        row = {"num_groups_trained": len(batch.train)}
+        row |= _row_of_report(report) | _row_of_staleness(batch, version)
+        row |= row_of_oversize([entry.sequence for entry in batch.sequences], self._settings)
+        row |= self._check_mismatch(report, version)
+        return row | {"train_s": time.perf_counter() - started}
 
     def _check_mismatch(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:
         """Raise or end the alarm that engine and trainer disagree on the current policy's tokens.
@@ -252,8 +317,7 @@ class TrainSteps:
 
         The row comes last, so a step that has a row is recorded whole.
         """
-        if batch.train:
-            await self._record_groups(batch.groups, "trained", is_recovered=is_recovered)
+        await self._record_groups(batch.groups, "trained", is_recovered=is_recovered)
         version, step = self._state.policy_version, self._state.num_train_steps
         self._records.metric("train", train_step=step, policy_version=version, **row)
 
@@ -293,20 +357,6 @@ def row_of_oversize(rows: Iterable[TokenSequence], settings: TrainerSettings) ->
     if settings.oversize == "error":
         return {}
     return {"num_oversize": sum(len(row.token_ids) > settings.packed_row_tokens for row in rows)}
-
-
-def _row_of(batch: Batch) -> dict[str, Any]:
-    """Return the metrics of the batch, which exist even if none of its groups could be trained."""
-    dropped = [lease.group for leases in batch.dropped.values() for lease in leases]
-    trajectories = [t for g in (*batch.groups, *dropped) for t in g.trajectories]
-    return {
-        "reward": sum(t.reward for t in trajectories) / max(1, len(trajectories)),
-        "tool_call_rate": sum(t.num_tool_calls > 0 for t in trajectories)
-        / max(1, len(trajectories)),
-        "num_groups_trained": len(batch.train),
-        "num_groups_dropped": len(dropped),
-        "num_trained_tokens": 0,
-    }
 
 
 def _row_of_staleness(batch: Batch, version: PolicyVersion) -> dict[str, Any]:
