@@ -52,6 +52,17 @@ MISTAKEN, UNLUCKY = RAISING.format(kind="InvalidConfig"), RAISING.format(kind="U
 UNFORESEEN = RAISING.replace(
     '{kind}("The colour is wrong.", remedy="Choose another.")', 'OSError(27, "File too large")'
 ).format(kind="Unavailable")
+WRONG_NAME = """
+from dialoop.errors import NotFound
+from dialoop.reasons import Reason
+from dialoop_services.runtime import run
+async def serve():
+    with open({tries!r}, "a") as file:
+        file.write("x")
+    raise NotFound("There is no environment 'riddle'.", reason=Reason.ENVIRONMENT_NOT_FOUND,
+                   remedy="Serve it, or correct the name.")
+run(serve, name="probe")
+"""
 NOT_SERVING = """
 import asyncio, pathlib, sys
 from dialoop_services.runtime import GrpcServer, ServerSettings
@@ -158,6 +169,17 @@ async def test_exit_code_2_ends_the_stack_with_the_services_sentence(tmp_path: P
         await run()
     assert caught.group_contains(InvalidConfig, match="^The colour is wrong. Choose another.$")
     assert members(pids) == []
+
+
+async def test_a_name_that_another_service_does_not_know_is_not_tried_twice(tmp_path: Path) -> None:
+    """A restart mends no wrong name, so the stack ends at once with the service's sentence."""
+    code = WRONG_NAME.format(tries=str(tmp_path / "tries"))
+    with pytest.raises(ExceptionGroup) as caught:
+        async with supervise(log_in(tmp_path)) as supervisor:
+            await supervisor.start(spec(tmp_path, code))
+    sentence = "^There is no environment 'riddle'. Serve it, or correct the name.$"
+    assert caught.group_contains(InvalidConfig, match=sentence)
+    assert (tmp_path / "tries").read_text() == "x"
 
 
 async def test_a_service_that_never_starts_ends_the_stack(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dialoop.errors import Busy, DialoopError
 from dialoop.trajectory import Purpose, Task
 
 from dialoop_services.collector.mixture import Cursor, TaskStream
+from dialoop_services.runtime.exit_reason import is_mistake
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +54,10 @@ class TaskSupply:
         self._is_check_due.set()
 
     async def run(self) -> None:
-        """Top up until cancelled; retry later while the environment is away."""
+        """Top up until cancelled; retry later while the environment is away.
+
+        Raises NotFound for an environment or split that does not exist, which no wait mends.
+        """
         attempt = 0
         while True:
             await self._is_check_due.wait()
@@ -65,6 +69,8 @@ class TaskSupply:
                     await asyncio.sleep(_NO_POLICY_S)
                     self._is_check_due.set()
             except DialoopError as error:
+                if is_mistake(error):
+                    raise
                 attempt += 1
                 log.warning("No tasks to offer.", extra={"reason": error.reason})
                 await asyncio.sleep(self._retry_policy.wait_s(attempt))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
 import pytest
 from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import ChatEnv, MaxTurns, RowTasks, arithmetic
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, NotFound
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.trajectory import Task
 from dialoop_services.collector.mixture import Cursor, Mixture, TaskStream
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
+from dialoop_services.runtime.exit_reason import CONFIG_ERROR, ExitReason
 
 from tests.support.collector_world import RUN, ScriptedPolicy, World, world
+from tests.support.waiting import PATIENCE_S
 
 
 def riddles() -> ChatEnv:
@@ -120,3 +123,12 @@ async def test_no_task_is_offered_before_the_queue_knows_a_policy():
         await place.allow(0)
         assert await task_supply(place).top_up()
         assert (await place.training()).num_tasks_offered == 40
+
+
+async def test_an_environment_that_does_not_exist_ends_the_collector_which_no_wait_would_mend():
+    async with world() as place:
+        await place.allow(40)
+        supply = task_supply(place, environment={"use": "arithmetic", "name": "riddle"})
+        with pytest.raises(NotFound, match="riddle") as caught:
+            await asyncio.wait_for(supply.run(), PATIENCE_S)
+    assert ExitReason.of(caught.value).exit_code == CONFIG_ERROR
