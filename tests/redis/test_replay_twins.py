@@ -140,6 +140,7 @@ class Schedule:
             min_groups=self.random.randint(1, num),
             lease_s=self.random.choice((30, 60)),
             max_staleness=self.random.choice((None, 1, 3)),
+            selection=self.random.choice((0, 1, 2, 3)),
             task_id_prefix=self.random.choice(("", "t/1")) if stage is Stage.EVALUATION else "",
         )
 
@@ -147,7 +148,11 @@ class Schedule:
         unscored = [lease_id for lease_id in self.leases[-15:] if lease_id.startswith("unscored/")]
         picked = self.random.sample(unscored, min(len(unscored), 2))
         items = [
-            pb.AppendItem(group=self.groups[lease_id.split("/", 2)[2]], lease_id=lease_id)
+            pb.AppendItem(
+                group=self.groups[lease_id.split("/", 2)[2]],
+                lease_id=lease_id,
+                priority=self.random.choice((0, 0, 1, 2.5)),
+            )
             for lease_id in picked
         ]
         return pb.AppendGroupsRequest(run=self.run, stage=stage_name(Stage.SCORED), items=items)

@@ -81,6 +81,7 @@ async def lease(
     prefix: str = "",
     worker: str = "w",
     lease_s: float = 60,
+    selection: pb.Selection = pb.SELECTION_FIFO,
 ) -> pb.LeaseGroupsResponse:
     request = pb.LeaseGroupsRequest(
         run=run,
@@ -91,6 +92,7 @@ async def lease(
         lease_s=lease_s,
         max_staleness=max_staleness,
         task_id_prefix=prefix,
+        selection=selection,
     )
     return await store.apply(request, pb.LeaseGroupsResponse)
 

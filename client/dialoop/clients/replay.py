@@ -39,6 +39,14 @@ class EmptyReason(IntEnum):
     NO_POLICY = 6
 
 
+class Selection(IntEnum):
+    """Which of the ready groups are leased; none is drawn twice."""
+
+    FIFO = 1
+    UNIFORM = 2
+    PRIORITY = 3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
     """What an offer changed; `cursor` is the data position now."""
@@ -86,11 +94,15 @@ class MemberItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendItem:
-    """A group and the lease it was made under; `num_discarded` members were played again."""
+    """A group and the lease it was made under; `num_discarded` members were played again.
+
+    Of scored groups Selection.PRIORITY leases those of the highest `priority` first.
+    """
 
     group: Group
     lease_id: str
     num_discarded: int = 0
+    priority: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +334,7 @@ class ReplayClient:
                     group=group_to_proto(item.group),
                     lease_id=item.lease_id,
                     num_discarded=item.num_discarded,
+                    priority=item.priority,
                 )
                 for item in items
             ],
@@ -329,10 +342,10 @@ class ReplayClient:
         return _append_outcomes((await self._channel.call(APPEND_GROUPS, request)).outcomes)
 
     async def append_group(
-        self, run: str, stage: Stage, group: Group, *, lease_id: str
+        self, run: str, stage: Stage, group: Group, *, lease_id: str, priority: float = 0.0
     ) -> Appended:
         """Append one group to the queue."""
-        items = [AppendItem(group=group, lease_id=lease_id)]
+        items = [AppendItem(group=group, lease_id=lease_id, priority=priority)]
         (outcome,) = await self.append_groups(run, stage, items)
         return outcome
 
@@ -348,6 +361,7 @@ class ReplayClient:
         wait_s: float = 0.0,
         max_staleness: int | None = None,
         task_id_prefix: str = "",
+        selection: Selection = Selection.FIFO,
     ) -> LeasedGroups:
         """Lease groups once `min_groups` are ready; wait up to `wait_s` for them.
 
@@ -363,6 +377,7 @@ class ReplayClient:
             wait_s=wait_s,
             max_staleness=max_staleness,
             task_id_prefix=task_id_prefix,
+            selection=pb.Selection.Name(int(selection)),
         )
         answer = await self._channel.call(LEASE_GROUPS, request, deadline_s=wait_s + _ANSWER_S)
         leases = _group_leases(answer.leases)

@@ -25,6 +25,13 @@ class AppendStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     APPEND_STATUS_DUPLICATE: _ClassVar[AppendStatus]
     APPEND_STATUS_REJECTED: _ClassVar[AppendStatus]
 
+class Selection(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SELECTION_UNSPECIFIED: _ClassVar[Selection]
+    SELECTION_FIFO: _ClassVar[Selection]
+    SELECTION_UNIFORM: _ClassVar[Selection]
+    SELECTION_PRIORITY: _ClassVar[Selection]
+
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
@@ -41,6 +48,10 @@ APPEND_STATUS_UNSPECIFIED: AppendStatus
 APPEND_STATUS_APPENDED: AppendStatus
 APPEND_STATUS_DUPLICATE: AppendStatus
 APPEND_STATUS_REJECTED: AppendStatus
+SELECTION_UNSPECIFIED: Selection
+SELECTION_FIFO: Selection
+SELECTION_UNIFORM: Selection
+SELECTION_PRIORITY: Selection
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_CONSUMED: Outcome
 OUTCOME_DROPPED: Outcome
@@ -144,14 +155,16 @@ class AppendGroupsRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., stage: _Optional[_Union[_trajectory_pb2.Stage, str]] = ..., items: _Optional[_Iterable[_Union[AppendItem, _Mapping]]] = ...) -> None: ...
 
 class AppendItem(_message.Message):
-    __slots__ = ("group", "lease_id", "num_discarded")
+    __slots__ = ("group", "lease_id", "num_discarded", "priority")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     group: _trajectory_pb2.Group
     lease_id: str
     num_discarded: int
-    def __init__(self, group: _Optional[_Union[_trajectory_pb2.Group, _Mapping]] = ..., lease_id: _Optional[str] = ..., num_discarded: _Optional[int] = ...) -> None: ...
+    priority: float
+    def __init__(self, group: _Optional[_Union[_trajectory_pb2.Group, _Mapping]] = ..., lease_id: _Optional[str] = ..., num_discarded: _Optional[int] = ..., priority: _Optional[float] = ...) -> None: ...
 
 class AppendGroupsResponse(_message.Message):
     __slots__ = ("outcomes",)
@@ -170,7 +183,7 @@ class AppendOutcome(_message.Message):
     def __init__(self, status: _Optional[_Union[AppendStatus, str]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class LeaseGroupsRequest(_message.Message):
-    __slots__ = ("run", "stage", "worker", "max_groups", "min_groups", "lease_s", "wait_s", "max_staleness", "task_id_prefix")
+    __slots__ = ("run", "stage", "worker", "max_groups", "min_groups", "lease_s", "wait_s", "max_staleness", "task_id_prefix", "selection")
     RUN_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +193,7 @@ class LeaseGroupsRequest(_message.Message):
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
     MAX_STALENESS_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    SELECTION_FIELD_NUMBER: _ClassVar[int]
     run: str
     stage: _trajectory_pb2.Stage
     worker: str
@@ -189,7 +203,8 @@ class LeaseGroupsRequest(_message.Message):
     wait_s: float
     max_staleness: int
     task_id_prefix: str
-    def __init__(self, run: _Optional[str] = ..., stage: _Optional[_Union[_trajectory_pb2.Stage, str]] = ..., worker: _Optional[str] = ..., max_groups: _Optional[int] = ..., min_groups: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., max_staleness: _Optional[int] = ..., task_id_prefix: _Optional[str] = ...) -> None: ...
+    selection: Selection
+    def __init__(self, run: _Optional[str] = ..., stage: _Optional[_Union[_trajectory_pb2.Stage, str]] = ..., worker: _Optional[str] = ..., max_groups: _Optional[int] = ..., min_groups: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., max_staleness: _Optional[int] = ..., task_id_prefix: _Optional[str] = ..., selection: _Optional[_Union[Selection, str]] = ...) -> None: ...
 
 class GroupLease(_message.Message):
     __slots__ = ("lease_id", "group", "num_deliveries", "expires_in_s")

@@ -341,6 +341,9 @@ class TrainFields(Section):
     """Number of train steps that generation may run ahead; 0: they take turns."""
     max_staleness: int = Field(default=4, ge=0)
     """Number of policy versions that the oldest trained token may lag behind."""
+    selection: Literal["fifo", "uniform", "priority"] = "fifo"
+    """Which scored groups are trained first: the oldest ("fifo"), any with the same chance
+    ("uniform"), or those with the largest advantages ("priority")."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Number of train steps between checkpoints."""
     sharded_checkpoints: bool = False

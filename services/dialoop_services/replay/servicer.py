@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
@@ -93,6 +94,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         stage = _stage_of(request.stage)
         for item in request.items:
             _check_num_discarded(item, stage)
+            _check_priority(item, stage)
         rejections = [
             _check_played(item, stage)
             or check_group(item.group, stage=stage, vocab_size=self._vocab_size)
@@ -418,6 +420,11 @@ def _check_query(request: pb.LeaseGroupsRequest) -> None:
         raise InvalidInput(
             "`max_staleness` works only with STAGE_SCORED.", remedy="Leave `max_staleness` out."
         )
+    if request.selection not in pb.Selection.values():
+        raise InvalidInput(
+            f"`selection` is {int(request.selection)}, which is unknown.",
+            remedy="Use SELECTION_FIFO, SELECTION_UNIFORM or SELECTION_PRIORITY.",
+        )
     if request.task_id_prefix and stage is not Stage.EVALUATION:
         raise InvalidInput(
             "`task_id_prefix` works only with STAGE_EVALUATION.", remedy="Leave it out."
@@ -430,6 +437,14 @@ def _check_num_discarded(item: pb.AppendItem, stage: Stage) -> None:
         raise InvalidInput(
             "`num_discarded` counts played trajectories, and none are played for STAGE_SCORED.",
             remedy="Leave `num_discarded` out.",
+        )
+
+
+def _check_priority(item: pb.AppendItem, stage: Stage) -> None:
+    if not math.isfinite(item.priority) or (item.priority and stage is not Stage.SCORED):
+        raise InvalidInput(
+            f"`priority` is {item.priority}.",
+            remedy="Use a finite number, with STAGE_SCORED only.",
         )
 
 

@@ -18,6 +18,8 @@ from dialoop.errors import DialoopError, InvalidInput
 from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Stage
 
+from dialoop_services.rl.selection import mean_absolute_advantage
+
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
@@ -121,9 +123,10 @@ class ScorerWorker:
 
     async def _append(self, lease: GroupLease, scored: Group) -> None:
         """Append the scored group; it is a duplicate if an earlier delivery was appended."""
+        priority = mean_absolute_advantage(scored)
         outcome = await retry(
             lambda: self._replay.append_group(
-                self._settings.run, Stage.SCORED, scored, lease_id=lease.lease_id
+                self._settings.run, Stage.SCORED, scored, lease_id=lease.lease_id, priority=priority
             ),
             self._retry_policy,
         )

@@ -358,3 +358,36 @@ async def test_many_groups_in_one_call_each_get_their_own_answer(
         ("APPEND_STATUS_APPENDED", ""),
         ("APPEND_STATUS_DUPLICATE", ""),
     ]
+
+
+async def test_a_uniform_draw_takes_every_group_once_and_in_no_fixed_order(
+    store: QueueStore, run: str
+) -> None:
+    names = "abcdef"
+    await ready_to_train(store, run, *names)
+    first_draws = set()
+    for _ in range(40):
+        held = [
+            (await lease(store, run, Stage.SCORED, selection=pb.SELECTION_UNIFORM)).leases[0]
+            for _ in names
+        ]
+        assert sorted(names_of(held)) == list(names), "without replacement"
+        first_draws.add(held[0].group.group_id)
+        for group in held:
+            await return_(store, run, group.lease_id)
+    assert len(first_draws) > 3
+
+
+async def test_the_highest_priority_is_leased_first_and_the_oldest_among_equals(
+    store: QueueStore, run: str
+) -> None:
+    await announce(store, run)
+    priorities = {"a": 0.0, "b": 2.5, "c": -1.0, "d": 2.5}
+    await offer(store, run, *priorities)
+    for name, priority in priorities.items():
+        assert await play(store, run) == name
+        (held,) = (await lease(store, run, Stage.UNSCORED)).leases
+        item = pb.AppendItem(group=held.group, lease_id=held.lease_id, priority=priority)
+        assert not (await append(store, run, Stage.SCORED, item))[0].reason
+    held_groups = await lease(store, run, Stage.SCORED, num=4, selection=pb.SELECTION_PRIORITY)
+    assert names_of(held_groups.leases) == ["b", "d", "a", "c"]

@@ -21,14 +21,14 @@ class BlockingRecordingClient:
 
     def create(
         self,
-        recording_id: str,
+        recording_id: str = "",
         *,
         group_id: str = "",
         task: Task | None = None,
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
     ) -> str:
-        """Begin a recording; return the base URL for OpenAI's clients.
+        """Begin a recording, under a new id without one; return the base URL for OpenAI's clients.
 
         `sampling` holds where a call says nothing. Raises InvalidInput (BAD_RECORDING_ID),
         AlreadyExists (RECORDING_EXISTS), CapacityExhausted (TOO_MANY_RECORDINGS).

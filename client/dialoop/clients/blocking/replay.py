@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ReplayStats,
         Returned,
         ReturnItem,
+        Selection,
     )
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import Group, Stage, Task
@@ -64,9 +65,13 @@ class BlockingReplayClient:
         """Append groups to the queue, each with its own outcome; repeating it does no harm."""
         return self._loop.run(self._client.append_groups(run, stage, items))
 
-    def append_group(self, run: str, stage: Stage, group: Group, *, lease_id: str) -> Appended:
+    def append_group(
+        self, run: str, stage: Stage, group: Group, *, lease_id: str, priority: float = 0.0
+    ) -> Appended:
         """Append one group to the queue."""
-        return self._loop.run(self._client.append_group(run, stage, group, lease_id=lease_id))
+        return self._loop.run(
+            self._client.append_group(run, stage, group, lease_id=lease_id, priority=priority)
+        )
 
     def lease_groups(
         self,
@@ -80,6 +85,7 @@ class BlockingReplayClient:
         wait_s: float = 0.0,
         max_staleness: int | None = None,
         task_id_prefix: str = "",
+        selection: Selection = Selection.FIFO,
     ) -> LeasedGroups:
         """Lease groups once `min_groups` are ready; wait up to `wait_s` for them.
 
@@ -96,6 +102,7 @@ class BlockingReplayClient:
                 wait_s=wait_s,
                 max_staleness=max_staleness,
                 task_id_prefix=task_id_prefix,
+                selection=selection,
             )
         )
 

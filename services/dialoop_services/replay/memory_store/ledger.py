@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections import deque
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
@@ -14,6 +15,7 @@ from enum import StrEnum
 from dialoop.reasons import DropReason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
+from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1.replay_service_pb2 import LedgerCounts
 
 from dialoop_services.replay.leases import Kind, format_lease, parse_lease
@@ -53,6 +55,7 @@ class StagedGroup:
     payload: bytes
     lease_id: str = ""
     worker: str = ""
+    priority: float = 0.0
     num_deliveries: int = 0
     num_failures: int = 0
     # Its work was finished once under the present lease, so the group did not stop its holder.
@@ -261,9 +264,11 @@ class Ledger:
             self.add_entry(record, Stage.UNSCORED, payload)
         return True
 
-    def add_entry(self, record: Record, stage: Stage, payload: bytes) -> None:
+    def add_entry(
+        self, record: Record, stage: Stage, payload: bytes, priority: float = 0.0
+    ) -> None:
         """Put the group at the end of a stage."""
-        entry = StagedGroup(order=self.next_order(), payload=payload)
+        entry = StagedGroup(order=self.next_order(), payload=payload, priority=priority)
         record.entries[stage] = entry
         self.ready[stage][entry.order] = record
 
@@ -361,6 +366,19 @@ class Ledger:
         entry = record.entries.get(stage)
         return (record, stage, entry) if entry and entry.lease_id == lease_id else None
 
+    def ready_in_turn(self, stage: Stage, selection: pb.Selection) -> list[Record]:
+        """Return the ready groups of a stage in the order in which they are to be leased.
+
+        A uniform draw sorts by a hash of the newest lease's token, which no draw shares with the
+        one before.
+        """
+        oldest_first = [record for _, record in sorted(self.ready[stage].items())]
+        if selection == pb.SELECTION_PRIORITY:
+            return sorted(oldest_first, key=lambda record: -record.entries[stage].priority)
+        if selection == pb.SELECTION_UNIFORM:
+            return sorted(oldest_first, key=lambda record: _draw(self.token, record.task_id))
+        return oldest_first
+
     def fitting(self, entries: Sequence[StagedGroup]) -> Sequence[StagedGroup]:
         """Return the first entries that fit one answer; the first one is sent whatever its size."""
         room = self.limits.max_lease_bytes
@@ -411,6 +429,10 @@ class Ledger:
         return self.policy is None or all(
             newest <= self.lineages.get(lineage, -1) for lineage, (_, newest) in versions.items()
         )
+
+
+def _draw(token: int, task_id: str) -> str:
+    return hashlib.sha1(f"{token}/{task_id}".encode(), usedforsecurity=False).hexdigest()
 
 
 def _add(dropped: MutableMapping[str, int], reason: str, by: int) -> None:

@@ -203,7 +203,7 @@ def _append_scored(ledger: Ledger, item: pb.AppendItem) -> str:
         return Reason.LEASE_LOST
     record.is_scored = True
     ledger.move(record, GroupState.SCORED)
-    ledger.add_entry(record, Stage.SCORED, item.group.SerializeToString())
+    ledger.add_entry(record, Stage.SCORED, item.group.SerializeToString(), item.priority)
     if held[2].order in ledger.ready[Stage.UNSCORED]:
         # The lease had expired and nobody took the group over; nobody needs to score it now.
         ledger.remove_entry(record, Stage.UNSCORED)
@@ -214,8 +214,7 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGro
     stage = Stage(request.stage)
     max_staleness = request.max_staleness if request.HasField("max_staleness") else None
     ready, ready_now = ledger.ready[stage], list[Record]()
-    for order in sorted(ready):
-        record = ready[order]
+    for record in ledger.ready_in_turn(stage, request.selection):
         if len(ready_now) == request.max_groups:
             break
         if not record.task_id.startswith(request.task_id_prefix):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.replay import ReturnItem
+from dialoop.clients.replay import ReturnItem, Selection
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import DropReason
 from dialoop.trajectory import Stage
@@ -125,6 +125,7 @@ class TrainSteps:
                 lease_s=self._settings.lease_s,
                 wait_s=_LEASE_WAIT_S,
                 max_staleness=self._settings.max_staleness,
+                selection=Selection[self._settings.selection.upper()],
             )
             if not answer.leases:
                 # A queue that lost its state leases no tasks until a policy is announced again.

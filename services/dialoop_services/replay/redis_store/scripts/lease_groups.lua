@@ -10,8 +10,25 @@ local function is_stale(rec)
   return false
 end
 
+-- Ledger.ready_in_turn: the ready groups in the order in which they are to be leased.
+local function ready_in_turn()
+  local ids, rank, place = redis.call('ZRANGE', ready, 0, -1), {}, {}
+  if call.selection ~= 'uniform' and call.selection ~= 'priority' then return ids end
+  local token = meta('token')
+  for i, id in ipairs(ids) do
+    place[id] = i
+    if call.selection == 'uniform' then rank[id] = redis.sha1hex(token .. '/' .. id)
+    else rank[id] = -(load(id).e[stage].pr or 0) end
+  end
+  table.sort(ids, function(a, b)
+    if rank[a] ~= rank[b] then return rank[a] < rank[b] end
+    return place[a] < place[b]
+  end)
+  return ids
+end
+
 local ready_now = {}
-for _, id in ipairs(redis.call('ZRANGE', ready, 0, -1)) do
+for _, id in ipairs(ready_in_turn()) do
   if #ready_now == call.max_groups then break end
   if string.sub(id, 1, #call.task_id_prefix) == call.task_id_prefix then
     local rec = load(id)

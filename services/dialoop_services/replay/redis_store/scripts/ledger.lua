@@ -113,12 +113,13 @@ end
 
 local function entry_id(entry) return string.format('%.0f-0', entry.o) end
 
-local function add_entry(rec, stage, payload)
+local function add_entry(rec, stage, payload, priority)
   local stream, order = key(stage), next_order()
   if redis.call('EXISTS', stream) == 0 then
     redis.call('XGROUP', 'CREATE', stream, WORKERS, '0', 'MKSTREAM')
   end
-  rec.e[stage] = {o = order, l = '', n = 0, f = 0, b = #payload}
+  rec.e[stage] = {o = order, l = '', n = 0, f = 0, b = #payload,
+                  pr = priority}
   redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.id, 'b', payload)
   redis.call('ZADD', key('ready:' .. stage), order, rec.id)
 end
