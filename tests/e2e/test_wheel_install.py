@@ -89,7 +89,7 @@ def clean() -> Iterator[Installed]:
         subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True)
         programs, folder = place / "venv" / "bin", place / "folder"
         pip = [str(programs / "python"), "-m", "pip"]
-        build = [*pip, "wheel", "--no-deps", "--wheel-dir", str(place), "client", "."]
+        build = [*pip, "wheel", "--no-deps", "--wheel-dir", str(place), "./client", "."]
         subprocess.run(build, cwd=ROOT, check=True)
         (sdk,), (services,) = place.glob("dialoop-*.whl"), place.glob("dialoop_services-*.whl")
         subprocess.run([*pip, "install", str(sdk), f"{services}[{EXTRAS}]"], check=True)
