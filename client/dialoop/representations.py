@@ -1,6 +1,6 @@
 """Messages and records as one line, as coloured text and as HTML, for consoles and notebooks.
 
-cut("What is 3+4? " * 9)      # "What is 3+4? What is 3+4? What is 3+4? What is 3+4? What..."
+cut("What is 3+4, and why?", 12)      # "What is 3..."
 """
 
 from __future__ import annotations

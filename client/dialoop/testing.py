@@ -1,7 +1,7 @@
 """In-memory twins: a scripted policy and an environment without a server; records to test with.
 
     policy = ScriptedPolicy(["<request><Calculator>3+4<call>", "Result=7<submit>"])
-    trajectory = await play(task, sessions=InMemoryEnvironment(arithmetic()), policy=policy)
+    episode = await play(task, sessions=InMemoryEnvironment(arithmetic()), policy=policy)
 
     group(0.0, trajectory(reward=1.0, truncated=True))
 

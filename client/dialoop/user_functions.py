@@ -3,7 +3,7 @@
 await call(reward, episode, timeout_s=30.0)    # async: awaited; sync: run in a thread of its own
 await resolve(equal(answer, truth))             # quick ones, which run where they are
 call_now(collate, row)                         # where nobody can await
-raised_at(error)                               # "KeyError at capitals.py, line 9"
+raised_at(error)                               # such as "KeyError at capitals.py, line 9"
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Any `Game` as a chat environment, and the built-in twenty questions.
 
-ChatEnv(name="guess", tasks=..., transforms=[Play(game), EndWhenIncomplete(), Rewards(...)])
+ChatEnv(name="guess", tasks=tasks, transforms=[EndWhenIncomplete(), Play(game)])
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prompt and full conversation as text or ids; the response is what follows the prompt in full.
 
-text_of_parts(history.prompt, history.full, template).response     # "7<|im_end|>"
+text_of_parts(history.prompt, history.full, template).response     # the answer and its end
 """
 
 from __future__ import annotations
