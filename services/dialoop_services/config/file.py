@@ -18,6 +18,7 @@ from dialoop.reasons import Reason
 from pydantic import BaseModel, ValidationError
 
 from dialoop_services.config.job import SCHEMA, JobConfig
+from dialoop_services.config.presets import PRESETS
 from dialoop_services.config.values import (
     allowed_values,
     did_you_mean,
@@ -92,6 +93,9 @@ def load_with_origins(
         override_in(values, override)
         origins[override.path] = override.origin
     resolve_paths(values, JobConfig, here)
+    preset = values.get("preset", "")
+    for leaf in _leaves(PRESETS.get(preset, {}) if isinstance(preset, str) else {}):
+        origins.setdefault(leaf, f"preset {preset}")
     config = parse_config(values, source=source)
     return LoadedConfig(config=config, origins=origins, folder=folder)
 

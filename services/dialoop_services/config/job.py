@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from dialoop_services.config.engines import EngineName, facts_of_engine
 from dialoop_services.config.losses import LossFacts, facts_of
+from dialoop_services.config.presets import with_preset
 from dialoop_services.config.scorer_tables import ScorerSection
 from dialoop_services.config.tables import (
     CollectorSection,
@@ -158,6 +159,9 @@ class JobConfig(Section):
     run: str = Field(default="default", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """Name of the run; its files are in runs/<name>/. It has up to 64 letters, digits, "_", "." and
     "-", and starts with a letter or digit."""
+    preset: Literal["", "torchrl_grpo", "torchtune_grpo"] = ""
+    """Defaults of another library's GRPO for [train] and [scorer], under the keys that this file
+    sets: "torchrl_grpo" or "torchtune_grpo"; empty: Dialoop's own."""
     seed: int = Field(default=0, ge=0)
     """Seed of the tiny model, demonstrations, task order and sampling. The variable SEED overrides
     it."""
@@ -193,6 +197,11 @@ class JobConfig(Section):
     def all_environments(self) -> tuple[EnvironmentSection, ...]:
         """Return the environments that are trained on, [environment] first."""
         return (self.environment, *self.environments)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, values: Any) -> Any:
+        return with_preset(values) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _require_names(self) -> JobConfig:

@@ -368,6 +368,9 @@ class TrainFields(Section):
     bfloat16 and the extra `gpu`, and gives no entropy."""
     activation_checkpointing: bool = False
     """Whether the backward pass recomputes activations: less memory for a third more time."""
+    debug_table_every: int = Field(default=0, ge=0)
+    """Number of train steps after which debug_table.jsonl in the run directory gets the tokens,
+    log-probs, rewards and advantages of every trained sequence; 0: never."""
     max_trajectories_mb: int = Field(default=0, ge=0)
     """Size of all parts of trajectories.jsonl in MB at which the oldest is deleted; 0: none is."""
 

@@ -20,6 +20,7 @@ from dialoop.trajectory import Stage
 
 from dialoop_services.rl.lengths import length_bin
 from dialoop_services.trainer.data.batches import Candidates, sort_batch
+from dialoop_services.trainer.data.debug_table import write_debug_table
 from dialoop_services.trainer.data.leases import WORKER
 from dialoop_services.trainer.data.untrainable import read_rows
 
@@ -278,6 +279,7 @@ class TrainSteps:
             rows = await asyncio.to_thread(
                 self._learner.rows_to_train, batch.sequences, current=version
             )
+        await self._write_debug_table(batch, rows)
         report = await asyncio.to_thread(self._learner.train_step, rows)
         self._count(batch, report, version)
         if report.num_updates:
@@ -293,6 +295,13 @@ class TrainSteps:
         row |= row_of_oversize([entry.sequence for entry in batch.sequences], self._settings)
         row |= self._check_mismatch(report, version)
         return row | {"train_s": time.perf_counter() - started}
+
+    async def _write_debug_table(self, batch: Batch, rows: list[TokenRow]) -> None:
+        """Write what the loss is about to read, every `debug_table_every` train steps."""
+        every, step = self._settings.debug_table_every, self._state.num_train_steps + 1
+        if every and step % every == 0:
+            logprobs = await asyncio.to_thread(self._learner.logprobs_of_rows, rows)
+            write_debug_table(self._settings.run_dir, batch, rows, logprobs, train_step=step)
 
     def _check_mismatch(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:
         """Raise or end the alarm that engine and trainer disagree on the current policy's tokens.

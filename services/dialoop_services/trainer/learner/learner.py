@@ -252,6 +252,11 @@ class Learner:
         )
 
     @collective(computes=True)
+    def logprobs_of_rows(self, rows: Rows[TokenRow]) -> list[torch.Tensor]:
+        """Return the policy's log-probs float32 [M] of each row, at the row's temperature."""
+        return self._scores(rows)
+
+    @collective(computes=True)
     def heldout_loss(self, rows: Rows[TokenRow]) -> tuple[float, int]:
         """Return the mean negative log-likelihood in nats of a token, and the number of tokens."""
         scores = self._scores(rows)
