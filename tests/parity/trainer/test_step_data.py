@@ -227,3 +227,13 @@ def test_sft_is_held_to_the_starting_model_where_that_is_asked_for(model_dir: Pa
     losses = [minor.sft_step(minor.rows_to_imitate(shown)).loss for _ in range(3)]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert losses[2] < losses[0]
+
+
+def test_the_debug_tables_logprobs_are_the_policys_at_each_rows_temperature(
+    model_dir: Path,
+) -> None:
+    learner = Learner(TrainerSettings(model_dir=model_dir))
+    played = [sampled_at(learner, t, 5 + i) for i, t in enumerate((0.5, 1.7))]
+    rows = learner.rows_to_train(played, current=VERSION)
+    for row, logprobs in zip(played, learner.logprobs_of_rows(rows), strict=True):
+        assert logprobs.tolist() == pytest.approx(row.sequence.inference_logprobs, abs=1e-5)

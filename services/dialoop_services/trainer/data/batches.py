@@ -10,6 +10,7 @@ from dialoop.reasons import DropReason
 from dialoop.sequences import ForkCause
 
 from dialoop_services.rl.staleness import is_stale
+from dialoop_services.trainer.data.batch_metrics import TrajectoryFigures, metrics_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -95,9 +96,7 @@ class Candidates:
 
     kept: list[GroupLease] = field(default_factory=list)
     num_dropped: int = 0
-    num_trajectories: int = 0
-    num_with_tools: int = 0
-    reward: float = 0.0
+    trajectories: list[TrajectoryFigures] = field(default_factory=list)
 
     def add(self, batch: Batch) -> None:
         """Keep the groups to train, and those already consumed; count the others too.
@@ -109,18 +108,12 @@ class Candidates:
         self.kept = [lease for lease in self.kept if lease.group.group_id not in ids] + new
         dropped = [lease.group for leases in batch.dropped.values() for lease in leases]
         self.num_dropped += len(dropped)
-        for trajectory in (t for g in (*batch.groups, *dropped) for t in g.trajectories):
-            self.num_trajectories += 1
-            self.num_with_tools += trajectory.num_tool_calls > 0
-            self.reward += trajectory.reward
+        for group in (*batch.groups, *dropped):
+            self.trajectories += map(TrajectoryFigures.of, group.trajectories)
 
     def row(self) -> dict[str, Any]:
         """Return the metrics of all candidates of a train step."""
-        return {
-            "reward": self.reward / max(1, self.num_trajectories),
-            "tool_call_rate": self.num_with_tools / max(1, self.num_trajectories),
-            "num_groups_dropped": self.num_dropped,
-        }
+        return metrics_of(self.trajectories) | {"num_groups_dropped": self.num_dropped}
 
 
 def sort_batch(

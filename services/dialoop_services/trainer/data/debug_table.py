@@ -1,6 +1,6 @@
 """The debug table: every number that a loss reads of a train step, one line for each sequence.
 
-It is the seed's table (`dialoop_services.learning.packing.seed_interface.debug_table`) for sequences of
+It is `dialoop_services.learning.packing.seed_interface.debug_table` for sequences of
 several turns.
 """
 

@@ -379,6 +379,7 @@ def _row_of_report(report: TrainStepReport) -> dict[str, Any]:
         "num_trained_tokens": report.num_trained_tokens,
         "loss": report.loss,
         "grad_norm": report.grad_norm,
+        "learning_rate": report.learning_rate,
         "num_updates": report.num_updates,
         "num_refused": report.num_refused,
         **report.metrics,

@@ -74,6 +74,7 @@ _OPTIMIZERS: dict[Kind, str] = {"warm_start": "warm_start", "sft": "train", "rl"
 class TrainStepReport:
     """The result of one train step: means over its updates.
 
+    learning_rate: that of the last update.
     fresh_mismatch_kl: KL in nats between engine and trainer on tokens of the current policy, before
     the first update. None without such tokens.
     """
@@ -84,6 +85,7 @@ class TrainStepReport:
     num_updates: int
     num_refused: int
     num_trained_tokens: int
+    learning_rate: float = 0.0
     fresh_mismatch_kl: float | None = None
 
 
@@ -248,6 +250,7 @@ class Learner:
             num_updates=sum(r.step.applied for r in reports),
             num_refused=sum(not r.step.applied for r in reports),
             num_trained_tokens=sum(int(row.response_mask.sum()) for row in ready),
+            learning_rate=reports[-1].step.learning_rate,
             fresh_mismatch_kl=_fresh_mismatch(reports[0]),
         )
 
