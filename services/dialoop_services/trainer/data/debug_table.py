@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from dialoop_services.trainer.records.records import open_lines
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -32,7 +30,7 @@ def write_debug_table(
     train_step: int,
 ) -> None:
     """Add a line for each row, which the step trains; its log-probs are float [M]."""
-    with open_lines(run_dir / FILE) as lines:
+    with (run_dir / FILE).open("a", encoding="utf-8") as lines:
         for row, logprobs in zip(rows, policy_logprobs, strict=True):
             line = {"train_step": train_step} | _line(batch, row, logprobs)
             lines.write(json.dumps(line, ensure_ascii=False) + "\n")
