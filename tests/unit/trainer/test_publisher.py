@@ -74,7 +74,13 @@ class FakeReplica:
 
 
 class FakeReplay:
-    async def advance_policy(self, run: str, version: PolicyVersion, **_: Any) -> int:
+    def __init__(self) -> None:
+        self.announced: list[tuple[int, int]] = []
+
+    async def advance_policy(
+        self, run: str, version: PolicyVersion, *, max_outstanding_groups: int, **_: Any
+    ) -> int:
+        self.announced.append((version.number, max_outstanding_groups))
         return 0
 
 
@@ -84,13 +90,16 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def publisher(
-    run_dir: Path, *replicas: FakeReplica | InferenceClient, **settings: Any
+    run_dir: Path,
+    *replicas: FakeReplica | InferenceClient,
+    replay: FakeReplay | None = None,
+    **settings: Any,
 ) -> Publisher:
     return Publisher(
         TrainerSettings(run_dir=run_dir, **settings),
         cast("Learner", FakeLearner()),
         cast("tuple[InferenceClient, ...]", replicas),
-        cast("ReplayClient", FakeReplay()),
+        cast("ReplayClient", replay or FakeReplay()),
     )
 
 
@@ -267,3 +276,15 @@ async def test_a_policy_is_sent_again_to_whoever_lacks_it_and_not_to_whoever_sle
     await asyncio.sleep(0.1)
     keeping.cancel()
     assert (len(replica.manifests) > 1) == is_sent
+
+
+async def test_no_training_task_is_leased_before_the_first_policy_is_live(tmp_path: Path) -> None:
+    """An answer begun earlier would span the model directory's version, which is not announced."""
+    replica, replay = FakeReplica(-1.0), FakeReplay()
+    before_load: list[list[tuple[int, int]]] = []
+    replica.on_load = lambda: before_load.append(list(replay.announced))
+    made = publisher(tmp_path, replica, replay=replay, groups_per_train_step=4, pipeline_depth=0)
+    for number in (1, 2):
+        await made.publish(PolicyVersion(lineage="main", number=number))
+    assert before_load == [[(1, 0)], [(1, 0), (1, 4), (2, 4)]]
+    assert replay.announced[-1] == (2, 4)

@@ -100,8 +100,10 @@ class Publisher:
         weights = await asyncio.to_thread(self._learner.export, path)
         own = await asyncio.to_thread(self._learner.logprobs, self._probes)
         await self._placement.leave()  # replicas wake on the device that the trainer used
-        # Announced first: its tokens may reach the queue before all replicas have loaded it.
-        await self.announce(version)
+        # Announced first: its tokens may reach the queue before all replicas have loaded it. Before
+        # the first policy is live there are no credits: an answer that began now would begin with
+        # the weights of the model directory, whose version is never announced.
+        await self._advance(version, has_credits=self._newest is not None)
         async with self._publishing:
             manifest = self._manifest(version, weights)
             await self._sender.offer(manifest, weights)
@@ -125,11 +127,17 @@ class Publisher:
 
     async def announce(self, version: PolicyVersion, trained_lease_ids: Sequence[str] = ()) -> None:
         """Announce the live policy to the queue; a repeated call changes nothing."""
+        await self._advance(version, trained_lease_ids, has_credits=True)
+
+    async def _advance(
+        self, version: PolicyVersion, trained_lease_ids: Sequence[str] = (), *, has_credits: bool
+    ) -> None:
+        """Announce a version; without credits the queue leases no training tasks."""
         await self._replay.advance_policy(
             self._settings.run,
             version,
             trained_lease_ids=tuple(trained_lease_ids),
-            max_outstanding_groups=self._settings.max_outstanding_groups,
+            max_outstanding_groups=self._settings.max_outstanding_groups if has_credits else 0,
         )
 
     def _point_to(self, version: PolicyVersion, weights: ExportedWeights) -> None:
