@@ -14,6 +14,8 @@ CONFIG: dict[str, Any] = {
     "store": "memory",
     "inference": {"max_model_len": 128},
     "collector": {"group_size": 2, "max_new_tokens": 8},
+    # An untrained model earns the same for all of a group, and that alone is no signal.
+    "scorer": {"kl_coefficient": 0.1},
     "warm_start": {"num_steps": 2, "batch_size": 4},
     "train": {"num_steps": 2, "groups_per_train_step": 2, "pipeline_depth": 1},
     "evaluation": {"num_tasks": 2, "every": 0},

@@ -24,7 +24,7 @@ class CandidateSettings(Section):
     max_empty_batches: int = Field(default=3, ge=1)
     """Number of empty batches since the last train step at which an alarm is raised. A batch is
     empty if none of as many groups in a row can be trained."""
-    stop_after_empty: int = Field(default=0, ge=0)
+    stop_after_empty: int = Field(default=100, ge=0)
     """Number of empty batches since the last train step at which training ends; 0: never."""
 
     @model_validator(mode="after")

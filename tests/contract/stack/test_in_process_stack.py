@@ -13,16 +13,23 @@ from dialoop.clients.trainer import Phase
 from dialoop.environments import ArithmeticTasks, ExactResult, tool_environment
 from dialoop.errors import InvalidConfig, NotFound, PreconditionFailed
 from dialoop.sequences import Source
-from dialoop.trajectory import SamplingParams
+from dialoop.trajectory import Group, SamplingParams
 from dialoop_services.stack.in_process import blocking_in_process, in_process
 
 TINY = {
     "run": "tiny",
     "inference": {"max_model_len": 128},
     "collector": {"group_size": 2, "max_new_tokens": 8},
+    # An untrained model earns the same for all of a group, and that is no signal.
+    "scorer": {"rewards": [{"name": "place", "use": f"{__name__}:differing"}]},
     "warm_start": {"num_steps": 2, "batch_size": 4},
     "train": {"num_steps": 1, "groups_per_train_step": 2, "pipeline_depth": 1},
 }
+
+
+def differing(group: Group) -> list[float]:
+    """Rewards each member by its place in the group."""
+    return [float(place) for place in range(group.num_trajectories)]
 
 
 def shout(text: str) -> str:

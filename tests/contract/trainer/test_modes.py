@@ -74,6 +74,7 @@ async def test_a_stopped_lora_job_has_saved_every_step_it_took_and_goes_on(tmp_p
     config = {
         **SMALL,
         "model": {"lora_rank": 2},
+        "scorer": {"rewards": [{"name": "place", "use": f"{__name__}:differing"}]},
         "warm_start": {"num_steps": 2, "batch_size": 4},
         "train": {
             "num_steps": 100,
