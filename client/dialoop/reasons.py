@@ -47,6 +47,10 @@ class DropReason(_Named):
 
     ABANDONED = "abandoned", "The evaluation that the group belongs to was given up."
     COLLECTOR_FAILED = "collector_failed", "The collector failed while it played the group."
+    CONSTRAINED_SAMPLING = (
+        "constrained_sampling",
+        "Answers were held to a form, so their tokens are no draws from the policy.",
+    )
     DEAD_LETTER = "dead_letter", "The group was delivered too often, or could not be used."
     DEAD_LETTER_FORGOTTEN = (
         "dead_letter_forgotten",
@@ -214,6 +218,7 @@ class Reason(_Named):
     INVALID_ADAPTER_NAME = "INVALID_ADAPTER_NAME", "The manifest names no adapter."
     INVALID_CONFIG = "INVALID_CONFIG", "A setting is unknown, missing or out of range."
     INVALID_FIELDS = "INVALID_FIELDS", "Several fields are malformed."
+    INVALID_CONSTRAINT = "INVALID_CONSTRAINT", "The engine cannot hold answers to that form."
     INVALID_FIELD = "INVALID_FIELD", "A field is malformed."
     INVALID_HISTORY = "INVALID_HISTORY", "The history breaks its contract."
     INVALID_INPUT = "INVALID_INPUT", "The request or value is wrong."
@@ -436,6 +441,10 @@ class Reason(_Named):
     UNSUPPORTED_ENCODING = "UNSUPPORTED_ENCODING", "The body's content-encoding is not read."
     UNSUPPORTED_LOGPROBS = "UNSUPPORTED_LOGPROBS", "Log-probs cannot be given that way."
     UNSUPPORTED_MEDIA_TYPE = "UNSUPPORTED_MEDIA_TYPE", "The body's media type is not read."
+    UNSUPPORTED_RESPONSE_FORMAT = (
+        "UNSUPPORTED_RESPONSE_FORMAT",
+        "The answer cannot be held to that form here.",
+    )
     UNSUPPORTED_TOOL_CHOICE = "UNSUPPORTED_TOOL_CHOICE", "tool_choice cannot be forced."
     UNSUPPORTED = "UNSUPPORTED", "The service does not support this."
     VALUE_NOT_FINITE = "VALUE_NOT_FINITE", "A value is not finite."

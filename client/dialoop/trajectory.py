@@ -99,7 +99,10 @@ class Stage(IntEnum):
 class SamplingParams:
     """How to sample; `None` is neutral (temperature 1, nothing truncated, engine's own limit).
 
-    A top_k of 0 or -1, which is "off" in transformers and in vLLM, is read as `None`.
+    A top_k of 0 or -1, which is "off" in transformers and in vLLM, is read as `None`. `constraint`
+    is JSON text of what the answer must be; empty: free. {"type": "json_object"}, {"type":
+    "json_schema", "schema": {...}}, or {"type": "tagged", "is_single": false, "tags": [...]} for
+    JSON between two texts, each tag as {"begin": "<a>", "schema": {...}, "end": "</a>"}.
     """
 
     temperature: float | None = None
@@ -110,6 +113,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     repetition_penalty: float | None = None
+    constraint: str = ""
 
     def __post_init__(self) -> None:
         if self.top_k in _NO_TOP_K:
@@ -153,14 +157,15 @@ class SamplingParams:
     @property
     def alters(self) -> bool:
         """Return whether no temperature explains the log-probs: the trainer cannot compute them."""
-        return self.truncates or self.penalizes
+        return self.truncates or self.penalizes or bool(self.constraint)
 
     @property
     def distribution(self) -> Distribution:
         """Return what the sampled tokens' log-probs are of; greedy ones are at temperature 1."""
         is_greedy = self.temperature == 0
         is_scaled = self.temperature not in (None, 0, 1)
-        is_changed = self.penalizes or is_scaled or (self.truncates and not is_greedy)
+        is_constrained = self.penalizes or bool(self.constraint)
+        is_changed = is_constrained or is_scaled or (self.truncates and not is_greedy)
         return Distribution.PROCESSED if is_changed else Distribution.RAW
 
     def _require_penalty(self) -> None:

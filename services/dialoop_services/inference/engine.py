@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from dialoop.episode import UpdateMode
-from dialoop.errors import InvalidInput, Unavailable
+from dialoop.errors import InvalidInput, Unavailable, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
@@ -211,6 +211,17 @@ class SupportsBegin(Protocol):
 
 
 @runtime_checkable
+class SupportsConstraints(Protocol):
+    """An engine whose `sample` and `stream` hold an answer to `SamplingParams.constraint`.
+
+    They raise InvalidInput (INVALID_CONSTRAINT) for one that the engine cannot follow. Log-probs
+    are of the tokens that were allowed.
+    """
+
+    constrains_answers: bool
+
+
+@runtime_checkable
 class SupportsAdapters(Protocol):
     """An engine that serves LoRA adapters beside the policy.
 
@@ -319,8 +330,17 @@ def require_ids(token_ids: Sequence[int], *, vocab_size: int) -> None:
         )
 
 
-def require_sampling(sampling: SamplingParams) -> None:
-    """Refuse sampling parameters that an engine would silently change."""
+def require_sampling(sampling: SamplingParams, *, constrains: bool = False) -> None:
+    """Refuse sampling parameters that an engine would silently change.
+
+    constrains: whether the engine holds answers to a form, as SupportsConstraints says.
+    """
+    if sampling.constraint and not constrains:
+        raise Unsupported(
+            "This engine does not hold answers to a form (`constraint`).",
+            reason=Reason.UNSUPPORTED,
+            remedy='Leave it out, or serve with engine = "vllm".',
+        )
     if sampling.top_p == 0:
         raise InvalidInput(
             "top_p is 0.",

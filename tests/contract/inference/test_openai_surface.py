@@ -247,15 +247,6 @@ async def test_sampling_is_what_was_asked(directory):
         ({"stream": "yes"}, ["stream: expected a valid boolean, found a string"]),
         ({"logit_bias": {"3": 1}}, ["logit_bias: this field is not supported"]),
         ({"presence_penalty": 0.5}, ["presence_penalty"]),
-        ({"response_format": {"type": "json_object"}}, ["response_format.type"]),
-        ({"tools": [ADD], "tool_choice": "required"}, ["tool_choice", "cannot be forced"]),
-        (
-            {
-                "tools": [ADD],
-                "tool_choice": {"type": "function", "function": {"name": "add"}},
-            },
-            ["tool_choice"],
-        ),
         ({"logprobs": True, "top_logprobs": 2}, ["top_logprobs"]),
         ({"logprobs": True, "top_logprobs": 1, "temperature": 1.0}, ["temperature 0"]),
         ({"top_logprobs": 1, "temperature": 0}, ["logprobs is not true"]),

@@ -93,6 +93,12 @@ def test_truncated_sampling_is_not_trained_on() -> None:
     assert groups["train"] == ["whole"]
 
 
+def test_answers_that_were_held_to_a_form_are_not_trained_on() -> None:
+    form = SamplingParams(constraint='{"type": "json_object"}')
+    groups = reasons(lease("held", sampling=form), lease("free", sampling=SamplingParams()))
+    assert (groups["constrained_sampling"], groups["train"]) == (["held"], ["free"])
+
+
 def test_a_sequence_has_the_temperature_of_its_own_trajectory() -> None:
     samplings = [SamplingParams(temperature=0.5), SamplingParams(), SamplingParams(temperature=0.0)]
     leases = [lease(str(number), sampling=sampling) for number, sampling in enumerate(samplings)]

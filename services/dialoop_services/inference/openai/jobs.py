@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from dialoop_services.inference.openai.answers import Head, TokenView
 from dialoop_services.inference.openai.calls import AnswerJob, PromptJob
 from dialoop_services.inference.openai.errors import UnknownModel, body_error, field_error
+from dialoop_services.inference.openai.forms import constraint_of
 from dialoop_services.inference.openai.messages import history_of, tools_of
 from dialoop_services.inference.openai.prompts import Offer, Prompts
 from dialoop_services.inference.openai.streaming import Reader
@@ -48,7 +49,7 @@ class Jobs:
     def chat(self, body: ChatBody, recording: Recording | None) -> AnswerJob:
         """Return the job of a chat completion."""
         self._require_model(body, recording)
-        _require_enforceable(body)
+        constraint = constraint_of(body, self.replica.engine)
         num_top = body.top_logprobs or 0
         if num_top and not body.logprobs:
             raise field_error("top_logprobs", "logprobs is not true", remedy="Set logprobs.")
@@ -56,6 +57,7 @@ class Jobs:
         one_call = offers_tools and not body.parallel_tool_calls
         more_stops = (CALL_END,) if one_call else ()
         sampling = self._sampling(body, body.max_completion_tokens, recording, more_stops)
+        sampling = replace(sampling, constraint=constraint)
         _require_top("top_logprobs", num_top, sampling)
         prompts = Prompts(self.renderer)
         offer = Offer(
@@ -64,6 +66,12 @@ class Jobs:
         )
         prompt = prompts.chat(history_of(body.messages), offer, recording)
         syntax = prompts.syntax(prompt, reads_calls=offers_tools)
+        if constraint and syntax.starts_in_reasoning:
+            raise field_error(
+                "response_format" if body.response_format else "tool_choice",
+                "this model's answers begin with reasoning, which would have that form",
+                remedy="Leave it out, or turn thinking off in chat_template_kwargs.",
+            )
         head = self._head(body, f"chatcmpl-{uuid.uuid4().hex}", is_chat=True)
         return self._job(
             body,
@@ -194,16 +202,6 @@ def _options(body: ChatBody) -> dict[str, Any]:
             field, "the request has a field of its own for this", remedy="Leave it out."
         )
     return options
-
-
-def _require_enforceable(body: ChatBody) -> None:
-    if body.tool_choice not in ("auto", "none"):
-        raise field_error(
-            "tool_choice",
-            "a call cannot be forced, as decoding is not constrained",
-            remedy="Give auto or none.",
-            reason=Reason.UNSUPPORTED_TOOL_CHOICE,
-        )
 
 
 def _require_top(field: str, num_top: int, sampling: SamplingParams) -> None:

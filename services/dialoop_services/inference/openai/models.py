@@ -92,7 +92,7 @@ class FunctionBody(_Body):
     parameters: dict[str, Any] = {}
     """JSON schema of the arguments."""
     strict: bool = False
-    """Accepted and ignored: decoding is not constrained."""
+    """Accepted and ignored: arguments keep to their schema where tool_choice forces the call."""
 
 
 class ToolBody(_Body):
@@ -124,10 +124,30 @@ class StreamOptions(_Body):
     """Accepted and ignored."""
 
 
-class ResponseFormat(_Body):
-    """Free text; other formats cannot be enforced here."""
+class JsonSchemaFormat(_Body):
+    """A JSON schema with a name."""
 
-    type: Literal["text"]
+    name: str = Field(min_length=1)
+    schema_: dict[str, Any] = Field(default={}, alias="schema")
+    """JSON schema of the answer."""
+    description: str = ""
+    """Accepted and ignored."""
+    strict: bool = False
+    """Accepted and ignored: the schema is always kept."""
+
+
+class ResponseFormat(_Body):
+    """The form of the answer: free text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    """Other than text with engines that can hold answers to a form; these are not trained on."""
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _require_a_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("expected json_schema with type json_schema, and only then")
+        return self
 
 
 class SamplingBody(_Body):
@@ -190,7 +210,8 @@ class ChatBody(SamplingBody):
     """max_tokens wins where both are given, with a warning."""
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
-    """auto, or none to hide the tools; a call cannot be forced."""
+    """auto; none to hide the tools; required or a tool's name with engines that can hold answers to
+    a form, and such calls are not trained on."""
     parallel_tool_calls: bool = True
     """False ends the answer with its first call."""
     logprobs: bool = False

@@ -16,6 +16,7 @@ from dialoop.reasons import Reason
 
 from dialoop_services.inference.engine import (
     SupportsBegin,
+    SupportsConstraints,
     SupportsPause,
     SupportsPolicyAdapters,
     SupportsStreaming,
@@ -130,7 +131,7 @@ class Replica(Sleeper):
         # not counted.
         self._adapters.require(adapter)
         require_ids(prompt_ids, vocab_size=self._engine.vocab_size)
-        require_sampling(sampling)
+        require_sampling(sampling, constrains=isinstance(self._engine, SupportsConstraints))
         if on_tokens is not None:
             require_one_stream(num_samples)
             if not isinstance(self._engine, SupportsStreaming):

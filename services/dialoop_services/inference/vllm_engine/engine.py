@@ -24,6 +24,7 @@ from dialoop.errors import InternalError, InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import PauseMode
@@ -52,6 +53,7 @@ from dialoop_services.inference.vllm_engine.adapters import (
     lora_request,
     remove_from_vllm,
 )
+from dialoop_services.inference.vllm_engine.constraints import unfit_constraint
 from dialoop_services.inference.vllm_engine.options import (
     engine_args,
     frees_memory_asleep,
@@ -88,6 +90,7 @@ class VllmEngine:
 
     name = "vllm"
     tells_begin = True
+    constrains_answers = True
     version = str(vllm.__version__)
 
     def __init__(self, llm: AsyncLLM, *, model_dir: Path, options: EngineOptions) -> None:
@@ -199,7 +202,7 @@ class VllmEngine:
     ) -> vllm.SamplingParams | None:
         """Return what to ask of vLLM; None when the prompt fills the context."""
         require_ids(prompt_ids, vocab_size=self.vocab_size)
-        require_sampling(sampling)
+        require_sampling(sampling, constrains=self.constrains_answers)
         room = room_for(prompt_ids, sampling, self.max_model_len)
         return None if room <= 0 else vllm_params(sampling, stop=stop, room=room)
 
@@ -396,6 +399,10 @@ class VllmEngine:
                     yield output
         except (EngineDeadError, EngineGenerateError) as error:
             raise engine_stopped() from error
+        except VLLMValidationError as error:
+            if params.structured_outputs is None:
+                raise
+            raise unfit_constraint() from error
         finally:
             if telling is not None:
                 telling.cancel()

@@ -13,6 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.vllm_engine.adapters import lora_arguments
+from dialoop_services.inference.vllm_engine.constraints import structured_outputs
 from dialoop_services.inference.vllm_engine.transfer import transfer_arguments
 
 _EXTENSION = "dialoop_services.inference.vllm_engine.weights.WeightsExtension"
@@ -80,4 +81,5 @@ def vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vll
         spaces_between_special_tokens=False,
         detokenize=bool(stop.strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=structured_outputs(sampling.constraint),
     )

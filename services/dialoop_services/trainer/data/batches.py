@@ -158,6 +158,8 @@ def _reason_to_drop(
         return DropReason.NO_TRAINABLE_TOKEN
     if is_stale(versions, current=current, max_staleness=max_staleness):
         return DropReason.STALE
+    if any(trajectory.sampling.constraint for trajectory in group.trajectories):
+        return DropReason.CONSTRAINED_SAMPLING
     if any(trajectory.sampling.alters for trajectory in group.trajectories):
         return DropReason.TRUNCATED_SAMPLING
     sequences = (s for trajectory in group.trajectories for s in trajectory.sequences)
