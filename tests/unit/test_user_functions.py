@@ -57,7 +57,7 @@ from dialoop.environments.rewards.rubrics import (
 from dialoop.episode import ContinuedText, Sample
 from dialoop.rollout import play, play_group
 from dialoop.tasks.mlgym import MlgymCommands, MlgymEnv, mlgym
-from dialoop.templates.registry import TemplateRegistry
+from dialoop.templates.registry import DEFAULT_REGISTRY, TemplateRegistry, add_chat_template
 from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_tokenizer, group, trajectory
 from dialoop.text_environment.environment import TextEnvironment, each
 from dialoop.text_environment.setups import TextSetup
@@ -392,6 +392,10 @@ async def parsers(form: Form) -> None:
         "own", template, form(lambda text: [Message(role="user", content=text)])
     )
     assert registry.get("own").parse("hi")[0].text == "hi"
+    with patch.object(DEFAULT_REGISTRY, "_entries", {}):
+        read = form(lambda text: [Message(role="user", content=text)])
+        add_chat_template("own", template, read)
+        assert DEFAULT_REGISTRY.get("own").parse("hi")[0].text == "hi"
 
 
 async def transforms(form: Form) -> None:
@@ -434,7 +438,7 @@ CASES: dict[str, tuple[Function, ...]] = {
     "gamemasters": (TwentyQuestions,),
     "token_policies": (DirectOutputAgent, TextEnvironment, each, TextSetup, TextSetup.on),
     "policies": (play, play_group, ScriptedPolicy),
-    "parsers": (TemplateRegistry.add_chat_template,),
+    "parsers": (TemplateRegistry.add_chat_template, add_chat_template),
     "transforms": (Transform,),
 }
 
@@ -448,6 +452,8 @@ NOT_A_USERS = {
     "open_sessions": "a clock, for tests",
     "SessionEngine": "a clock, for tests",
     "PolicyVersions": "a clock, for tests",
+    "text_of_parts": "its parts are messages",
+    "tokens_of_parts": "its parts are messages",
     "Arguments": "it reads a signature and calls nothing",
     "TextTools": "TextEnvironment makes it",
     "value_of": "the rubrics' own step",
