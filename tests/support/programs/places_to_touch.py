@@ -163,8 +163,9 @@ async def _play_with_engine() -> None:
         assert first.failures == second.failures == ()
         (sequence,) = second.sequences
         assert sequence.num_model_tokens
-        status = await services.inference.get_policy()
-        assert status.policy_version.lineage == "main"  # the trainer's publish was loaded
+        async with asyncio.timeout(60):  # until the trainer's publish is loaded
+            while (await services.inference.get_policy()).policy_version.lineage != "main":
+                await asyncio.sleep(0.05)
         (scored,) = (await services.inference.logprobs([sequence.token_ids.tolist()])).logprobs
         sampled = [
             position
