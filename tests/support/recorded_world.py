@@ -42,7 +42,10 @@ UNIFORM_EVERY = 7
 
 @torch.no_grad()
 def record_groups(model_dir: Path, num_groups: int) -> list[Group]:
-    """Scored groups that the model in `model_dir` has sampled, always the same."""
+    """Scored groups that the model in `model_dir` has sampled, always the same.
+
+    `num_groups` of them have a signal; the uniform ones in between come on top.
+    """
     policy, sampler = load_policy(model_dir), Qwen2ForCausalLM.from_pretrained(model_dir)
     generator = torch.Generator().manual_seed(0)
 
@@ -50,14 +53,22 @@ def record_groups(model_dir: Path, num_groups: int) -> list[Group]:
         logits = sampler(torch.tensor([ids])).logits[0, -1]
         return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
-    return [_group(policy, number, sample) for number in range(num_groups)]
+    groups: list[Group] = []
+    while num_groups:
+        groups.append(_group(policy, len(groups), sample))
+        num_groups -= not _is_uniform(len(groups) - 1)
+    return groups
+
+
+def _is_uniform(number: int) -> bool:
+    return number % UNIFORM_EVERY == 3
 
 
 def _group(policy: PolicyModel, number: int, sample: Callable[[list[int]], int]) -> Group:
     trajectories = []
     for member in range(GROUP_SIZE):
         row = _sample_sequence(policy, number + member, sample)
-        advantage = 0.0 if number % UNIFORM_EVERY == 3 else 1.0 - 2.0 * member
+        advantage = 0.0 if _is_uniform(number) else 1.0 - 2.0 * member
         trajectories.append(_trajectory(number, member, replace(row, advantage=advantage)))
     return testing.group(*trajectories, group_id=f"t/{number}")
 
