@@ -361,7 +361,7 @@ class ReplayClient:
         wait_s: float = 0.0,
         max_staleness: int | None = None,
         task_id_prefix: str = "",
-        selection: Selection = Selection.FIFO,
+        selection: Selection | None = None,
     ) -> LeasedGroups:
         """Lease groups once `min_groups` are ready; wait up to `wait_s` for them.
 
@@ -377,7 +377,7 @@ class ReplayClient:
             wait_s=wait_s,
             max_staleness=max_staleness,
             task_id_prefix=task_id_prefix,
-            selection=pb.Selection.Name(int(selection)),
+            selection=pb.Selection.Name(selection or Selection.FIFO),
         )
         answer = await self._channel.call(LEASE_GROUPS, request, deadline_s=wait_s + _ANSWER_S)
         leases = _group_leases(answer.leases)

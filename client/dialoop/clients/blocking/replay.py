@@ -85,7 +85,7 @@ class BlockingReplayClient:
         wait_s: float = 0.0,
         max_staleness: int | None = None,
         task_id_prefix: str = "",
-        selection: Selection = Selection.FIFO,
+        selection: Selection | None = None,
     ) -> LeasedGroups:
         """Lease groups once `min_groups` are ready; wait up to `wait_s` for them.
 
