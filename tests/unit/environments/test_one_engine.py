@@ -25,6 +25,12 @@ ORDER = {
 # Reasons a session gives a step or a reset; the refusals' own are read from their module.
 REASONS = {"OPEN_FAILED", "OPEN_TIMEOUT", "STEP_CANCELLED", "STEP_FAILED", "STEP_TIMEOUT"}
 
+# These compare reasons that the engine gave, and give none themselves.
+READERS = {
+    "client/dialoop/clients/errors.py": {"OPEN_FAILED", "OPEN_TIMEOUT"},
+    "client/dialoop/conformance/play.py": {"STEP_TIMEOUT"},
+}
+
 
 def decisions(source: str) -> set[str]:
     """Return the refusals and reasons of sessions that the code uses."""
@@ -52,7 +58,7 @@ def test_the_engine_alone_decides_what_a_session_does():
         for path, names in by_file.items()
         if names and ENGINE not in (ROOT / path).parents
     }
-    assert elsewhere == {}
+    assert elsewhere == READERS
     used = set().union(*by_file.values())
     assert used == ORDER | REASONS  # each is raised by the engine, or this test guards nothing
 

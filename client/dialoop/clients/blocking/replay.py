@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dialoop.clients.replay import Selection
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
         ReplayStats,
         Returned,
         ReturnItem,
-        Selection,
     )
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import Group, Stage, Task
