@@ -36,6 +36,20 @@ def add_chat_template(
     )
 
 
+def add_default_template(
+    template_name: str,
+    template: str,
+    inverse_parser: Callable[[str], Iterable[Message]] | None = None,
+    model_family_keywords: Iterable[str] | None = None,
+) -> TemplateInfo:
+    """Add a template to this process's registry, which is used where a call gives none."""
+    from dialoop.templates.registry import DEFAULT_REGISTRY
+
+    return add_chat_template(
+        DEFAULT_REGISTRY, template_name, template, inverse_parser, model_family_keywords
+    )
+
+
 MASK_ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "attention_mask_all": "all_attention_mask",

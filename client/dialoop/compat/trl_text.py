@@ -12,15 +12,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.blocking.loop import BackgroundLoop
+from dialoop.compat.sampling import read_generate_options
 from dialoop.environments.tools.call_syntax import parse_call
-from dialoop.text_environment.environment import TextEnvironment, TextRun
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
+from dialoop.sequences import Source
+from dialoop.text_environment.environment import TextEnvironment, TextLimits, TextRun
+from dialoop.text_environment.history import TextHistory
 from dialoop.text_environment.tools import TextTools
 from dialoop.user_functions import call
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from dialoop.text_environment.history import TextHistory
+    from dialoop.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +64,63 @@ class TrlTextEnvironment(TextEnvironment):
         """Run `run` for callers without an event loop."""
         with BackgroundLoop() as loop:
             return loop.run(self.run(queries, **extra))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockingTextEnvironment:
+    """A text environment whose `run` blocks, as TRL's does."""
+
+    environment: TextEnvironment
+
+    def run(self, queries: Sequence[str], **extra: Any) -> TextRun:
+        """Play one episode per query; the result unpacks into TRL's five lists."""
+        with BackgroundLoop() as loop:
+            return loop.run(self.environment.run(queries, **extra))
+
+
+def text_environment(  # noqa: PLR0913 - the source's arguments
+    model: Any,
+    tokenizer: Tokenizer,
+    tools: Any = None,
+    reward_fn: Any = None,
+    prompt: str = "",
+    max_turns: int = 4,
+    max_tool_response: int = 100,
+    max_length: int | None = None,
+    generation_kwargs: Mapping[str, Any] | None = None,
+    *,
+    compat: str = "",
+) -> BlockingTextEnvironment:
+    """Return a text environment from TRL's arguments; compat="trl" keeps TRL's defects too.
+
+    model: a policy, such as an InferenceClient. reward_fn: from a list of last texts, and the extra
+    arguments of `run`, to a list of numbers.
+    """
+    if compat not in ("", "trl"):
+        raise InvalidConfig(
+            f"compat is {compat!r:.40}.", reason=Reason.BAD_OPTIONS, remedy="Use '' or 'trl'."
+        )
+    kind = TrlTextEnvironment if compat else TextEnvironment
+    sampling = dict(generation_kwargs or {})
+    if sampling.get("do_sample") in ("true", "false"):  # as TRL's own documentation writes it
+        sampling["do_sample"] = sampling["do_sample"] == "true"
+    limits = TextLimits(
+        max_turns=max_turns, max_tool_response=max_tool_response, max_length=max_length
+    )
+    return BlockingTextEnvironment(
+        kind(
+            model,
+            tokenizer,
+            tools=tools,
+            reward=reward_fn,
+            prompt=prompt,
+            limits=limits,
+            sampling=read_generate_options(sampling).sampling,
+        )
+    )
+
+
+def text_history(text: str, tokens: Iterable[int], system: bool = True) -> TextHistory:
+    """Return a history with one segment; `system` says that the model did not write it."""
+    source = Source.PROMPT if system else Source.MODEL
+    return TextHistory().append_segment(text, [int(token) for token in tokens], source=source)
