@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dialoop.clients.replay import Selection
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
         ReplayStats,
         Returned,
         ReturnItem,
+        Selection,
     )
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import Group, Stage, Task
