@@ -24,6 +24,9 @@ IMPORT_BY_NAME = {
     "client/dialoop/import_paths.py",
     "client/dialoop/__init__.py",
     "client/dialoop/cli/main.py",
+    # The SDK can only ask for the services by name: they may not be installed.
+    "client/dialoop/compat/arguments.py",
+    "client/dialoop/jobs.py",
     "client/dialoop/environments/tools/browser.py",
     "client/dialoop/sandbox/confined/forkserver.py",
     "client/dialoop/sandbox/killed.py",
