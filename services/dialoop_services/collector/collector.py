@@ -18,7 +18,7 @@ from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
 from dialoop.reasons import DropReason, Reason
 
-from dialoop_services.collector.outbox import Outbox
+from dialoop_services.collector.outbox import Outbox, is_away
 from dialoop_services.collector.player import FailedMember, Round
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Collector:
             outcome = await asyncio.shield(sent)
         except DialoopError as error:
             return FailedMember(
-                reason=error.reason.lower(), message=str(error), is_outage=is_outage(error)
+                reason=error.reason.lower(), message=str(error), is_outage=is_away(error)
             )
         if outcome.reason in (Reason.LEASE_LOST, Reason.DIGEST_MISMATCH):
             self._abandon(round_)

@@ -10,13 +10,20 @@ from typing import TYPE_CHECKING
 
 from dialoop.clients.errors import is_outage
 from dialoop.clients.retry import retry
-from dialoop.errors import DialoopError
+from dialoop.errors import DeadlineExceeded, DialoopError
 
 if TYPE_CHECKING:
     from dialoop.clients.replay import Appended, MemberItem, ReplayClient
     from dialoop.clients.retry import RetryPolicy
 
 _MAX_ITEMS = 16
+
+
+def is_away(error: Exception) -> bool:
+    """Return whether the queue did not answer, which is no fault of what was sent."""
+    return isinstance(error, DialoopError) and (
+        is_outage(error) or isinstance(error, DeadlineExceeded)
+    )
 
 
 class Outbox:
@@ -40,14 +47,16 @@ class Outbox:
     async def flush(self) -> None:
         """Wait until all members are sent, or have failed."""
         if self._sending is not None:
-            await self._sending
+            await asyncio.shield(self._sending)  # whoever stops waiting stops no one's members
 
     async def _send_all(self) -> None:
-        while self._waiting:
-            batch = self._waiting[:_MAX_ITEMS]
-            del self._waiting[:_MAX_ITEMS]
-            await self._send(batch)
-        self._sending = None
+        try:
+            while self._waiting:
+                batch = self._waiting[:_MAX_ITEMS]
+                del self._waiting[:_MAX_ITEMS]
+                await self._send(batch)
+        finally:
+            self._sending = None
 
     async def _send(self, batch: list[tuple[MemberItem, asyncio.Future[Appended]]]) -> None:
         items = [item for item, _ in batch]
@@ -55,8 +64,8 @@ class Outbox:
             outcomes = await retry(
                 lambda: self._replay.append_members(self._run, items), self._retry_policy
             )
-        except DialoopError as error:
-            if len(batch) > 1 and not is_outage(error):
+        except Exception as error:
+            if len(batch) > 1 and not is_away(error):
                 for waiting in batch:  # one of them is refused, or they are too large together
                     await self._send([waiting])
                 return

@@ -22,10 +22,10 @@ class CandidateSettings(Section):
     """Number of groups in work for each group that is needed. With 2, twice as many are played
     ahead, so that a train step need not wait for what replaces groups without a signal."""
     max_empty_batches: int = Field(default=3, ge=1)
-    """Number of empty batches since the last train step at which an alarm is raised. A batch is
+    """Number of empty batches in a row at which an alarm is raised. A batch is
     empty if none of as many groups in a row can be trained."""
     stop_after_empty: int = Field(default=100, ge=0)
-    """Number of empty batches since the last train step at which training ends; 0: never."""
+    """Number of empty batches in a row at which training ends; 0: never."""
 
     @model_validator(mode="after")
     def _require_room_between(self) -> Self:

@@ -64,6 +64,19 @@ def test_the_newest_two_checkpoints_are_kept(tmp_path: Path) -> None:
     assert cast("FakeLearner", restored).weights == "d"
 
 
+def test_what_a_kill_left_behind_does_not_push_out_a_good_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    good = checkpoints.save(learner("good"), JobState(policy_version=VERSION, num_train_steps=10))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(
+            learner("cut short", killed=True), JobState(policy_version=VERSION, num_train_steps=20)
+        )
+    again = Checkpoints(tmp_path)
+    again.restore(learner())
+    newest = again.save(learner("new"), JobState(policy_version=VERSION, num_train_steps=30))
+    assert {d for d in (tmp_path / "checkpoints").iterdir() if d.is_dir()} == {good, newest}
+
+
 def two_checkpoints(folder: Path) -> tuple[Path, Path]:
     """The folders of an older and of the newest checkpoint, of steps 10 and 20."""
     checkpoints = Checkpoints(folder)

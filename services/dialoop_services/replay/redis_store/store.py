@@ -82,7 +82,7 @@ class RedisStore:
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
         """Count groups that the servicer rejected."""
-        async with _map_errors(self._client):
+        async with map_errors(self._client):
             await self._client.hincrby(f"{_prefix(run)}counts", "rejected", num_groups)
 
     async def check(self) -> None:
@@ -91,7 +91,7 @@ class RedisStore:
         It is too old, or would delete the ledger when its memory is full. Also read how durable
         this Redis is.
         """
-        async with _map_errors(self._client):
+        async with map_errors(self._client):
             server = await self._client.info("server")
             durability = await self._client.info("persistence")
             policy = str((await self._client.info("memory")).get("maxmemory_policy", ""))
@@ -129,7 +129,7 @@ class RedisStore:
             "limits": asdict(self.limits),
             "store": self._description,
         }
-        async with _map_errors(self._client):
+        async with map_errors(self._client):
             raw, *blobs = await self._scripts[_script_name(request)](
                 keys=[_prefix(request.run)], args=[now, json.dumps(call), *payloads]
             )
@@ -228,8 +228,16 @@ def _parts(request: Any) -> list[Any]:
     return parts
 
 
+_CANNOT_WRITE = (
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.ClusterDownError,
+)
+_CANNOT_WRITE_CODES = ("MISCONF", "READONLY", "LOADING", "MASTERDOWN")
+
+
 @asynccontextmanager
-async def _map_errors(client: redis.asyncio.Redis) -> AsyncIterator[None]:
+async def map_errors(client: redis.asyncio.Redis) -> AsyncIterator[None]:
     """Raise errors of Redis as ours; other errors are bugs and pass unchanged."""
     try:
         yield
@@ -241,8 +249,10 @@ async def _map_errors(client: redis.asyncio.Redis) -> AsyncIterator[None]:
         raise refusal(Reason.STORE_UNAVAILABLE) from error
     except redis.exceptions.ResponseError as error:
         text = str(error)
-        if "OOM" in text:
+        # redis-py has classes for codes at the start of the text and takes these off it. Redis 6
+        # has the code of a script's error later in the text.
+        if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in text:
             raise refusal(Reason.STORE_FULL) from error
-        if any(word in text for word in ("MISCONF", "READONLY", "LOADING", "MASTERDOWN")):
+        if isinstance(error, _CANNOT_WRITE) or any(word in text for word in _CANNOT_WRITE_CODES):
             raise refusal(Reason.STORE_UNAVAILABLE) from error
         raise

@@ -50,7 +50,7 @@ GROUPS_SET_ASIDE = "GROUPS_SET_ASIDE"
 """The alarm that groups cannot be trained; it ends when a batch is trained again."""
 
 NO_SIGNAL = "NO_SIGNAL"
-"""The alarm that many groups taught nothing since the last train step; the next one ends it."""
+"""The alarm that many groups in a row taught nothing; it ends with the next train step."""
 
 _LEASE_WAIT_S = 5.0
 
@@ -94,7 +94,7 @@ class TrainSteps:
         self._num_refused = 0
         self._candidates = Candidates()
         # Groups in a row of which none can be trained, less than a batch of them; and the whole
-        # batches of such groups since the last train step.
+        # batches of such groups in a row.
         self._num_without_signal = 0
         self._num_empty = 0
 
@@ -161,7 +161,7 @@ class TrainSteps:
     def _count_signal(self, batch: Batch) -> None:
         """Count candidates in a row that cannot be trained; a batch's number of them is empty."""
         if batch.train:
-            self._num_without_signal = 0
+            self._num_without_signal = self._num_empty = 0
             return
         self._num_without_signal += sum(len(leases) for leases in batch.dropped.values())
         num_empty, self._num_without_signal = divmod(
@@ -181,7 +181,7 @@ class TrainSteps:
                 extra={"num_batches": self._num_empty, "step": state.num_train_steps},
             )
         if 0 < settings.stop_after_empty <= self._num_empty:
-            state.stopped_early = f"{self._num_empty} empty batches since the last train step"
+            state.stopped_early = f"{self._num_empty} empty batches in a row"
 
     async def _read(self) -> LeasedBatch | None:
         """Return the batch with its rows; None if some of its groups cannot be trained.
@@ -211,12 +211,11 @@ class TrainSteps:
         for group in untrainable:
             self._report(group)
         self._board.raise_alarm(GROUPS_SET_ASIDE, on=True)
-        self._require_some_trainable(batch, untrainable)
+        self._require_some_trainable(untrainable)
         return None
 
-    def _require_some_trainable(self, batch: Batch, untrainable: Sequence[Untrainable]) -> None:
-        is_whole = len(untrainable) == len(batch.train)
-        self._num_refused = self._num_refused + len(untrainable) if is_whole else 0
+    def _require_some_trainable(self, untrainable: Sequence[Untrainable]) -> None:
+        self._num_refused += len(untrainable)  # an update resets it
         if self._num_refused >= self._settings.max_refused_groups:
             log.error(
                 "None of the last groups can be trained.",

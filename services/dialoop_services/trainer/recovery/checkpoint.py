@@ -73,6 +73,7 @@ class Checkpoints:
 
         When this returns, a power loss does not lose it. After an error nothing has changed.
         """
+        previous = self.newest
         directory = self._fresh_directory(f"{state.policy_version}-{state.num_train_steps:06d}")
         try:
             learner.snapshot(directory)
@@ -86,8 +87,11 @@ class Checkpoints:
         except Exception:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        self._current = directory
-        self._delete_old(directory.name)
+        kept, self._current = {directory, previous}, directory
+        for other in self._root.iterdir():
+            # Only the one that this process restored or saved before is known to be readable.
+            if other.is_dir() and other not in kept:
+                shutil.rmtree(other)
         return directory
 
     def restore(self, learner: Learner) -> JobState | None:
@@ -129,11 +133,6 @@ class Checkpoints:
         directory = next(self._root / n for n in names if not (self._root / n).exists())
         directory.mkdir(parents=True)
         return directory
-
-    def _delete_old(self, newest: str) -> None:
-        others = [d for d in self._root.iterdir() if d.is_dir() and d.name != newest]
-        for directory in sorted(others, key=lambda d: d.stat().st_mtime)[:-1]:
-            shutil.rmtree(directory)
 
 
 def _sizes(directory: Path) -> dict[str, int]:
