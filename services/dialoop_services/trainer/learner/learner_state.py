@@ -132,8 +132,11 @@ class LearnerState:
             }
             if has_lora(self.policy.causal_lm):
                 facts[BASE_DIGEST] = self._digest_of_base()
-            with whole_file(directory / _STATE, sync=False, errors=(RuntimeError,)) as temporary:
-                torch.save({**state, **facts}, temporary)
+            with (
+                whole_file(directory / _STATE, sync=False, errors=(RuntimeError,)) as temporary,
+                temporary.open("wb") as file,  # by its path, the file would hold the path's name
+            ):
+                torch.save({**state, **facts}, file)
         self._ranks.gather(None)  # wait: afterwards every rank may rely on the files
 
     def read(self, directory: Path) -> None:
