@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 _OURS = "dialoop."
+_DRAIN_S = 1.0
 
 
 class Handlers:
@@ -132,6 +134,7 @@ class _Envelope:
             except Exception as error:
                 refusal = self._refusal(context, error)
                 status = refusal.status.name
+                await _drain(request)
                 await _abort(context, refusal)
             finally:
                 call.end(status)
@@ -167,6 +170,18 @@ class _Envelope:
         if is_not_implemented(error, context):
             return not_served(self._rpc)
         return public_error(error)
+
+
+async def _drain(request: Any) -> None:
+    """Read what the caller is still sending, for up to `_DRAIN_S` seconds.
+
+    A grpc.aio client whose send meets the end of its call reports INTERNAL in place of the status.
+    """
+    if hasattr(request, "__aiter__"):
+        with suppress(Exception):
+            async with asyncio.timeout(_DRAIN_S):
+                async for _ in request:
+                    pass
 
 
 async def _abort(context: Context, error: DialoopError) -> NoReturn:

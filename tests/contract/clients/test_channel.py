@@ -123,6 +123,14 @@ async def test_an_error_arrives_as_the_class_that_was_raised(kind, call):
     assert (caught.value.reason, caught.value.remedy) == ("SOME_REASON", "Do this.")
 
 
+async def test_an_upload_that_is_refused_while_it_is_sent_gets_the_servers_error():
+    errors_raised = [errors.NotFound("Wrong.", reason="SOME_REASON") for _ in range(20)]
+    async with connect(Answers(*errors_raised)) as channel:
+        for _ in errors_raised:
+            with pytest.raises(errors.NotFound):
+                await InferenceClient(channel).load_weights(MANIFEST, [b"a" * 1000] * 200)
+
+
 async def test_a_server_that_is_slow_to_greet_is_waited_for():
     """A long way, or a machine that is busy: the first bytes come after a second."""
 
