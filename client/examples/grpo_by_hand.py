@@ -48,7 +48,7 @@ from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.learning.training import loss_inputs, update
 from dialoop_services.rl.advantages import with_advantages
 
-# The values of infra/configs/demo.toml, but with 15 train steps and not 40.
+# The values of infra/configs/demo.toml, but with 15 train steps and not 24.
 WARM_START_STEPS, DEMONSTRATIONS_PER_STEP, WARM_START_LEARNING_RATE = 220, 64, 3e-3
 TRAIN_STEPS, GROUPS_PER_STEP, GROUP_SIZE, MINIBATCHES, LEARNING_RATE = 15, 16, 8, 2, 1e-4
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_NEW_TOKENS = 256, 128, 24
