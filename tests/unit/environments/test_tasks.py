@@ -1,11 +1,14 @@
 """Facts of task sources: endless pages, fixed splits, and files that say where they are broken."""
 
+import json
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 
 import pytest
 from dialoop.environments import ArithmeticTasks, JsonlTasks, load_environment
+from dialoop.environments.tasks import jsonl_tasks
 from dialoop.environments.tasks.source import permute
 from dialoop.errors import InvalidConfig, InvalidInput, NotFound
 
@@ -138,7 +141,7 @@ GOOD = '{"question": "3+4?", "answer": "so\\n#### 7", "level": 2}'
 def test_a_file_gives_tasks_by_id_or_line_number(tmp_path):
     path = write(tmp_path / "t.jsonl", GOOD, "", '{"id": "b", "question": "q", "answer": 5}')
     tasks = JsonlTasks(path)
-    assert (tasks.splits, tasks.keys("train")) == (("train",), ("1", "b"))
+    assert (tasks.splits, [*tasks.keys("train")]) == (("train",), ["1", "b"])
     assert tasks.get("train", "1").metadata == {"level": "2"}
     assert tasks.get("train", "b").answer == "5"
 
@@ -165,7 +168,41 @@ def test_a_broken_line_is_named_with_its_file_and_number(tmp_path, line, why):
 
 def test_a_question_may_hold_any_line_separator(tmp_path):
     path = write(tmp_path / "t.jsonl", '{"question": "a\u2028b\x85c", "answer": "1"}', GOOD)
-    assert JsonlTasks(path).keys("train") == ("1", "2")
+    assert [*JsonlTasks(path).keys("train")] == ["1", "2"]
+
+
+def test_a_file_stays_on_disk(tmp_path):
+    lines = [json.dumps({"question": f"{i}?" * 50, "answer": str(i)}) for i in range(20_000)]
+    path = write(tmp_path / "t.jsonl", *lines)
+    tracemalloc.start()
+    try:
+        tasks = JsonlTasks(path, heldout_fraction=0.1)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 50 * len(lines)  # bytes; the file has several hundred a line
+    assert tasks.get("train", tasks.keys("train")[-1]).question.startswith("19999?")
+
+
+def test_the_file_that_was_checked_is_the_file_that_is_read(tmp_path):
+    path = write(tmp_path / "t.jsonl", GOOD, '{"id": "b", "question": "q", "answer": "5"}')
+    tasks = JsonlTasks(path)
+    write(tmp_path / "new.jsonl", GOOD).replace(path)
+    assert tasks.get("train", "b").question == "q"
+    tasks = JsonlTasks(path)
+    path.write_text("x" * path.stat().st_size)
+    with pytest.raises(InvalidConfig, match=r"Line 1 of .* is broken"):
+        tasks.get("train", "1")
+
+
+def test_keys_with_the_same_hash_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(jsonl_tasks, "hash_of", lambda _key: 7)
+    rows = [{"id": name, "question": f"{name}?", "answer": "1"} for name in "abc"]
+    tasks = JsonlTasks(write(tmp_path / "t.jsonl", *map(json.dumps, rows)))
+    assert [tasks.get("train", key).question for key in "cab"] == ["c?", "a?", "b?"]
+    assert "d" not in tasks.keys("train")
+    with pytest.raises(InvalidConfig, match="its id 'b' was used before"):
+        JsonlTasks(write(tmp_path / "u.jsonl", *map(json.dumps, [*rows, rows[1]])))
 
 
 def test_missing_and_empty_files_are_rejected(tmp_path):

@@ -133,7 +133,7 @@ def task_not_found(split: str, key: str) -> NotFound:
 
 def share_of(text: str) -> float:
     """Return a fixed number in [0, 1) for a text, the same in every process."""
-    return _hash(text) / 2**64
+    return hash_of(text) / 2**64
 
 
 def permute(index: int, size: int, seed: str) -> int:
@@ -146,13 +146,14 @@ def permute(index: int, size: int, seed: str) -> int:
     while True:
         left, right = index >> half, index & mask
         for round_number in range(4):
-            left, right = right, left ^ (_hash(f"{seed}:{round_number}:{right}") & mask)
+            left, right = right, left ^ (hash_of(f"{seed}:{round_number}:{right}") & mask)
         index = left << half | right
         if index < size:
             return index
 
 
-def _hash(text: str) -> int:
+def hash_of(text: str) -> int:
+    """Return the first 64 bits of a text's BLAKE2b digest, the same in every process."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
@@ -161,7 +162,7 @@ def _ref(keys: Sequence[str], split: str, position: int, shuffle_seed: int) -> T
     if shuffle_seed:
         offset = permute(offset, len(keys), f"{shuffle_seed}:{split}:{epoch}")
     key = keys[offset]
-    seed = _hash(f"{shuffle_seed}:{split}:{epoch}:{key}") >> 33
+    seed = hash_of(f"{shuffle_seed}:{split}:{epoch}:{key}") >> 33
     return TaskRef(key=key, epoch=epoch, seed=seed)
 
 
