@@ -1,6 +1,6 @@
 """Tasks, turns, trajectories and groups: the record of what was played.
 
-Group(group_id="arithmetic/train/0/35+40", task=..., trajectories=(t0, ..., t7))
+Group(group_id="arithmetic/train/0/35+40", task=task, trajectories=(t0, t1))
 t0.reward            # 1.0: the sum of value * weight over all turns
 t0.history           # user, assistant, tool, assistant
 """

@@ -244,14 +244,14 @@ def _trainer(server: Server, exits: AsyncExitStack) -> None:
 
 
 @contextmanager
-def service_url(name: str, **fields: Any) -> Iterator[str]:
-    """The URL of a service that runs in a thread of its own, with an event loop of its own."""
-    addresses: list[str] = []
+def service_in_a_thread(name: str, **fields: Any) -> Iterator[GrpcServer]:
+    """One service in a thread of its own, with an event loop of its own."""
+    servers: list[GrpcServer] = []
     is_up, stopping = threading.Event(), threading.Event()
 
     async def run() -> None:
         async with service(name, **fields) as server:
-            addresses.append(server.rest_address)
+            servers.append(server)
             is_up.set()
             await asyncio.to_thread(stopping.wait)
 
@@ -259,10 +259,17 @@ def service_url(name: str, **fields: Any) -> Iterator[str]:
     thread.start()
     try:
         assert is_up.wait(PATIENCE_S)
-        yield f"http://{addresses[0]}"
+        yield servers[0]
     finally:
         stopping.set()
         thread.join(PATIENCE_S)
+
+
+@contextmanager
+def service_url(name: str, **fields: Any) -> Iterator[str]:
+    """The URL of a service that runs in a thread of its own."""
+    with service_in_a_thread(name, **fields) as server:
+        yield f"http://{server.rest_address}"
 
 
 def routes(service_name: str) -> dict[str, Route]:

@@ -1,95 +1,59 @@
-"""Every snippet in a public docstring of the SDK runs, or is marked with the reason why it cannot.
-
-A snippet is a paragraph of a docstring that is Python with a call, an assignment or a definition.
-Where a line ends in a comment that is a Python literal, the line has that value.
-"""
+"""Every snippet in a public docstring of the SDK runs, or is run by the test that is named."""
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import importlib
-import inspect
-import pkgutil
 import re
-import textwrap
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dialoop
 import pytest
-from dialoop import debug, environments, testing
+from dialoop import compat, debug, environments, testing
 from dialoop.chat import ChatHistory, History, Message
+from dialoop.clients.channel import Channel
+from dialoop.compat.offered import OFFERED
+from dialoop.environments import ChatEnv
+from dialoop.episode import ContinuedText, Sample
+from dialoop.rollout import play_group
+from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.templates.chat_template import ChatTemplate
+from dialoop.trajectory import SamplingParams, StopReason
 from dialoop.trials import ScriptedAgent, TwentyQuestions, run_trial
+from dialoop.views.views import TurnView
+from dialoop.wire import records
 
-_SERVICE = "needs a service that runs"
-_OWN_MODULE = "names a module of the reader's"
-_OWN_FILE = "reads a file of the reader's"
-NOT_RUN = {
-    "dialoop.agents": _SERVICE,
-    "dialoop.clients.blocking.connection": _SERVICE,
-    "dialoop.clients.blocking.loop": _SERVICE,
-    "dialoop.clients.channel": _SERVICE,
-    "dialoop.clients.connection": _SERVICE,
-    "dialoop.clients.interact": _SERVICE,
-    "dialoop.clients.recordings": _SERVICE,
-    "dialoop.clients.retry": _SERVICE,
-    "dialoop.jobs": "starts a whole job; tests/e2e plays it",
-    "dialoop.environments": _OWN_FILE,
-    "dialoop.tasks.files": _OWN_FILE,
-    "dialoop.environments.rewards.kl_reward": _SERVICE,
-    "dialoop.environments.foreign.driver": "needs a driver of the reader's",
-    "dialoop.environments.foreign.torchrl": "needs torchrl",
-    "dialoop.views.torchrl": "needs torchrl",
-    "dialoop.environments.tools.mcp_tools": "starts MCP servers",
-    "dialoop.import_paths": _OWN_MODULE,
-    "dialoop.sandbox": "starts processes; tests/unit/sandbox runs them",
-    "dialoop.sandbox.killable": _OWN_MODULE,
-    "dialoop.sandbox.sandbox": "starts processes; tests/unit/sandbox runs them",
-    "dialoop.sandbox.self_test": "starts processes; tests/unit/sandbox runs them",
-    "dialoop.environments.tasks.data_loading": "shows an ellipsis for the reader's transforms",
-    "dialoop.views.padding": "shows an ellipsis for the reader's rows",
-    "dialoop.text_environment.environment": "needs a policy, tools and a prompt of the reader's",
-    "dialoop.tokens.builder": "shows an ellipsis for what an engine sampled",
-    "dialoop.trajectory": "shows an ellipsis for trajectories",
-    "dialoop.wire.codec": "shows part of another module",
+from tests.support.rest_world import service_in_a_thread
+from tests.support.samples.docstring_snippets import module_of, run_snippet, snippets_of
+from tests.support.waiting import PATIENCE_S
+
+# The tests that play these: each starts a whole job, or needs a package that tests do without.
+RUN_ELSEWHERE = {
+    "dialoop.agents": "tests/contract/collector/test_agents.py::"
+    "test_an_agents_run_is_a_trajectory_with_its_reward",
+    "dialoop.clients.recordings": "tests/contract/collector/test_agents.py::"
+    "test_a_notebook_records_through_the_sdk",
+    "dialoop.compat.verifiers": "tests/contract/compat/test_verifiers.py::"
+    "test_a_run_with_a_tool_is_a_trajectory_with_verifiers_rewards",
+    "dialoop.compat.verifiers.VerifiersTasks": "tests/contract/compat/test_verifiers.py::"
+    "test_the_tasks_of_a_taskset_are_listed",
+    "dialoop.jobs": "tests/contract/stack/test_jobs.py::"
+    "test_the_documented_job_trains_in_this_process_and_gives_rows_and_a_summary",
+    "dialoop.tasks.files": "tests/unit/tasks/test_tasks.py::"
+    "test_the_same_rows_come_from_json_lines_parquet_and_a_saved_data_set",
+    "dialoop.views.torchrl": "tests/unit/views/test_tensors.py::"
+    "test_turns_of_different_lengths_come_back_as_they_were",
 }
+BLOCKING = {"dialoop.clients.blocking.connection", "dialoop.clients.blocking.loop"}
 
-
-def _snippets(docstring: str) -> Iterator[str]:
-    for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
-        code = textwrap.dedent(paragraph)
-        try:
-            nodes = list(ast.walk(ast.parse(code)))
-        except SyntaxError:
-            continue
-        kinds = (ast.Call, ast.Assign, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        if any(isinstance(node, kinds) for node in nodes):
-            yield code
-
-
-def _docstrings() -> Iterator[tuple[str, str]]:
-    for module in pkgutil.walk_packages(dialoop.__path__, "dialoop."):
-        if re.search(r"\.(v1|compat|cli)\b|\._", module.name):
-            continue
-        loaded = importlib.import_module(module.name)
-        yield module.name, loaded.__doc__ or ""
-        for name, value in vars(loaded).items():
-            is_own = getattr(value, "__module__", None) == module.name and name[0] != "_"
-            if not is_own or not (inspect.isclass(value) or inspect.isfunction(value)):
-                continue
-            yield f"{module.name}.{name}", value.__doc__ or ""
-            for key, member in vars(value).items() if inspect.isclass(value) else ():
-                if inspect.isfunction(member) and key[0] != "_":
-                    yield f"{module.name}.{name}.{key}", member.__doc__ or ""
-
-
-SNIPPETS = {
-    place: "\n".join(codes)
-    for place, docstring in _docstrings()
-    if (codes := list(_snippets(docstring)))
-}
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "client" / "dialoop"
+SNIPPETS = snippets_of(PACKAGE, without=r"\.v1\b")
+QUESTION = ChatHistory(prompt=[{"role": "user", "content": "3+4"}])
 
 
 def _search(query: str) -> str:
@@ -102,27 +66,28 @@ def _lookup(key: str) -> str:
     return key
 
 
-async def _names(place: str) -> dict[str, Any]:
-    """Return what a reader has at hand: the public names, the module's own, and examples."""
+def _at_hand() -> dict[str, Any]:
+    """Return the public names, and examples of what a reader has at hand."""
     names: dict[str, Any] = {"dialoop": dialoop, "debug": debug, "History": History}
     for module in (dialoop, environments, testing):
         public = getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])
         names |= {name: getattr(module, name) for name in public}
     tokenizer = testing.byte_tokenizer()
-    chat_history = ChatHistory(prompt=[{"role": "user", "content": "3+4"}])
-    answered = chat_history.respond(Message(role="assistant", content="7"))
+    answered = QUESTION.respond(Message(role="assistant", content="7"))
     environment = environments.arithmetic()
-    task = environment.tasks.get("train", "35+40")
-    game = TwentyQuestions()
-    names |= {
+    episode = environment.reset(environment.tasks.get("train", "35+40"), 0).episode
+    return names | {
         "tokenizer": tokenizer,
         "template": ChatTemplate.of(tokenizer),
         "policy": testing.ScriptedPolicy(["Result=75<submit>"] * 3),
+        "text": "Result=75<submit>",
         "chat_history": answered,
-        "history": answered if place.endswith("parts") else answered.full,
+        "history": answered.full,
+        "prompt": QUESTION.prompt,
         "environment": environment,
+        "env": environment,
         "trajectory": testing.trajectory(),
-        "episode": environment.reset(task, 0).episode,
+        "episode": episode,
         "answer": Message(role="assistant", content="Result=75<submit>"),
         "task": dialoop.Task(task_id="t", environment="arithmetic", split="train", key="35+40"),
         "tasks": environments.RowTasks([{"key": "1", "query": "1+2", "answer": "3"}]),
@@ -141,57 +106,139 @@ async def _names(place: str) -> dict[str, Any]:
         "collate": dict,
         "row": {"query": "1+2"},
         "error": KeyError("answer"),
-        "game": game,
+        "game": TwentyQuestions(),
         "agent": ScriptedAgent(["[apple]"]),
-        "result": await run_trial(game, [{"solution": "apple"}], ScriptedAgent(["[apple]"])),
         "TwentyQuestions": TwentyQuestions,
+        "driver": SimpleNamespace(),
     }
-    own = importlib.import_module(place if place in _modules() else _module_of(place))
-    return names | {key: value for key, value in vars(own).items() if key[:2] != "__"}
 
 
-def _modules() -> set[str]:
-    return {module.name for module in pkgutil.walk_packages(dialoop.__path__, "dialoop.")}
+def _of_one_place(place: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Return what the snippets of one place take from their reader."""
+    tokenizer, version = names["tokenizer"], PolicyVersion(lineage="main", number=0)
+    scores = SimpleNamespace(logprobs=lambda rows: [[-1.0] * (len(row) - 1) for row in rows])
+    ids = tokenizer.encode("7").ids
+    played = testing.trajectory(sampling=SamplingParams(temperature=1.0))
+    longer = names["chat_history"].full.append(Message(role="user", content="more"))
+    places: dict[str, dict[str, Any]] = {
+        "dialoop.clients.connection": {"in_process": nullcontext},
+        "dialoop.clients.interact": {"Channel": Channel, "play_group": play_group},
+        "dialoop.clients.retry": {"client": SimpleNamespace(get_session=_later)},
+        "dialoop.compat.kl": {
+            "dialoop": SimpleNamespace(inference=scores, scorer=scores),
+            "sequence": played.sequences[0],
+            "env": ChatEnv(name="e", input_mode="tokens", tokenizer=tokenizer),
+        },
+        "dialoop.compat.sampling": {"client": names["policy"]},
+        "dialoop.compat.wrappers": {"dialoop": SimpleNamespace(inference=names["policy"])},
+        "dialoop.environments.rewards.kl_reward": {
+            "dialoop": SimpleNamespace(inference=scores, scorer=scores)
+        },
+        "dialoop.sandbox.killable": {"answers": {"given": "1", "wanted": "1"}},
+        "dialoop.text_environment.environment": {
+            "policy": TextPolicy(["<request><calculate>13-3<call>", "Result=10<submit>"]),
+            "calculate": calculate,
+            "exact": lambda texts, answers: [1.0 for _ in texts],
+            "SHOTS": "",
+        },
+        "dialoop.tokens.builder": {
+            "history": QUESTION.prompt,
+            "ids": ids,
+            "logprobs": [-0.5] * len(ids),
+            "versions": [(len(ids), version)],
+            "longer": longer,
+        },
+        "dialoop.trajectory": {"t0": testing.trajectory(), "t1": testing.trajectory()},
+        "dialoop.views.padding": {"views": [TurnView.of_turn(played, 0)]},
+        "dialoop.wire.codec": vars(records)
+        | {"turn": played.turns[0], "proto": records.TURN.to_proto(played.turns[0])},
+    }
+    return places.get(place, {})
 
 
-def _module_of(place: str) -> str:
-    while place not in _modules():
-        place = place.rpartition(".")[0]
-    return place
+async def _later(*_: Any) -> None:
+    await asyncio.sleep(0)
 
 
-async def _run(place: str) -> None:
-    names = await _names(place)
-    code = SNIPPETS[place]
-    lines = code.splitlines()
-    for statement in ast.parse(code).body:
-        is_value = isinstance(statement, ast.Expr)
-        tree: Any = (
-            ast.Expression(statement.value)
-            if isinstance(statement, ast.Expr)
-            else ast.Module([statement], [])
+def calculate(query: str) -> str:
+    first, second = query.split("-")
+    return str(int(first) - int(second))
+
+
+class TextPolicy:
+    """Goes on with the given texts in turn."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+
+    async def generate(self, *, token_ids: Any, turn: int, **_: Any) -> tuple[Sample, ...]:
+        text = self._texts[turn]
+        ids = testing.byte_tokenizer().encode(text).ids
+        version = PolicyVersion(lineage="main", number=0)
+        model = {"source": Source.MODEL, "turn": turn, "policy_version": version}
+        sequence = sequence_of([(list(token_ids), {"source": Source.PROMPT}), (ids, model)])
+        text_of_turn = ContinuedText(prompt="", response=text)
+        stop = StopReason.STOP
+        return (
+            Sample(history=ChatHistory(), sequence=sequence, stop_reason=stop, text=text_of_turn),
         )
-        compiled = compile(
-            tree, place, "eval" if is_value else "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        )
-        value = eval(compiled, names)
-        if inspect.iscoroutine(value):
-            value = await value
-        comment = lines[(statement.end_lineno or 1) - 1].rpartition("# ")[2]
-        try:
-            expected = ast.literal_eval(comment)
-        except (ValueError, SyntaxError):
-            continue
-        if is_value and "# " in lines[(statement.end_lineno or 1) - 1]:
-            assert value == expected, f"{place}: {lines[(statement.end_lineno or 1) - 1]}"
 
 
-@pytest.mark.parametrize("place", [place for place in SNIPPETS if place not in NOT_RUN])
-async def test_a_snippet_runs(place: str, tmp_path, monkeypatch) -> None:
+FILES = {
+    "capitals.jsonl": '{"question": "France?", "answer": "#### Paris"}\n',
+    "gsm8k.jsonl": '{"question": "1+1?", "answer": "#### 2"}\n',
+    "my_env.py": "from dialoop.environments import arithmetic as make\n",
+    "grading.py": "def same(a, b):\n    return a == b\n",
+    "my_folder/grading.py": "def same_answer(given, wanted):\n"
+    "    return float(eval(given)) == float(wanted)\n",
+}
+
+
+async def _names(place: str) -> dict[str, Any]:
+    own = vars(importlib.import_module(module_of(place, PACKAGE)))
+    names = _at_hand() | {key: value for key, value in own.items() if key[:2] != "__"}
+    if ".compat." in place:
+        used = set(re.findall(r"\w+", SNIPPETS[place])) & set(OFFERED)
+        names |= {name: getattr(compat, name) for name in used}
+    if place.endswith("parts"):
+        names["history"] = names["chat_history"]
+    if "result" in SNIPPETS[place]:
+        played = [{"solution": "apple"}], ScriptedAgent(["[apple]"])
+        names["result"] = await run_trial(TwentyQuestions(), *played)
+    return names | _of_one_place(place, names)
+
+
+@pytest.fixture(scope="module")
+def addresses() -> Iterator[dict[str, str]]:
+    """The addresses in snippets, and those of light services that answer there."""
+    with (
+        service_in_a_thread("environment", rest_port=None) as environment,
+        service_in_a_thread("inference", rest_port=None) as inference,
+    ):
+        yield {"127.0.0.1:50051": environment.address, "127.0.0.1:50052": inference.address}
+
+
+@pytest.mark.parametrize("place", [place for place in SNIPPETS if place not in RUN_ELSEWHERE])
+async def test_a_snippet_runs(place: str, tmp_path: Path, monkeypatch, request) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    async with asyncio.timeout(30):
-        await _run(place)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = SNIPPETS[place]
+    if "127.0.0.1:5005" in code:
+        for shown, real in request.getfixturevalue("addresses").items():
+            code = code.replace(shown, real)
+    async with asyncio.timeout(PATIENCE_S):
+        names = await _names(place)
+        if place in BLOCKING:
+            await asyncio.to_thread(exec, code, names)
+        else:
+            await run_snippet(place, code, names)
 
 
-def test_what_is_marked_is_there() -> None:
-    assert set(NOT_RUN) <= set(SNIPPETS)
+def test_what_runs_elsewhere_is_a_snippet_and_a_test() -> None:
+    assert set(RUN_ELSEWHERE) <= set(SNIPPETS)
+    for test in RUN_ELSEWHERE.values():
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / path).read_text("utf-8"), test

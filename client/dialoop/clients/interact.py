@@ -1,6 +1,6 @@
 """Many sessions over one stream: fewer calls to set up than one per step.
 
-async with InteractiveSessions(channel) as sessions:
+async with Channel("127.0.0.1:50051") as channel, InteractiveSessions(channel) as sessions:
     group = await play_group(task, sessions=sessions, policy=policy, group_id="g#1")
 """
 

@@ -1,6 +1,6 @@
 """Wait and try again: the only place that decides when, how often and for how long.
 
-await retry(lambda: client.step(...), RetryPolicy(max_attempts=None, total_s=120))
+await retry(lambda: client.get_session("s"), RetryPolicy(max_attempts=None, total_s=120))
 """
 
 from __future__ import annotations

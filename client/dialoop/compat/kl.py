@@ -1,6 +1,6 @@
 """torchrl's transforms of log-probs and KL, over clients that score token ids.
 
-    policy, reference = Dialoop(...).inference, Dialoop(...).scorer
+    policy, reference = dialoop.inference, dialoop.scorer     # of one `Dialoop` connection
     (row,) = await RetrieveLogProb(policy)([sequence])        # float32 [M], the sampled tokens
     (kl,) = await RetrieveKL(policy, reference)([sequence])   # float32 [M]
     env = env.with_transforms(KLRewardTransform(reference, gen_model=policy, coef=0.1))

@@ -1,6 +1,6 @@
 """torchrl's TransformersWrapper and vLLMWrapper, over any policy: a client, or a twin of a test.
 
-    wrapper = vLLMWrapper(Dialoop("localhost:50052").inference, generate_kwargs={"max_tokens": 8})
+    wrapper = vLLMWrapper(dialoop.inference, generate_kwargs={"max_tokens": 8})
     view = await wrapper(ChatHistory(prompt=prompt))
     view.history.full, view.tokens.response, view.log_probs.response, view.masks
 

@@ -2,7 +2,7 @@
 
 same = KillableFunction("my_folder.grading:same_answer", max_processes=2)
 await same({"given": "1/2", "wanted": "0.5"}, timeout_s=5)      # True; later calls reuse imports
-await run_killable("my_folder.grading:same_answer", {...}, timeout_s=5)   # a process for one call
+await run_killable("my_folder.grading:same_answer", answers, timeout_s=5)   # a process for one call
 
 This is no sandbox: the function can read all that this process can. It does not use threads, since
 Python cannot kill a thread.

@@ -1,7 +1,7 @@
 """The start-up self-test of a level: code really tries to break out, and each attempt must fail.
 
 isolation = effective_isolation("auto")
-isolation.level                # Level.LANDLOCK
+isolation.level                # Level.LANDLOCK, say
 isolation.denies               # ("network", "processes", ...), each of them tried at start-up
 """
 

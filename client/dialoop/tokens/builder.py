@@ -2,8 +2,9 @@
 
     builder = TokenBuilder(tokenizer, template)
     prompt = builder.prompt(history)                     # opening: everything is rendered
-    answer = builder.answer(prompt, ids, logprobs, versions)
-    prompt = builder.prompt(longer, context=..., num_context_messages=2)   # only the tail
+    answer = builder.answer(prompt, ids, logprobs=logprobs, versions=versions)
+    # Of a longer history only the tail is rendered:
+    prompt = builder.prompt(longer, context=answer.appended, num_context_messages=2)
 
 The next prompt's ids are always the previous full ids followed by the ids of the added messages.
 Where the template does not allow that, a new sequence starts and says why. It keeps the ids up to

@@ -1,10 +1,12 @@
 """Rows of different lengths as one array, and back; the lengths always travel with it.
 
-    padded = pad_tokens([Tokens(prompt=(5, 8), response=(2,), full=(5, 8, 2)), ...], pad_token_id=2)
+    long = Tokens(prompt=(5, 8, 9), response=(2,), full=(5, 8, 9, 2))
+    short = Tokens(prompt=(5,), response=(7, 2), full=(5, 7, 2))
+    padded = pad_tokens([long, short], pad_token_id=2)
     padded.prompt.values      # [B, P] padded on the left
     padded.response.values    # [B, R] padded on the right
     padded.full.values        # [B, P + R] on both sides
-    padded.unpad()            # the rows again, although 2 is a token as well as the padding
+    padded.unpad()            # [long, short]: the pad id 2 is a token as well
     pad_output(views, pad_token_id=2)    # the same with log-probs and masks of whole turns
 
 A length is never recovered by comparing with the pad id.

@@ -1,8 +1,8 @@
 """One turn of a conversation as text, tokens, log-probs and masks; nothing is padded.
 
     view = TurnView.of_turn(trajectory, 0, tokenizer)
-    view.tokens.response          # (11, 12, 7): what was sampled, its end of turn included
-    view.log_probs.response       # LogProbRow(values=[-0.1, -2.3, -0.4], start=0)
+    view.tokens.response          # (11, 12): what was sampled
+    view.log_probs.response       # LogProbRow with values [-0.5, -1.25], start 0
     view.masks.all_assistant_mask # True on what the policy sampled, aligned with tokens.full
 
 Conversions check that the prompt is a prefix, on ids; see `dialoop.views.padding` for padded rows.

@@ -1,7 +1,7 @@
 """Draw the environment of each training task, where a job trains on several.
 
 mixture = Mixture((TaskStream(environment="a"), TaskStream(environment="b", weight=3.0)), seed=1)
-mixture.draws(0, 4)      # [1, 1, 0, 1]: a pure function of the seed and the position
+mixture.draws(0, 4)      # [1, 1, 0, 0]: a pure function of the seed and the position
 """
 
 from __future__ import annotations

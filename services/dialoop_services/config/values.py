@@ -2,7 +2,7 @@
 
 loss: Annotated[str, AfterValidator(NameOf("loss", LOSSES))]       # "grop": did you mean 'grpo'?
 file: FilePath = ""                                                # relative to the config's folder
-allowed_values(TrainSection.model_fields["optimizer"])             # 'one of "adamw", "muon"'
+allowed_values(TrainSection.model_fields["mode"])                  # 'one of "rl", "sft"'
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     async with GenericEnvClient(base_url="http://127.0.0.1:8000/openenv/arithmetic") as client:
         result = await client.reset(task_key="35+40")
-        result = await client.step({"message": "<calculator>35+40</calculator>"})
+        result = await client.step({"message": "Result=75<submit>"})
 
 An action is the policy's message. An observation has all messages so far, the rewards by name, and
 the episode and step that it answers. A WebSocket is a session. Over plain HTTP each reset makes a

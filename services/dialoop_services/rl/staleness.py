@@ -22,7 +22,8 @@ def is_stale(
 
     With `max_staleness` None no version is too old.
 
-    is_stale([main-4, main-6], current=main-6, max_staleness=1)  # True: main-4 lags by 2
+    v4, v6 = (PolicyVersion(lineage="main", number=n) for n in (4, 6))
+    is_stale([v4, v6], current=v6, max_staleness=1)     # True: v4 lags by 2
     """
     if max_staleness is None:
         return False

@@ -1,6 +1,6 @@
 """Wrap servicers' methods for gRPC: check the token, add log fields, count calls, map errors.
 
-handlers = Handlers(calls, token="secret")
+handlers = Handlers(calls, Token("secret"))
 add_EnvironmentServiceServicer_to_server(servicer, handlers)
 handlers.add_to(server)
 

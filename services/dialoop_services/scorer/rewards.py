@@ -150,7 +150,7 @@ def with_kl_penalty(group: Group, penalty: KlPenalty) -> Group:
 def token_kl(policy: Floats, reference: Floats, estimator: str = "k1") -> Floats:
     """Return estimates of KL(policy, reference) per sampled token, float32 [M], from log-probs.
 
-    token_kl([-1.0], [-1.5])  # k1: 0.5, k2: 0.125, k3: 0.1065
+    token_kl(np.float32([-1.0]), np.float32([-1.5]))     # [0.5]: k1; k2 is 0.125, k3 is 0.1065
 
     Raise InvalidInput (RAGGED) where the two differ in length.
     """

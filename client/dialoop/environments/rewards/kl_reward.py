@@ -1,7 +1,7 @@
 """A penalty for drift from the reference model: minus the log-prob difference per token.
 
-    scorer, inference = ScorerClient(...), InferenceClient(...)
-    KLReward(policy=inference.logprobs, reference=scorer.logprobs, coefficient=0.1)
+    # dialoop: a `Dialoop` connection
+    KLReward(policy=dialoop.inference.logprobs, reference=dialoop.scorer.logprobs, coefficient=0.1)
 
 kl_t = log p_policy(t) - log p_reference(t); the reward of token t is -coefficient * kl_t.
 """

@@ -1,7 +1,7 @@
 """The next task, for resets that name none.
 
     primer = DataLoadingPrimer(tasks, shuffle_seed=7, repeats=4)
-    environment = ChatEnv(name="maths", transforms=(primer, ...))
+    environment = ChatEnv(name="maths", transforms=(primer, MaxTurns(4)))
 
 Every reset without a task then takes the next one. Each task comes `repeats` times in a row, under
 one group id, in epoch after epoch. The trainer does not use this: replay's task ledger holds its

@@ -1,6 +1,7 @@
 """OpenAI's routes on the REST door: plain, and under the URL of a recording.
 
-for route in openai_routes(OpenAiService(...)):
+service = OpenAiService(replica, renderer, store, model_name="policy", max_new_tokens=256)
+for route in openai_routes(service):
     server.add_route(route)
 """
 

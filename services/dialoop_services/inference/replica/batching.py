@@ -2,7 +2,7 @@
 
 batches = RequestBatches(BatchLimits(min_batch_size=8, max_batch_size=32, timeout_s=0.5))
 async with batches.place(num_samples):    # begins with 7 more samples, or alone after 0.5 s
-    await engine.sample(...)
+    await engine.sample(prompt_ids, sampling, stop=stop)
 
 An engine decodes all requests that are there at each step, so by default nothing waits. Waiting
 pays where the first step is expensive and many callers come within a short time.

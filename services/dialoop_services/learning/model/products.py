@@ -9,7 +9,7 @@ rows have another length in nearly every update, so the cache would grow to giga
 this module before the process's first oneDNN operation bounds both of its caches.
 
     with linear_products(device):
-        model(...)                  # every torch.nn.functional.linear in it, and its gradients
+        model(hidden)               # every torch.nn.functional.linear in it, and its gradients
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The seed's packing interface: single-turn sequences in, one padded PackedTrajectory out.
 
-    data = TrajectoryData(prompt_tokens=..., response_tokens=..., logprobs=..., group_id=0)
-    pack = pack_sequences([data], max_seq_len=512, device="cpu", pad_token_id=0,
-                          populate_for_loss=True)
-    extract_response_logprobs_from_pack(logprobs, pack.sample_mask, pack.response_mask, 1)
+    data = TrajectoryData(prompt_tokens=prompt, response_tokens=response, logprobs=logprobs)
+    pack = pack_sequences([data], max_seq_len=512, device="cpu", pad_token_id=0)
+    # scores: float [512], log-probs of the pack's tokens
+    extract_response_logprobs_from_pack(scores, pack.sample_mask, pack.response_mask, 1)
 
 `dialoop_services.learning.packing.rows` packs multi-turn sequences, and this module calls it. A
 packed row is never stored or sent: each process packs the rows that it uses.

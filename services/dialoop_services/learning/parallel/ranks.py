@@ -1,6 +1,6 @@
 """The processes that train one model together, one per device, and how they share it (FSDP2).
 
-    with join_ranks(rank=0, size=2) as ranks:         # torchrun's RANK and WORLD_SIZE
+    with join_ranks(rank=rank, size=size) as ranks:   # torchrun's RANK and WORLD_SIZE
         policy = shard(load_policy(directory), ranks)
         optimizer = GuardedOptimizer(policy.parameters(), settings)      # after sharding
         update(policy, optimizer, my_rows, loss, ranks=ranks)
