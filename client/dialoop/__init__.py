@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dialoop.clients.scorer import ScorerClient
     from dialoop.clients.template import TemplateClient
     from dialoop.clients.trainer import TrainerClient
+    from dialoop.collection import CollectedBatch, Collection, collect
     from dialoop.environments import ChatEnv, arithmetic, load_environment, tool_environment
     from dialoop.errors import DialoopError
     from dialoop.jobs import BlockingJob, Job, JobResult, train, train_async
@@ -42,6 +43,8 @@ _HOMES = {
     "ChatEnv": "environments",
     "ChatHistory": "chat",
     "ChatTemplate": "templates.chat_template",
+    "CollectedBatch": "collection",
+    "Collection": "collection",
     "ContentPart": "messages",
     "Dialoop": "clients.connection",
     "DialoopError": "errors",
@@ -77,6 +80,7 @@ _HOMES = {
     "Turn": "trajectory",
     "add_chat_template": "templates.registry",
     "arithmetic": "environments",
+    "collect": "collection",
     "load_environment": "environments",
     "play": "rollout",
     "play_group": "rollout",
@@ -92,6 +96,8 @@ __all__ = [
     "ChatEnv",
     "ChatHistory",
     "ChatTemplate",
+    "CollectedBatch",
+    "Collection",
     "ContentPart",
     "Dialoop",
     "DialoopError",
@@ -127,6 +133,7 @@ __all__ = [
     "Turn",
     "add_chat_template",
     "arithmetic",
+    "collect",
     "load_environment",
     "play",
     "play_group",

@@ -1,6 +1,7 @@
 """Play an episode, play a group: the same code in a notebook and in the collector.
 
     trajectory = await play(task, sessions=environment, policy=inference, ...)
+    player = EpisodePlayer(task, sessions=environment, policy=inference)    # or turn by turn
 
 A failure becomes a value with its owner on the trajectory; it never becomes reward 0.
 """
@@ -136,6 +137,150 @@ class _Recorder:
         self.failures.append(error_of(error, owner))
 
 
+class EpisodePlayer:
+    """Plays one episode turn by turn; `play` plays one to its end.
+
+    `trajectory` returns the record at any time. Close the player in any case: that closes its
+    session, and cuts the episode off where it was not over.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        sessions: Sessions,
+        policy: Policy,
+        group_id: str = "",
+        sampling: SamplingParams | None = None,
+        max_turns: int = 64,
+    ) -> None:
+        _require_parts(task, sessions, policy)
+        self.task = task
+        self.is_over = False
+        self._sessions = sessions
+        self._policy = policy
+        self._group_id = group_id
+        self._sampling = sampling or task.sampling
+        self._max_turns = max_turns
+        self._session_id = uuid.uuid4().hex
+        self._trajectory_id = uuid.uuid4().hex
+        self._recorder = _Recorder()
+        self._is_open = False
+
+    @property
+    def num_turns(self) -> int:
+        """Return how many turns were played."""
+        return len(self._recorder.turns)
+
+    async def play_turn(self) -> bool:
+        """Play the next turn, after the reset before the first; return whether the episode goes on.
+
+        What fails becomes a failure of the trajectory, and ends the episode.
+        """
+        if not self._is_open:
+            self._is_open = True
+            self.is_over = not await self._open() or self._max_turns < 1
+        if not self.is_over:
+            goes_on = await self._turn()
+            self.is_over = not goes_on or self.num_turns >= self._max_turns
+        return not self.is_over
+
+    async def close(self) -> None:
+        """Close the session; closing twice does no harm."""
+        self.is_over = True
+        if not self._is_open:
+            return
+        self._is_open = False
+        # Whatever goes wrong here, the trajectory is whole, and the environment's reaper closes it.
+        with contextlib.suppress(Exception):
+            await call(self._sessions.close_session, self._session_id, timeout_s=_CLOSE_S)
+
+    def trajectory(self) -> Trajectory:
+        """Return the record so far; it is neither terminated nor truncated while it goes on."""
+        recorder, task = self._recorder, self.task
+        sample = recorder.sample
+        terminated = recorder.outcome is not None and recorder.outcome.terminated
+        return Trajectory(
+            trajectory_id=self._trajectory_id,
+            group_id=self._group_id,
+            task_key=task.key,
+            seed=task.seed,
+            environment=task.environment,
+            environment_version=recorder.environment_version,
+            history=recorder.history,
+            turns=tuple(recorder.turns),
+            sequences=tuple(recorder.sequences),
+            failures=tuple(recorder.failures),
+            sampling=sample.sampling if sample else self._sampling,
+            tokenizer_digest=sample.tokenizer_digest if sample else "",
+            template_digest=sample.template_digest if sample else "",
+            terminated=terminated,
+            # by the environment, by max_turns, by a failure, or by whoever closed it
+            truncated=self.is_over and not terminated,
+            done_reason=recorder.done_reason if self.is_over else DoneReason.NOT_DONE,
+            labels=recorder.labels,
+        )
+
+    async def _open(self) -> bool:
+        """Open the episode; return False where it did not begin."""
+        task = self.task
+        try:
+            await call(self._sessions.create_session, self._session_id, task.environment)
+            opening = await call(
+                self._sessions.reset,
+                self._session_id,
+                episode=1,
+                split=task.split,
+                task_key=task.key,
+                seed=task.seed,
+            )
+            self._recorder.begin(opening)
+        except Exception as error:
+            self._recorder.add_failure(Owner.ENVIRONMENT, error)
+            return False
+        return True
+
+    async def _turn(self) -> bool:
+        """Play one turn (generate, then step); return whether the environment goes on."""
+        recorder, turn = self._recorder, self.num_turns
+        try:
+            (sample,) = await call(
+                self._policy.generate,
+                recorder.history,
+                context=recorder.context,
+                num_context_messages=recorder.num_covered_messages,
+                sampling=self._sampling,
+                turn=turn,
+            )
+            recorder.add_sample(sample)
+        except Exception as error:
+            recorder.add_failure(Owner.INFERENCE, error)
+            return False
+        if sample.stop_reason is StopReason.CANCELLED:
+            recorder.failures.append(
+                Failure(
+                    owner=Owner.INFERENCE,
+                    reason=Reason.CANCELLED,
+                    message="Sampling was cancelled.",
+                )
+            )
+            return False
+        started = time.perf_counter()
+        try:
+            outcome = await call(
+                self._sessions.step,
+                self._session_id,
+                episode=1,
+                step_index=turn,
+                history=sample.history,
+            )
+            recorder.add_step(outcome, time.perf_counter() - started)
+        except Exception as error:
+            recorder.add_failure(Owner.ENVIRONMENT, error)
+            return False
+        return not (outcome.done or recorder.is_lost)
+
+
 async def play(
     task: Task,
     *,
@@ -150,18 +295,20 @@ async def play(
     Only cancellation escapes, and InvalidInput for an argument of another type. `max_turns` bounds
     an environment that never ends its episodes.
     """
-    _require_parts(task, sessions, policy)
-    recorder = _Recorder()
-    session_id = uuid.uuid4().hex
-    sampling = sampling or task.sampling
+    player = EpisodePlayer(
+        task,
+        sessions=sessions,
+        policy=policy,
+        group_id=group_id,
+        sampling=sampling,
+        max_turns=max_turns,
+    )
     try:
-        if await _open(task, sessions, session_id, recorder):
-            for turn in range(max_turns):
-                if not await _turn(recorder, sessions, policy, session_id, sampling, turn):
-                    break
+        while await player.play_turn():
+            pass
     finally:
-        await _close(sessions, session_id)
-    return _trajectory_of(task, recorder, group_id=group_id, sampling=sampling)
+        await player.close()
+    return player.trajectory()
 
 
 def _require_parts(task: Task, sessions: Sessions, policy: Policy) -> None:
@@ -180,98 +327,6 @@ def _require_parts(task: Task, sessions: Sessions, policy: Policy) -> None:
             raise InvalidInput(
                 f"{name} is {value!r:.40}.", reason=Reason.WRONG_TYPE, remedy=f"Give {expected}."
             )
-
-
-async def _open(task: Task, sessions: Sessions, session_id: str, recorder: _Recorder) -> bool:
-    """Open the episode; return False where it did not begin."""
-    try:
-        await call(sessions.create_session, session_id, task.environment)
-        opening = await call(
-            sessions.reset,
-            session_id,
-            episode=1,
-            split=task.split,
-            task_key=task.key,
-            seed=task.seed,
-        )
-        recorder.begin(opening)
-    except Exception as error:
-        recorder.add_failure(Owner.ENVIRONMENT, error)
-        return False
-    return True
-
-
-async def _turn(
-    recorder: _Recorder,
-    sessions: Sessions,
-    policy: Policy,
-    session_id: str,
-    sampling: SamplingParams,
-    turn: int,
-) -> bool:
-    """Play one turn (generate, then step); return whether the episode goes on."""
-    try:
-        (sample,) = await call(
-            policy.generate,
-            recorder.history,
-            context=recorder.context,
-            num_context_messages=recorder.num_covered_messages,
-            sampling=sampling,
-            turn=turn,
-        )
-        recorder.add_sample(sample)
-    except Exception as error:
-        recorder.add_failure(Owner.INFERENCE, error)
-        return False
-    if sample.stop_reason is StopReason.CANCELLED:
-        recorder.failures.append(
-            Failure(
-                owner=Owner.INFERENCE, reason=Reason.CANCELLED, message="Sampling was cancelled."
-            )
-        )
-        return False
-    started = time.perf_counter()
-    try:
-        outcome = await call(
-            sessions.step, session_id, episode=1, step_index=turn, history=sample.history
-        )
-        recorder.add_step(outcome, time.perf_counter() - started)
-    except Exception as error:
-        recorder.add_failure(Owner.ENVIRONMENT, error)
-        return False
-    return not (outcome.done or recorder.is_lost)
-
-
-async def _close(sessions: Sessions, session_id: str) -> None:
-    # Whatever goes wrong here, the trajectory is whole, and the environment's reaper closes it.
-    with contextlib.suppress(Exception):
-        await call(sessions.close_session, session_id, timeout_s=_CLOSE_S)
-
-
-def _trajectory_of(
-    task: Task, recorder: _Recorder, *, group_id: str, sampling: SamplingParams
-) -> Trajectory:
-    sample = recorder.sample
-    terminated = recorder.outcome is not None and recorder.outcome.terminated
-    return Trajectory(
-        trajectory_id=uuid.uuid4().hex,
-        group_id=group_id,
-        task_key=task.key,
-        seed=task.seed,
-        environment=task.environment,
-        environment_version=recorder.environment_version,
-        history=recorder.history,
-        turns=tuple(recorder.turns),
-        sequences=tuple(recorder.sequences),
-        failures=tuple(recorder.failures),
-        sampling=sample.sampling if sample else sampling,
-        tokenizer_digest=sample.tokenizer_digest if sample else "",
-        template_digest=sample.template_digest if sample else "",
-        terminated=terminated,
-        truncated=not terminated,  # by the environment, by max_turns or by a failure
-        done_reason=recorder.done_reason,
-        labels=recorder.labels,
-    )
 
 
 async def play_group(

@@ -229,6 +229,36 @@ class Sequence:
             token_ids=self.token_ids[:end], segments=segments, fork_cause=self.fork_cause
         )
 
+    def of_turns(self, start: int, end: int) -> Sequence | None:
+        """Return the tokens up to the last one sampled in turns [start, end); None without any.
+
+        What was sampled in other turns is context, and turns count from `start`.
+        """
+        model = [s for s in self.segments if s.source is Source.MODEL]
+        is_kept = [start <= s.turn < end for s in model]
+        if not any(is_kept):
+            return None
+        cut = max(s.end for s, kept in zip(model, is_kept, strict=True) if kept)
+        keeps = np.repeat(np.array(is_kept), [s.length for s in model])
+
+        def relabel(segment: Segment) -> Segment:
+            turn = min(max(segment.turn, start), end - 1) - start
+            if segment.source is not Source.MODEL or start <= segment.turn < end:
+                return replace(segment, turn=turn)
+            return replace(segment, turn=turn, source=Source.PROMPT, policy_version=None)
+
+        def values_of(values: Floats) -> Floats:
+            return values[keeps] if len(values) else values
+
+        return replace(
+            self,
+            token_ids=self.token_ids[:cut],
+            segments=tuple(relabel(s) for s in self.segments if s.start < cut),
+            inference_logprobs=values_of(self.inference_logprobs),
+            ref_logprobs=values_of(self.ref_logprobs),
+            token_advantages=values_of(self.token_advantages),
+        )
+
 
 def prefix_hash(token_ids: Iterable[int]) -> str:
     """Return 32 hex digits that name a row of token ids; equal rows have equal names.

@@ -7,7 +7,8 @@ t0.history           # user, assistant, tool, assistant
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -327,6 +328,42 @@ class Trajectory:
         """Return whether nothing but the policy failed and there is something to train."""
         is_blameless = all(failure.owner is Owner.POLICY for failure in self.failures)
         return is_blameless and self.num_model_tokens > 0
+
+    def part(self, start: int, end: int) -> Trajectory:
+        """Return turns [start, end) of it; what came before them is context.
+
+        Parts that tile the turns hold each sampled token, with its log-prob and version, and each
+        reward once. Only the part with the last turn has the episode's end and its failures. The
+        history goes on to the part's last message, and the trajectory_id stays.
+        """
+        num_turns = len(self.turns)
+        if not 0 <= start <= end <= num_turns:
+            raise InvalidInput(
+                f"Turns {start} to {end} of a trajectory of {num_turns} turns.",
+                reason=Reason.BAD_OPTIONS,
+                remedy=f"Give 0 <= start <= end <= {num_turns}.",
+            )
+        if (start, end) == (0, num_turns):
+            return self
+        is_last = end == num_turns
+        # The last part also has what was sampled for a turn whose step failed.
+        rows = (row.of_turns(start, sys.maxsize if is_last else end) for row in self.sequences)
+        part = replace(
+            self,
+            turns=self.turns[start:end],
+            sequences=tuple(row for row in rows if row is not None),
+        )
+        if is_last:
+            return part
+        last = self.turns[end - 1] if end else Turn(message_start=0, num_messages=0)
+        return replace(
+            part,
+            history=self.history[: last.message_start + last.num_messages],
+            failures=(),
+            terminated=False,
+            truncated=False,
+            done_reason=DoneReason.NOT_DONE,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,7 @@ TESTED_HERE = frozenset(
     }
 )
 TESTED_ELSEWHERE = {
+    "collect": "tests/unit/test_collection.py",
     "compat": "tests/unit/compat/test_offered.py",
     "train_in_python": "tests/contract/stack/test_jobs.py",
     "grpo_by_hand": "tests/e2e/test_grpo_by_hand.py",

@@ -26,6 +26,7 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.clients.scorer import ScorerClient
 from dialoop.clients.template import TemplateClient
 from dialoop.clients.trainer import TrainerClient
+from dialoop.collection import collect
 from dialoop.errors import InvalidConfig, NotFound
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
@@ -34,8 +35,9 @@ from dialoop.trajectory import SamplingParams, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Self
+    from typing import Any, Self
 
+    from dialoop.collection import Collection
     from dialoop.environments import Environment
     from dialoop.episode import Policy
     from dialoop.local.client import Environments
@@ -185,6 +187,13 @@ class Dialoop:
             policy=self.policy,
             group_id=group_id or task.task_id,
         )
+
+    def collect(self, environment: str = "", **options: Any) -> Collection:
+        """Return batches of played turns for `async for`; `options` are those of `dialoop.collect`.
+
+        The name may be left out where there is one environment.
+        """
+        return collect(self.environment, self.policy, name=environment, **options)
 
     def _client(self, name: str, kind: Callable[[Channel], C]) -> C:
         address = self._services.get(name, "")

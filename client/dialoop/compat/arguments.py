@@ -18,14 +18,10 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "batch_size_dl": ((1,), "A reset loads one task; the collector asks for as many as it plays."),
     "call_before_env_reset": ((False,), "Leave it out."),
     "device": (("cpu",), "Environments hold messages and no tensors; leave it out."),
-    "flatten_data": ((False,), "Trajectories hold their own turns; leave it out."),
     "generate": ((True,), "Leave it out."),
     "headless": ((True,), "The browser has no window here."),
     "num_envs": ((1,), "Open as many sessions of one environment as you like."),
-    "reset_at_each_iter": ((False, True), "Leave it out."),
     "weight_updater": ((), "Call `update_policy_weights_(manifest, chunks)`."),
-    "yield_only_last_steps": ((False,), "Take `trajectory.turns[-1]`."),
-    "yield_completed_trajectories": ((True,), "Episodes are always played to their end."),
 }
 """Arguments of the sources without a meaning here: values that do nothing, and what to do else."""
 

@@ -1,4 +1,4 @@
-"""torchrl's LLMCollector over `dialoop.play`: it plays an environment in this process.
+"""torchrl's LLMCollector over `dialoop.collect`: it plays an environment in this process.
 
     collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=8, total_dialog_turns=64)
     async for trajectories in collector: ...
@@ -10,30 +10,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dialoop.collection import collect
 from dialoop.compat.arguments import require_neutral
 from dialoop.compat.sampling import read_generate_options
 from dialoop.compat.transforms import VersionStamp
 from dialoop.environments.tasks.data_loading import DataSource
-from dialoop.errors import InvalidConfig
-from dialoop.local.client import LocalEnvironmentClient
-from dialoop.reasons import Reason
-from dialoop.rollout import play
 from dialoop.trajectory import Task
-from dialoop.user_functions import call
+from dialoop.user_functions import call, call_now
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
     from dialoop.environments.chat_env import ChatEnv
+    from dialoop.environments.tasks.data_loading import Loaded
     from dialoop.trajectory import Trajectory
 
 
 class TrajectoryCollector:
-    """Plays whole episodes and yields them in lists of at least dialog_turns_per_batch turns.
+    """Yields lists of trajectories, with `for` or, inside an event loop, `async for`.
 
-    total_dialog_turns: stop after so many turns; -1 means never. replay_buffer: its `extend`
-    takes each list as well. track_policy_version: a VersionStamp or True, which reports the version
-    in each step's info. Iterate with `async for`.
+    Without yield_completed_trajectories a list has exactly dialog_turns_per_batch turns, and parts
+    of trajectories (`Trajectory.part`). With it, a list has whole trajectories of at least so many
+    turns, or without dialog_turns_per_batch one. yield_only_last_steps: of each the last turn.
+    flatten_data: a trajectory for each turn, as usual with a replay_buffer, whose `extend` takes
+    each list as well. postproc: changes each list. total_dialog_turns: -1 means endless.
+    track_policy_version: a VersionStamp or True, which reports the version in each step's info.
     """
 
     def __init__(  # noqa: PLR0913 - the source's arguments
@@ -41,21 +42,19 @@ class TrajectoryCollector:
         env: ChatEnv,
         *,
         policy: Any,
-        dialog_turns_per_batch: int = 1,
+        dialog_turns_per_batch: int | None = None,
         total_dialog_turns: int = -1,
+        yield_completed_trajectories: bool | None = None,
+        yield_only_last_steps: bool | None = None,
+        reset_at_each_iter: bool = False,
+        flatten_data: bool | None = None,
+        postproc: Callable[[list[Trajectory]], Any] | None = None,
         replay_buffer: Any = None,
         track_policy_version: bool | VersionStamp = False,
         generate_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
         require_neutral("LLMCollector", others)
-        if dialog_turns_per_batch < 1 or total_dialog_turns < -1:
-            raise InvalidConfig(
-                f"dialog_turns_per_batch is {dialog_turns_per_batch}, and total_dialog_turns "
-                f"{total_dialog_turns}.",
-                reason=Reason.BAD_OPTIONS,
-                remedy="Give 1 turn or more per batch, and -1 or a number of turns in all.",
-            )
         stamp = track_policy_version
         if isinstance(stamp, bool):
             self.policy_version_tracker = VersionStamp() if stamp else None
@@ -66,27 +65,47 @@ class TrajectoryCollector:
         self.env = env
         self.policy = policy
         self.replay_buffer = replay_buffer
-        self._batch_turns = dialog_turns_per_batch
-        self._total_turns = total_dialog_turns
-        self._sampling = read_generate_options(generate_kwargs or {}).sampling
+        self._postproc = postproc
+        only_last = bool(yield_only_last_steps)
+        completed = (
+            only_last if yield_completed_trajectories is None else (yield_completed_trajectories)
+        )
+        if dialog_turns_per_batch is None and not completed:
+            dialog_turns_per_batch = 1
+        if flatten_data is None:
+            flatten_data = replay_buffer is not None and not only_last
         primer = env.primer
-        self._source = DataSource(env.tasks, split="") if primer is None else primer.source
+        source = DataSource(env.tasks, split="") if primer is None else primer.source
+        self._collection = collect(
+            env,
+            policy,
+            turns_per_batch=dialog_turns_per_batch,
+            total_turns=total_dialog_turns,
+            completed_only=completed,
+            last_turn_only=only_last,
+            flatten=flatten_data,
+            reset_each_batch=reset_at_each_iter,
+            tasks=(_task_of(item, env.name, source.split) for item in source),
+            sampling=read_generate_options(generate_kwargs or {}).sampling,
+        )
 
-    async def __aiter__(self) -> AsyncIterator[list[Trajectory]]:
-        """Yield lists of trajectories; the last one may be shorter."""
-        num_turns, batch, turns_of_batch = 0, list[Any](), 0
-        async with LocalEnvironmentClient(self.env) as sessions:
-            while self._total_turns < 0 or num_turns < self._total_turns:
-                trajectory = await self._play(sessions)
-                batch.append(trajectory)
-                # An episode that failed before its first turn counts too, so that this ends.
-                num_turns += max(1, len(trajectory.turns))
-                turns_of_batch += max(1, len(trajectory.turns))
-                if turns_of_batch >= self._batch_turns:
-                    yield await self._deliver(batch)
-                    batch, turns_of_batch = [], 0
-        if batch:
-            yield await self._deliver(batch)
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        async for batch in self._collection:
+            trajectories = list(batch.trajectories)
+            if self._postproc is not None:
+                trajectories = await call(self._postproc, trajectories)
+            if self.replay_buffer is not None:
+                await call(self.replay_buffer.extend, trajectories)
+            yield trajectories
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._collection:
+            trajectories = list(batch.trajectories)
+            if self._postproc is not None:
+                trajectories = call_now(self._postproc, trajectories)
+            if self.replay_buffer is not None:
+                call_now(self.replay_buffer.extend, trajectories)
+            yield trajectories
 
     async def update_policy_weights_(self, manifest: Any, chunks: Any = ()) -> Any:
         """Load published weights into the policy, and count the version up once they are loaded."""
@@ -95,25 +114,14 @@ class TrajectoryCollector:
             self.policy_version_tracker.increment_version()
         return loaded
 
-    async def _play(self, sessions: LocalEnvironmentClient) -> Trajectory:
-        item = self._source.take()
-        task = Task(
-            task_id=f"{item.group_id}/{item.repeat}",
-            environment=self.env.name,
-            split=self._source.split,
-            key=item.task.key,
-            epoch=item.epoch,
-            seed=item.seed,
-        )
-        return await play(
-            task,
-            sessions=sessions,
-            policy=self.policy,
-            group_id=item.group_id,
-            sampling=self._sampling,
-        )
 
-    async def _deliver(self, batch: list[Trajectory]) -> list[Trajectory]:
-        if self.replay_buffer is not None:
-            await call(self.replay_buffer.extend, batch)
-        return batch
+def _task_of(item: Loaded, environment: str, split: str) -> Task:
+    """Return the task of one copy; copies share their group id."""
+    return Task(
+        task_id=item.group_id,
+        environment=environment,
+        split=split,
+        key=item.task.key,
+        epoch=item.epoch,
+        seed=item.seed,
+    )

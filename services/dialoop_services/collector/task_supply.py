@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import Busy, DialoopError
-from dialoop.trajectory import Purpose, Task
 
 from dialoop_services.collector.mixture import Cursor, TaskStream
 from dialoop_services.runtime.exit_reason import is_mistake
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.environment import EnvironmentClient, TaskPage, TaskRef
     from dialoop.clients.replay import ReplayClient
+    from dialoop.trajectory import Task
 
     from dialoop_services.collector.settings import CollectorSettings
 
@@ -130,14 +131,6 @@ class TaskSupply:
         )
 
     def _task(self, stream: TaskStream, ref: TaskRef) -> Task:
-        return Task(
-            task_id=f"{stream.name}/{ref.epoch}/{ref.key}",
-            environment=stream.environment,
-            split=stream.split,
-            key=ref.key,
-            epoch=ref.epoch,
-            seed=ref.seed,
-            purpose=Purpose.TRAINING,
-            num_trajectories=self._settings.group_size,
-            min_trajectories=min(self._settings.min_group_size, self._settings.group_size),
-        )
+        size = self._settings.group_size
+        task = ref.task(stream.environment, stream.split, num_trajectories=size)
+        return replace(task, min_trajectories=min(self._settings.min_group_size, size))

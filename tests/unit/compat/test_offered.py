@@ -171,7 +171,13 @@ def test_an_sft_sum_is_the_sum() -> None:
         lambda: compat.TopKRewardSelector(total_dialog_turns=2, topk_size=3),
         lambda: compat.ChatEnv(batch_size=[4]),
         lambda: compat.ChatEnv(unheard_of=1),
-        lambda: compat.LLMCollector(arithmetic(), policy=None, yield_completed_trajectories=False),
+        lambda: compat.LLMCollector(
+            arithmetic(),
+            policy=ScriptedPolicy([]),
+            yield_completed_trajectories=False,
+            yield_only_last_steps=True,
+        ),
+        lambda: compat.LLMCollector(arithmetic(), policy=ScriptedPolicy([]), frames=1),
         lambda: compat.TransformersWrapper(torch.nn.Linear(1, 1)),
     ],
 )
@@ -308,6 +314,37 @@ async def test_the_collector_counts_turns_and_versions() -> None:
     assert collector.policy_version_tracker.version == 0
     await collector.update_policy_weights_("manifest")
     assert collector.policy_version_tracker.version == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shapes"),
+    [
+        ({}, [[1], [1], [1]]),
+        ({"dialog_turns_per_batch": 2}, [[2], [1]]),
+        ({"yield_completed_trajectories": True}, [[2], [2]]),
+        ({"yield_only_last_steps": True}, [[1], [1]]),
+        ({"dialog_turns_per_batch": 2, "flatten_data": True}, [[1, 1], [1]]),
+        ({"dialog_turns_per_batch": 1, "reset_at_each_iter": True}, [[1], [1], [1]]),
+    ],
+)
+async def test_the_collectors_arguments_have_their_meaning(
+    arguments: dict[str, Any], shapes: list[list[int]]
+) -> None:
+    """Three turns of episodes of two turns, with `async for` and with `for`."""
+    calls: list[int] = []
+
+    def collector() -> Any:
+        return compat.LLMCollector(
+            arithmetic(max_turns=2),
+            policy=ScriptedPolicy(["<request><Calculator>1+2<call>"] * 2),
+            total_dialog_turns=3,
+            postproc=lambda batch: calls.append(len(batch)) or [len(t.turns) for t in batch],
+            **arguments,
+        )
+
+    assert [batch async for batch in collector()] == shapes
+    assert await asyncio.to_thread(lambda: list(collector())) == shapes
+    assert calls == [len(shape) for shape in shapes] * 2
 
 
 async def test_an_environment_of_the_page_plays_the_code_block() -> None:

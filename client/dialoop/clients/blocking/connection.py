@@ -22,9 +22,10 @@ from dialoop.clients.blocking.trainer import BlockingTrainerClient
 from dialoop.clients.connection import Dialoop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
+    from collections.abc import Callable, Iterator
+    from typing import Any, Self
 
+    from dialoop.collection import CollectedBatch
     from dialoop.environments import Environment
     from dialoop.episode import Policy
     from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
@@ -144,6 +145,14 @@ class BlockingDialoop:
     def play_group(self, task: Task, *, group_id: str = "") -> Group:
         """Play all of the task's trajectories at the same time."""
         return self._loop.run(self._dialoop.play_group(task, group_id=group_id))
+
+    def collect(self, environment: str = "", **options: Any) -> Iterator[CollectedBatch]:
+        """Yield batches of played turns; `options` are those of `dialoop.collect`.
+
+        The name may be left out where there is one environment.
+        """
+        collection = self._get(lambda d: d.collect(environment, **options))
+        return self._loop.iterate(aiter(collection))
 
     def _get(self, client: Callable[[Dialoop], T]) -> T:
         # A connection belongs to the loop that it is made in.

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from dialoop.environments.episode import TaskData
 from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
+from dialoop.trajectory import Task
 
 MAX_PAGE_SIZE = 10_000
 
@@ -26,6 +27,18 @@ class TaskRef:
     key: str
     epoch: int
     seed: int
+
+    def task(self, environment: str, split: str, *, num_trajectories: int = 1) -> Task:
+        """Return the task, under an id that no other epoch has."""
+        return Task(
+            task_id=f"{environment}/{split}/{self.epoch}/{self.key}",
+            environment=environment,
+            split=split,
+            key=self.key,
+            epoch=self.epoch,
+            seed=self.seed,
+            num_trajectories=num_trajectories,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
