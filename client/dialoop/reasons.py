@@ -42,7 +42,8 @@ def reason_of(text: str) -> Reason | OtherReason:
 class DropReason(_Named):
     """Why the queue dropped a group or played trajectories.
 
-    A group that a scorer or trainer refuses is dropped under the refusal's `Reason` in lower case.
+    A group that a scorer or trainer refuses is dropped under the refusal's `Reason` in lower case;
+    so is one whose answers took too long, or under which an engine or service died.
     """
 
     ABANDONED = "abandoned", "The evaluation that the group belongs to was given up."
@@ -174,6 +175,7 @@ class Reason(_Named):
     EMPTY_PROMPT = "EMPTY_PROMPT", "A sequence must begin with a token that is not trained."
     EMPTY_SEGMENT = "EMPTY_SEGMENT", "A segment has text or tokens, not both."
     EMPTY_SEQUENCE = "EMPTY_SEQUENCE", "A sequence has too few tokens."
+    ENGINE_DIED = "ENGINE_DIED", "The engine failed while it worked on the request."
     ENGINE_FAILED = "ENGINE_FAILED", "The inference engine failed."
     ENGINE_NOT_FOUND = "ENGINE_NOT_FOUND", "The engine cannot be imported."
     ENVIRONMENT_FAILED = "ENVIRONMENT_FAILED", "The foreign environment failed."
@@ -357,6 +359,10 @@ class Reason(_Named):
     SEQUENCE_TOO_LONG = "SEQUENCE_TOO_LONG", "No sequence fits a row."
     SERVICE_AWAY = "SERVICE_AWAY", "A service was away for too long."
     SERVICE_CONFIG = "SERVICE_CONFIG", "A service refused its settings."
+    SERVICE_DIED = (
+        "SERVICE_DIED",
+        "The connection to the service broke while it worked on the request.",
+    )
     SERVICE_FAILED = "SERVICE_FAILED", "A service ended before it was ever ready."
     SESSION_BUSY = "SESSION_BUSY", "The session is at work on a step."
     SESSION_CONFLICT = "SESSION_CONFLICT", "The session is of another environment."

@@ -22,11 +22,16 @@ from dialoop.reasons import Reason, reason_of
 if TYPE_CHECKING:
     from dialoop.v1.environment_service_pb2 import ItemError
 
+STARTED_METADATA = "dialoop-started"
+"""Key of the metadata with which a service says at once that it works on a call."""
+DEATHS: frozenset[str] = frozenset({Reason.ENGINE_DIED, Reason.SERVICE_DIED})
+"""Reasons of a request under which an engine or a service ended: it may be the cause."""
+
 # Errors of a retryable class that would only repeat themselves: the message stays too large, the
 # cursor that a collector expected stays behind, and the answer takes as long again.
 _HOPELESS = frozenset({Reason.MESSAGE_TOO_LARGE, Reason.CURSOR_MOVED, Reason.ANSWER_TIMED_OUT})
 # Errors of a retryable class that one request can have while others succeed.
-_OWN_FAILURES = frozenset({Reason.OPEN_FAILED, Reason.OPEN_TIMEOUT})
+_OWN_FAILURES = frozenset({Reason.OPEN_FAILED, Reason.OPEN_TIMEOUT, *DEATHS})
 
 
 def error_of(failure: grpc.aio.AioRpcError, *, address: str) -> DialoopError:
@@ -37,6 +42,12 @@ def error_of(failure: grpc.aio.AioRpcError, *, address: str) -> DialoopError:
     if info is not None:
         remedy = info.metadata.get("remedy", "")
         return _kind_of(code.value[0])(text, reason=reason_of(info.reason), remedy=remedy)
+    if code is grpc.StatusCode.UNAVAILABLE and _is_started(failure):
+        return Unavailable(
+            f"The connection to {address} broke while the request was worked on: {text}",
+            reason=Reason.SERVICE_DIED,
+            remedy="See the service's log. Leave the request out if it ends the service again.",
+        )
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return Unavailable(
             f"{address} is not reachable: {text}", remedy="Is the service running there?"
@@ -70,6 +81,10 @@ def is_outage(error: DialoopError) -> bool:
 def _kind_of(code: int) -> type[DialoopError]:
     is_known = code in set(Status)
     return ERRORS_BY_STATUS[Status(code)] if is_known else InternalError
+
+
+def _is_started(failure: grpc.aio.AioRpcError) -> bool:
+    return any(key == STARTED_METADATA for key, _ in failure.initial_metadata() or ())
 
 
 def _info_of(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | None:

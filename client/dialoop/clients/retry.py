@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from dialoop.clients.errors import is_outage, is_worth_retrying
+from dialoop.clients.errors import DEATHS, is_outage, is_worth_retrying
 from dialoop.errors import DialoopError, Unavailable
 from dialoop.reasons import Reason
 
@@ -26,6 +26,7 @@ SERVICE_AWAY = Reason.SERVICE_AWAY
 # no room until groups are trained.
 _WAITS = frozenset({Reason.ASLEEP, Reason.STORE_FULL})
 _MOST_DOUBLINGS = 30
+_MAX_DEATHS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +62,26 @@ async def retry(
 ) -> T:
     """Call until it succeeds and return the result; `call` must be safe to repeat.
 
-    An error that a retry cannot mend is raised at once. The last error is raised after
+    An error that a retry cannot mend is raised at once. So is the second death of an engine or
+    service under the call: it may be the cause, so whoever repeats it further must count. Between
+    the two, an outage may last without limit, since a call given up as SERVICE_AWAY would count
+    from zero. The last error is raised after
     `max_attempts`, or when the next attempt would begin later than `within_s` from now. `wait_s`
     takes the place of the policy's.
     """
     began_at = available_at = time.monotonic()
-    attempt = 0
+    attempt = num_deaths = 0
     while True:
         try:
             return await call()
         except DialoopError as error:
             attempt += 1
-            if not is_worth_retrying(error) or attempt == policy.max_attempts:
+            num_deaths += error.reason in DEATHS
+            is_last = attempt == policy.max_attempts or num_deaths == _MAX_DEATHS
+            if is_last or not is_worth_retrying(error):
                 raise
             now = time.monotonic()
-            if error.reason in _WAITS:
+            if error.reason in _WAITS | DEATHS or (num_deaths and is_outage(error)):
                 available_at = now
             pause_s = (wait_s or policy.wait_s)(attempt)
             if now + pause_s > began_at + within_s:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dialoop.agents import load_agent, play_agent
-from dialoop.clients.retry import RetryPolicy, retry
-from dialoop.errors import InvalidConfig
+from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy, retry
+from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
@@ -93,12 +93,25 @@ class RecordingReplicas:
         failures: Iterable[Failure] = (),
         labels: Mapping[str, str] | None = None,
     ) -> Trajectory:
-        """End the recording at its replica and return the trajectory."""
+        """End the recording at its replica and return the trajectory.
+
+        Raise Unavailable (SERVICE_DIED) if that replica does not come back: the run may have ended
+        it, so it must count.
+        """
         home = self._home.pop(recording_id)
-        return await retry(
-            lambda: home.close(recording_id, rewards=rewards, failures=failures, labels=labels),
-            self._retry_policy,
-        )
+        try:
+            return await retry(
+                lambda: home.close(recording_id, rewards=rewards, failures=failures, labels=labels),
+                self._retry_policy,
+            )
+        except DialoopError as error:
+            if error.reason != SERVICE_AWAY:
+                raise
+            raise Unavailable(
+                "The replica that recorded the run went away.",
+                reason=Reason.SERVICE_DIED,
+                remedy="See the replica's log.",
+            ) from error
 
 
 def load_agents(settings: CollectorSettings) -> dict[str, Agent]:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dialoop.clients.errors import DEATHS
 from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy
 from dialoop.reasons import DropReason, Reason
 from dialoop.rollout import play, sampling_of_member
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from dialoop_services.collector.counters import Counters
 
 _SEVERAL = 2
+_NAMED = frozenset({Reason.ANSWER_TIMED_OUT, Reason.DEADLINE_EXCEEDED, *DEATHS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,9 @@ class GroupPlayer:
             if failure is None:
                 return PlayedMember(member=member, trajectory=trajectory, num_discarded=attempt - 1)
             is_outage = failure.reason == SERVICE_AWAY
-            if is_outage or attempt > self._member_retries:
+            # What a service died under was tried again already: a third time only as a new attempt.
+            is_last = is_outage or failure.reason in DEATHS or attempt > self._member_retries
+            if is_last:
                 return _failed_member(failure, is_outage=is_outage)
             await asyncio.sleep(self._retry_policy.wait_s(attempt))
         raise AssertionError("unreachable: the last attempt returns")
@@ -185,9 +189,9 @@ class GroupPlayer:
 
 
 def _failed_member(failure: Failure, *, is_outage: bool) -> FailedMember:
-    """Return why the member goes back; what took too long has a reason of its own."""
+    """Return why the member goes back; long answers and deaths have reasons of their own."""
     reason: str = DropReason.SERVICE_AWAY if is_outage else DropReason.MEMBER_FAILED
-    if failure.reason in (Reason.ANSWER_TIMED_OUT, Reason.DEADLINE_EXCEEDED):
+    if failure.reason in _NAMED:
         reason = failure.reason.lower()
     message = f"{failure.owner.name.lower()}: {failure.reason}: {failure.message}"
     return FailedMember(reason=reason, message=message, is_outage=is_outage)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dialoop.clients.errors import is_worth_retrying
+from dialoop.clients.errors import DEATHS, is_worth_retrying
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from collections.abc import Sequence as Several
 
     from dialoop.chat import ChatHistory, History
@@ -30,6 +32,37 @@ class _Replica:
     back_at: float = 0.0
 
 
+class _Suspects:
+    """Let requests under which a replica died try again a few at a time: 1, 2, 4, ...
+
+    One of them may kill the next replica too. At first each goes alone, so that the others are not
+    beside it then; every success makes room for one more.
+    """
+
+    def __init__(self) -> None:
+        self._num_places = 1
+        self._num_running = 0
+        self._changed = asyncio.Event()
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Hold one of the places; wait while all are taken."""
+        while self._num_running >= self._num_places:
+            self._changed.clear()
+            await self._changed.wait()
+        self._num_running += 1
+        try:
+            yield
+            self._num_places += 1
+        except DialoopError as error:
+            if error.reason in DEATHS:
+                self._num_places = 1
+            raise
+        finally:
+            self._num_running -= 1
+            self._changed.set()
+
+
 class Replicas:
     """Sends requests to replicas in turn; one that is away is skipped for a growing time.
 
@@ -41,6 +74,7 @@ class Replicas:
         self._replicas = [_Replica(policy) for policy in policies]
         self._turn = itertools.count()
         self._retry_policy = retry_policy
+        self._suspects = _Suspects()
 
     async def generate(
         self,
@@ -52,25 +86,32 @@ class Replicas:
         turn: int = 0,
         num_samples: int = 1,
     ) -> tuple[Sample, ...]:
-        """Sample on the first replica that can; raise Unavailable (SERVICE_AWAY) if none can."""
+        """Sample on the first replica that can; raise Unavailable (SERVICE_AWAY) if none can.
+
+        Raise Unavailable (ENGINE_DIED, SERVICE_DIED) for a request under which two replicas died.
+        """
+        is_suspect = False
 
         async def generate_once() -> tuple[Sample, ...]:
-            replica = await self._next_replica()
-            try:
-                samples = await replica.policy.generate(
-                    history,
-                    context=context,
-                    num_context_messages=num_context_messages,
-                    sampling=sampling,
-                    turn=turn,
-                    num_samples=num_samples,
-                )
-            except DialoopError as error:
-                if is_worth_retrying(error):
-                    self._set_aside(replica)
-                raise
-            replica.num_failures, replica.back_at = 0, 0.0
-            return samples
+            nonlocal is_suspect
+            async with self._suspects.place() if is_suspect else nullcontext():
+                replica = await self._next_replica()
+                try:
+                    samples = await replica.policy.generate(
+                        history,
+                        context=context,
+                        num_context_messages=num_context_messages,
+                        sampling=sampling,
+                        turn=turn,
+                        num_samples=num_samples,
+                    )
+                except DialoopError as error:
+                    is_suspect |= error.reason in DEATHS
+                    if is_worth_retrying(error):
+                        self._set_aside(replica)
+                    raise
+                replica.num_failures, replica.back_at = 0, 0.0
+                return samples
 
         # No wait between attempts here: `_next_replica` waits until a replica is back.
         return await retry(generate_once, self._retry_policy, wait_s=lambda _: 0.0)

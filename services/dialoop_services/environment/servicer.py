@@ -13,6 +13,7 @@ from dialoop.wire import chat_history_from_proto, sampling_from_proto, trajector
 from dialoop.wire.runs import text_history_to_proto, trials_to_proto
 
 from dialoop_services.environment import encoding
+from dialoop_services.runtime.calls import announce_start
 from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def CreateGroup(
         self, request: pb.CreateGroupRequest, context: Any
     ) -> pb.CreateGroupResponse:
+        await announce_start(context)
         members = await self._sessions.create_group(
             request.group_id,
             request.environment,

@@ -404,8 +404,17 @@ def weights_bad() -> Unavailable:
     )
 
 
+def engine_died() -> Unavailable:
+    """Return the error of a request under which the engine failed: it may be the cause."""
+    return Unavailable(
+        "The engine failed while it worked on the request.",
+        reason=Reason.ENGINE_DIED,
+        remedy="See the replica's log. Leave the request out if the engine fails again.",
+    )
+
+
 def engine_stopped() -> Unavailable:
-    """Return the error of a request whose engine died."""
+    """Return the error of a request that finds the engine stopped."""
     return Unavailable(
         "The engine stopped.", reason=Reason.NOT_READY, remedy="Try another replica."
     )

@@ -32,6 +32,7 @@ from dialoop_services.inference.requests import (
     manifest_of,
     rows_field,
 )
+from dialoop_services.runtime.calls import announce_start
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -65,11 +66,13 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         self._max_new_tokens = max_new_tokens
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        await announce_start(context)
         return await self._generate(request)
 
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        await announce_start(context)
         # Filled by the engine's callback, drained here; at most one message's tokens wait in it.
         chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
         generating = asyncio.ensure_future(self._generate(request.request, chunks))
@@ -84,6 +87,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             generating.cancel()  # free the engine's slot when the caller leaves
 
     async def LogProb(self, request: pb.LogProbRequest, context: Context) -> pb.LogProbResponse:
+        await announce_start(context)
         rows, sequences = self._rows(request)
         scored = await self._replica.logprobs(rows, adapter=request.adapter)
         return pb.LogProbResponse(

@@ -10,6 +10,8 @@ import time
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dialoop.clients.errors import STARTED_METADATA
+
 from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
@@ -80,6 +82,9 @@ class CallContext:
         self._code: Any = None
         self._details = ""
 
+    async def send_initial_metadata(self, metadata: tuple[tuple[str, Any], ...]) -> None:
+        """Do nothing: a caller in this process outlives no service."""
+
     def invocation_metadata(self) -> tuple[tuple[str, Any], ...]:
         """Return the metadata that the caller sent with the request."""
         return self._metadata
@@ -99,6 +104,14 @@ class CallContext:
     def details(self) -> str:
         """Return the status's text, which is empty if none was set."""
         return self._details
+
+
+async def announce_start(context: Any) -> None:
+    """Tell the caller that this service now works on the call.
+
+    If the connection breaks after that, the caller gets SERVICE_DIED and not a plain outage.
+    """
+    await context.send_initial_metadata(((STARTED_METADATA, "1"),))
 
 
 def ids_of(request: Any) -> dict[str, str]:

@@ -7,10 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from dialoop.chat import History, Message
+from dialoop.clients.channel import Channel
+from dialoop.clients.inference import InferenceClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.template import TemplateClient
 from dialoop.errors import InvalidConfig, InvalidInput, Unavailable
 from dialoop.sequences import ForkCause, Source
@@ -30,7 +35,7 @@ from tests.support.inference_world import (  # noqa: F401
     publish,
     world,
 )
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -193,6 +198,75 @@ async def test_a_dead_engine_is_not_ready_and_ends_the_service(model_dir, tmp_pa
             await watched
         assert await w.health() == "NOT_SERVING"
         await assert_refused(w.client.generate(QUESTION), Unavailable, "NOT_READY")
+
+
+async def test_a_step_that_fails_blames_those_it_answered_and_no_waiting_request(
+    model_dir, tmp_path, monkeypatch
+):
+    async with world(model_dir, tmp_path / "w") as w:
+        engine = w.replica.engine
+        advance, may_fail = engine._advance, threading.Event()
+
+        def fail_once(old, new):
+            may_fail.wait()
+            monkeypatch.setattr(engine, "_advance", advance)
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(engine, "_advance", fail_once)
+        first = asyncio.create_task(w.client.generate(QUESTION))
+        await until(lambda: engine._running)
+        second = asyncio.create_task(w.client.generate(QUESTION))
+        await until(lambda: engine._waiting)
+        may_fail.set()
+        await assert_refused(first, Unavailable, "ENGINE_DIED")
+        assert len(await second) == 1
+
+
+class Cable:
+    """A TCP connection to a port, which can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._writers: list[asyncio.StreamWriter] = []
+        self.num_bytes_back = 0
+
+    async def carry(self, reader, writer) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, back]
+        await asyncio.gather(self._copy(reader, back), self._copy(there, writer, is_back=True))
+
+    async def _copy(self, reader, writer, *, is_back=False) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                self.num_bytes_back += len(data) * is_back
+        writer.close()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+async def test_a_connection_that_breaks_in_an_answer_is_told_from_one_that_is_refused(
+    model_dir, tmp_path
+):
+    async with world(model_dir, tmp_path / "w") as w:
+        cable = Cable(w.server.port)
+        listener = await asyncio.start_server(cable.carry, "127.0.0.1", 0)
+        address = "{}:{}".format(*listener.sockets[0].getsockname())
+        async with Channel(address, retry=RetryPolicy(max_attempts=1)) as channel:
+            client = InferenceClient(channel)
+            await client.get_policy()
+            await w.client.pause()
+            num_before = cable.num_bytes_back
+            answering = asyncio.create_task(client.generate(QUESTION))
+            await until(lambda: w.replica.num_requests_running)
+            await until(lambda: cable.num_bytes_back > num_before)
+            listener.close()
+            cable.cut()
+            await assert_refused(answering, Unavailable, "SERVICE_DIED")
+            await assert_refused(client.generate(QUESTION), Unavailable, "UNAVAILABLE")
+            await w.client.resume()
 
 
 async def test_the_model_s_own_template_is_the_default_and_renders(model_dir, tmp_path):

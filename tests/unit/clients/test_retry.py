@@ -106,6 +106,24 @@ async def test_a_request_that_fails_by_itself_for_long_is_no_outage(clock, error
     assert not is_outage(error)
 
 
+@pytest.mark.parametrize("reason", [Reason.ENGINE_DIED, Reason.SERVICE_DIED])
+async def test_a_request_under_which_a_service_dies_twice_is_tried_no_more(clock, reason):
+    call = Call(*away(1, reason), *away(99, reason))
+    with pytest.raises(Unavailable) as caught:
+        await retry(call, RetryPolicy(max_attempts=None, total_s=120.0))
+    assert (caught.value.reason, call.num_calls) == (reason, 2)
+    assert not is_outage(caught.value)
+
+
+async def test_a_death_is_not_forgotten_while_the_service_restarts_slowly(clock):
+    policy = RetryPolicy(max_attempts=None, max_wait_s=1.0, total_s=2.0)
+    call = Call(*away(1, "ENGINE_DIED"), *away(50), *away(1, "SERVICE_DIED"))
+    with pytest.raises(Unavailable) as caught:
+        await retry(call, policy)
+    assert caught.value.reason == "SERVICE_DIED"
+    assert clock.now_s > 10 * policy.total_s
+
+
 async def test_sleep_of_a_replica_is_no_outage(clock):
     call = Call(*away(50, "ASLEEP"), *away(2))
     policy = RetryPolicy(max_attempts=None, max_wait_s=0.5, total_s=1.5)

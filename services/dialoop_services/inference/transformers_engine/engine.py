@@ -32,6 +32,7 @@ from dialoop_services.inference.engine import (
     Scored,
     StopTokens,
     context_full,
+    engine_died,
     engine_stopped,
     require_fit,
     require_ids,
@@ -349,7 +350,7 @@ class TransformersEngine:
             await asyncio.to_thread(self._advance, old, new)
         except Exception:
             logger.exception("a decoding step failed")
-            self._fail_all(engine_stopped())
+            self._fail_running(engine_died())
             return
         for row in self._running:
             row.deliver()
@@ -398,10 +399,14 @@ class TransformersEngine:
             row.append(token, logprob, self._policy_version, decode=self._tokenizer.decode)
 
     def _fail_all(self, error: Exception) -> None:
-        for row in [*self._running, *self._waiting]:
+        self._running += self._waiting
+        self._waiting.clear()
+        self._fail_running(error)
+
+    def _fail_running(self, error: Exception) -> None:
+        for row in self._running:
             row.fail(error)
         self._running = []
-        self._waiting.clear()
         self._batch.clear()
 
 

@@ -42,6 +42,7 @@ from dialoop_services.inference.engine import (
     StopTokens,
     VersionSpan,
     context_full,
+    engine_died,
     engine_stopped,
     require_fit,
     require_ids,
@@ -390,6 +391,7 @@ class VllmEngine:
     ) -> Any:
         # Salted, so that later requests do not use keys that a KEEP_KV load kept for running ones.
         prompt = tokens_input(list(token_ids), cache_salt=label_of(self._policy_version))
+        had_died = self._llm.errored
         telling = on_begin and asyncio.create_task(self._tell_begin(request_id, on_begin))
         try:
             lora = lora_request(adapter) if adapter else None
@@ -397,8 +399,12 @@ class VllmEngine:
             async with aclosing(generating) as outputs:
                 async for output in outputs:
                     yield output
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise engine_stopped() from error
+        except EngineDeadError as error:
+            raise (engine_stopped() if had_died else engine_died()) from error
+        except EngineGenerateError as error:
+            if self._llm.errored:
+                raise engine_died() from error
+            raise InternalError("vLLM failed in one request and goes on.") from error
         except VLLMValidationError as error:
             if params.structured_outputs is None:
                 raise

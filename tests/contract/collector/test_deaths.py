@@ -1,0 +1,100 @@
+"""A request that kills an engine or a service is counted, closed by name, and blames no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from dialoop.chat import History, Message
+from dialoop.clients.retry import RetryPolicy
+from dialoop.errors import Unavailable
+from dialoop.testing import ScriptedPolicy as AnsweringPolicy
+from dialoop_services.collector.agents import RecordingReplicas
+from dialoop_services.collector.replicas import Replicas
+
+from tests.support.collector_world import ScriptedPolicy, adds_up, world
+from tests.support.waiting import PATIENCE_S
+
+POLICY = RetryPolicy(max_attempts=None, total_s=0.5, first_wait_s=0.001, max_wait_s=0.01)
+
+
+def prompt(text: str) -> History:
+    return History((Message(role="user", content=text),))
+
+
+class Mortal:
+    """A replica that dies under a poisonous prompt, with all that it works on."""
+
+    def __init__(self, policy, *, is_poison) -> None:
+        self.policy = policy
+        self.is_poison = is_poison
+        self.running: dict[asyncio.Future[None], str] = {}
+        self.deaths: Counter[str] = Counter()
+        self.num_deaths = 0
+
+    async def generate(self, history, **named):
+        dying = asyncio.get_running_loop().create_future()
+        self.running[dying] = text = history[-1].content
+        try:
+            if self.is_poison(text):
+                await asyncio.sleep(0.002)
+                self.num_deaths += 1
+                for other, content in self.running.items():
+                    self.deaths[content] += 1
+                    other.done() or other.set_result(None)
+            else:
+                await asyncio.wait([dying], timeout=0.01)
+            if dying.done():
+                raise Unavailable("dead", reason="ENGINE_DIED")
+        finally:
+            del self.running[dying]
+        return await self.policy.generate(history, **named)
+
+
+async def test_a_request_that_kills_its_engine_ends_and_those_beside_it_do_not():
+    mortal = Mortal(AnsweringPolicy(["ok"]), is_poison=lambda text: text == "poison")
+    replicas = Replicas([mortal], POLICY)
+    texts = ["poison", *(f"innocent {number}" for number in range(12))]
+    async with asyncio.timeout(PATIENCE_S):
+        outcomes = await asyncio.gather(
+            *(replicas.generate(prompt(text)) for text in texts), return_exceptions=True
+        )
+    failed = {text: o for text, o in zip(texts, outcomes, strict=True) if isinstance(o, Exception)}
+    assert list(failed) == ["poison"]
+    assert failed["poison"].reason == "ENGINE_DIED"
+    assert mortal.deaths["poison"] == mortal.num_deaths == 2
+
+
+async def test_a_task_that_kills_the_engine_is_closed_by_name_and_the_run_goes_on():
+    poison: list[str] = []
+
+    def is_poison(text: str) -> bool:
+        poison[:] = poison or [text]  # the first question that is asked
+        return text == poison[0]
+
+    async with world() as w:
+        await w.allow(4)
+        mortal = Mortal(ScriptedPolicy(), is_poison=is_poison)
+        async with w.collecting(Replicas([mortal], POLICY)), asyncio.timeout(PATIENCE_S):
+            await w.until(lambda c: bool(c.num_groups_dropped) and c.num_groups_unscored >= 3)
+        counts = await w.training()
+    assert mortal.num_deaths <= 2 * 3 * 2  # tries, attempts of the ledger, members
+    assert counts.num_groups_dropped == {"engine_died": 1}
+    assert adds_up(counts)
+
+
+async def test_a_run_whose_replica_never_comes_back_counts_against_its_agent():
+    class Gone:
+        async def create(self, *_, **__):
+            return "http://replica"
+
+        async def close(self, *_, **__):
+            raise Unavailable("gone")
+
+    brief = RetryPolicy(max_attempts=None, total_s=0.02, first_wait_s=0.001)
+    recordings = RecordingReplicas([Gone()], brief)
+    await recordings.create("r")
+    with pytest.raises(Unavailable) as caught:
+        await recordings.close("r")
+    assert caught.value.reason == "SERVICE_DIED"
