@@ -75,6 +75,7 @@ class DropReason(_Named):
         "truncated_sampling",
         "The sampling parameters cut off part of the distribution.",
     )
+    TURNS_SPENT = "turns_spent", "The collector had played [collector] total_turns."
     UNIFORM_REWARD = (
         "uniform_reward",
         "All members have the same reward: there is nothing to learn.",

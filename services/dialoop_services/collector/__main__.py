@@ -15,7 +15,12 @@ from dialoop.clients.retry import RetryPolicy
 
 from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
 from dialoop_services.collector.collector import Collector
-from dialoop_services.collector.counters import Counters, keep_written, write_counters
+from dialoop_services.collector.counters import (
+    Counters,
+    keep_written,
+    read_training_turns,
+    write_counters,
+)
 from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
@@ -32,7 +37,8 @@ async def serve() -> None:
 async def serve_in(host: Host, settings: CollectorSettings) -> None:
     """Collect until the host stops the service."""
     async with AsyncExitStack() as exits:
-        counters = Counters(settings.worker)
+        num_turns_before = read_training_turns(settings.run_dir)
+        counters = Counters(settings.worker, num_turns_before=num_turns_before)
         collector = await make_collector(settings, counters, host.connect, exits)
         server = await exits.enter_async_context(host.server)
         await collect(settings, collector, counters, server.stopping)

@@ -17,6 +17,7 @@ from dialoop.clients.replay import MemberItem, ReturnItem
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
 from dialoop.reasons import DropReason, Reason
+from dialoop.trajectory import Purpose
 
 from dialoop_services.collector.outbox import Outbox, is_away
 from dialoop_services.collector.player import FailedMember, Round
@@ -113,6 +114,11 @@ class Collector:
 
     async def _collect(self, round_: Round) -> None:
         """Play one round; its members are appended meanwhile. Give its lease back if any failed."""
+        round_.has_begun = self._may_begin(round_.task.purpose)
+        if not round_.has_begun:
+            # Failed, so that the ledger gives the task up instead of issuing it again.
+            await self._give_back(round_, DropReason.TURNS_SPENT, failed=True)
+            return
         try:
             info = await self._info_of(round_.task.environment)
             sampling = self._settings.sampling_of(round_.task, info.stop)
@@ -127,6 +133,21 @@ class Collector:
             await self._give_back(round_, DropReason.COLLECTOR_FAILED, failed=True)
         else:
             await self._end(round_, failed)
+
+    def _may_begin(self, purpose: Purpose) -> bool:
+        """Return whether turns are left for another group of this purpose.
+
+        Evaluations are not limited. An episode under way counts as one turn.
+        """
+        total_turns = self._settings.total_turns
+        if total_turns < 0 or purpose is not Purpose.TRAINING:
+            return True
+        num_playing = sum(
+            max(0, len(round_.lease.members) - round_.num_played)
+            for round_ in self._rounds.values()
+            if round_.has_begun and round_.task.purpose is purpose
+        )
+        return self._counters.num_training_turns + num_playing < total_turns
 
     async def _end(self, round_: Round, failed: Mapping[int, FailedMember]) -> None:
         """End a round whose members were all played: the ledger has those that did not fail."""

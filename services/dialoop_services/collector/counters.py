@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class Counters:
     """Counts since this process started; one event loop counts, one reads."""
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, *, num_turns_before: int = 0) -> None:
         self._worker = worker
+        self._num_turns_before = num_turns_before
         self._played: dict[Purpose, Counter[str]] = {purpose: Counter() for purpose in Purpose}
         self._forks: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -51,6 +52,11 @@ class Counters:
             f"{failure.owner.name.lower()}/{failure.reason.lower()}"
             for failure in trajectory.failures
         )
+
+    @property
+    def num_training_turns(self) -> int:
+        """Return the turns of finished training episodes, with those of earlier processes."""
+        return self._num_turns_before + self._played[Purpose.TRAINING]["num_turns"]
 
     def count_append(self, purpose: Purpose, *, num_discarded: int) -> None:
         """Count a trajectory in the queue; `num_discarded` earlier plays of it had failed."""
@@ -94,6 +100,13 @@ class Counters:
             "num_tasks_returned": dict(self._returned),
             "num_leases_lost": self._num_leases_lost,
         }
+
+
+def read_training_turns(run_dir: Path | None) -> int:
+    """Return the turns of training episodes that the run's collectors have written down."""
+    files = sorted(run_dir.glob("collector-*.json")) if run_dir is not None else ()
+    counts = (json.loads(file.read_text("utf-8")) for file in files)
+    return sum(count["training"]["num_turns"] for count in counts)
 
 
 async def keep_written(counters: Counters, path: Path, *, interval_s: float = 1.0) -> None:

@@ -45,12 +45,14 @@ class Round:
     """The play of a leased task's open members under one lease.
 
     num_played: finished plays, also those that failed. num_counted: those that the queue counts,
-    with the members it has. `is_ending` is set once no member is being played any more.
+    with the members it has. `is_ending` is set once no member is being played any more, and
+    `has_begun` once one is.
     """
 
     lease: TaskLease
     num_played: int = 0
     num_counted: int = 0
+    has_begun: bool = False
     is_ending: bool = False
 
     @property

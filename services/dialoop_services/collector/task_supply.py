@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import Busy, DialoopError
+from dialoop.reasons import DropReason
 
 from dialoop_services.collector.mixture import Cursor, TaskStream
 from dialoop_services.runtime.exit_reason import is_mistake
@@ -80,6 +81,8 @@ class TaskSupply:
     async def top_up(self) -> bool:
         """Offer pages until a page of tasks is waiting, from whichever collector.
 
+        None is offered any more once a collector has played `total_turns`.
+
         Return False, and offer nothing, while the queue knows no policy: the trainer gives a queue
         that has lost its state the position in the data before it announces a policy.
         """
@@ -87,6 +90,8 @@ class TaskSupply:
             stats = await self._replay.get_stats(self._settings.run)
             if stats.policy_version is None:
                 return False
+            if DropReason.TURNS_SPENT in stats.training.num_groups_dropped:
+                return True
             if stats.training.num_tasks_offered >= self._settings.page_size:
                 return True
             tasks, next_cursor = await self._page(stats.cursor)

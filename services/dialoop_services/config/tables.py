@@ -227,6 +227,9 @@ class CollectorSection(Section):
     """Strings that end an answer, for tasks that set none; absent: the environment's own."""
     max_turns: int = Field(default=64, ge=1)
     """Number of turns after which an episode ends if its environment has not ended it."""
+    total_turns: int = Field(default=-1, ge=-1)
+    """Number of turns of training episodes after which a collector begins no more, and training
+    ends with the whole batches that are left; -1: no limit. An episode under way counts as one."""
     agent_time_limit_s: float = Field(default=600.0, gt=0)
     """Seconds after which an agent's episode is stopped as failed."""
     page_size: int = Field(default=64, ge=1)

@@ -91,6 +91,8 @@ class TrainerSettings(JobSettings, TrainFields):
     """Largest number of tokens of prompt and response; a packed row has room for so many."""
     max_new_tokens: int = job_key("collector.max_new_tokens")
     """Largest number of tokens that an evaluation samples in one turn."""
+    total_turns: int = job_key("collector.total_turns")
+    """Number of turns of training episodes after which collectors begin no more; -1: no limit."""
     max_logprob_difference: float = job_key("gates.logprob_difference_at_most")
     """Difference of log-probs between trainer and replica that raises an alarm, in nats."""
 

@@ -94,6 +94,7 @@ def summarise(findings: Findings) -> dict[str, Any]:
         "trajectories": trajectory_counts(stats.training),
         "evaluation_groups": group_counts(stats.evaluation),
         "evaluation_trajectories": trajectory_counts(stats.evaluation),
+        "turns": turns(findings),
         "lengths": lengths(findings),
         "accounting": accounting(findings),
         "staleness_histogram": trainer["staleness_histogram"],
@@ -192,6 +193,15 @@ def signal(counts: LedgerCounts, trainer: Mapping[str, Any]) -> dict[str, Any]:
         "share": num_trained / max(1, num_trained + num_without),
         "num_empty_batches": trainer.get("num_empty_batches", 0),
     }
+
+
+def turns(findings: Findings) -> dict[str, int]:
+    """Return the turns that collectors have played, by purpose, and the limit of those to train."""
+    played = {
+        purpose: sum(counts[purpose]["num_turns"] for counts in findings.collectors)
+        for purpose in ("training", "evaluation")
+    }
+    return played | {"total_turns": findings.config.collector.total_turns}
 
 
 def lengths(findings: Findings) -> dict[str, dict[int, int]]:

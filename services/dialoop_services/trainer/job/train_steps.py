@@ -128,6 +128,10 @@ class TrainSteps:
                 max_staleness=self._settings.max_staleness,
                 selection=Selection[self._settings.selection.upper()],
             )
+            if not answer.leases and await self._is_collected():
+                turns = self._settings.total_turns
+                self._state.stopped_early = f"total_turns = {turns} turns were played"
+                continue
             if not answer.leases:
                 # A queue that lost its state leases no tasks until a policy is announced again.
                 await self._checkpointer.restore_cursor()
@@ -148,6 +152,19 @@ class TrainSteps:
         if self._state.stopped_early:
             await self._return_kept()
         return None
+
+    async def _is_collected(self) -> bool:
+        """Return whether collectors have played `total_turns`, and no other group will come."""
+        if self._settings.total_turns < 0:
+            return False
+        counts = (await self._replay.get_stats(self._settings.run)).training
+        is_on_its_way = (
+            counts.num_tasks_offered
+            + counts.num_groups_leased
+            + counts.num_groups_unscored
+            + counts.num_groups_scored
+        )
+        return DropReason.TURNS_SPENT in counts.num_groups_dropped and not is_on_its_way
 
     async def _return_kept(self) -> None:
         """Give the groups of an incomplete batch back, since training is over."""

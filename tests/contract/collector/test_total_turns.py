@@ -1,0 +1,72 @@
+"""`[collector] total_turns`: the collector begins no more, and training ends with what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from dialoop.trajectory import Purpose
+from dialoop_services.collector.counters import Counters, read_training_turns, write_counters
+
+from tests.support.collector_world import ScriptedPolicy, adds_up, make_tasks, world
+from tests.support.loop.rl_loop import run_loop
+from tests.support.loop.virtual_time import run_virtually
+from tests.support.waiting import PATIENCE_S
+
+
+@pytest.mark.parametrize(
+    ("total_turns", "num_played", "num_steps"),
+    # Groups of two turns, and four groups a train step. A begun group is played to its end.
+    [(20, 20, 2), (15, 16, 2), (6, 6, 0)],
+)
+def test_training_ends_with_the_whole_batches_of_the_turns(
+    tmp_path: Path, total_turns: int, num_played: int, num_steps: int
+) -> None:
+    done = run_virtually(
+        run_loop(
+            tmp_path,
+            seed=0,
+            num_steps=9,
+            groups_per_train_step=4,
+            num_tokens=lambda _: 4,
+            collector={"group_size": 2, "total_turns": total_turns},
+            total_turns=total_turns,
+        )
+    )
+    assert done.counters["training"]["num_turns"] == num_played
+    assert done.training.num_trajectories_generated == num_played
+    assert done.result["num_train_steps"] == num_steps
+    assert done.result["stopped_early"] == f"total_turns = {total_turns} turns were played"
+    assert done.training.num_groups_dropped["turns_spent"] > 0
+    assert (done.training.num_tasks_offered, done.training.num_groups_leased) == (0, 0)
+    assert done.training.num_groups_scored == num_played // 2 - 4 * num_steps
+    assert adds_up(done.training)
+
+
+async def test_evaluations_are_played_when_no_training_turn_is_left() -> None:
+    async with world() as w:
+        await w.allow(9)
+        async with w.collecting(ScriptedPolicy(), total_turns=4) as counters:
+            await w.until(lambda c: c.num_groups_dropped.get("turns_spent", 0) > 0)
+            tasks = await make_tasks(w, 3, purpose=Purpose.EVALUATION)
+            await w.replay.offer_tasks("r", tasks)
+            async with asyncio.timeout(PATIENCE_S):
+                while counters.to_json()["evaluation"]["num_groups_appended"] < 3:
+                    await asyncio.sleep(0.02)
+            await w.until(lambda c: c.num_tasks_offered == 0)
+    assert counters.to_json()["training"]["num_turns"] == 4
+
+
+def test_a_collector_that_is_started_again_goes_on_counting(tmp_path: Path) -> None:
+    for worker, num_turns in (("a", 3), ("b", 5)):
+        counts = Counters(worker).to_json()
+        counts["training"]["num_turns"] = num_turns
+        write_counters(counts, tmp_path / f"collector-{worker}.json")
+    assert read_training_turns(tmp_path) == 8
+    again = Counters("c", num_turns_before=8)
+    assert again.num_training_turns == 8
+    # The file holds its own turns alone, since summaries add the files up.
+    assert json.loads(json.dumps(again.to_json()))["training"]["num_turns"] == 0
+    assert read_training_turns(None) == 0
