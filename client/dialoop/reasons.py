@@ -330,6 +330,7 @@ class Reason(_Named):
     RANKS_OUT_OF_STEP = "RANKS_OUT_OF_STEP", "The ranks are closed or out of step."
     RANK_FAILED = "RANK_FAILED", "Another rank failed."
     RANK_REFUSED = "RANK_REFUSED", "Another rank refused the command."
+    READ_FAILED = "READ_FAILED", "A file of the run could not be read."
     RECORDING_CLOSED = "RECORDING_CLOSED", "The recording is closed."
     RECORDING_EMPTY = "RECORDING_EMPTY", "No call of the recording was answered."
     RECORDING_EXISTS = "RECORDING_EXISTS", "There is another recording of that id."

@@ -126,6 +126,9 @@ class FakeLearner:
     def snapshot(self, directory: Path) -> None:
         self.export(directory / "model.safetensors")
 
+    def damage_in(self, directory: Path) -> str:
+        return ""
+
     def restore(self, directory: Path) -> None:
         self.weights = int((directory / "model.safetensors").read_text("utf-8"))
 

@@ -59,6 +59,34 @@ def named_failures(path: Path, *errors: type[Exception]) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def named_reads(path: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Raise PreconditionFailed (READ_FAILED) for a read that fails inside.
+
+    `errors` are those that a library raises, beside OSError and MemoryError.
+    """
+    kinds: tuple[type[Exception], ...] = (OSError, MemoryError, *errors)
+    try:
+        yield
+    except kinds as error:
+        raise read_failed(path, why_unread(error)) from error
+
+
+def why_unread(error: Exception) -> str:
+    """Return the system's words for a failed read, or the kind of another error."""
+    return (isinstance(error, OSError) and error.strerror) or type(error).__name__
+
+
+def read_failed(path: Path, why: str) -> PreconditionFailed:
+    """Return the error that a file or folder of the run could not be read."""
+    return PreconditionFailed(
+        f"{path.parent.name}/{path.name} could not be read: {why}.",
+        reason=Reason.READ_FAILED,
+        remedy="Let the trainer read the run's directory, mend the disk or give the trainer more "
+        "memory, and start it again. No file has changed.",
+    )
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file; a reader sees the old one or the new one, never a part."""
     with whole_file(path) as temporary:

@@ -88,7 +88,10 @@ def test_two_processes_learn_as_one_and_a_refusal_leaves_them_in_step(
     tmp_path: Path, model_dir: Path, alone: tuple[Path, list[Any]]
 ) -> None:
     assert alone[1].count("SEQUENCE_TOO_LONG") == alone[1].count("LOSS_INPUT_MISSING") == 1
-    assert launch([str(WORKER), str(model_dir), str(tmp_path)], 2) == (0, "")
+    status, errors = launch([str(WORKER), str(model_dir), str(tmp_path)], 2)
+    damage, consequence = errors.splitlines()  # both of the first rank
+    assert (status, "is damaged: model.safetensors" in damage) == (0, True)
+    assert consequence.endswith("continues from the checkpoint main-3-000001.")
     results = json.loads((tmp_path / "results.json").read_text())
     for actual, expected in zip(results, alone[1], strict=True):
         assert actual == (expected if isinstance(expected, str) else pytest.approx(expected, 1e-4))

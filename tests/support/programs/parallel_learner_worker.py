@@ -14,6 +14,7 @@ from dialoop.errors import DialoopError
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.data.batches import TrainedSequence
+from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.ranks import (
     RankSettings,
@@ -21,6 +22,7 @@ from dialoop_services.trainer.learner.ranks import (
     learners_of,
     make_learner,
 )
+from dialoop_services.trainer.recovery.checkpoint import Checkpoints
 from dialoop_services.trainer.settings import TrainerSettings
 
 VERSION = PolicyVersion(lineage="main", number=3)
@@ -76,12 +78,26 @@ def take_steps(learner: Learner, out: Path) -> list[Any]:
         learner.restore(out / "nothing")
     except DialoopError as error:
         results.append(error.reason)
+    results.append(restored_step(learner, out))
     results.append(learner.sft_step(learner.rows_to_imitate(shown)).loss)
     results.append(learner.heldout_loss(learner.rows_to_imitate(shown)))
     results.append([float(row.sum()) for row in learner.logprobs([[5, 6, 7], [8, 9]])])
     results.append(learner.num_parameters)
     results.append(learner.export(out / "model.safetensors").num_bytes)
     return results
+
+
+def restored_step(learner: Learner, out: Path) -> int:
+    """Save the learner twice, damage the newer checkpoint, and continue from what is left."""
+    run_dir = out / "run"
+    for step in (1, 2):
+        state = JobState(policy_version=VERSION, num_train_steps=step)
+        newest = Checkpoints(run_dir).save(learner, state)
+    weights = newest / "model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    restored = Checkpoints(run_dir).restore(learner)
+    assert restored is not None
+    return restored.num_train_steps
 
 
 def main() -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import random
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from dialoop.errors import InvalidConfig
+import torch
+from dialoop.errors import InvalidConfig, PreconditionFailed
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.learning.parallel.ranks import Ranks
 from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.learner.learner_state import LearnerState
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints, published_policy
 from dialoop_services.trainer.recovery.journal import Journal, JournalEntry
 from dialoop_services.trainer.settings import TrainerSettings
@@ -23,16 +29,24 @@ VERSION = PolicyVersion(lineage="main", number=3)
 class FakeLearner:
     """Its weights are one line of text; `killed` dies while it writes them."""
 
-    def __init__(self, weights: str = "", *, killed: bool = False) -> None:
+    def __init__(
+        self, weights: str = "", *, killed: bool = False, not_loaded: Exception | None = None
+    ) -> None:
         self.weights = weights
         self._killed = killed
+        self._not_loaded = not_loaded
 
     def snapshot(self, directory: Path) -> None:
         (directory / "weights").write_text("" if self._killed else self.weights, "utf-8")
         if self._killed:
             raise KeyboardInterrupt
 
+    def damage_in(self, directory: Path) -> str:
+        return ""
+
     def restore(self, directory: Path) -> None:
+        if self._not_loaded is not None:
+            raise self._not_loaded
         self.weights = (directory / "weights").read_text("utf-8")
 
 
@@ -129,21 +143,103 @@ def test_where_no_checkpoint_can_be_read_the_run_does_not_start_again_from_nothi
         Checkpoints(tmp_path).restore(learner())
 
 
-@pytest.mark.parametrize("damaged", ["model.safetensors", "learner.pt"])
-@pytest.mark.parametrize("size", ["as written", "shorter"])
-def test_a_real_learner_passes_over_files_that_the_disk_damaged(
-    tmp_path: Path, damaged: str, size: str
+NOT_LOADED = (
+    PermissionError(errno.EACCES, os.strerror(errno.EACCES)),
+    OSError(errno.EIO, os.strerror(errno.EIO)),
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+)
+
+
+@pytest.mark.parametrize("error", NOT_LOADED, ids=lambda error: type(error).__name__)
+def test_what_is_no_damage_takes_back_no_train_step(tmp_path: Path, error: Exception) -> None:
+    _, newest = two_checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(PreconditionFailed, match=newest.name) as caught:
+        checkpoints.restore(learner(not_loaded=error))
+    assert caught.value.reason is Reason.READ_FAILED
+    assert "memory" in caught.value.remedy
+    assert checkpoints.newest == newest
+
+
+@pytest.mark.parametrize("name", ["latest.json", "progress.json"])
+def test_a_checkpoints_json_that_may_not_be_read_is_not_a_damaged_one(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_dir = make_tiny_model(tmp_path / "model", seed=0)
-    real = Learner(TrainerSettings(model_dir=model_dir))
+    two_checkpoints(tmp_path)
+    refuse_to_read(name, monkeypatch)
+    with pytest.raises(PreconditionFailed, match=name + " could not be read: Permission denied"):
+        Checkpoints(tmp_path).restore(learner())
+
+
+def refuse_to_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the file system refuse every file of that name, as it cannot refuse root."""
+    open_path = Path.open
+
+    def refuse(path: Path, *args: Any, **named: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_path(path, *args, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Learner:
+    """A learner whose every restore is from what it saved itself."""
+    model_dir = make_tiny_model(tmp_path_factory.mktemp("real") / "model", seed=0)
+    return Learner(TrainerSettings(model_dir=model_dir))
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "learner.pt"])
+@pytest.mark.parametrize("damage", ["zeros", "one bit", "shorter"])
+def test_a_real_learner_passes_over_files_that_the_disk_damaged(
+    real: Learner, tmp_path: Path, damaged: str, damage: str
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (10, 20):
         path = checkpoints.save(real, JobState(policy_version=VERSION, num_train_steps=step))
-    num_bytes = (path / damaged).stat().st_size
-    (path / damaged).write_bytes(b"\0" * (num_bytes if size == "as written" else 100))
+    data = bytearray((path / damaged).read_bytes())
+    data[-100] ^= damage == "one bit"
+    damages = {"zeros": bytes(len(data)), "shorter": data[:100], "one bit": data}
+    (path / damaged).write_bytes(damages[damage])
     state = Checkpoints(tmp_path).restore(real)
     assert state is not None
     assert state.num_train_steps == 10
+
+
+def test_a_file_that_may_not_be_read_is_not_a_damaged_one(
+    real: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real.snapshot(tmp_path)
+    assert real.damage_in(tmp_path) == ""
+    refuse_to_read("model.safetensors", monkeypatch)
+    with pytest.raises(PreconditionFailed, match="could not be read: Permission denied") as caught:
+        real.damage_in(tmp_path)
+    assert caught.value.reason is Reason.READ_FAILED
+
+
+@pytest.mark.parametrize(
+    ("others", "failure"), [(["torn", ""], ""), (["", "No route to host"], "No route to host")]
+)
+def test_every_rank_hears_of_what_another_one_cannot_read(
+    real: Learner, tmp_path: Path, others: list[str], failure: str
+) -> None:
+    class TwoRanks(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, others]
+
+    real.snapshot(tmp_path)
+    state = LearnerState(
+        real.state.policy, {}, random.Random(0), model_dir=tmp_path, ranks=TwoRanks()
+    )
+    if failure:
+        with pytest.raises(PreconditionFailed, match=failure):
+            state.find_damage(tmp_path)
+    else:
+        assert state.find_damage(tmp_path) == "torn"
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_counts(

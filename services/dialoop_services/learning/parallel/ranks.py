@@ -254,5 +254,7 @@ def _is_lost_connection(error: BaseException) -> bool:
     """Return whether the error means that a process is gone; gloo's have no type of their own."""
     if isinstance(error, BaseExceptionGroup):  # the first rank's service raises groups
         return any(map(_is_lost_connection, error.exceptions))
+    if error.__cause__ is not None and _is_lost_connection(error.__cause__):
+        return True
     is_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     return is_gloo or isinstance(error, dist.DistNetworkError | dist.DistBackendError)

@@ -297,6 +297,14 @@ class Learner:
         """Write everything that a checkpoint keeps of this learner into a directory."""
         self.state.write(directory)
 
+    @collective()
+    def damage_in(self, directory: Path) -> str:
+        """Return why a rank cannot use a snapshot's files, such as a missing one; "" if all can.
+
+        Raises PreconditionFailed (READ_FAILED) where a rank could not read them to the end.
+        """
+        return self.state.find_damage(directory)
+
     def _require_snapshot(self, directory: Path) -> None:
         self.state.require_readable(directory)
 

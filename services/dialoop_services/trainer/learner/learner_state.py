@@ -42,7 +42,7 @@ from dialoop_services.learning.parallel.parallel_state import (
     save_sharded,
 )
 from dialoop_services.learning.parallel.ranks import ALONE, Ranks, reshard
-from dialoop_services.runtime.durable import whole_file
+from dialoop_services.runtime.durable import read_failed, whole_file, why_unread
 
 if TYPE_CHECKING:
     import random
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from dialoop_services.learning.optim import GuardedOptimizer
 
 WEIGHTS, _STATE, _PARTS = "model.safetensors", "learner.pt", "parts"
+_DIGESTS = "digests.json"
+"""The file of a checkpoint that has the SHA-256 of each other one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +106,8 @@ class LearnerState:
                 # One entry only: safetensors writes several in any order, so bytes would differ.
                 metadata = {BASE_DIGEST: adapter["base_digest"]} if is_adapter else {"format": "pt"}
                 save_file(tensors, temporary, metadata=metadata)
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
             facts = json.dumps(
-                {"sha256": digest, "num_bytes": path.stat().st_size, **adapter}
+                {"sha256": _sha256(path), "num_bytes": path.stat().st_size, **adapter}
             ).encode()
         kind = WeightsKind.ADAPTER if is_adapter else WeightsKind.WHOLE
         return ExportedWeights(path=path, kind=kind, **json.loads(self._ranks.broadcast(facts)))
@@ -138,6 +138,57 @@ class LearnerState:
             ):
                 torch.save({**state, **facts}, file)
         self._ranks.gather(None)  # wait: afterwards every rank may rely on the files
+        self._write_digests(directory)
+
+    def _write_digests(self, directory: Path) -> None:
+        """Write the digest of every file so far; each rank reads its share of them."""
+        files = (path for path in sorted(directory.rglob("*")) if path.is_file())
+        listed = json.dumps([str(path.relative_to(directory)) for path in files]).encode()
+        # One rank's list for all: a shared disk may show each of them another one.
+        names: list[str] = json.loads(self._ranks.broadcast(listed))
+        own = {
+            name: _sha256(directory / name) for name in names[self._ranks.rank :: self._ranks.size]
+        }
+        digests = {n: digest for part in self._ranks.gather(own) for n, digest in part.items()}
+        if self._ranks.is_first:
+            with whole_file(directory / _DIGESTS, sync=False) as temporary:
+                temporary.write_text(json.dumps(digests, indent=2, sort_keys=True), "utf-8")
+
+    def find_damage(self, directory: Path) -> str:
+        """Return how a checkpoint is damaged, as the first rank that sees it so says; "" if not.
+
+        Every rank calls it and has the same answer. Raises PreconditionFailed (READ_FAILED) on all
+        of them where a rank could not read the files to the end.
+        """
+        damage, failure = "", ""
+        try:
+            damage = self._own_damage_in(directory)
+        except OSError as error:
+            failure = why_unread(error)
+        verdicts = self._ranks.gather([damage, failure])
+        if failures := [failure for _, failure in verdicts if failure]:
+            raise read_failed(directory, failures[0])
+        return next((damage for damage, _ in verdicts if damage), "")
+
+    def _own_damage_in(self, directory: Path) -> str:
+        """Compare the files that this rank will read with their digests, and its share of parts."""
+        if not (directory / _STATE).is_file():
+            return f"{_STATE} is missing"
+        if not (directory / _DIGESTS).is_file():  # an older version of Dialoop wrote it
+            return ""
+        try:
+            digests: dict[str, str] = json.loads((directory / _DIGESTS).read_bytes())
+        except ValueError:
+            return f"{_DIGESTS} cannot be parsed"
+        for number, (name, digest) in enumerate(sorted(digests.items())):
+            if name.startswith(_PARTS) and number % self._ranks.size != self._ranks.rank:
+                continue
+            try:
+                if _sha256(directory / name) != digest:
+                    return f"{name} has other bytes than were written"
+            except FileNotFoundError:
+                return f"{name} is missing"
+        return ""
 
     def read(self, directory: Path) -> None:
         """Continue from a checkpoint that any number of ranks saved, whole or in parts.
@@ -223,6 +274,11 @@ class LearnerState:
         if model.config.tie_word_embeddings:
             merged.pop("lm_head.weight", None)
         return gather_whole(merged, self._ranks)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def move_training(

@@ -17,7 +17,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from safetensors import SafetensorError
 
-from dialoop_services.runtime.durable import named_failures, sync_tree, write_json
+from dialoop_services.runtime.durable import named_failures, named_reads, sync_tree, write_json
 from dialoop_services.trainer.job.state import JobState
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What safetensors, torch.load and the file system raise for a damaged file.
-_UNREADABLE = (SafetensorError, RuntimeError, OSError, EOFError, UnpicklingError)
+# What safetensors and torch raise, beside OSError, where a whole file does not get into memory.
+_NOT_LOADED = (SafetensorError, RuntimeError, EOFError, UnpicklingError)
 _FILES = "files"
 """Key of progress.json under which each file of the checkpoint has its size in bytes."""
 
@@ -56,8 +56,11 @@ class Checkpoints:
         """
         if not self._pointer.is_file():
             return []
-        folders = [path.parent for path in self._root.glob("*/progress.json")]
-        folders.sort(key=lambda path: (path / "progress.json").stat().st_mtime_ns, reverse=True)
+        with named_reads(self._root):
+            saved = [path / "progress.json" for path in self._root.iterdir()]
+            saved = [path for path in saved if path.is_file()]
+            saved.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        folders = [path.parent for path in saved]
         name = read_json(self._pointer).get("name", "")
         if self._root / name in folders:
             named = self._root / name
@@ -95,22 +98,22 @@ class Checkpoints:
         return directory
 
     def restore(self, learner: Learner) -> JobState | None:
-        """Load the newest checkpoint that can be read, and return its state; None without any.
+        """Load the newest checkpoint that every rank can read, and return its state; None without.
 
-        Raises InvalidConfig (NO_CHECKPOINT) where there are some and none can be read.
+        The ranks agree on it before any of them loads. Only damage passes a checkpoint over: a
+        disk that fails, a missing permission or a lack of memory raises PreconditionFailed
+        (READ_FAILED). Raises InvalidConfig (NO_CHECKPOINT) where every checkpoint is damaged.
         """
         if not self._pointer.is_file():
             return None
         newest = str(read_json(self._pointer).get("name", "latest.json"))
+        damage = "its files are incomplete"
         for directory in self._whole_ones():
-            try:
-                learner.restore(directory)
-            except _UNREADABLE as error:
-                log.error(
-                    "A checkpoint cannot be read.",
-                    extra={"checkpoint": directory.name, "error": type(error).__name__},
-                )
+            if damage := learner.damage_in(directory):
+                log.error("The checkpoint %s is damaged: %s.", directory.name, damage)
                 continue
+            with named_reads(directory, *_NOT_LOADED):
+                learner.restore(directory)
             if directory.name != newest:
                 log.error(
                     "%s cannot be read, so the trainer continues from the checkpoint %s.",
@@ -122,9 +125,10 @@ class Checkpoints:
             progress.pop(_FILES, None)
             return JobState.from_json(progress)
         raise InvalidConfig(
-            f"No checkpoint in {self._root} can be read.",
+            f"No checkpoint in {self._root} can be read by every rank: {damage}.",
             reason=Reason.NO_CHECKPOINT,
-            remedy="Restore the folder from a copy, or start a new run with --fresh.",
+            remedy="Put the run's directory where every rank reads it, restore the folder from a "
+            "copy, or start a new run with --fresh.",
         )
 
     def _fresh_directory(self, name: str) -> Path:
@@ -143,16 +147,26 @@ def _sizes(directory: Path) -> dict[str, int]:
 def _is_whole(directory: Path) -> bool:
     """Return whether a checkpoint's files are there, each as long as it was written."""
     progress = read_json(directory / "progress.json")
-    sizes = _sizes(directory)
-    files = progress.get(_FILES, {})
-    return bool(progress) and all(sizes.get(name) == size for name, size in files.items())
+    files: dict[str, int] = progress.get(_FILES, {})
+    with named_reads(directory):
+        try:
+            return bool(progress) and all(
+                (directory / name).stat().st_size == size for name, size in files.items()
+            )
+        except FileNotFoundError:
+            return False
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return what a JSON file says; nothing, with a line in the log, if it is damaged."""
+    """Return what a JSON file says; nothing, with a line in the log, if it is damaged.
+
+    Raises PreconditionFailed (READ_FAILED) where the file cannot be read at all.
+    """
+    with named_reads(path):
+        data = path.read_bytes()
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(data)
+    except ValueError as error:
         log.error("%s cannot be read (%s).", path.name, type(error).__name__)
         return {}
     return content if isinstance(content, dict) else {}
