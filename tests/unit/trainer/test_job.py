@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -130,6 +131,12 @@ async def test_a_batch_of_which_every_update_is_refused_is_no_train_step(
     assert (here.job.state.num_train_steps, here.job.state.num_empty_batches) == (1, 1)
     assert alarms == [set(), {"NO_SIGNAL"}]
     assert not here.board.alarms
+    rows = [(row["kind"], row["train_step"], row["policy_version"]) for row in here.rows]
+    assert [row for row in rows if row[0] != "publish"] == [("refused", 0, 2), ("train", 1, 3)]
+    written = (here.run_dir / "trajectories.jsonl").read_text("utf-8").splitlines()
+    outcomes = [json.loads(line)["outcome"] for line in written]
+    assert outcomes == ["refused"] * 4 + ["trained"] * 4
+    assert sum(here.job.state.trained_lengths.values()) == 4
 
 
 async def test_no_step_starts_after_a_pause_and_its_leases_are_kept(

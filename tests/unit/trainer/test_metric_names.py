@@ -176,6 +176,7 @@ async def test_the_debug_table_is_written_on_request_with_what_the_loss_reads(
     ids = [(row["train_step"], row["group_id"], row["trajectory_id"]) for row in table]
     assert ids == [(2, g, f"{g}-{a}") for g in "cd" for a in (1.0, -1.0)]
     first = table[0]
+    assert first["policy_version"] == "main-2"
     assert first["response_tokens"] == [6, 7]
     assert first["response_positions"] == [1, 2]
     assert first["policy_logprobs"] == [-0.25, -0.75]

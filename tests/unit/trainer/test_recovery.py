@@ -13,6 +13,7 @@ import pytest
 from dialoop.clients.replay import ReturnItem
 from dialoop.sequences import PolicyVersion
 from dialoop_services.stack.report.plot import read_metrics
+from dialoop_services.trainer.records.records import BATCH_KINDS
 from dialoop_services.trainer.recovery.journal import JournalEntry
 
 from tests.support.trainer_world import (
@@ -90,6 +91,44 @@ async def test_recovered_steps_are_saved_so_that_the_next_restart_does_not_repea
     await third.run()
     assert third.learner.trained == [4]
     assert third.publisher.published == [("main-3", 2), ("main-4", 3)]
+
+
+async def test_a_refused_batch_whose_row_a_kill_prevented_is_recorded_after_it(
+    world: Callable[..., World],
+) -> None:
+    """It has the train step of the batch before, whose row was written."""
+    here = world()
+    refuse_second(here)
+    await killed_after(here, "ab", "cd")
+    metrics = here.run_dir / "metrics.jsonl"
+    kinds = [row["kind"] for row in here.rows]
+    assert kinds[-1] == "refused"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    (here.run_dir / "trajectories.jsonl").write_text("")
+    again = after(here, world(num_steps=2))
+    refuse_second(again)
+    again.offer("e", "f")
+    await again.run()
+    batches = [row for row in again.rows if row["kind"] in BATCH_KINDS]
+    assert [(row["kind"], row["train_step"], row["policy_version"]) for row in batches] == [
+        ("train", 1, 2),
+        ("refused", 1, 3),
+        ("train", 2, 4),
+    ]
+    lines = (here.run_dir / "trajectories.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["outcome"] for line in lines] == ["refused"] * 4 + ["trained"] * 4
+
+
+def refuse_second(here: World) -> None:
+    """Let the learner refuse every update of its second batch."""
+    train_step = here.learner.train_step
+
+    def refuse(rows: Any) -> Any:
+        report = train_step(rows)
+        is_second = len(here.learner.trained) == 2
+        return replace(report, num_updates=1 - is_second, num_refused=int(is_second))
+
+    here.learner.train_step = refuse  # type: ignore[method-assign]
 
 
 async def test_only_what_was_in_work_at_the_kill_is_returned_as_a_failure(

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -26,13 +26,15 @@ def write_debug_table(
     batch: Batch,
     rows: Sequence[TokenRow],
     policy_logprobs: Sequence[Tensor],
-    *,
-    train_step: int,
+    read_by: Mapping[str, Any],
 ) -> None:
-    """Add a line for each row, which the step trains; its log-probs are float [M]."""
+    """Add a line for each row; the policy's log-probs are float [M].
+
+    `read_by` has the train step and the version of the weights that read the rows.
+    """
     with (run_dir / FILE).open("a", encoding="utf-8") as lines:
         for row, logprobs in zip(rows, policy_logprobs, strict=True):
-            line = {"train_step": train_step} | _line(batch, row, logprobs)
+            line = {**read_by} | _line(batch, row, logprobs)
             lines.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

@@ -30,6 +30,7 @@ class JobState:
     it is acknowledged, not trained again.
     trained_lengths: trained trajectories by `length_bin` of their sampled tokens.
     num_train_steps: steps that updated the weights.
+    num_trained_trajectories: those that the queue counts as trained, also of refused batches.
     num_empty_batches: as many candidates in a row as a batch has, of which none could be trained,
     and batches of which every update was refused.
     due_evaluations: train steps after which an evaluation is due that has no result yet.

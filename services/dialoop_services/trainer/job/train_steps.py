@@ -317,7 +317,9 @@ class TrainSteps:
         every, step = self._settings.debug_table_every, self._state.num_train_steps + 1
         if every and step % every == 0:
             logprobs = await asyncio.to_thread(self._learner.logprobs_of_rows, rows)
-            write_debug_table(self._settings.run_dir, batch, rows, logprobs, train_step=step)
+            # The version, because the next batch has the same step if every update is refused.
+            read_by = {"train_step": step, "policy_version": str(self._state.policy_version)}
+            write_debug_table(self._settings.run_dir, batch, rows, logprobs, read_by)
 
     def _check_mismatch(self, report: TrainStepReport, version: PolicyVersion) -> dict[str, Any]:
         """Raise or end the alarm that engine and trainer disagree on the current policy's tokens.
@@ -339,13 +341,15 @@ class TrainSteps:
     async def record(
         self, batch: Batch, row: dict[str, Any], *, is_recovered: bool = False
     ) -> None:
-        """Write the newest train step's trajectories and row; of a recovered one, what is missing.
+        """Write the newest batch's trajectories and row; of a recovered one, what is missing.
 
-        The row comes last, so a step that has a row is recorded whole.
+        The row comes last, so a batch that has a row is recorded whole. A batch of which every
+        update was refused has its own kind, since the train step's number is of the step before.
         """
-        await self._record_groups(batch.groups, "trained", is_recovered=is_recovered)
+        kind, outcome = ("train", "trained") if row["num_updates"] else ("refused", "refused")
+        await self._record_groups(batch.groups, outcome, is_recovered=is_recovered)
         version, step = self._state.policy_version, self._state.num_train_steps
-        self._records.metric("train", train_step=step, policy_version=version, **row)
+        self._records.metric(kind, train_step=step, policy_version=version, **row)
 
     async def drop(self, batch: Batch) -> None:
         """Drop the groups that cannot be trained, with their reasons."""
@@ -357,6 +361,11 @@ class TrainSteps:
 
     def _count(self, batch: Batch, report: TrainStepReport, version: PolicyVersion) -> None:
         state = self._state
+        state.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
+        for group in batch.groups:
+            state.consumed_group_ids[group.group_id] = state.num_policy_versions
+        if not report.num_updates:
+            return
         staleness = batch.staleness(version)
         state.staleness_histogram.update(staleness)
         state.num_steps_with_older_data += any(age > 0 for age in staleness)
@@ -364,9 +373,6 @@ class TrainSteps:
         trained = (t for group in batch.groups for t in group.trajectories)
         state.trained_lengths.update(length_bin(t.num_model_tokens) for t in trained)
         state.num_trained_tokens += report.num_trained_tokens
-        state.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
-        for group in batch.groups:
-            state.consumed_group_ids[group.group_id] = state.num_policy_versions
 
     async def _record_groups(
         self, groups: Sequence[Group], outcome: str, *, is_recovered: bool = False

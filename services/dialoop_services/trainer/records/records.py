@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from dialoop.episode import UpdateMode
+from dialoop.sequences import PolicyVersion
 from dialoop.views.run_files import TRAJECTORIES, number_of, trajectory_files
 
 from dialoop_services.runtime.durable import write_json
@@ -17,10 +18,13 @@ from dialoop_services.runtime.durable import write_json
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dialoop.sequences import PolicyVersion, Sequence
+    from dialoop.sequences import Sequence
     from dialoop.trajectory import Trajectory
 
     from dialoop_services.trainer.records.trackers import Tracker
+
+BATCH_KINDS = ("train", "refused")
+"""The kinds of a batch's row: a train step, and a batch of which every update was refused."""
 
 _BLOCK = 65536
 _NUM_PARTS, _PART_BYTES = 4, 1 << 30
@@ -71,14 +75,17 @@ class RunRecords:
         numbers = {f"{prefix}/{k}": float(v) for k, v in values.items() if _is_number(v)}
         self.newest.update(numbers)
 
-    def newest_train_step(self) -> int:
-        """Return the newest train step with a row that no restore took back; 0 without one."""
-        newest = 0
+    def recorded_versions(self) -> frozenset[PolicyVersion]:
+        """Return the policy versions that came out of the batches with a row.
+
+        The version tells the batches apart: a refused one has the number of the step before it.
+        """
         with (self._run_dir / "metrics.jsonl").open(encoding="utf-8", newline="\n") as lines:
-            for row in map(json.loads, lines):
-                if row["kind"] in ("train", "restore"):
-                    newest = int(row["train_step"])
-        return newest
+            return frozenset(
+                PolicyVersion(lineage=row["lineage"], number=row["policy_version"])
+                for row in map(json.loads, lines)
+                if row["kind"] in BATCH_KINDS
+            )
 
     def evaluation_due_after(self, train_step: int) -> dict[str, Any] | None:
         """Return the row of the evaluation due after that step, unless a restore took it back."""

@@ -90,12 +90,12 @@ class Recovery:
         """Return how many entries were recovered.
 
         If the weights differ from the published ones, it restores the checkpoint and returns 0. All
-        but the newest train step are already recorded in the run's files.
+        but the newest batch are already recorded in the run's files.
         """
-        num_recorded = self._records.newest_train_step()
+        recorded = self._records.recorded_versions()
         live = published_policy(self._settings.run_dir)
         for number, entry in enumerate(entries):
-            if not await self._recover(entry, is_recorded=entry.train_step <= num_recorded):
+            if not await self._recover(entry, is_recorded=entry.policy_version in recorded):
                 log.warning("A group to recover is gone.", extra={"train_step": entry.train_step})
                 return number
             if live is not None and not await self._is_as_published(live):
