@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +15,26 @@ if TYPE_CHECKING:
 
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "actor_network": ((), "Give its log-probs in LossInputs; the trainer computes them."),
+    "advantage_key": ((), "Advantages are those of the sequences; leave it out."),
     "async_envs": ((False,), "Collect in the collector service, which plays many at once."),
     "batch_size": ((1, (1,), [1]), "A session holds one conversation; open several sessions."),
     "batch_size_dl": ((1,), "A reset loads one task; the collector asks for as many as it plays."),
     "call_before_env_reset": ((False,), "Leave it out."),
+    "clip_value": ((), "Leave it out."),
     "device": (("cpu",), "Environments hold messages and no tensors; leave it out."),
+    "gamma": ((), "Leave it out."),
     "generate": ((True,), "Leave it out."),
     "headless": ((True,), "The browser has no window here."),
+    "masking_strategy": (("sft", "rlhf"), "Set loss_mask of LossInputs to the tokens to train."),
     "num_envs": ((1,), "Open as many sessions of one environment as you like."),
+    "prompt_key": (("query",), "A group has one prompt; leave it out."),
+    "reduction": (("mean",), "Choose an aggregation."),
+    "rewards_key": ((), "Rewards are those of the turns; leave it out."),
+    "samples_mc_entropy": ((1,), "The entropy is exact here; leave it out."),
+    "stack_method": ((), "Rows stay as they are; make columns of them with as_padded_tensor."),
+    "tokenizer": ((), "Nothing is tokenised here; leave it out."),
+    "tokenizer_kwargs": ((), "Nothing is tokenised here; leave it out."),
+    "verbose": ((False, True), "Leave it out."),
     "weight_updater": ((), "Call `update_policy_weights_(manifest, chunks)`."),
 }
 """Arguments of the sources without a meaning here: values that do nothing, and what to do else."""
@@ -45,6 +59,25 @@ def require_neutral(where: str, others: Mapping[str, Any]) -> None:
             )
 
 
+def take_neutral(name: str, value: Any) -> Any:
+    """Return the function so that it also takes what has no meaning here, as `require_neutral`.
+
+    A class, or a function that takes any argument, stays as it is.
+    """
+    if not inspect.isfunction(value):
+        return value
+    parameters = inspect.signature(value).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return value
+
+    @wraps(value)
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        require_neutral(name, {k: v for k, v in options.items() if k not in parameters})
+        return value(*arguments, **{k: v for k, v in options.items() if k in parameters})
+
+    return wrapper
+
+
 def load_home(name: str, home: str) -> Any:
     """Return what stands for a source's name; InvalidConfig (PACKAGE_MISSING) without its package.
 
@@ -52,7 +85,7 @@ def load_home(name: str, home: str) -> Any:
     """
     module, _, attribute = home.partition(":")
     try:
-        return getattr(import_module(module), attribute)
+        return take_neutral(name, getattr(import_module(module), attribute))
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("dialoop_services", "torch"):

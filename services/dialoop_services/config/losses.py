@@ -19,13 +19,14 @@ from dialoop_services.config.values import NameOf
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Aggregation = Literal["token", "sequence", "prompt", "constant", "sum"]
+Aggregation = Literal["token", "sequence", "prompt", "constant", "sum", "none"]
 """How token losses become one number.
 
 token: their mean over the update (DAPO, arXiv 2503.14476). sequence: the mean of each trajectory's
 own mean (GRPO, arXiv 2402.03300). prompt: the mean of the token means of each prompt's group.
 constant: the mean over trajectories of sums divided by one constant, as the longest answer (Dr.
-GRPO, arXiv 2503.20783). sum: the plain sum.
+GRPO, arXiv 2503.20783). sum: the plain sum. none: each token's own term, for a loop of your own; a
+config has no such value.
 
 A trajectory whose history was rewritten has several sequences and counts once, as its tokens are
 one answer (infra/decisions/0021-a-forked-trajectory-counts-once.md).

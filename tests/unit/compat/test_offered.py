@@ -163,10 +163,47 @@ def test_an_sft_sum_is_the_sum() -> None:
     torch.testing.assert_close(loss, -inputs().policy_logprobs.sum())
 
 
+def test_losses_and_advantages_take_the_sources_arguments_that_change_nothing() -> None:
+    neutral = {"actor_network": None, "masking_strategy": "sft", "gamma": None, "device": None}
+    expected = compat.GRPOLoss()(inputs()).loss
+    assert torch.equal(compat.GRPOLoss(**neutral, samples_mc_entropy=1)(inputs()).loss, expected)
+    assert torch.equal(
+        compat.SFTLoss(tokenizer=None, device=None)(inputs()).loss, compat.SFTLoss()(inputs()).loss
+    )
+    compat.MCAdvantage(grpo_size=2, prompt_key="query", verbose=True)
+    for options in ({"masking_strategy": "generic"}, {"actor_network": 1}, {"unheard_of": 1}):
+        with pytest.raises(InvalidConfig, match=f"GRPOLoss.*{next(iter(options))}"):
+            compat.GRPOLoss(**options)
+
+
+def test_without_an_aggregation_each_token_has_its_own_term() -> None:
+    data = inputs(loss_mask=torch.tensor([True, True, False, True, True]), num_tokens=4)
+    options: dict[str, Any] = {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.02}
+    terms = compat.GRPOLoss(aggregation="none", **options)(data).loss
+    assert terms.shape == (5,)
+    assert terms[2] == 0
+    torch.testing.assert_close(terms.sum() / 4, compat.GRPOLoss(**options)(data).loss)
+
+
+def test_a_kl_mask_leaves_out_tokens_far_from_the_sampler() -> None:
+    """Squares over two of -0.1, 1 and -2: .005, .5 and 2, of which .6 keeps the first two."""
+    shared = {"entropy": torch.zeros(3), "advantages": torch.ones(3), "num_tokens": 3}
+    shared |= {"sequence_index": torch.zeros(3, dtype=torch.int64), "num_sequences": 1}
+    shared |= {"loss_mask": torch.ones(3, dtype=torch.bool), "ref_logprobs": None}
+    shared |= {"inference_logprobs": torch.tensor([-1.0, -1.0, -1.0])}
+    policy = torch.tensor([-1.1, 0.0, -3.0], requires_grad=True)
+    compat.GRPOLoss(kl_mask_threshold=0.6, clip_epsilon=9.0)(
+        inputs(policy_logprobs=policy, **shared)
+    ).loss.backward()
+    assert policy.grad is not None
+    ratios = torch.exp(policy.detach() + 1.0)
+    torch.testing.assert_close(policy.grad, -ratios / 3 * torch.tensor([1.0, 1.0, 0.0]))
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: compat.GRPOLoss(aggregation="none"),
+        lambda: compat.GRPOLoss(aggregation="median"),
         lambda: compat.SFTLoss(reduction="none"),
         lambda: compat.TopKRewardSelector(total_dialog_turns=2, topk_size=3),
         lambda: compat.ChatEnv(batch_size=[4]),

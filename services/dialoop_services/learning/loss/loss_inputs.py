@@ -73,7 +73,12 @@ class LossInputs:
     constant: float = 1.0
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return this row's share [] of the update's mean of values [M], by the aggregation."""
+        """Return this row's share [] of the update's mean of values [M], by the aggregation.
+
+        With "none" return the values [M] themselves, 0 where the mask is not set.
+        """
+        if self.aggregation == "none":
+            return torch.where(self.loss_mask, values, 0.0)
         if self.aggregation == "token":
             return self.token_mean(values)
         # `where`, because a masked token may hold inf, and 0 * inf is not a number.

@@ -21,6 +21,7 @@ from dialoop.reasons import Reason
 from torch.nn.functional import cross_entropy
 
 from dialoop_services.learning.loss import losses
+from dialoop_services.learning.loss.corrections import Correction
 from dialoop_services.learning.loss.loss_inputs import LossInputs
 from dialoop_services.learning.loss.objective import Objective, k3
 from dialoop_services.rl.monte_carlo import trajectory_advantages, with_turn_advantages
@@ -33,28 +34,40 @@ if TYPE_CHECKING:
     from dialoop_services.config.losses import Aggregation
     from dialoop_services.rl.advantages import Aggregate
 
-_AGGREGATIONS: Mapping[str, Aggregation] = {"token_mean": "token", "prompt_mean": "sequence"}
+_AGGREGATIONS: Mapping[str, Aggregation] = {
+    "token_mean": "token",
+    "prompt_mean": "sequence",
+    "none": "none",
+}
 
 
-def grpo_loss(
+def grpo_loss(  # noqa: PLR0913 - the source's arguments
     *,
     clip_epsilon: float | tuple[float, float] = 0.2,
     entropy_bonus: bool = True,
     entropy_coeff: float = 0.01,
     kl_to_ref_coeff: float | None = None,
     kl_to_inference_coeff: float | None = None,
+    kl_mask_threshold: float | None = None,
     aggregation: str = "token_mean",
 ) -> Objective:
     """Return torchrl's GRPOLoss: `losses.grpo` with its entropy bonus and k3 terms.
 
+    kl_mask_threshold: tokens with (log policy - log inference)^2 / 2 above it are left out.
+    aggregation: "token_mean", "prompt_mean", or "none" for the terms [M] of the tokens.
     Raises InvalidConfig (BAD_OPTIONS) for another aggregation.
     """
     if aggregation not in _AGGREGATIONS:
-        raise _bad(f"aggregation is {aggregation!r:.40}", "Use 'token_mean' or 'prompt_mean'.")
+        raise _bad(
+            f"aggregation is {aggregation!r:.40}", "Use 'token_mean', 'prompt_mean' or 'none'."
+        )
     low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon, clip_epsilon)
     return Objective(
         loss=partial(losses.grpo, clip_low=low, clip_high=high),
         aggregation=_AGGREGATIONS[aggregation],
+        correction=None
+        if kl_mask_threshold is None
+        else Correction(kind="kl_mask", high=kl_mask_threshold),
         kl_coeff=kl_to_ref_coeff or 0.0,
         kl_inference_coeff=kl_to_inference_coeff or 0.0,
         entropy_coeff=entropy_coeff if entropy_bonus else 0.0,
