@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from functools import partial
+from functools import cache, partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,14 @@ def call_now(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
         return result
     with ThreadPoolExecutor(1, thread_name_prefix="call-now") as thread:
         return thread.submit(copy_context().run, asyncio.run, _wait_for(result)).result()
+
+
+@cache
+def loop_of_users() -> asyncio.AbstractEventLoop:
+    """Return the event loop, in a thread of its own, for functions that must not hold up others."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="user-functions", daemon=True).start()
+    return loop
 
 
 def name_of(function: object) -> str:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import inspect
-import pkgutil
 import random
-import re
-from collections.abc import Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import dialoop
 import pytest
+from dialoop import jobs
 from dialoop.agents import AgentHost, load_agent, play_agent
 from dialoop.chat import History, Message
+from dialoop.compat import transforms as compat_transforms
+from dialoop.compat.collectors import TrajectoryCollector
+from dialoop.compat.names import add_chat_template as add_compat_template
+from dialoop.compat.names import add_default_template
+from dialoop.compat.trials import TrialEnvironment
 from dialoop.environments import (
     AddThinkingPrompt,
     AnswerTagReward,
@@ -54,19 +61,24 @@ from dialoop.environments.rewards.rubrics import (
     WeightedSum,
     each_trajectory,
 )
+from dialoop.environments.tools.tool_syntaxes import BlockCalls
 from dialoop.episode import ContinuedText, Sample
-from dialoop.rollout import play, play_group
+from dialoop.rollout import EpisodePlayer, play, play_group
+from dialoop.tasks.files import file_tasks
 from dialoop.tasks.mlgym import MlgymCommands, MlgymEnv, mlgym
 from dialoop.templates.registry import DEFAULT_REGISTRY, TemplateRegistry, add_chat_template
 from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_tokenizer, group, trajectory
 from dialoop.text_environment.environment import TextEnvironment, each
 from dialoop.text_environment.setups import TextSetup
-from dialoop.trajectory import Owner, SamplingParams, StopReason, Task
+from dialoop.trajectory import SamplingParams, StopReason, Task
 from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
 from dialoop.trials.game import Move
 from dialoop.trials.trial import Action, run_trial
 from dialoop.trials.twenty_questions import TwentyQuestions
-from dialoop.user_functions import call, call_now, raised_at
+from dialoop_services.scorer.estimator import Estimator
+from dialoop_services.scorer.rewards import GroupReward, call_apart, with_reward
+
+from tests.support.samples.scorer_samples import make_group
 
 BYTES = byte_tokenizer()
 TASKS = RowTasks([{"query": "1+2", "answer": "3"}])
@@ -171,6 +183,11 @@ def double(number: int) -> int:
     return 2 * number
 
 
+async def double_later(number: int) -> int:
+    """Double a number."""
+    return 2 * number
+
+
 async def tools(form: Form) -> None:
     def shout(query: str) -> str:
         return query.upper()
@@ -189,13 +206,7 @@ async def tools(form: Form) -> None:
 
 
 async def argument_tools(form: Form) -> None:
-    function = form(double)
-    if function is not double:
-
-        async def function(number: int) -> int:
-            """Double a number."""
-            return 2 * number
-
+    function = double if form is _sync else double_later
     own = SimpleNamespace(
         definition=FunctionTool(double, name="own").definition,
         run=form(lambda arguments, *, timeout_s: str(2 * arguments["number"])),
@@ -228,11 +239,6 @@ async def rows(form: Form) -> None:
 
 
 async def files(form: Form) -> None:
-    import tempfile
-    from pathlib import Path
-
-    from dialoop.tasks.files import file_tasks
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.jsonl"
         path.write_text('{"q": "1"}\n')
@@ -363,10 +369,9 @@ async def token_policies(form: Form) -> None:
 
 
 async def policies(form: Form) -> None:
-    inner, answers = InMemoryEnvironment(chat(MaxTurns(1), Rewards([one]))), ScriptedPolicy(["x"])
+    inner, policy = InMemoryEnvironment(chat(MaxTurns(1), Rewards([one]))), policy_in(form)
     scripted = ScriptedPolicy(form(lambda history: "x"))
     if form is _sync:
-        policy = SimpleNamespace(generate=lambda *a, **o: asyncio.run(answers.generate(*a, **o)))
         names = ("create_session", "reset", "step", "close_session")
         loop = asyncio.get_running_loop()
 
@@ -376,7 +381,7 @@ async def policies(form: Form) -> None:
 
         sessions: Any = SimpleNamespace(**{name: blocking(name) for name in names})
     else:
-        policy, sessions = answers, inner
+        sessions = inner
     for player in (policy, scripted):
         assert (await play(TASK, sessions=sessions, policy=player)).reward == 1.0
     played = await play_group(TASK, sessions=sessions, policy=policy, group_id="g")
@@ -415,6 +420,85 @@ async def transforms(form: Form) -> None:
     assert outcome.rewards == (reward,)
 
 
+async def names_of_other_libraries(form: Form) -> None:
+    """`dialoop.compat`: its callables over the same functions, with their arguments."""
+    read = form(lambda text: [Message(role="user", content=text)])
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    registry = TemplateRegistry()
+    add_compat_template(registry, "own", source, read)
+    assert registry.get("own").parse("hi")[0].text == "hi"
+    with patch.object(DEFAULT_REGISTRY, "_entries", {}):
+        add_default_template("own", source, read)
+        assert DEFAULT_REGISTRY.get("own").parse("hi")[0].text == "hi"
+    unsure = compat_transforms.add_thinking_prompt(form(lambda episode: True))
+    assert not (await step(chat(MaxTurns(1), unsure), "x")).episode.done
+    primer = compat_transforms.data_loading_primer(dataloader_factory=form(lambda: TASKS))
+    assert primer.next().task.question == "1+2"
+    function = double if form is _sync else double_later
+    in_order = partial(compat_transforms.execute_tools_in_order, parser=BlockCalls())
+    for tools in (compat_transforms.simple_tool_transform, in_order):
+        outcome = await step(
+            chat(tools({"double": function})), '<tool>double\n{"number": 2}</tool>'
+        )
+        assert outcome.episode.history[-1].text.endswith("4")
+    agent = SimpleNamespace(get_action=form(lambda messages, state: Action(text="1")))
+    trials = TrialEnvironment(Count(form))
+    played = await asyncio.to_thread(trials.run_trial, [{}], agent=agent)
+    assert played["session_ids"]
+    assert trials.result.rewards == [3.0]
+
+
+def policy_in(form: Form) -> Any:
+    """A policy that says "x", whose method is sync or async."""
+    answers = ScriptedPolicy(["x"])
+    if form is _async:
+        return answers
+    return SimpleNamespace(generate=lambda *a, **o: asyncio.run(answers.generate(*a, **o)))
+
+
+async def connections(form: Form) -> None:
+    environment = chat(MaxTurns(1), Rewards([one]))
+    async with dialoop.Dialoop(environment=environment, inference=policy_in(form)) as connection:
+        assert (await connection.play(TASK)).reward == 1.0
+
+
+async def collectors(form: Form) -> None:
+    environment, policy = chat(MaxTurns(1), Rewards([one])), policy_in(form)
+    options = {"turns_per_batch": 1, "total_turns": 2}
+    batches = [batch async for batch in dialoop.collect(environment, policy, **options)]
+    assert [t.reward for batch in batches for t in batch.trajectories] == [1.0, 1.0]
+    collector = TrajectoryCollector(
+        environment, policy=policy, total_dialog_turns=2, postproc=form(len)
+    )
+    assert [size async for size in collector] == [1, 1]
+
+
+@asynccontextmanager
+async def two_rows(*_: Any, **__: Any) -> AsyncIterator[Any]:
+    async def rows() -> AsyncIterator[dict[str, int]]:
+        for train_step in (1, 2):
+            yield {"train_step": train_step}
+
+    yield SimpleNamespace(metrics=rows, result=_async(lambda: "ended"))
+
+
+async def metrics(form: Form) -> None:
+    rows: list[Any] = []
+    with patch.object(jobs, "Job", two_rows):
+        assert await jobs.train_async({}, on_metrics=form(rows.append)) == "ended"
+        assert await asyncio.to_thread(jobs.train, {}, on_metrics=form(rows.append)) == "ended"
+    assert [row["train_step"] for row in rows] == [1, 2, 1, 2]
+
+
+async def group_rewards(form: Form) -> None:
+    pair = make_group(0.0, 1.0)
+    graded = await with_reward(pair, GroupReward(name="g", function=form(lambda group: [1.0, 2.0])))
+    assert [t.turns[-1].rewards[-1].value for t in graded.trajectories] == [1.0, 2.0]
+    assert await call_apart(form(len), [1, 2], timeout_s=5) == 2
+    estimator = Estimator(path="mine:halves", function=form(lambda rewards: [-0.5, 0.5]))
+    assert await estimator.estimate([0.0, 1.0]) == (-0.5, 0.5)
+
+
 CASES: dict[str, tuple[Function, ...]] = {
     "rewards": (Rewards, NamedReward),
     "rubrics": (WeightedSum, Gate, InOrder, GroupRelative, each_trajectory),
@@ -425,7 +509,7 @@ CASES: dict[str, tuple[Function, ...]] = {
     "argument_tools": (ToolUse, FunctionTool),
     "demonstrations": (ChatEnv,),
     "rows": (RowTasks, dataset_chat_env, DataLoadingPrimer),
-    "files": (importlib.import_module("dialoop.tasks.files").file_tasks,),
+    "files": (file_tasks,),
     "browser": (BrowserTools,),
     "openenv": (OpenEnvDriver, importlib.import_module(OpenEnvDriver.__module__).openenv),
     "torchrl": (TorchrlDriver, torchrl_environment),
@@ -437,122 +521,26 @@ CASES: dict[str, tuple[Function, ...]] = {
     "trials": (run_trial, ScriptedAgent),
     "gamemasters": (TwentyQuestions,),
     "token_policies": (DirectOutputAgent, TextEnvironment, each, TextSetup, TextSetup.on),
-    "policies": (play, play_group, ScriptedPolicy),
+    "policies": (play, play_group, EpisodePlayer, ScriptedPolicy),
     "parsers": (TemplateRegistry.add_chat_template, add_chat_template),
     "transforms": (Transform,),
+    "names_of_other_libraries": (
+        add_compat_template,
+        add_default_template,
+        compat_transforms.add_thinking_prompt,
+        compat_transforms.data_loading_primer,
+        compat_transforms.simple_tool_transform,
+        compat_transforms.execute_tools_in_order,
+        TrialEnvironment,
+    ),
+    "connections": (dialoop.Dialoop,),
+    "collectors": (dialoop.collect, TrajectoryCollector),
+    "metrics": (jobs.train, jobs.train_async),
+    "group_rewards": (GroupReward, Estimator, call_apart),
 }
-
-# Functions that take a function of Dialoop's own, or one that only tests replace.
-NOT_A_USERS = {
-    "ChatTemplate": "its parser is one that TemplateRegistry has made",
-    "FunctionParser": "TemplateRegistry makes it",
-    "parse_tokens": "its parser is a template's",
-    "parser_for": "its render is a template's",
-    "continuation": "between two modules of dialoop.tokens",
-    "open_sessions": "a clock, for tests",
-    "SessionEngine": "a clock, for tests",
-    "PolicyVersions": "a clock, for tests",
-    "text_of_parts": "its parts are messages",
-    "tokens_of_parts": "its parts are messages",
-    "Arguments": "it reads a signature and calls nothing",
-    "TextTools": "TextEnvironment makes it",
-    "value_of": "the rubrics' own step",
-    "call": "what all of them use",
-    "call_now": "what all of them use",
-    "is_async": "what all of them use",
-}
-
-_TAKES_A_FUNCTION = re.compile(
-    r"\b(Callable|Agent|Game|Gamemaster|LogProbFunction|(Text)?Policy|Reward(Callable|Function)|Part"
-    r"|GroupFunction|Script|ToolFunction|ArgumentTool|Demonstrate|Collate|Make|ToAction|Launch"
-    r"|Parser(Function)?|Sessions|Recordings|Scores)\b"
-)
 
 
 @pytest.mark.parametrize("form", [_sync, _async])
 @pytest.mark.parametrize("case", CASES)
 async def test_it_takes_a_sync_and_an_async_function(case: str, form: Form) -> None:
     await globals()[case](form)
-
-
-def _public_functions() -> dict[str, Function]:
-    functions: dict[str, Function] = {}
-    for module in pkgutil.walk_packages(dialoop.__path__, "dialoop."):
-        if re.search(r"\.(v1|compat|cli|clients|wire|sandbox|conformance)\b|\._", module.name):
-            continue
-        for name, value in vars(importlib.import_module(module.name)).items():
-            is_own = getattr(value, "__module__", None) == module.name and name[0] != "_"
-            if is_own and (inspect.isclass(value) or inspect.isfunction(value)):
-                functions[f"{module.name}.{name}"] = value
-                members = vars(value).items() if inspect.isclass(value) else ()
-                functions |= {
-                    f"{module.name}.{name}.{key}": member
-                    for key, member in members
-                    if inspect.isfunction(member) and key[0] != "_"
-                }
-    return functions
-
-
-def test_every_public_function_that_takes_a_function_is_among_them() -> None:
-    covered = {function.__qualname__ for case in CASES.values() for function in case}
-    taking = set()
-    for function in _public_functions().values():
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):
-            continue
-        if any(_TAKES_A_FUNCTION.search(str(parameter.annotation)) for parameter in parameters):
-            taking.add(function.__qualname__)
-    assert taking - covered - set(NOT_A_USERS) == set()
-    assert set(NOT_A_USERS) <= taking
-
-
-def fails(*_: Any) -> Any:
-    raise KeyError("secret")
-
-
-def stops(*_: Any) -> Any:
-    raise StopIteration
-
-
-@pytest.mark.parametrize("form", [_sync, _async])
-async def test_an_error_is_named_with_its_type_and_line(form: Form) -> None:
-    score = await Rewards([NamedReward(form(fails), name="mine")]).score(DONE)
-    line = inspect.getsourcelines(fails)[1] + 1
-    (failure,) = score.failures
-    assert failure.owner is Owner.REWARD
-    assert f"Reward mine failed: KeyError at test_user_functions.py, line {line}" in failure.message
-    assert "secret" not in failure.message
-
-
-async def test_an_agents_error_is_the_agents_and_a_games_the_environments() -> None:
-    agent = SimpleNamespace(get_action=fails)
-    result = await run_trial(Count(_sync), [{}], agent)
-    (failure,) = result.trials[0].final.failures
-    assert failure.owner is Owner.AGENT
-    assert "The agent failed: KeyError at test_user_functions.py" in failure.message
-    game = Count(_sync)
-    game.play = fails
-    (failure,) = (await step(chat(Play(game)), "1")).failures
-    assert failure.owner is Owner.ENVIRONMENT
-    assert "KeyError at test_user_functions.py" in failure.message
-
-
-async def test_an_error_that_a_future_cannot_hold_keeps_its_line() -> None:
-    with pytest.raises(RuntimeError, match="StopIteration") as caught:
-        await call(stops)
-    assert "at test_user_functions.py, line" in raised_at(caught.value)
-
-
-async def test_a_function_that_hangs_is_left_behind_after_its_time() -> None:
-    released = asyncio.Event()
-    with pytest.raises(TimeoutError):
-        await call(released.wait, timeout_s=0.01)
-
-
-def test_an_error_without_a_line_of_the_users_is_its_type() -> None:
-    assert raised_at(ValueError("secret")) == "ValueError"
-
-
-def test_an_async_function_is_called_where_nobody_can_await() -> None:
-    assert call_now(_async(double), 2) == 4

@@ -35,7 +35,7 @@ _BOOT = "from dialoop.sandbox.killed import main; main()"
 
 
 class KillableFunction:
-    """An importable function, called in up to `max_processes` processes that calls reuse.
+    """An importable function, sync or async, called in up to `max_processes` reused processes.
 
     A call that takes too long ends its process, and the next call gets a new one. Callers wait for
     a free process. Use it on one event loop at a time.

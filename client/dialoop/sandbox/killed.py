@@ -28,6 +28,10 @@ def main() -> None:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         result = _function(request["function"])(**request["arguments"])
+        if hasattr(result, "__await__"):
+            import asyncio  # most functions are sync, and this process should start fast
+
+            result = asyncio.run(result)
         json.dumps(result)  # a result that JSON cannot hold is the function's failure
     except BaseException:  # SystemExit too, which would end this process
         return {"error": traceback.format_exc()}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop.user_functions import call, raised_at
+from dialoop.user_functions import call, call_now, raised_at
 
 from dialoop_services.config.tables import DATA_PLANES
 
@@ -87,7 +87,7 @@ def load_data_plane(name: str) -> OwnDataPlane | None:
     reason = Reason.DATA_PLANE_NOT_FOUND
     make = load_attribute(name, what="data plane", reason=reason, built_in=DATA_PLANES)
     try:
-        plane = make()
+        plane = call_now(make)
     except Exception as error:
         raise InvalidConfig(
             f"The data plane {name} cannot be made: {type(error).__name__}: {error}.",

@@ -10,10 +10,8 @@ def solved(group: Group) -> list[Reward]:
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,7 @@ from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Reward, Trajectory
-from dialoop.user_functions import call, raised_at
+from dialoop.user_functions import call, loop_of_users, raised_at
 
 from dialoop_services.rl.turn_tokens import TurnTokens
 
@@ -122,14 +120,7 @@ async def call_apart(function: Callable[[Any], Any], argument: Any, *, timeout_s
     It runs on an event loop of all such functions, so that one that blocks stops no lease or probe.
     """
     calling = call(function, argument, timeout_s=timeout_s)
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(calling, _loop_of_users()))
-
-
-@functools.cache
-def _loop_of_users() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
-    return loop
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(calling, loop_of_users()))
 
 
 def with_kl_penalty(group: Group, penalty: KlPenalty) -> Group:

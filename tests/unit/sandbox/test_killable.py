@@ -19,6 +19,11 @@ def add(a: float, b: float) -> float:
     return a + b
 
 
+async def add_later(a: float, b: float) -> float:
+    await asyncio.sleep(0)
+    return a + b
+
+
 def pid() -> int:
     return os.getpid()
 
@@ -46,8 +51,9 @@ def broken(kind: str) -> object:
     return object()
 
 
-async def test_a_function_is_called_by_its_path():
+async def test_a_sync_or_async_function_is_called_by_its_path():
     assert await run_killable(f"{HERE}:add", {"a": 1, "b": 2}, PATIENCE_S) == 3
+    assert await run_killable(f"{HERE}:add_later", {"a": 1, "b": 2}, PATIENCE_S) == 3
     assert await run_killable("math:gcd", {}, PATIENCE_S) == 0
 
 

@@ -10,6 +10,7 @@ class Printed:                                   # [trackers] use = ["my_tracker
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import logging
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop.user_functions import raised_at
+from dialoop.user_functions import loop_of_users, raised_at, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -49,13 +50,14 @@ class TrackedRun:
 class Tracker(Protocol):
     """A receiver of every row of metrics.jsonl: kind, train_step, policy_version, values.
 
-    The config names a class or function that takes a TrackedRun and returns one.
+    The config names a class or function that takes a TrackedRun and returns one. All of them may be
+    async; those that are run on one event loop.
     """
 
-    def log(self, row: Mapping[str, Any]) -> None:
+    def log(self, row: Mapping[str, Any]) -> Any:
         """Log a row. The trainer waits for it."""
 
-    def close(self) -> None:
+    def close(self) -> Any:
         """Write what is left."""
 
 
@@ -111,7 +113,7 @@ class GuardedTracker:
         if self._has_failed:
             return
         try:
-            self._tracker.log(row)
+            _wait_for(self._tracker.log(row))
         except Exception:
             self._has_failed = True
             log.exception("A tracker failed and is left out from now on.")
@@ -119,9 +121,15 @@ class GuardedTracker:
     def close(self) -> None:
         """Close the tracker, even if it failed."""
         try:
-            self._tracker.close()
+            _wait_for(self._tracker.close())
         except Exception:
             log.exception("A tracker could not be closed.")
+
+
+def _wait_for(result: Any) -> Any:
+    if not inspect.isawaitable(result):
+        return result
+    return asyncio.run_coroutine_threadsafe(resolve(result), loop_of_users()).result()
 
 
 _BUILT_IN: Mapping[str, Callable[[TrackedRun], Tracker]] = {
@@ -154,7 +162,7 @@ def trackers_of(settings: TrainerSettings) -> tuple[Tracker, ...]:
 
 def _start(name: str, maker: Callable[[TrackedRun], Tracker], run: TrackedRun) -> Tracker:
     try:
-        tracker = maker(run)
+        tracker: Tracker = _wait_for(maker(run))
     except DialoopError:
         raise
     except Exception as error:
@@ -165,10 +173,9 @@ def _start(name: str, maker: Callable[[TrackedRun], Tracker], run: TrackedRun) -
             remedy=f"Correct what the log shows, as by logging in, or leave {name} out.",
         ) from error
     for method in ("log", "close"):
-        function = getattr(tracker, method, None)
-        if not callable(function) or inspect.iscoroutinefunction(function):
+        if not callable(getattr(tracker, method, None)):
             raise InvalidConfig(
-                f"The tracker {name} has no plain (not async) method `{method}`.",
+                f"The tracker {name} has no method `{method}`.",
                 reason=Reason.TRACKER_NOT_FOUND,
                 remedy="Give it log(row) and close(), as Tracker in "
                 "dialoop_services.trainer.records.trackers says.",

@@ -1,0 +1,71 @@
+"""What a user's function raises is named with its type and line, and owned by what they wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from dialoop.environments import NamedReward, Rewards
+from dialoop.environments.games import Play
+from dialoop.trajectory import Owner
+from dialoop.trials.trial import run_trial
+from dialoop.user_functions import call, call_now, raised_at
+
+from tests.unit.test_user_functions import DONE, Count, Form, _async, _sync, chat, double, step
+
+
+def fails(*_: Any) -> Any:
+    raise KeyError("secret")
+
+
+def stops(*_: Any) -> Any:
+    raise StopIteration
+
+
+@pytest.mark.parametrize("form", [_sync, _async])
+async def test_an_error_is_named_with_its_type_and_line(form: Form) -> None:
+    score = await Rewards([NamedReward(form(fails), name="mine")]).score(DONE)
+    line = inspect.getsourcelines(fails)[1] + 1
+    (failure,) = score.failures
+    assert failure.owner is Owner.REWARD
+    assert (
+        f"Reward mine failed: KeyError at test_user_function_errors.py, line {line}"
+        in failure.message
+    )
+    assert "secret" not in failure.message
+
+
+async def test_an_agents_error_is_the_agents_and_a_games_the_environments() -> None:
+    agent = SimpleNamespace(get_action=fails)
+    result = await run_trial(Count(_sync), [{}], agent)
+    (failure,) = result.trials[0].final.failures
+    assert failure.owner is Owner.AGENT
+    assert "The agent failed: KeyError at test_user_function_errors.py" in failure.message
+    game = Count(_sync)
+    game.play = fails
+    (failure,) = (await step(chat(Play(game)), "1")).failures
+    assert failure.owner is Owner.ENVIRONMENT
+    assert "KeyError at test_user_function_errors.py" in failure.message
+
+
+async def test_an_error_that_a_future_cannot_hold_keeps_its_line() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        await call(stops)
+    assert "at test_user_function_errors.py, line" in raised_at(caught.value)
+
+
+async def test_a_function_that_hangs_is_left_behind_after_its_time() -> None:
+    released = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        await call(released.wait, timeout_s=0.01)
+
+
+def test_an_error_without_a_line_of_the_users_is_its_type() -> None:
+    assert raised_at(ValueError("secret")) == "ValueError"
+
+
+def test_an_async_function_is_called_where_nobody_can_await() -> None:
+    assert call_now(_async(double), 2) == 4
