@@ -14,7 +14,7 @@ from dialoop.trajectory import Owner
 from dialoop.trials.trial import run_trial
 from dialoop.user_functions import call, call_now, raised_at
 
-from tests.unit.test_user_functions import DONE, Count, Form, _async, _sync, chat, double, step
+from tests.unit.test_user_functions import DONE, Count, _async, _sync, chat, double, step
 
 
 def fails(*_: Any) -> Any:
@@ -25,16 +25,17 @@ def stops(*_: Any) -> Any:
     raise StopIteration
 
 
-@pytest.mark.parametrize("form", [_sync, _async])
-async def test_an_error_is_named_with_its_type_and_line(form: Form) -> None:
-    score = await Rewards([NamedReward(form(fails), name="mine")]).score(DONE)
-    line = inspect.getsourcelines(fails)[1] + 1
+async def fails_later(*_: Any) -> Any:
+    raise KeyError("secret")
+
+
+@pytest.mark.parametrize("function", [fails, fails_later])
+async def test_an_error_is_named_with_its_type_and_line(function: Any) -> None:
+    score = await Rewards([NamedReward(function, name="mine")]).score(DONE)
+    place = f"test_user_function_errors.py, line {inspect.getsourcelines(function)[1] + 1}"
     (failure,) = score.failures
     assert failure.owner is Owner.REWARD
-    assert (
-        f"Reward mine failed: KeyError at test_user_function_errors.py, line {line}"
-        in failure.message
-    )
+    assert f"Reward mine failed: KeyError at {place}" in failure.message
     assert "secret" not in failure.message
 
 
