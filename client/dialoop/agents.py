@@ -19,6 +19,7 @@ import inspect
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from dialoop.chat import History
@@ -26,7 +27,7 @@ from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.failures import error_of, failure_of
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop.trajectory import DoneReason, Failure, Owner, Reward, SamplingParams, Task, Trajectory
+from dialoop.trajectory import Failure, Owner, Reward, SamplingParams, Task, Trajectory
 from dialoop.user_functions import call, name_of
 
 if TYPE_CHECKING:
@@ -141,18 +142,19 @@ async def play_agent(
     Only cancellation escapes. `sampling` applies to calls that do not set it themselves.
     """
     recording_id = uuid.uuid4().hex
-    run = _Run(task=task, group_id=group_id, sampling=sampling or task.sampling)
+    sampling = sampling or task.sampling
+    failed_trajectory = partial(Trajectory.of_failures, task, group_id=group_id, sampling=sampling)
     try:
         base_url = await call(
             host.recordings.create,
             recording_id,
             group_id=group_id,
             task=task,
-            sampling=run.sampling,
+            sampling=sampling,
             time_to_live_s=2 * host.time_limit_s,
         )
     except Exception as error:
-        return run.without_recording(error_of(error, Owner.INFERENCE))
+        return failed_trajectory(error_of(error, Owner.INFERENCE))
     connection = AgentConnection(base_url=base_url, api_key=host.api_key)
     try:
         outcome = await _run_agent(task, agent, host, connection)
@@ -172,8 +174,8 @@ async def play_agent(
     except Exception as error:
         if isinstance(error, DialoopError) and error.reason == Reason.RECORDING_EMPTY:
             never_asked = error_of(error, Owner.AGENT)
-            return run.without_recording(*(outcome.failures or (never_asked,)))
-        return run.without_recording(*outcome.failures, error_of(error, Owner.INFERENCE))
+            return failed_trajectory(*(outcome.failures or (never_asked,)))
+        return failed_trajectory(*outcome.failures, error_of(error, Owner.INFERENCE))
     return await _add_scores(trajectory, task, host, outcome)
 
 
@@ -189,33 +191,6 @@ def load_agent(use: str) -> Agent:
             remedy="Write `def run(task, connection)`; it may be async.",
         ) from None
     return agent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """A run before anything is recorded."""
-
-    task: Task
-    group_id: str
-    sampling: SamplingParams
-
-    def without_recording(self, *failures: Failure) -> Trajectory:
-        """Return the trajectory of a run of which nothing was recorded."""
-        return Trajectory(
-            trajectory_id=uuid.uuid4().hex,
-            group_id=self.group_id,
-            task_key=self.task.key,
-            seed=self.task.seed,
-            environment=self.task.environment,
-            environment_version="",
-            history=History(),
-            turns=(),
-            sequences=(),
-            failures=failures,
-            sampling=self.sampling,
-            truncated=True,
-            done_reason=DoneReason.ERROR,
-        )
 
 
 async def _run_agent(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from dialoop.trajectory import DoneReason, Failure, Reward, SamplingParams, StopReason
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from dialoop.chat import ChatHistory, History
     from dialoop.environments.modes import Text, Tokens
     from dialoop.sequences import Sequence
@@ -83,6 +85,13 @@ class UpdateMode(IntEnum):
     """They went on with the old version's keys: no single version explains the later tokens."""
     WAIT = 3
     """They ended under the old version first: exact."""
+
+
+def update_mode_label(modes: Iterable[UpdateMode]) -> dict[str, str]:
+    """Return a trajectory's label of how weight loads treated its answers; empty if exactly."""
+    used = set(modes)
+    worst = next((mode for mode in (UpdateMode.KEEP_KV, UpdateMode.WAIT) if mode in used), None)
+    return {} if worst is None else {"update_mode": worst.name}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,16 +6,17 @@ load_attribute("my_env:make", what="environment", reason="ENVIRONMENT_NOT_FOUND"
 from __future__ import annotations
 
 import difflib
+import inspect
 import pkgutil
 import traceback
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.reasons import Reason
+from dialoop.user_functions import call_now, raised_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from dialoop.reasons import Reason
 
 _IMPORT_MACHINERY = (__file__, pkgutil.__file__, "<frozen ", "importlib/__init__.py")
 
@@ -50,6 +51,37 @@ def load_attribute(
             f"The {what} '{path}' cannot be loaded: {why}.",
             reason=reason,
             remedy="Correct that line." if where else remedy,
+        ) from error
+
+
+def make_from_options(target: Any, options: dict[str, Any], use: str) -> Any:
+    """Return `target`, or call it with the options; InvalidConfig when it does not take them."""
+    if not callable(target):
+        if options:
+            raise InvalidConfig(
+                f"The environment '{use}' takes no options, since it is not a function or class.",
+                remedy="Leave the options out, or name a function that takes them.",
+            )
+        return target
+    try:
+        inspect.signature(target).bind(**options)
+    except ValueError:
+        pass  # a callable without a signature
+    except TypeError as error:
+        raise InvalidConfig(
+            f"The environment '{use}' does not take these options: {error}.",
+            reason=Reason.BAD_OPTIONS,
+            remedy="Use the parameters of the function as options.",
+        ) from error
+    try:
+        return call_now(target, **options)
+    except DialoopError:
+        raise
+    except Exception as error:
+        raise InvalidConfig(
+            f"The environment '{use}' cannot be made: {raised_at(error)}: {error}.",
+            reason=Reason.ENVIRONMENT_NOT_FOUND,
+            remedy="Correct that line.",
         ) from error
 
 

@@ -186,6 +186,7 @@ class Reason(_Named):
         "The foreign environment cannot be reached.",
     )
     EPISODE_DONE = "EPISODE_DONE", "The episode is over."
+    EPISODE_TIMED_OUT = "EPISODE_TIMED_OUT", "The episode did not end in time."
     EPISODE_MISSING = "EPISODE_MISSING", "The step names no episode."
     ESTIMATOR_FAILED = "ESTIMATOR_FAILED", "The advantage estimator failed."
     ESTIMATOR_NOT_FOUND = "ESTIMATOR_NOT_FOUND", "The advantage estimator cannot be imported."
@@ -264,6 +265,7 @@ class Reason(_Named):
     NON_FINITE = "NON_FINITE", "A number is not finite."
     NOT_AN_ADAPTER = "NOT_AN_ADAPTER", "The policy is whole: there is no adapter to merge."
     NOT_AN_AGENT = "NOT_AN_AGENT", "The agent is not a function."
+    NOTHING_SAMPLED = "NOTHING_SAMPLED", "The policy sampled no token in the episode."
     NOT_AN_ENVIRONMENT = "NOT_AN_ENVIRONMENT", "The object is not an environment."
     NOT_A_GAME = "NOT_A_GAME", "The environment is not a game."
     NOT_A_RUN = "NOT_A_RUN", "The folder is no run of Dialoop."

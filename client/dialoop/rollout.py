@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dialoop.chat import History
-from dialoop.episode import UpdateMode
+from dialoop.episode import UpdateMode, update_mode_label
 from dialoop.errors import InvalidInput
 from dialoop.failures import error_of
 from dialoop.reasons import Reason
@@ -75,9 +75,7 @@ class _Recorder:
     @property
     def labels(self) -> dict[str, str]:
         """Return how loads of weights treated its answers, unless they computed keys anew."""
-        modes = (UpdateMode.KEEP_KV, UpdateMode.WAIT)
-        update_mode = next((mode for mode in modes if mode in self.update_modes), None)
-        return {"update_mode": update_mode.name} if update_mode else {}
+        return update_mode_label(self.update_modes)
 
     def begin(self, opening: ResetResult) -> None:
         """Keep the environment's first messages and its version."""

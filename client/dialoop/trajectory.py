@@ -8,6 +8,7 @@ t0.history           # user, assistant, tool, assistant
 from __future__ import annotations
 
 import sys
+import uuid
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from numbers import Real
@@ -284,6 +285,27 @@ class Trajectory:
     truncated: bool = False
     done_reason: DoneReason = DoneReason.NOT_DONE
     labels: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_failures(
+        cls, task: Task, *failures: Failure, group_id: str, sampling: SamplingParams
+    ) -> Trajectory:
+        """Return the trajectory of a task that could not be played, with the failures."""
+        return cls(
+            trajectory_id=uuid.uuid4().hex,
+            group_id=group_id,
+            task_key=task.key,
+            seed=task.seed,
+            environment=task.environment,
+            environment_version="",
+            history=History(),
+            turns=(),
+            sequences=(),
+            failures=failures,
+            sampling=sampling,
+            truncated=True,
+            done_reason=DoneReason.ERROR,
+        )
 
     def __repr__(self) -> str:
         failures = f", {len(self.failures)} failures" if self.failures else ""

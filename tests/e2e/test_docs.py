@@ -73,6 +73,8 @@ TESTED_ELSEWHERE = {
     "compat": "tests/unit/compat/test_offered.py",
     "train_in_python": "tests/contract/stack/test_jobs.py",
     "grpo_by_hand": "tests/e2e/test_grpo_by_hand.py",
+    "trial_agent": "tests/contract/collector/test_token_episodes.py",
+    "trials": "tests/contract/collector/test_token_episodes.py",
     "add_config_key": "tests/e2e/test_places_to_touch.py",
     "add_loss": "tests/e2e/test_places_to_touch.py",
     "add_rpc": "tests/e2e/test_places_to_touch.py",

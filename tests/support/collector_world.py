@@ -169,8 +169,8 @@ class World:
                 await asyncio.sleep(0.02)
 
     @asynccontextmanager
-    async def collecting(self, policy, *, agents=None, **overrides) -> AsyncIterator[Counters]:
-        """A collector at work until leaving; `agents` play where they are named."""
+    async def collecting(self, policy, *, players=(), **overrides) -> AsyncIterator[Counters]:
+        """A collector at work until leaving; `players` play where they are named."""
         settings = CollectorSettings(
             **{"run": RUN, "worker": "w", "group_size": 2, "page_size": 4, "wait_s": 0.2}
             | overrides
@@ -186,7 +186,7 @@ class World:
             member_retries=settings.member_retries,
             max_turns=settings.max_turns,
             retry_policy=retry_policy,
-            agents=agents,
+            players=players,
         )
         collector = Collector(
             settings,

@@ -22,13 +22,15 @@ from dialoop.episode import ContinuedText, Sample
 from dialoop.rollout import play_group
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.templates.chat_template import ChatTemplate
+from dialoop.text_environment.setups import calculator
 from dialoop.trajectory import SamplingParams, StopReason
-from dialoop.trials import ScriptedAgent, TwentyQuestions, run_trial
+from dialoop.trials import DirectOutputAgent, ScriptedAgent, TwentyQuestions, run_trial
 from dialoop.views.views import TurnView
 from dialoop.wire import records
 
 from tests.support.rest_world import service_in_a_thread
 from tests.support.samples.docstring_snippets import module_of, run_snippet, snippets_of
+from tests.support.samples.scripted_tokens import ScriptedTokens
 from tests.support.waiting import PATIENCE_S
 
 # The tests that play these: each starts a whole job, or needs a package that tests do without.
@@ -141,6 +143,16 @@ def _of_one_place(place: str, names: dict[str, Any]) -> dict[str, Any]:
             "exact": lambda texts, answers: [1.0 for _ in texts],
             "SHOTS": "",
         },
+        "dialoop.text_environment.playing": {
+            "inference": ScriptedTokens(lambda _: "Result=76<submit>"),
+            "calculator": calculator,
+        },
+        "dialoop.token_episodes": {
+            "inference": ScriptedTokens(lambda _: "[key]"),
+            "run_trial": run_trial,
+            "DirectOutputAgent": DirectOutputAgent,
+        },
+        "dialoop.trials.playing": {"inference": ScriptedTokens(lambda _: "[key]")},
         "dialoop.tokens.builder": {
             "history": QUESTION.prompt,
             "ids": ids,

@@ -30,6 +30,7 @@ from dialoop.environments.environment import (
     TakesQuestions,
 )
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData, current_episode
+from dialoop.environments.games import game_environment
 from dialoop.environments.loading import load_environment
 from dialoop.environments.modes import Answered, InputMode, RewardShape, Text, Tokens
 from dialoop.environments.rewards.functions import ExactResult, NamedReward, RewardFunction, Rewards
@@ -160,6 +161,7 @@ __all__ = [
     "completion",
     "current_episode",
     "dataset_chat_env",
+    "game_environment",
     "jsonl",
     "load_environment",
     "parse_call",

@@ -1,6 +1,6 @@
-"""Any `Game` as a chat environment, and the built-in twenty questions.
+"""Any `Game` as an environment, and the built-in twenty questions.
 
-ChatEnv(name="guess", tasks=tasks, transforms=[EndWhenIncomplete(), Play(game)])
+environment = game_environment(game, name="guess", tasks=tasks)
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Play(Transform):
     def reset(self, opening: Opening) -> Opening:
         """Begin the game, and replace the question by its first prompt."""
         episode = opening.episode
-        state = call_now(self.game.begin, _task_of(episode.task), seed=episode.seed)
+        state = call_now(self.game.begin, inputs_of(episode.task), seed=episode.seed)
         kept = tuple(message for message in episode.history if message.role == "system")
         shown = Message(role="user", content=call_now(self.game.prompt, state, 0))
         episode = replace(episode, history=History((*kept, shown)))
@@ -86,6 +86,32 @@ class Play(Transform):
             )
         value = episode.state.get(_EARNED, {}).get(episode.step_index, 0.0)
         return Score(rewards=(Reward(name=_STATE, value=value),))
+
+
+def game_environment(
+    game: Game[Any],
+    *,
+    name: str,
+    tasks: TaskSource,
+    description: str = "",
+    version: str = "1",
+    system_prompt: str = "",
+) -> ChatEnv:
+    """Return a game as an environment: it plays its tasks as chats, or as trials."""
+    return ChatEnv(
+        name=name,
+        version=version,
+        description=description,
+        tasks=tasks,
+        transforms=(EndWhenIncomplete(), Play(game)),
+        system_prompt=system_prompt,
+    )
+
+
+def inputs_of(task: TaskData) -> Mapping[str, Any]:
+    """Return what a game begins with: the task's metadata, `question` and `solution`."""
+    solution = {"solution": task.answer} if task.answer else {}
+    return {**task.metadata, **({"question": task.question} if task.question else {}), **solution}
 
 
 def game_of(environment: object) -> Game[Any]:
@@ -134,16 +160,10 @@ def twenty_questions(
 ) -> ChatEnv:
     """Return the built-in `twenty_questions` environment: find the hidden word."""
     game = TwentyQuestions(hardcore=hardcore, max_turns=max_turns, error_allowance=error_allowance)
-    return ChatEnv(
+    return game_environment(
+        game,
         name="twenty_questions",
-        version="1",
         description="Find a hidden word by yes-or-no questions, then guess it in brackets.",
         tasks=WordTasks(game),
-        transforms=(EndWhenIncomplete(), Play(game)),
         system_prompt=system_prompt,
     )
-
-
-def _task_of(task: TaskData) -> Mapping[str, Any]:
-    solution = {"solution": task.answer} if task.answer else {}
-    return {**task.metadata, **({"question": task.question} if task.question else {}), **solution}

@@ -94,9 +94,7 @@ class TextViewer:
         self, view: TextView, answered: Answered, history: History
     ) -> tuple[TextView, str, bool]:
         """Add the text unchanged; leave a final end-of-turn marker out of the content."""
-        if not isinstance(answered, Text):
-            raise _wrong_view(answered, InputMode.TEXT)
-        response = _response(view.text, answered.prompt, answered.response, answered.full)
+        response = text_response(view, answered)
         policy_text = view.policy_text + response
         content = policy_text.removesuffix(self._end) if self._end else policy_text
         return replace(view, text=view.text + response, policy_text=policy_text), content, True
@@ -203,6 +201,13 @@ def viewer_of(
         template = cast(ChatTemplate, _WithOptions(template, template_kwargs))
     kind = TextViewer if mode is InputMode.TEXT else TokensViewer
     return kind(tokenizer, template)
+
+
+def text_response(view: TextView, answered: Answered) -> str:
+    """Return what the policy added to the text; InvalidHistory for messages or token ids."""
+    if not isinstance(answered, Text):
+        raise _wrong_view(answered, InputMode.TEXT)
+    return _response(view.text, answered.prompt, answered.response, answered.full)
 
 
 def _response(now: _T, prompt: _T | None, response: _T | None, full: _T | None) -> _T:

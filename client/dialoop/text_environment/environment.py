@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.environments.tools.call_syntax import CallSyntax
@@ -25,7 +25,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import Source
 from dialoop.text_environment.history import TextHistory
 from dialoop.text_environment.tools import TextTools
-from dialoop.trajectory import Owner, SamplingParams, StopReason
+from dialoop.trajectory import Failure, Owner, SamplingParams, StopReason
 from dialoop.user_functions import call, name_of
 
 if TYPE_CHECKING:
@@ -90,14 +90,16 @@ class TextLimits:
     max_tool_response: int = 100
     max_length: int | None = None
     tool_timeout_s: float = 10.0
+    reward_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        limits = (self.max_turns, self.max_tool_response, self.tool_timeout_s, self.max_length or 1)
-        if min(limits) <= 0:
-            raise InvalidConfig(
-                "A limit of the text environment is not above 0.",
-                remedy="Set max_turns, max_tool_response, max_length and tool_timeout_s above 0.",
-            )
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value is not None and value <= 0:
+                raise InvalidConfig(
+                    f"{limit.name} of the text environment is {value:g}.",
+                    remedy="Set it above 0.",
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +230,8 @@ class TextEnvironment:
         try:
             text = await self.answer(history.last_text_segment)
         except Exception as error:
-            failure = failure_of(error, owner=Owner.TOOL, reason=Reason.TOOL_FAILED, what="A tool")
-            return replace(history, failures=(*history.failures, failure)).complete(truncated=True)
+            failures = (*history.failures, tool_failure(error))
+            return replace(history, failures=failures).complete(truncated=True)
         # Special tokens in the tool's text are plain text; the marker after it is trusted.
         answer = self.tokenizer.encode(text).ids
         closing = self.tokenizer.encode(self.syntax.response, trusted=True).ids
@@ -248,12 +250,10 @@ class TextEnvironment:
         if self.reward is None:
             return histories
         texts = [self.rewarded_text(history) for history in histories]
-        try:
-            rewards = [float(value) for value in await call(partial(self.reward, texts, **extra))]
-        except Exception as error:
-            what = f"The reward {name_of(self.reward)}"
-            failure = failure_of(error, owner=Owner.REWARD, reason=Reason.REWARD_FAILED, what=what)
-            return [replace(h, failures=(*h.failures, failure)) for h in histories]
+        timeout_s = self.limits.reward_timeout_s
+        rewards = await rewards_of(self.reward, texts, extra, timeout_s=timeout_s)
+        if isinstance(rewards, Failure):
+            return [replace(h, failures=(*h.failures, rewards)) for h in histories]
         if len(rewards) != len(histories):
             raise InvalidInput(
                 f"The reward returned {len(rewards)} values for {len(histories)} episodes.",
@@ -266,6 +266,26 @@ class TextEnvironment:
         ]
 
 
+async def rewards_of(
+    reward: Reward, texts: Sequence[str], extra: Mapping[str, Any], *, timeout_s: float
+) -> list[float] | Failure:
+    """Return the reward of each text, or the failure of the reward function."""
+    try:
+        values = await call(partial(reward, texts, **extra), timeout_s=timeout_s)
+        return [float(value) for value in values]
+    except Exception as error:
+        is_late = isinstance(error, TimeoutError)
+        reason = Reason.REWARD_TIMEOUT if is_late else Reason.REWARD_FAILED
+        what = f"The reward {name_of(reward)}"
+        return failure_of(error, owner=Owner.REWARD, reason=reason, what=what)
+
+
+def tool_failure(error: Exception) -> Failure:
+    """Return the failure of a tool that raised, or that took too long."""
+    reason = Reason.TOOL_TIMEOUT if isinstance(error, TimeoutError) else Reason.TOOL_FAILED
+    return failure_of(error, owner=Owner.TOOL, reason=reason, what="A tool")
+
+
 def each(function: Callable[..., float | Awaitable[float]]) -> Reward:
     """Make a reward of lists from a function of one text; it passes list arguments one by one.
 
@@ -275,6 +295,7 @@ def each(function: Callable[..., float | Awaitable[float]]) -> Reward:
     await right(["a", "b"], answer=["a", "c"])    # [1.0, 0.0]
     """
 
+    @wraps(function)  # so that it has the function's name, and tells which arguments it takes
     async def rewards(texts: Sequence[str], **extra: Any) -> list[float]:
         values = []
         for index, text in enumerate(texts):

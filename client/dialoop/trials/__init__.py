@@ -6,6 +6,7 @@ leaves.
 
 from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
 from dialoop.trials.game import Game, Move
+from dialoop.trials.playing import play_trial
 from dialoop.trials.trial import (
     Action,
     Agent,
@@ -29,5 +30,6 @@ __all__ = [
     "TrialOptions",
     "TrialResult",
     "TwentyQuestions",
+    "play_trial",
     "run_trial",
 ]

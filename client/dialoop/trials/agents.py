@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dialoop.trajectory import SamplingParams
+from dialoop.trajectory import SamplingParams, StopReason
 from dialoop.trials.trial import Action
 from dialoop.user_functions import call
 
@@ -48,6 +48,7 @@ class DirectOutputAgent:
         return Action(
             text=self.tokenizer.decode(sampled[:-1] if ends else sampled),
             state=_Memory(token_ids=prompt + sampled, num_messages=len(messages) + 1),
+            is_context_full=not sampled and sample.stop_reason is StopReason.CONTEXT_FULL,
             token_ids=sampled,
             logprobs=tuple(sample.sequence.inference_logprobs.tolist()),
             versions=tuple(

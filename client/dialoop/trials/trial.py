@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.chat import History, Message
 from dialoop.errors import DialoopError, InvalidInput
-from dialoop.failures import failure_of
+from dialoop.failures import error_of, failure_of
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.sequences import Sequence as TokenSequence
@@ -37,6 +37,7 @@ class Action:
 
     token_ids, logprobs and versions (runs of length and policy version) describe what it sampled.
     Without them the trial tokenises the text, and the ids may differ from the sampled ones.
+    With `is_context_full` the policy had no room to act: the episode ends without this action.
     """
 
     text: str
@@ -44,6 +45,7 @@ class Action:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     versions: tuple[tuple[int, PolicyVersion], ...] = ()
+    is_context_full: bool = False
 
 
 class Agent(Protocol):
@@ -282,6 +284,8 @@ async def _episode(
             messages = episode.messages.append(Message(role="user", content=prompt))
             owner = Owner.AGENT
             action = _as_action(await call(agent.get_action, messages, memory), tokenizer)
+            if action.is_context_full:
+                return episode, action.state
             owner = Owner.ENVIRONMENT
             move = await call(game.play, state, action.text)
         except Exception as error:
@@ -311,7 +315,7 @@ def _failure_of(error: Exception, owner: Owner) -> Failure:
     what = "The agent" if owner is Owner.AGENT else "The game"
     is_policys = isinstance(error, DialoopError) and not isinstance(error, InvalidInput)
     if owner is Owner.AGENT and is_policys:
-        owner = Owner.INFERENCE
+        return error_of(error, Owner.INFERENCE)  # with its reason: an outage must stay one
     return failure_of(error, owner=owner, reason=Reason.TRIAL_FAILED, what=what)
 
 

@@ -25,6 +25,7 @@ from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
+from dialoop_services.collector.token_episodes import TokenEpisodes
 from dialoop_services.runtime import Connect, Host, OwnProcess, load, run
 
 
@@ -73,14 +74,15 @@ async def make_collector(
         scores=environment,
         time_limit_s=settings.agent_time_limit_s,
     )
+    policy = Replicas(replicas, retry_policy)
     player = GroupPlayer(
         sessions,
-        Replicas(replicas, retry_policy),
+        policy,
         counters,
         member_retries=settings.member_retries,
         max_turns=settings.max_turns,
         retry_policy=retry_policy,
-        agents=Agents(agents, host),
+        players=(Agents(agents, host), TokenEpisodes.of(settings, policy)),
         groups=environment,
     )
     return Collector(

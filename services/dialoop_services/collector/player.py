@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dialoop.clients.errors import DEATHS
 from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy
@@ -15,12 +15,11 @@ from dialoop.trajectory import Failure, Owner, SamplingParams, Task, Trajectory
 from dialoop_services.collector.batched_group import BatchedGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from dialoop.clients.replay import TaskLease
     from dialoop.episode import Policy, Sessions
 
-    from dialoop_services.collector.agents import Agents
     from dialoop_services.collector.batched_group import Groups
     from dialoop_services.collector.counters import Counters
 
@@ -80,6 +79,18 @@ class PlayedMember:
     num_discarded: int
 
 
+class EpisodePlayer(Protocol):
+    """Plays whole episodes of some environments: agents, or trials and text episodes."""
+
+    def __contains__(self, environment: str) -> bool:
+        """Return whether it plays this environment's tasks."""
+        ...
+
+    async def play(self, task: Task, *, group_id: str, sampling: SamplingParams) -> Trajectory:
+        """Play a task once; what goes wrong is a failure of the trajectory."""
+        ...
+
+
 class GroupPlayer:
     """Plays rounds on an environment and a policy."""
 
@@ -92,10 +103,10 @@ class GroupPlayer:
         member_retries: int,
         max_turns: int,
         retry_policy: RetryPolicy,
-        agents: Agents | None = None,
+        players: Iterable[EpisodePlayer] = (),
         groups: Groups | None = None,
     ) -> None:
-        self._agents = agents
+        self._players = tuple(players)
         self._groups = groups
         self._sessions = sessions
         self._policy = policy
@@ -143,8 +154,8 @@ class GroupPlayer:
     def _batched_group(self, round_: Round, sampling: SamplingParams) -> BatchedGroup | None:
         """Return the requests that members share, or None where each makes its own."""
         task, num_members = round_.task, len(round_.lease.members)
-        has_agent = self._agents is not None and task.environment in self._agents
-        alone = num_members < _SEVERAL or sampling.seed is not None or has_agent
+        has_player = self._player_of(task) is not None
+        alone = num_members < _SEVERAL or sampling.seed is not None or has_player
         if self._groups is None or alone:
             return None
         return BatchedGroup(task, self._groups, self._policy, self._retry_policy, num_members)
@@ -176,10 +187,11 @@ class GroupPlayer:
     async def _play_episode(
         self, round_: Round, sampling: SamplingParams, batched: BatchedGroup | None
     ) -> Trajectory:
-        """Play one episode with the environment's agent, or else with the policy itself."""
+        """Play one episode with the environment's player, or else as a chat with the policy."""
         task, group_id = round_.task, round_.group_id
-        if self._agents is not None and task.environment in self._agents:
-            return await self._agents.play(task, group_id=group_id, sampling=sampling)
+        player = self._player_of(task)
+        if player is not None:
+            return await player.play(task, group_id=group_id, sampling=sampling)
         return await play(
             task,
             sessions=batched or self._sessions,
@@ -188,6 +200,9 @@ class GroupPlayer:
             sampling=sampling,
             max_turns=self._max_turns,
         )
+
+    def _player_of(self, task: Task) -> EpisodePlayer | None:
+        return next((player for player in self._players if task.environment in player), None)
 
 
 def _failed_member(failure: Failure, *, is_outage: bool) -> FailedMember:

@@ -7,14 +7,14 @@ import itertools
 import time
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.errors import DEATHS, is_worth_retrying
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
     from collections.abc import Sequence as Several
 
     from dialoop.chat import ChatHistory, History
@@ -76,20 +76,32 @@ class Replicas:
         self._retry_policy = retry_policy
         self._suspects = _Suspects()
 
-    async def generate(
+    async def generate(  # noqa: PLR0913 - a policy's question
         self,
-        history: History,
+        history: History | None = None,
         *,
+        token_ids: Iterable[int] | None = None,
         context: Sequence | None = None,
         num_context_messages: int = 0,
         sampling: SamplingParams | None = None,
         turn: int = 0,
         num_samples: int = 1,
     ) -> tuple[Sample, ...]:
-        """Sample on the first replica that can; raise Unavailable (SERVICE_AWAY) if none can.
+        """Answer a history, or continue token ids, on the first replica that can.
 
-        Raise Unavailable (ENGINE_DIED, SERVICE_DIED) for a request under which two replicas died.
+        Raise Unavailable: SERVICE_AWAY if none can, and ENGINE_DIED or SERVICE_DIED for a request
+        under which two replicas died.
         """
+        question: dict[str, Any] = {
+            "context": context,
+            "num_context_messages": num_context_messages,
+            "sampling": sampling,
+            "turn": turn,
+            "num_samples": num_samples,
+        }
+        if token_ids is not None:
+            question["token_ids"] = list(token_ids)  # the next replica gets them again
+        prompt = () if history is None else (history,)
         is_suspect = False
 
         async def generate_once() -> tuple[Sample, ...]:
@@ -97,14 +109,7 @@ class Replicas:
             async with self._suspects.place() if is_suspect else nullcontext():
                 replica = await self._next_replica()
                 try:
-                    samples = await replica.policy.generate(
-                        history,
-                        context=context,
-                        num_context_messages=num_context_messages,
-                        sampling=sampling,
-                        turn=turn,
-                        num_samples=num_samples,
-                    )
+                    samples: tuple[Sample, ...] = await replica.policy.generate(*prompt, **question)
                 except DialoopError as error:
                     is_suspect |= error.reason in DEATHS
                     if is_worth_retrying(error):

@@ -53,6 +53,9 @@ class CollectorSettings(JobSettings, CollectorSection):
     inference_rest_addresses: list[str] = Field(default_factory=list)
     """host:port of every replica's REST door, in the same order; agents call these."""
 
+    model_dir: Path | None = None
+    """Model directory with the policy's tokenizer; trials and text episodes need it."""
+
     environment: EnvironmentSection = EnvironmentSection()
     """Environment whose tasks are offered for training, and the agent that plays them."""
     environments: tuple[EnvironmentSection, ...] = ()
@@ -62,14 +65,19 @@ class CollectorSettings(JobSettings, CollectorSection):
 
     @classmethod
     def derive(cls, job: JobConfig) -> dict[str, Any]:
-        """Return the seed of the order of tasks: the job's plus 1, since 0 would not shuffle."""
-        return {"shuffle_seed": job.seed + 1}
+        """Return the model, and the seed of the order of tasks: 0 would not shuffle."""
+        model = {"model_dir": Path(job.model.directory)} if job.model.directory else {}
+        return {"shuffle_seed": job.seed + 1, **model}
+
+    @property
+    def sections(self) -> tuple[EnvironmentSection, ...]:
+        """Return the environments whose tasks are offered, the main one first."""
+        return (self.environment, *self.environments)
 
     @property
     def agents(self) -> dict[str, str]:
         """Return the agent, as module:function, of each environment that has one."""
-        sections = (self.environment, *self.environments)
-        return {section.served_name: section.agent for section in sections if section.agent}
+        return {s.served_name: s.agent for s in self.sections if s.agent}
 
     @property
     def mixture(self) -> Mixture:
@@ -78,7 +86,7 @@ class CollectorSettings(JobSettings, CollectorSection):
             TaskStream(
                 environment=section.served_name, split=section.train_split, weight=section.weight
             )
-            for section in (self.environment, *self.environments)
+            for section in self.sections
         )
         return Mixture(tuple(streams), self.shuffle_seed)
 

@@ -72,11 +72,39 @@ class ModelSection(Section):
             )
 
 
+class TrialSettings(Section):
+    """How a task is played with `play = "trial"`."""
+
+    episodes_per_trial: int = Field(default=1, ge=1)
+    """Number of episodes of one task in a trial; the last one is trained."""
+    free_shots: int = Field(default=0, ge=0)
+    """Number of first episodes that earn nothing; fewer than episodes_per_trial."""
+    mask_scope: Literal["all", "final"] = "all"
+    """Which tokens of the last episode are trained: "all" that the policy sampled, or those of its
+    "final" action."""
+    agent: str = ""
+    """Function of a policy, a tokenizer and sampling parameters that returns the trial's agent, as
+    "module:function"; empty: the agent answers with the policy's text."""
+
+    @model_validator(mode="after")
+    def _require_an_episode_that_counts(self) -> Self:
+        if self.free_shots >= self.episodes_per_trial:
+            raise ValueError(
+                f"free_shots is {self.free_shots} of {self.episodes_per_trial} episodes_per_trial, "
+                "so no episode would count: set free_shots lower"
+            )
+        return self
+
+
 class EnvironmentSection(Section):
     """Where tasks come from and who answers the policy."""
 
     use: str = "arithmetic"
     """Environment to load: "arithmetic", "jsonl", or your own as "module:attribute"."""
+    play: Literal["chat", "trial", "text"] = "chat"
+    """How a task is played: "chat" as messages in a chat template; "trial" as episodes of a game in
+    plain tokens; "text" as one running text in which tools answer."""
+    trial: TrialSettings = TrialSettings()
     name: str = ""
     """Name of the environment in tasks; empty: `use`, or "jsonl" with a task_file."""
     task_file: FilePath = ""
@@ -130,6 +158,21 @@ class EnvironmentSection(Section):
             raise ValueError("heldout_file is set without task_file: set both, or neither")
         if self.task_file and self.use not in ("arithmetic", "jsonl"):
             raise ValueError("use and task_file are both set: leave one out")
+        return self
+
+    @model_validator(mode="after")
+    def _require_one_way_to_play(self) -> Self:
+        if self.agent and self.play != "chat":
+            where = "agent in the table `trial`" if self.play == "trial" else 'play = "chat"'
+            raise ValueError(
+                f'agent is set, and play is "{self.play}", in which no OpenAI agent plays: set '
+                f"{where}, or leave one out"
+            )
+        if self.trial != TrialSettings() and self.play != "trial":
+            raise ValueError(
+                f'the table `trial` is set, and play is "{self.play}": set play = "trial", or '
+                "leave the table out"
+            )
         return self
 
 
@@ -231,7 +274,8 @@ class CollectorSection(Section):
     """Number of turns of training episodes after which a collector begins no more, and training
     ends with the whole batches that are left; -1: no limit. An episode under way counts as one."""
     agent_time_limit_s: float = Field(default=600.0, gt=0)
-    """Seconds after which an agent's episode is stopped as failed."""
+    """Seconds after which the episode of an agent, a trial or a text episode is stopped as
+    failed."""
     page_size: int = Field(default=64, ge=1)
     """Number of tasks put into the queue at a time, and kept waiting there."""
     member_retries: int = Field(default=2, ge=0)

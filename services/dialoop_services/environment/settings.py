@@ -76,7 +76,8 @@ class EnvironmentSettings(JobSettings):
     def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return what is served: every environment of the job, and their text environments."""
         sections = job.all_environments
-        texts = (use for section in sections for use in section.text_environments)
+        texts = [use for section in sections for use in section.text_environments]
+        texts += [s.kind for s in sections if s.play == "text" and not s.arguments]
         served = [{"use": section.kind, "options": section.arguments} for section in sections]
         model = {"model_dir": job.model.directory} if job.model.directory else {}
         return {

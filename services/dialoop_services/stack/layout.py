@@ -144,7 +144,7 @@ class Layout:
         if service == "scorer":
             reference = self.config.scorer.reference_model
             return {**of_run, **({"model_dir": Path(reference).resolve()} if reference else model)}
-        common = {
+        common: dict[str, object] = {
             **of_run,
             "run_dir": self.run_dir.path.resolve(),
             "environment_address": self.address("environment"),
@@ -153,9 +153,11 @@ class Layout:
         if service == "trainer":
             memory = {"shared_memory_dir": self.memory} if self.memory else {}
             return {**common, **model, **self._device_lock(), **memory}
-        if any(section.agent for section in self.config.all_environments):
-            rest = [self.rest_address(replica) for replica in self.replicas]
-            return {**common, "inference_rest_addresses": rest}
+        sections = self.config.all_environments
+        if any(section.play != "chat" for section in sections):
+            common |= model
+        if any(section.agent for section in sections):
+            common["inference_rest_addresses"] = [self.rest_address(r) for r in self.replicas]
         return common
 
     def _seed_of(self, replica: str) -> int:

@@ -25,6 +25,7 @@ from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.text_environment.setups import load_text_setup
 
+from dialoop_services.collector.token_episodes import load_token_play
 from dialoop_services.config.losses import LOSSES, facts_of
 from dialoop_services.config.tables import DATA_PLANES, OPTIMIZERS
 from dialoop_services.config.values import did_you_mean
@@ -87,6 +88,8 @@ def load_environments(config: JobConfig) -> tuple[Environment, ...]:
                 remedy="Leave name out, or set it to that.",
             )
         _check_splits(config, section, environment)
+        if config.train.mode == "rl":
+            load_token_play(section, environment)
         environments.append(environment)
     names = [environment.name for environment in environments]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -242,7 +242,7 @@ async def test_a_collector_plays_a_group_with_an_agent_and_the_group_trains(dire
         )
         agents = Agents({"arithmetic": guess}, host)
         await w.allow(1)
-        async with w.collecting(None, agents=agents, group_size=2):
+        async with w.collecting(None, players=[agents], group_size=2):
             await w.until(lambda c: c.num_groups_unscored == 1)
         leased = await w.replay.lease_groups(RUN, Stage.UNSCORED, worker="s", max_groups=1)
     (lease,) = leased.leases
@@ -275,7 +275,7 @@ async def test_a_member_whose_agent_fails_is_played_again(directory):
     async with agent_world(directory, engine) as served, collector_world.world() as w:
         agents = Agents({"arithmetic": flaky}, AgentHost(recordings=served.recordings))
         await w.allow(1)
-        async with w.collecting(None, agents=agents, group_size=2) as counters:
+        async with w.collecting(None, players=[agents], group_size=2) as counters:
             await w.until(lambda c: c.num_groups_unscored == 1)
         counts = await w.training()
     assert counters.to_json()["num_failures"] == {"agent/agent_failed": 1}

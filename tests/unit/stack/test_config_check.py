@@ -42,6 +42,17 @@ def beside():
 def broken():
     return 1 / 0
 
+def sayings():
+    from dialoop.text_environment import TextSetup, each
+    reward = each(lambda text, truth: 0.0)
+    return TextSetup(name="sayings", tasks=ArithmeticTasks(), reward=reward)
+
+def raw():
+    from dataclasses import replace
+    from dialoop.environments import completion
+    from dialoop.testing import byte_tokenizer
+    return replace(completion(tokenizer=byte_tokenizer()), tasks=ArithmeticTasks())
+
 def alone(task):
     return 0.0
 
@@ -83,6 +94,36 @@ MISTAKES = {
     ),
     "agent": ('[environment]\nagent = "checked_code:nobody"\n', "The agent 'checked_code:nobody'"),
     "agent alone": ('[environment]\nagent = "checked_code:alone"\n', "a task and a connection"),
+    "play": ('[environment]\nplay = "trials"\n', "environment.play is 'trials'"),
+    "trial of no game": ('[environment]\nplay = "trial"\n', "arithmetic is not a game"),
+    "text of a chat": ('[environment]\nplay = "text"\n', "arithmetic is not a text environment"),
+    "text played as a chat": ('[environment]\nuse = "calculator"\n', "is a text environment"),
+    "text environment": (
+        '[environment]\nuse = "calculatr"\nplay = "text"\n',
+        "Did you mean 'calculator'?",
+    ),
+    "free shots": (
+        '[environment]\nuse = "twenty_questions"\nplay = "trial"\ntrial = { free_shots = 1 }\n',
+        "free_shots is 1 of 1",
+    ),
+    "agent of a trial": (
+        '[environment]\nuse = "twenty_questions"\nplay = "trial"\n'
+        'trial = { agent = "checked_code:alone" }\n',
+        "a policy, a tokenizer and sampling",
+    ),
+    "agent and trial": (
+        '[environment]\nuse = "twenty_questions"\nplay = "trial"\nagent = "checked_code:make"\n',
+        "no OpenAI agent plays",
+    ),
+    "trial without play": (
+        '[environment]\nuse = "twenty_questions"\ntrial = { episodes_per_trial = 2 }\n',
+        'set play = "trial"',
+    ),
+    "reward of a text": (
+        '[environment]\nuse = "checked_code:sayings"\nplay = "text"\n',
+        "takes 'truth'",
+    ),
+    "text mode": ('[environment]\nuse = "checked_code:raw"\n', "is in text mode"),
     "reward": ("[[scorer.rewards]]\nname = 'a'\nuse = 'checked_code:brief'\n", "reward function"),
     "estimator": ('[scorer]\nadvantage_estimator = "checked_code:rank"\n', "advantage estimator"),
     "optimizer": ('[train]\noptimizer = "adamv"\n', "did you mean 'adamw'?"),

@@ -35,7 +35,7 @@ PLACES = {
     "max_concurrent_items",
     "inference": "model_dir weights_root device_lock",
     "collector": "run_dir worker replay_address environment_address inference_addresses "
-    "inference_rest_addresses",
+    "inference_rest_addresses model_dir",
     "scorer": "worker replay_address model_dir",
     "trainer": "run_dir model_dir replay_address environment_address inference_addresses "
     "shared_memory_dir device_lock",
