@@ -79,7 +79,7 @@ class PlayedMember:
     num_discarded: int
 
 
-class EpisodePlayer(Protocol):
+class TaskPlayer(Protocol):
     """Plays whole episodes of some environments: agents, or trials and text episodes."""
 
     def __contains__(self, environment: str) -> bool:
@@ -103,7 +103,7 @@ class GroupPlayer:
         member_retries: int,
         max_turns: int,
         retry_policy: RetryPolicy,
-        players: Iterable[EpisodePlayer] = (),
+        players: Iterable[TaskPlayer] = (),
         groups: Groups | None = None,
     ) -> None:
         self._players = tuple(players)
@@ -201,7 +201,7 @@ class GroupPlayer:
             max_turns=self._max_turns,
         )
 
-    def _player_of(self, task: Task) -> EpisodePlayer | None:
+    def _player_of(self, task: Task) -> TaskPlayer | None:
         return next((player for player in self._players if task.environment in player), None)
 
 
