@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from dialoop.trajectory import DoneReason, Failure, Reward, SamplingParams, StopReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from dialoop.chat import ChatHistory, History
     from dialoop.environments.modes import Text, Tokens
@@ -115,6 +115,8 @@ class Sample:
     when its fork_cause is NONE and a context was sent; else it is a whole new sequence.
     For a prompt of text or token ids, `history` is empty and `text` holds both texts.
     Samples of the same prompt tokens have the same `prompt_id`; a policy may leave it empty.
+    `top_logprobs` has the likeliest tokens of each sampled position with their log-probs, the
+    likeliest first, where the sampling asks for them.
     """
 
     history: ChatHistory
@@ -132,6 +134,7 @@ class Sample:
     prompt_id: str = ""
     sample_index: int = 0
     warnings: tuple[str, ...] = ()
+    top_logprobs: tuple[Mapping[int, float], ...] = ()
 
 
 class Policy(Protocol):

@@ -25,7 +25,17 @@ if TYPE_CHECKING:
 
 
 _NO_TOP_K = (0, -1)
-_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "repetition_penalty")
+MAX_TOP_LOGPROBS = 20
+"""Most of the likeliest tokens that a sample names at each position, as in OpenAI's API."""
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_new_tokens",
+    "repetition_penalty",
+    "top_logprobs",
+)
 
 
 def texts_of(value: Any, name: str) -> tuple[str, ...]:
@@ -105,6 +115,7 @@ class SamplingParams:
     is JSON text of what the answer must be; empty: free. {"type": "json_object"}, {"type":
     "json_schema", "schema": {...}}, or {"type": "tagged", "is_single": false, "tags": [...]} for
     JSON between two texts, each tag as {"begin": "<a>", "schema": {...}, "end": "</a>"}.
+    top_logprobs: how many of the likeliest tokens a sample names at each position, at most 20.
     """
 
     temperature: float | None = None
@@ -116,6 +127,7 @@ class SamplingParams:
     seed: int | None = None
     repetition_penalty: float | None = None
     constraint: str = ""
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if self.top_k in _NO_TOP_K:
@@ -136,6 +148,7 @@ class SamplingParams:
             ("min_p", self.min_p, 0.0, 1.0),
             ("top_k", self.top_k, 1, float("inf")),
             ("max_new_tokens", self.max_new_tokens, 1, float("inf")),
+            ("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS),
         )
         for name, value, low, high in checks:
             if value is not None and not low <= value <= high:

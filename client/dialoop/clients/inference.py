@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.chat import ChatHistory
 from dialoop.clients.channel import Rpc, tell_warnings
-from dialoop.clients.inference_messages import Question, samples_from_proto
+from dialoop.clients.inference_messages import Question, samples_from_proto, top_logprobs_from_proto
 from dialoop.clients.weights import LoadedWeights as LoadedWeights
 from dialoop.clients.weights import Probe as Probe
 from dialoop.clients.weights import WeightsKind as WeightsKind
@@ -46,6 +46,7 @@ class SampleChunk:
     policy_version: PolicyVersion | None
     text: str
     samples: tuple[Sample, ...] = ()
+    top_logprobs: tuple[Mapping[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +216,7 @@ class InferenceClient:
                 samples=samples_from_proto(answer.completed)
                 if answer.HasField("completed")
                 else (),
+                top_logprobs=top_logprobs_from_proto(answer.top_logprobs),
             )
 
     async def logprobs(

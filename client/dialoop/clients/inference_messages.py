@@ -105,5 +105,11 @@ def sample_from_proto(sample: pb.Sample, shared: Mapping[str, Any]) -> Sample:
         stop_string=sample.stop_string,
         prompt_id=sample.prompt_id,
         sample_index=sample.sample_index,
+        top_logprobs=top_logprobs_from_proto(sample.top_logprobs),
         **shared,
     )
+
+
+def top_logprobs_from_proto(rows: Iterable[pb.TopLogprobs]) -> tuple[dict[int, float], ...]:
+    """Return each position's likeliest tokens with their log-probs."""
+    return tuple(dict(zip(row.token_ids, row.logprobs, strict=True)) for row in rows)

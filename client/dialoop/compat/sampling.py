@@ -94,7 +94,7 @@ class _Reader:
     def options(self) -> GenerateOptions:
         self._refuse_beams()
         self._refuse_others()
-        self._take_logprobs()
+        num_top = self._take_logprobs()
         length = self._oldest(_LENGTHS)
         stop = self._oldest(_STOPS)
         count = self._count()
@@ -102,10 +102,18 @@ class _Reader:
         self._take_do_sample(sampling)
         skips = self._parameters.pop("skip_special_tokens", False)
         _require(isinstance(skips, bool), "skip_special_tokens", skips, "true or false")
+        constraint = self._parameters.pop("constraint", "")
+        _require(isinstance(constraint, str), "constraint", constraint, "JSON text")
         self._require_nothing_left()
         _require_numbers(sampling | ({} if length is None else {"max_new_tokens": length}))
         return GenerateOptions(
-            sampling=SamplingParams(**sampling, max_new_tokens=length, stop=_texts(stop)),
+            sampling=SamplingParams(
+                **sampling,
+                max_new_tokens=length,
+                stop=_texts(stop),
+                constraint=constraint,
+                top_logprobs=num_top,
+            ),
             num_samples=count,
             skip_special_tokens=skips,
             warnings=tuple(self._warnings),
@@ -140,17 +148,17 @@ class _Reader:
                     remedy=_REMEDIES.get(name, "Leave it out."),
                 )
 
-    def _take_logprobs(self) -> None:
-        """Check `logprobs`: the sampled token's log-prob always comes, so 0 and 1 do nothing."""
+    def _take_logprobs(self) -> int:
+        """Return how many likeliest tokens `top_logprobs` asks for, or else `logprobs`.
+
+        The sampled token's own log-prob always comes, so `logprobs` of 0 and 1 asks for none.
+        """
+        num_top = self._parameters.pop("top_logprobs", 0)
+        _require(_is_count(num_top, least=0), "top_logprobs", num_top, "a number")
         logprobs = self._parameters.pop("logprobs", None)
         is_number = logprobs is None or _is_count(logprobs, least=0)
-        _require(is_number, "logprobs", logprobs, "a number, 0 or 1, and never true or false")
-        if logprobs is not None and logprobs > 1:
-            raise Unsupported(
-                f"logprobs is {logprobs}: only the sampled token's log-prob is known here.",
-                reason=Reason.SAMPLING_UNSUPPORTED,
-                remedy="Give 1, or leave it out.",
-            )
+        _require(is_number, "logprobs", logprobs, "a number, and never true or false")
+        return num_top or (logprobs if logprobs is not None and logprobs > 1 else 0)
 
     def _oldest(self, names: tuple[str, ...]) -> Any:
         """Return the value of the first name that is there; warn of others with other values."""

@@ -62,7 +62,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., context: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., num_context_messages: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., turn: _Optional[int] = ..., num_samples: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., adapter: _Optional[str] = ..., template_name: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., template_options_json: _Optional[str] = ..., truncate_prompt: bool = ..., skip_special_tokens: bool = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("history", "sequence", "stop_reason", "stop_string", "text", "prompt_id", "sample_index")
+    __slots__ = ("history", "sequence", "stop_reason", "stop_string", "text", "prompt_id", "sample_index", "top_logprobs")
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class Sample(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     sequence: _trajectory_pb2.Sequence
     stop_reason: _trajectory_pb2.StopReason
@@ -77,7 +78,16 @@ class Sample(_message.Message):
     text: _chat_pb2.Text
     prompt_id: str
     sample_index: int
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., stop_reason: _Optional[_Union[_trajectory_pb2.StopReason, str]] = ..., stop_string: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., prompt_id: _Optional[str] = ..., sample_index: _Optional[int] = ...) -> None: ...
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., stop_reason: _Optional[_Union[_trajectory_pb2.StopReason, str]] = ..., stop_string: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., prompt_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ...) -> None: ...
+
+class TopLogprobs(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("samples", "tokenizer_digest", "template_digest", "sampling", "queue_s", "generate_s", "update_mode", "num_truncated_tokens", "warnings", "distribution")
@@ -110,18 +120,20 @@ class GenerateStreamRequest(_message.Message):
     def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("token_ids", "inference_logprobs", "policy_version", "text", "completed")
+    __slots__ = ("token_ids", "inference_logprobs", "policy_version", "text", "completed", "top_logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     INFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     inference_logprobs: _containers.RepeatedScalarFieldContainer[float]
     policy_version: _trajectory_pb2.PolicyVersion
     text: str
     completed: GenerateResponse
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., inference_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., text: _Optional[str] = ..., completed: _Optional[_Union[GenerateResponse, _Mapping]] = ...) -> None: ...
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., inference_logprobs: _Optional[_Iterable[float]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., text: _Optional[str] = ..., completed: _Optional[_Union[GenerateResponse, _Mapping]] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ...) -> None: ...
 
 class LogProbRequest(_message.Message):
     __slots__ = ("token_ids", "histories", "texts", "adapter")

@@ -113,7 +113,8 @@ class InferenceServiceServicer(object):
         A prompt that fills the context is answered with an empty sample and CONTEXT_FULL. A caller who
         leaves, or whose deadline passes, frees its place. OK, INVALID_ARGUMENT (bad history, sampling
         or context), NOT_FOUND (TEMPLATE_NOT_FOUND, ADAPTER_NOT_FOUND), UNAVAILABLE (NOT_READY,
-        WEIGHTS_BAD, ASLEEP, ADAPTER_LOST), UNIMPLEMENTED (PARTS_UNSUPPORTED).
+        WEIGHTS_BAD, ASLEEP, ADAPTER_LOST; ENGINE_DIED: the engine failed under this request),
+        UNIMPLEMENTED (PARTS_UNSUPPORTED, UNSUPPORTED_LOGPROBS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,7 +14,7 @@ from dialoop.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from dialoop.episode import Sample
     from dialoop.tokens.tokenizer import RunningText
@@ -47,6 +47,7 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
         stop_string=sample.stop_string,
         prompt_id=sample.prompt_id,
         sample_index=sample.sample_index,
+        top_logprobs=_top_to_proto(sample.top_logprobs),
     )
     if sample.text is None:
         proto.history.CopyFrom(chat_history_to_proto(sample.history))
@@ -64,4 +65,9 @@ def chunk_to_proto(
         inference_logprobs=chunk.logprobs,
         policy_version=policy_version_to_proto(chunk.policy_version),
         text=text.add(shown),
+        top_logprobs=_top_to_proto(chunk.top_logprobs),
     )
+
+
+def _top_to_proto(rows: Iterable[Mapping[int, float]]) -> list[pb.TopLogprobs]:
+    return [pb.TopLogprobs(token_ids=row, logprobs=row.values()) for row in rows]

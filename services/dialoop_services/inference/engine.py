@@ -40,6 +40,10 @@ MIN_PENALTY, MAX_PENALTY = 0.01, 100.0
 _ROUNDING = 1e-6  # of 0.01 that came over the wire as the float32 next to it
 
 
+TopLogprobs = Mapping[int, float]
+"""The likeliest tokens at one position with their log-probs, the likeliest first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
     """Sampled tokens [start, start + length) come from one policy version."""
@@ -62,13 +66,17 @@ class StopTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """One sample: ids and log-probs (nats, of the distribution sampled from), one per token."""
+    """One sample: ids and log-probs (nats, of the distribution sampled from), one per token.
+
+    `top_logprobs` is one per token too where SamplingParams.top_logprobs asks for it, else empty.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     stop_reason: StopReason
     stop_string: str = ""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
     queue_s: float = 0.0
     update_mode: UpdateMode = UpdateMode.RECOMPUTE
 
@@ -80,6 +88,7 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     policy_version: PolicyVersion
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +231,13 @@ class SupportsConstraints(Protocol):
 
 
 @runtime_checkable
+class SupportsTopLogprobs(Protocol):
+    """An engine whose samples name the likeliest tokens, as `SamplingParams.top_logprobs` says."""
+
+    gives_top_logprobs: bool
+
+
+@runtime_checkable
 class SupportsAdapters(Protocol):
     """An engine that serves LoRA adapters beside the policy.
 
@@ -330,11 +346,20 @@ def require_ids(token_ids: Sequence[int], *, vocab_size: int) -> None:
         )
 
 
-def require_sampling(sampling: SamplingParams, *, constrains: bool = False) -> None:
+def require_sampling(
+    sampling: SamplingParams, *, constrains: bool = False, gives_top_logprobs: bool = False
+) -> None:
     """Refuse sampling parameters that an engine would silently change.
 
     constrains: whether the engine holds answers to a form, as SupportsConstraints says.
+    gives_top_logprobs: whether it names the likeliest tokens, as SupportsTopLogprobs says.
     """
+    if sampling.top_logprobs and not gives_top_logprobs:
+        raise Unsupported(
+            "This engine knows the sampled token's log-prob alone (`top_logprobs`).",
+            reason=Reason.UNSUPPORTED_LOGPROBS,
+            remedy='Leave it out, or serve with engine = "vllm" or "transformers".',
+        )
     if sampling.constraint and not constrains:
         raise Unsupported(
             "This engine does not hold answers to a form (`constraint`).",

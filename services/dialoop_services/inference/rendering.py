@@ -221,6 +221,7 @@ class Renderer:
             sequence=answer.appended,
             stop_reason=sampled.stop_reason,
             stop_string=sampled.stop_string,
+            top_logprobs=sampled.top_logprobs,
         )
 
     def _raw_sample(self, prompt: RawPrompt, sampled: Sampled) -> Sample:
@@ -244,6 +245,7 @@ class Renderer:
             sequence=prompt.sequence.extended_by(sequence_of(runs, logprobs=sampled.logprobs)),
             stop_reason=sampled.stop_reason,
             stop_string=sampled.stop_string,
+            top_logprobs=sampled.top_logprobs,
         )
 
 

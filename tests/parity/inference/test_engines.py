@@ -11,7 +11,7 @@ import pytest_asyncio
 import torch
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.trajectory import SamplingParams, StopReason
-from dialoop_services.inference.engine import BASE_VERSION, StopTokens
+from dialoop_services.inference.engine import BASE_VERSION, StopTokens, TokenChunk
 
 from tests.support.engine_world import (
     KINDS,
@@ -76,6 +76,24 @@ async def test_sampled_logprobs_equal_a_full_forward(running: Running, temperatu
         assert len(sampled.token_ids) == 20
         assert sampled.stop_reason is StopReason.LENGTH
         assert worst(sampled, prompt, temperature=temperature, **running.model) < TOLERANCE
+
+
+async def test_the_likeliest_tokens_are_those_of_a_full_forward(running: Running) -> None:
+    prompt, num = prompts(1)[0], 6
+    sampling = SamplingParams(max_new_tokens=5, temperature=0.7, top_logprobs=num)
+    chunks: list[TokenChunk] = []
+    streamed = await running.engine.stream(prompt, sampling, stop=NO_STOP, on_tokens=chunks.append)
+    samples = await running.engine.sample(prompt, sampling, stop=NO_STOP, num_samples=2)
+    assert tuple(top for chunk in chunks for top in chunk.top_logprobs) == streamed.top_logprobs
+    for sampled in (streamed, *samples):
+        assert len(sampled.logprobs) == len(sampled.top_logprobs) == 5
+        ids = torch.tensor([[*prompt, *sampled.token_ids]])
+        with torch.inference_mode():
+            logits = make_model(**running.model)(ids).logits[0, len(prompt) - 1 : -1].float()
+        expected = torch.log_softmax(logits / 0.7, dim=-1).topk(num, dim=-1).values
+        values = torch.tensor([list(top.values()) for top in sampled.top_logprobs])
+        torch.testing.assert_close(values, expected, atol=TOLERANCE, rtol=0)
+        assert worst(sampled, prompt, temperature=0.7, **running.model) < TOLERANCE
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -22,6 +22,9 @@ from dialoop.trajectory import SamplingParams
         ({"top_k": -1, "top_p": None}, SamplingParams(), 1),
         ({"repetition_penalty": 1.5}, SamplingParams(repetition_penalty=1.5), 1),
         ({"num_beams": 1, "logprobs": 1, "presence_penalty": 0.0}, SamplingParams(), 1),
+        ({"logprobs": 5}, SamplingParams(top_logprobs=5), 1),
+        ({"top_logprobs": 2, "constraint": "{}", "max_tokens": 8},
+         SamplingParams(top_logprobs=2, constraint="{}", max_new_tokens=8), 1),
         ({"include_stop_str_in_output": True, "logit_bias": {}}, SamplingParams(), 1),
     ],
 )  # fmt: skip
@@ -41,7 +44,7 @@ def test_their_names_mean_ours(parameters, sampling, num_samples):
         ({"include_stop_str_in_output": False}, Unsupported, "SAMPLING_UNSUPPORTED"),
         ({"prompt_logprobs": 1}, Unsupported, "SAMPLING_UNSUPPORTED"),
         ({"return_log_probs": False}, Unsupported, "SAMPLING_UNSUPPORTED"),
-        ({"logprobs": 5}, Unsupported, "SAMPLING_UNSUPPORTED"),
+        ({"logprobs": 21}, InvalidInput, "INVALID_SAMPLING"),
         ({"logprobs": True}, InvalidInput, "INVALID_SAMPLING"),
         ({"n": 2, "num_samples": 3}, InvalidInput, "INVALID_SAMPLING"),
         ({"n": 0}, InvalidInput, "INVALID_SAMPLING"),

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dialoop.chat import Message, ToolCall
     from dialoop.tokens.tokenizer import Tokenizer
 
+    from dialoop_services.inference.engine import TopLogprobs
+
 REPLACEMENT = "\ufffd"
 
 
@@ -55,40 +57,62 @@ class TokenView:
     with_ids: bool = False
 
     def of(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], *, text_offset: int = 0
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TopLogprobs],
+        *,
+        text_offset: int = 0,
     ) -> dict[str, Any]:
         """Return the fields of a choice that show its tokens."""
         fields: dict[str, Any] = {"logprobs": None}
         if self.with_logprobs:
+            # Without `tops`, one is asked of a greedy answer: the sampled token.
+            own = [{i: p} for i, p in zip(token_ids, logprobs, strict=True)]
+            shown = (tops or own) if self.num_top else [{}] * len(own)
             fields["logprobs"] = (
-                {"content": [self._chat(i, p) for i, p in zip(token_ids, logprobs, strict=True)]}
+                {"content": [self._chat(*row) for row in zip(own, shown, strict=True)]}
                 if self.is_chat
-                else self._plain(token_ids, logprobs, text_offset)
+                else self._plain(token_ids, logprobs, shown, text_offset)
             )
         if self.with_ids:
             fields["token_ids"] = list(token_ids)
         return fields
 
-    def _chat(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.tokenizer.decode([token_id])
-        # The text of a token that is part of a character does not show the token's bytes.
-        utf8 = None if REPLACEMENT in text else list(text.encode())
-        entry = {"token": text, "logprob": logprob, "bytes": utf8}
-        return {**entry, "top_logprobs": [entry] * self.num_top}
+    def _chat(self, own: TopLogprobs, top: TopLogprobs) -> dict[str, Any]:
+        (entry,) = self._entries(own)
+        return {**entry, "top_logprobs": self._entries(top)}
+
+    def _entries(self, tokens: TopLogprobs) -> list[dict[str, Any]]:
+        entries = []
+        for token_id, logprob in tokens.items():
+            text = self.tokenizer.decode([token_id])
+            # The text of a token that is part of a character does not show the token's bytes.
+            utf8 = None if REPLACEMENT in text else list(text.encode())
+            entries.append({"token": text, "logprob": logprob, "bytes": utf8})
+        return entries
 
     def _plain(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], offset: int
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[TopLogprobs],
+        offset: int,
     ) -> dict[str, Any]:
         texts = [self.tokenizer.decode([token_id]) for token_id in token_ids]
         offsets: list[int] = []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        top = [{t: p} for t, p in zip(texts, logprobs, strict=True)] if self.num_top else None
+        top: list[dict[str, float]] = [{} for _ in tops]
+        for shown, row in zip(top, tops, strict=True):
+            for token_id, logprob in row.items():
+                # Tokens that read the same, as parts of characters do, share the likeliest's entry.
+                shown.setdefault(self.tokenizer.decode([token_id]), logprob)
         return {
             "tokens": texts,
             "token_logprobs": list(logprobs),
-            "top_logprobs": top,
+            "top_logprobs": top if self.num_top else None,
             "text_offset": offsets,
         }
 

@@ -274,7 +274,7 @@ def _choice(
     job: AnswerJob, part: PromptJob, sampled: Sampled, call_ids: CallIds, *, index: int
 ) -> dict[str, Any]:
     reading = part.reader.syntax.read(part.reader.text_of(sampled))
-    fields = job.view.of(sampled.token_ids, sampled.logprobs)
+    fields = job.view.of(sampled.token_ids, sampled.logprobs, sampled.top_logprobs)
     reason = finish_reason(sampled.stop_reason, has_calls=bool(reading.calls))
     if not job.view.is_chat:
         return text_choice(index, reading.content, reason, fields)

@@ -10,6 +10,7 @@ from dialoop.reasons import Reason
 from dialoop.trajectory import SamplingParams
 from pydantic import BaseModel, ValidationError
 
+from dialoop_services.inference.engine import SupportsTopLogprobs
 from dialoop_services.inference.openai.answers import Head, TokenView
 from dialoop_services.inference.openai.calls import AnswerJob, PromptJob
 from dialoop_services.inference.openai.errors import UnknownModel, body_error, field_error
@@ -20,6 +21,7 @@ from dialoop_services.inference.openai.streaming import Reader
 from dialoop_services.inference.openai.tool_calls import CALL_END, AnswerSyntax
 
 if TYPE_CHECKING:
+    from dialoop_services.inference.engine import Engine
     from dialoop_services.inference.openai.models import ChatBody, CompletionBody, SamplingBody
     from dialoop_services.inference.recordings.store import CallPrompt, Recording
     from dialoop_services.inference.rendering import Renderer
@@ -57,8 +59,12 @@ class Jobs:
         one_call = offers_tools and not body.parallel_tool_calls
         more_stops = (CALL_END,) if one_call else ()
         sampling = self._sampling(body, body.max_completion_tokens, recording, more_stops)
-        sampling = replace(sampling, constraint=constraint)
-        _require_top("top_logprobs", num_top, sampling)
+        engine = self.replica.engine
+        sampling = replace(
+            sampling,
+            constraint=constraint,
+            top_logprobs=_top_logprobs("top_logprobs", num_top, sampling, engine),
+        )
         prompts = Prompts(self.renderer)
         offer = Offer(
             tools=tools_of(body.tools or ()) if offers_tools else (),
@@ -87,7 +93,8 @@ class Jobs:
         self._require_model(body, recording)
         num_top = body.logprobs or 0
         sampling = self._sampling(body, None, recording, ())
-        _require_top("logprobs", num_top, sampling)
+        num_known = _top_logprobs("logprobs", num_top, sampling, self.replica.engine)
+        sampling = replace(sampling, top_logprobs=num_known)
         prompts = Prompts(self.renderer)
         head = self._head(body, f"cmpl-{uuid.uuid4().hex}", is_chat=False)
         rows = _rows(body)
@@ -204,15 +211,21 @@ def _options(body: ChatBody) -> dict[str, Any]:
     return options
 
 
-def _require_top(field: str, num_top: int, sampling: SamplingParams) -> None:
-    """Refuse more top log-probs than the sampled token's own, which at temperature 0 is the top."""
+def _top_logprobs(field: str, num_top: int, sampling: SamplingParams, engine: Engine) -> int:
+    """Return how many of the likeliest tokens the engine is to name.
+
+    One that knows the sampled token alone serves 0, and 1 at temperature 0, where it is that token.
+    """
+    if isinstance(engine, SupportsTopLogprobs):
+        return num_top
     if num_top > 1 or (num_top == 1 and sampling.temperature != 0):
         raise field_error(
             field,
-            f"{num_top} likeliest tokens are not known here",
-            remedy="Give 0 for the sampled token alone, or 1 with temperature 0.",
+            f"the engine {engine.name} knows the sampled token's log-prob alone",
+            remedy="Give 0, or 1 with temperature 0, or serve with another engine.",
             reason=Reason.UNSUPPORTED_LOGPROBS,
         )
+    return 0
 
 
 def _warnings(body: ChatBody) -> tuple[str, ...]:

@@ -216,7 +216,8 @@ class ChatBody(SamplingBody):
     """False ends the answer with its first call."""
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    """0, or 1 at temperature 0, where the sampled token is the likeliest."""
+    """How many of the likeliest tokens each position names. An engine that knows the sampled token
+    alone serves 0, and 1 at temperature 0."""
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template."""
@@ -236,6 +237,7 @@ class CompletionBody(SamplingBody):
     )
     """Text, token ids, or a list of either; special tokens that a text spells count."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    """0, or 1 at temperature 0, where the sampled token is the likeliest."""
+    """How many of the likeliest tokens each position names. An engine that knows the sampled token
+    alone serves 0, and 1 at temperature 0."""
     echo: Literal[False] = False
     best_of: Literal[1] = 1

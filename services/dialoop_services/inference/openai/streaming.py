@@ -22,7 +22,7 @@ from dialoop_services.inference.openai.tool_calls import held_back
 if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
 
-    from dialoop_services.inference.engine import Sampled, TokenChunk
+    from dialoop_services.inference.engine import Sampled, TokenChunk, TopLogprobs
     from dialoop_services.inference.openai.tool_calls import AnswerSyntax, Reading
 
 
@@ -87,6 +87,7 @@ class RunningChoice:
     _has_begun: bool = False
     _ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
+    _top_logprobs: list[TopLogprobs] = field(default_factory=list)
     _offset: int = 0
 
     def add(self, tokens: TokenChunk) -> dict[str, Any] | None:
@@ -96,6 +97,7 @@ class RunningChoice:
             self._running = RunningText(tokenizer)
         self._ids.extend(tokens.token_ids)
         self._logprobs.extend(tokens.logprobs)
+        self._top_logprobs.extend(tokens.top_logprobs)
         ends = tokenizer.end_of_turn_ids
         self._text += self._running.add([i for i in tokens.token_ids if i not in ends])
         safe = self._text
@@ -118,8 +120,10 @@ class RunningChoice:
         calls = self.call_ids.calls(reading)[self._num_calls :]
         if not (content or reasoning or calls or reason):
             return None
-        fields = self.view.of(self._ids, self._logprobs, text_offset=self._offset)
-        self._ids, self._logprobs = [], []
+        fields = self.view.of(
+            self._ids, self._logprobs, self._top_logprobs, text_offset=self._offset
+        )
+        self._ids, self._logprobs, self._top_logprobs = [], [], []
         first, self._num_calls = self._num_calls, len(reading.calls)
         self._content += content
         self._reasoning += reasoning

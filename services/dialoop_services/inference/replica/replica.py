@@ -20,6 +20,7 @@ from dialoop_services.inference.engine import (
     SupportsPause,
     SupportsPolicyAdapters,
     SupportsStreaming,
+    SupportsTopLogprobs,
     SupportsTransfer,
     context_full,
     require_ids,
@@ -131,7 +132,11 @@ class Replica(Sleeper):
         # not counted.
         self._adapters.require(adapter)
         require_ids(prompt_ids, vocab_size=self._engine.vocab_size)
-        require_sampling(sampling, constrains=isinstance(self._engine, SupportsConstraints))
+        require_sampling(
+            sampling,
+            constrains=isinstance(self._engine, SupportsConstraints),
+            gives_top_logprobs=isinstance(self._engine, SupportsTopLogprobs),
+        )
         if on_tokens is not None:
             require_one_stream(num_samples)
             if not isinstance(self._engine, SupportsStreaming):

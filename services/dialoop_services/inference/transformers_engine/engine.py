@@ -45,7 +45,11 @@ from dialoop_services.inference.transformers_engine.adapters import AdaptedModel
 from dialoop_services.inference.transformers_engine.batch import DecodingBatch
 from dialoop_services.inference.transformers_engine.keys import DECODING_ATTENTION
 from dialoop_services.inference.transformers_engine.rows import BatchRow, distinct, generator_of
-from dialoop_services.inference.transformers_engine.sampler import processed_logprobs, sample_rows
+from dialoop_services.inference.transformers_engine.sampler import (
+    likeliest,
+    processed_logprobs,
+    sample_rows,
+)
 from dialoop_services.inference.weights.adapter_files import AdapterSpace
 from dialoop_services.inference.weights.parameters import (
     HEAD,
@@ -73,6 +77,7 @@ class TransformersEngine:
 
     name = "transformers"
     tells_begin = True
+    gives_top_logprobs = True
     version = str(transformers.__version__)
 
     def __init__(
@@ -185,7 +190,7 @@ class TransformersEngine:
         on_begin: OnBegin | None,
     ) -> tuple[Sampled, ...]:
         require_ids(prompt_ids, vocab_size=self.vocab_size)
-        require_sampling(sampling)
+        require_sampling(sampling, gives_top_logprobs=self.gives_top_logprobs)
         room = room_for(prompt_ids, sampling, self.max_model_len)
         if room <= 0:
             return context_full(num_samples)
@@ -395,8 +400,11 @@ class TransformersEngine:
         logprobs = processed_logprobs(torch.cat(logits), sampling, [row.ids for row in rows])
         tokens = sample_rows(logprobs, sampling, [row.generator for row in rows])
         chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
-        for row, token, logprob in zip(rows, tokens.tolist(), chosen.tolist(), strict=True):
-            row.append(token, logprob, self._policy_version, decode=self._tokenizer.decode)
+        tops = likeliest(logprobs, sampling)
+        for row, token, logprob, top in zip(
+            rows, tokens.tolist(), chosen.tolist(), tops, strict=True
+        ):
+            row.append(token, logprob, self._policy_version, decode=self._tokenizer.decode, top=top)
 
     def _fail_all(self, error: Exception) -> None:
         self._running += self._waiting

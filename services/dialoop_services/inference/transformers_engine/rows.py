@@ -15,7 +15,7 @@ from dialoop_services.inference.engine import Sampled, StopTokens, TokenChunk, V
 if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
 
-    from dialoop_services.inference.engine import OnBegin, OnTokens
+    from dialoop_services.inference.engine import OnBegin, OnTokens, TopLogprobs
     from dialoop_services.inference.weights.loadable import Adapter
 
 Decode = Callable[[Sequence[int]], str]
@@ -48,6 +48,7 @@ class BatchRow:
         self._on_tokens = on_tokens
         self._on_begin = on_begin
         self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
         self._versions: list[PolicyVersion] = []
         self._stop_string = ""
         self._num_streamed = 0
@@ -67,8 +68,18 @@ class BatchRow:
         if self._on_begin is not None:
             self._on_begin()
 
-    def append(self, token: int, logprob: float, version: PolicyVersion, *, decode: Decode) -> None:
+    def append(
+        self,
+        token: int,
+        logprob: float,
+        version: PolicyVersion,
+        *,
+        decode: Decode,
+        top: TopLogprobs | None = None,
+    ) -> None:
         """Append one sampled token, and end the sample if it stops there."""
+        if top is not None:
+            self._top_logprobs.append(top)
         self.ids.append(token)
         self._logprobs.append(logprob)
         self._versions.append(version)
@@ -110,12 +121,14 @@ class BatchRow:
             token_ids=(self.ids[self._num_prompt + index],),
             logprobs=(self._logprobs[index],),
             policy_version=self._versions[index],
+            top_logprobs=tuple(self._top_logprobs[index : index + 1]),
         )
 
     def _make_sample(self, reason: StopReason) -> Sampled:
         return Sampled(
             token_ids=tuple(self.ids[self._num_prompt :]),
             logprobs=tuple(self._logprobs),
+            top_logprobs=tuple(self._top_logprobs),
             versions=spans_of(self._versions),
             stop_reason=reason,
             stop_string=self._stop_string,

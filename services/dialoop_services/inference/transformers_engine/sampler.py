@@ -48,6 +48,24 @@ def sample_rows(
     return torch.where(greedy, logprobs.argmax(dim=-1), drawn)
 
 
+def likeliest(
+    logprobs: torch.Tensor, sampling: Sequence[SamplingParams]
+) -> list[dict[int, float] | None]:
+    """Return each row's `top_logprobs` likeliest tokens that may be sampled; None without any.
+
+    logprobs: float32 [B, V].
+    """
+    most = min(max(s.top_logprobs for s in sampling), logprobs.shape[-1])
+    if not most:
+        return [None] * len(sampling)
+    values, ids = (tensor.tolist() for tensor in logprobs.topk(most, dim=-1))
+    rows: list[dict[int, float] | None] = []
+    for row_ids, row_values, s in zip(ids, values, sampling, strict=True):
+        pairs = list(zip(row_ids, row_values, strict=True))[: s.top_logprobs]
+        rows.append({i: p for i, p in pairs if p != _DROPPED} if s.top_logprobs else None)
+    return rows
+
+
 def _exponential(width: int, generators: Sequence[torch.Generator]) -> torch.Tensor:
     """Return noise [B, width] of each row's generator; neighbours that share one draw together."""
     drawn = []

@@ -40,6 +40,7 @@ from dialoop_services.inference.engine import (
     Sampled,
     Scored,
     StopTokens,
+    TopLogprobs,
     VersionSpan,
     context_full,
     engine_died,
@@ -64,6 +65,7 @@ from dialoop_services.inference.vllm_engine.orphans import OWNER_VARIABLE
 from dialoop_services.inference.vllm_engine.outputs import (
     chunks_of,
     label_of,
+    logprobs_of,
     queued_s,
     sampled_of,
     spans_of,
@@ -92,6 +94,7 @@ class VllmEngine:
     name = "vllm"
     tells_begin = True
     constrains_answers = True
+    gives_top_logprobs = True
     version = str(vllm.__version__)
 
     def __init__(self, llm: AsyncLLM, *, model_dir: Path, options: EngineOptions) -> None:
@@ -160,7 +163,10 @@ class VllmEngine:
         params.n = num_samples
         final = await self._last_output(prompt_ids, params, adapter, on_begin)
         queue_s = queued_s(final)
-        return tuple(sampled_of(output, stop, queue_s=queue_s) for output in final.outputs)
+        return tuple(
+            sampled_of(output, stop, queue_s=queue_s, num_top=sampling.top_logprobs)
+            for output in final.outputs
+        )
 
     async def stream(
         self,
@@ -180,18 +186,22 @@ class VllmEngine:
         request_id = uuid.uuid4().hex
         ids: list[int] = []
         logprobs: list[float] = []
+        tops: list[TopLogprobs] = []
         outputs = self._outputs(request_id, prompt_ids, params, adapter, on_begin)
         async for output in outputs:
             completion = output.outputs[0]
             start = len(ids)
             ids.extend(completion.token_ids)
-            logprobs.extend(completion.logprobs.logprobs if completion.logprobs else ())
+            values, top = logprobs_of(completion.logprobs, sampling.top_logprobs)
+            logprobs.extend(values)
+            tops.extend(top)
             spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
-            for chunk in chunks_of(ids, logprobs, spans, start=start):
+            for chunk in chunks_of(ids, logprobs, spans, start=start, tops=tops):
                 on_tokens(chunk)
         return Sampled(
             token_ids=tuple(ids),
             logprobs=tuple(logprobs),
+            top_logprobs=tuple(tops),
             versions=spans,
             stop_reason=stop_reason_of(completion),
             stop_string=stop_string_of(completion, stop),
@@ -203,7 +213,7 @@ class VllmEngine:
     ) -> vllm.SamplingParams | None:
         """Return what to ask of vLLM; None when the prompt fills the context."""
         require_ids(prompt_ids, vocab_size=self.vocab_size)
-        require_sampling(sampling, constrains=self.constrains_answers)
+        require_sampling(sampling, constrains=True, gives_top_logprobs=True)
         room = room_for(prompt_ids, sampling, self.max_model_len)
         return None if room <= 0 else vllm_params(sampling, stop=stop, room=room)
 

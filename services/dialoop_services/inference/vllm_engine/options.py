@@ -75,7 +75,7 @@ def vllm_params(sampling: SamplingParams, *, stop: StopTokens, room: int) -> vll
         stop_token_ids=sorted(stop.by_id),
         # Only the request's stop tokens count: vLLM would add those of the model directory.
         ignore_eos=True,
-        logprobs=0,
+        logprobs=sampling.top_logprobs,
         flat_logprobs=True,
         skip_special_tokens=False,
         spaces_between_special_tokens=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from dialoop_services.inference.engine import (
     Sampled,
     StopTokens,
     TokenChunk,
+    TopLogprobs,
     VersionSpan,
     weights_bad,
 )
@@ -19,16 +21,33 @@ from dialoop_services.inference.engine import (
 _LABEL = "@"
 
 
-def sampled_of(completion: Any, stop: StopTokens, *, queue_s: float) -> Sampled:
+def sampled_of(completion: Any, stop: StopTokens, *, queue_s: float, num_top: int = 0) -> Sampled:
     """Return a finished completion; Unavailable (WEIGHTS_BAD) when a load aborted it."""
+    logprobs, tops = logprobs_of(completion.logprobs, num_top)
     return Sampled(
         token_ids=tuple(completion.token_ids),
-        logprobs=tuple(completion.logprobs.logprobs),
+        logprobs=tuple(logprobs),
+        top_logprobs=tuple(tops),
         versions=spans_of(completion.weight_versions),
         stop_reason=stop_reason_of(completion),
         stop_string=stop_string_of(completion, stop),
         queue_s=queue_s,
     )
+
+
+def logprobs_of(flat: Any, num_top: int) -> tuple[Sequence[float], list[TopLogprobs]]:
+    """Return the sampled tokens' log-probs, and the `num_top` likeliest tokens at each position.
+
+    vLLM's FlatLogprobs has at each position the sampled token, then the likeliest ones.
+    """
+    if flat is None or not num_top:
+        return (flat.logprobs if flat else ()), []
+    tops: list[TopLogprobs] = []
+    for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
+        pairs = zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True)
+        # A token that could not be sampled has the log-prob -inf.
+        tops.append({i: p for i, p in pairs if math.isfinite(p)})
+    return [flat.logprobs[start] for start in flat.start_indices], tops
 
 
 def queued_s(output: Any) -> float:
@@ -69,6 +88,7 @@ def chunks_of(
     spans: Sequence[VersionSpan],
     *,
     start: int,
+    tops: Sequence[TopLogprobs] = (),
 ) -> list[TokenChunk]:
     """Return the tokens from `start` on, cut where the version changes."""
     chunks = []
@@ -80,6 +100,7 @@ def chunks_of(
                     token_ids=tuple(ids[begin:end]),
                     logprobs=tuple(logprobs[begin:end]),
                     policy_version=span.policy_version,
+                    top_logprobs=tuple(tops[begin:end]),
                 )
             )
     return chunks
