@@ -34,7 +34,7 @@ from tests.support.collector_world import (
     serving_replay,
     world,
 )
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 PROMPT = as_history("1+2")
@@ -100,24 +100,36 @@ class Spy(MemoryStore):
         self.finished: set[tuple[str, int]] = set()
         self.to_be_played_again: set[tuple[str, int]] = set()
         self.num_leases = 0
+        self.workers: set[str] = set()
+        self.unfinished: dict[str, tuple[str, int, int]] = {}
+        """Of each lease its worker, how many members it has, and how many are finished."""
+
+    def is_in_the_middle(self, worker: str) -> bool:
+        """Whether a group of a worker has members that are finished and members that are not."""
+        return any(w == worker and 0 < n < size for w, size, n in self.unfinished.values())
 
     async def apply(self, request, answer):
         response = await super().apply(request, answer)
         if isinstance(response, pb.LeaseTasksResponse):
+            self.workers.add(request.worker)
             self.num_leases += len(response.leases)
+            for held in response.leases:
+                self.unfinished[held.lease_id] = request.worker, len(held.members), 0
             played = {(held.task.task_id, m) for held in response.leases for m in held.members}
             self.to_be_played_again |= played & self.finished
         if isinstance(response, pb.AppendMembersResponse):
             for item, outcome in zip(request.items, response.outcomes, strict=True):
                 if outcome.status == pb.APPEND_STATUS_APPENDED:
                     self.finished.add((item.lease_id.split("/", 2)[2], item.member))
+                    worker, size, count = self.unfinished[item.lease_id]
+                    self.unfinished[item.lease_id] = worker, size, count + 1
         return response
 
 
 @pytest.mark.parametrize(
     "num_kills",
     [
-        2,
+        1,
         pytest.param(
             20,
             marks=[
@@ -148,9 +160,12 @@ async def test_collectors_killed_over_and_over_throw_nothing_away_that_was_finis
         running = [await start(number) for number in range(2)]
         num_groups = 2
         for kill in range(num_kills):
-            num_groups += 3
-            await w.allow(num_groups)
-            await w.until(lambda c: c.num_trajectories_waiting > 0)
+            await until(lambda worker=f"c{kill}": worker in spy.workers)
+            async with asyncio.timeout(PATIENCE_S):
+                while not spy.is_in_the_middle(f"c{kill}"):
+                    num_groups += 1  # the other collector may have taken what there was
+                    await w.allow(num_groups)
+                    await asyncio.sleep(0.05)
             process = running.pop(0)
             process.send_signal(signal.SIGKILL)
             await process.wait()
