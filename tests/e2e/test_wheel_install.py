@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from dialoop_services.stack.processes.ports import choose_ports
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = "replay,inference,scorer,trainer,stack"
@@ -22,19 +24,25 @@ pytestmark = [
 ]
 
 JOB = """
-run = "recorded"
+run = "{run}"
 engine = "transformers"
 store = "memory"
 [environment]
-agent = "asks:ask"
+{environment}
 [collector]
 group_size = 4
+max_new_tokens = 8
+[scorer]
+kl_coefficient = 0.1
 [train]
-num_steps = 1
+num_steps = 2
 groups_per_train_step = 2
-pipeline_depth = 0
 [evaluation]
-num_tasks = 0
+num_tasks = 2
+every = 0
+[ports]
+inference = {inference}
+inference_rest = {inference_rest}
 """
 
 AGENT = """
@@ -56,22 +64,33 @@ def ask(task, connection):
 """
 
 
+def clean_variables() -> dict[str, str]:
+    """Variables without any that lead Python or Dialoop to the repository."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "DIALOOP"))}
+
+
 @dataclass(frozen=True)
 class Installed:
-    """A virtual environment with the wheels, and a folder that knows nothing of the repository."""
+    """A virtual environment with wheels, made in a folder of its own beside them."""
 
-    programs: Path
-    folder: Path
+    place: Path
 
-    def run(self, *words: str, typed: str = "") -> str:
-        """Run the command `dialoop` and return what it printed."""
-        variables = {
-            k: v for k, v in os.environ.items() if k[:6] != "PYTHON" and k[:7] != "DIALOOP"
-        }
+    def pip(self, *words: str) -> None:
+        """Run pip of the virtual environment at the root of the repository."""
+        command = [str(self.place / "venv" / "bin" / "python"), "-m", "pip", *words]
+        subprocess.run(command, cwd=ROOT, env=clean_variables(), check=True)
+
+    def wheel(self, name: str) -> str:
+        """Path of a wheel that was built."""
+        (wheel,) = self.place.glob(f"{name}-*.whl")
+        return str(wheel)
+
+    def run(self, folder: Path, program: str, *words: str, typed: str = "") -> str:
+        """Run an installed program in a folder and return what it printed."""
         done = subprocess.run(
-            [str(self.programs / "dialoop"), *words],
-            cwd=self.folder,
-            env=variables,
+            [str(self.place / "venv" / "bin" / program), *words],
+            cwd=folder,
+            env=clean_variables(),
             input=typed,
             capture_output=True,
             text=True,
@@ -80,43 +99,105 @@ class Installed:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def origin(self, folder: Path, package: str) -> str:
+        """Import a package in a folder and return the file that it came from."""
+        return self.run(folder, "python", "-c", f"import {package}; print({package}.__file__)")
+
 
 @pytest.fixture(scope="module")
-def clean() -> Iterator[Installed]:
+def sdk() -> Iterator[Installed]:
+    """The wheel of the SDK alone."""
     # Gigabytes: pytest would keep those of the last three runs.
     with tempfile.TemporaryDirectory(prefix="dialoop-wheels-") as made:
-        place = Path(made)
-        subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True)
-        programs, folder = place / "venv" / "bin", place / "folder"
-        pip = [str(programs / "python"), "-m", "pip"]
-        build = [*pip, "wheel", "--no-deps", "--wheel-dir", str(place), "./client", "."]
-        subprocess.run(build, cwd=ROOT, check=True)
-        (sdk,), (services,) = place.glob("dialoop-*.whl"), place.glob("dialoop_services-*.whl")
-        subprocess.run([*pip, "install", str(sdk), f"{services}[{EXTRAS}]"], check=True)
-        (folder / "services").mkdir(parents=True)
-        (folder / "services" / "__init__.py").write_text("raise RuntimeError('not this one')\n")
-        yield Installed(programs, folder)
+        installed = Installed(Path(made))
+        subprocess.run([sys.executable, "-m", "venv", f"{made}/venv"], check=True)
+        installed.pip("wheel", "--no-deps", "--wheel-dir", made, "./client", ".")
+        installed.pip("install", installed.wheel("dialoop"))
+        yield installed
 
 
-def test_the_machine_is_ready(clean: Installed) -> None:
-    assert "Training can start here" in clean.run("doctor")
+@pytest.fixture(scope="module")
+def everything(sdk: Installed) -> Installed:
+    """The wheel of the services with their extras beside it."""
+    sdk.pip("install", f"{sdk.wheel('dialoop_services')}[{EXTRAS}]")
+    return sdk
 
 
-def test_an_episode_is_played(clean: Installed) -> None:
-    assert "reward" in clean.run("play", "arithmetic", typed="Result=1<submit>\n")
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    return tmp_path
 
 
-def test_an_environment_is_written_and_checked(clean: Installed) -> None:
-    clean.run("env", "new", "mine")
-    assert "mine" in clean.run("env", "check", "mine:environment")
+@pytest.fixture
+def with_services(tmp_path: Path) -> Path:
+    """A folder with a package `services` that nobody may import in place of ours."""
+    (tmp_path / "services").mkdir()
+    (tmp_path / "services" / "__init__.py").write_text("raise RuntimeError('not this one')\n")
+    return tmp_path
 
 
-def test_an_agent_is_recorded_and_trained(clean: Installed) -> None:
-    (clean.folder / "job.toml").write_text(JOB)
-    (clean.folder / "asks.py").write_text(AGENT)
-    assert "no mistake found" in clean.run("config", "check", "job.toml")
-    clean.run("train", "job.toml")
-    run_dir = clean.folder / "runs" / "recorded"
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["trajectories"]["trained"] >= 4
-    assert "assistant" in clean.run("show", "runs/recorded")
+@pytest.fixture(params=["empty", "with_services"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    chosen: Path = request.getfixturevalue(request.param)
+    return chosen
+
+
+def write_job(folder: Path, run: str, environment: str) -> dict[str, int]:
+    """Write job.toml, and return the ports on which it offers inference."""
+    ports = choose_ports({"inference": 0, "inference_rest": 0})
+    (folder / "job.toml").write_text(JOB.format(run=run, environment=environment, **ports))
+    return ports
+
+
+def test_the_sdk_alone_writes_checks_and_plays_an_environment(sdk: Installed, folder: Path) -> None:
+    assert sdk.origin(folder, "dialoop").startswith(str(sdk.place))
+    assert "reward" in sdk.run(folder, "dialoop", "play", "arithmetic", typed="Result=1<submit>\n")
+    sdk.run(folder, "dialoop", "env", "new", "mine")
+    assert "mine" in sdk.run(folder, "dialoop", "env", "check", "mine:environment")
+    sdk.run(folder, "dialoop", "env", "play", "mine:environment", typed="Result=1<submit>\n")
+
+
+def test_the_machine_is_ready(everything: Installed, folder: Path) -> None:
+    assert everything.origin(folder, "dialoop_services").startswith(str(everything.place))
+    assert "Training can start here" in everything.run(folder, "dialoop", "doctor")
+
+
+def test_an_environment_of_the_users_is_trained(everything: Installed, with_services: Path) -> None:
+    folder = with_services
+    everything.run(folder, "dialoop", "env", "new", "mine")
+    write_job(folder, "mine", 'use = "mine:environment"')
+    assert "no mistake found" in everything.run(folder, "dialoop", "config", "check", "job.toml")
+    everything.run(folder, "dialoop", "train", "job.toml")
+    summary = json.loads((folder / "runs" / "mine" / "summary.json").read_text())
+    assert summary["num_train_steps"] == 2
+    assert all(summary["gates"].values()), summary["gates"]
+    assert "How many words" in everything.run(folder, "dialoop", "show", "runs/mine")
+
+
+def test_an_agent_is_recorded_and_trained(everything: Installed, empty: Path) -> None:
+    (empty / "asks.py").write_text(AGENT)
+    write_job(empty, "recorded", 'agent = "asks:ask"')
+    everything.run(empty, "dialoop", "train", "job.toml")
+    summary = json.loads((empty / "runs" / "recorded" / "summary.json").read_text())
+    assert summary["num_train_steps"] == 2
+    assert summary["trajectories"]["trained"] >= 16
+    assert "assistant" in everything.run(empty, "dialoop", "show", "runs/recorded")
+
+
+def test_the_agent_of_the_docs_is_recorded(everything: Installed, empty: Path) -> None:
+    everything.pip("install", "openai")
+    page = (ROOT / "docs" / "agents.md").read_text("utf-8")
+    (code,) = re.findall(r"<!-- test: agent -->\n```python\n(.*?)```", page, re.DOTALL)
+    ports = write_job(empty, "served", "")
+    for named, port in (("7002", ports["inference"]), ("8002", ports["inference_rest"])):
+        code = code.replace(f"127.0.0.1:{named}", f"127.0.0.1:{port}")
+    (empty / "my_agent.py").write_text(code)
+    everything.run(empty, "dialoop", "up", "job.toml", "--detach")
+    try:
+        shown = everything.run(empty, "python", "my_agent.py")
+    finally:
+        everything.run(empty, "dialoop", "down", "served")
+    reward, num_tokens, *versions = shown.split()
+    assert float(reward) in (0.0, 1.0)
+    assert int(num_tokens) > 0
+    assert "PolicyVersion" in " ".join(versions)
