@@ -114,7 +114,7 @@ async def stack(directory: Path, model: Path) -> AsyncIterator[Stack]:
             environment={
                 **environment.environment,
                 "DIALOOP_ENVIRONMENT_ENVIRONMENTS": entries,
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}",
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}",
             },
         )
         log = LogStream(Console(), run_dir.logs)

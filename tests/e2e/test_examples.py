@@ -14,7 +14,7 @@ EXAMPLES = ROOT / "client" / "examples"
 
 
 def run(name: str, folder: Path, timeout_s: float) -> str:
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"}
     done = subprocess.run(
         [sys.executable, EXAMPLES / name],
         capture_output=True,

@@ -43,7 +43,7 @@ time.sleep(60)
 
 
 def environment(**variables: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"} | variables
+    return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"} | variables
 
 
 def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:

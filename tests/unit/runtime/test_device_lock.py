@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[3]
 @contextmanager
 def another_process(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the lock until it is killed."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}"}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"}
     command = [sys.executable, "-c", _HOLD, str(path), how]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     assert process.stdout is not None
