@@ -162,7 +162,7 @@ def _require_parts(environment: object, policy: object) -> None:
             reason=Reason.WRONG_TYPE,
             remedy="Give an environment, an EnvironmentClient or a LocalEnvironmentClient.",
         )
-    if not hasattr(policy, "generate"):
+    if not callable(getattr(policy, "generate", None)):
         raise InvalidInput(
             f"policy is {policy!r:.40}.",
             reason=Reason.WRONG_TYPE,

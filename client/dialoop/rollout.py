@@ -315,10 +315,14 @@ def _require_parts(task: Task, sessions: Sessions, policy: Policy) -> None:
         "task": (task, isinstance(task, Task), "a Task"),
         "sessions": (
             sessions,
-            hasattr(sessions, "create_session"),
+            callable(getattr(sessions, "create_session", None)),
             "an EnvironmentClient, or LocalEnvironmentClient(environment)",
         ),
-        "policy": (policy, hasattr(policy, "generate"), "an InferenceClient or a ScriptedPolicy"),
+        "policy": (
+            policy,
+            callable(getattr(policy, "generate", None)),
+            "an InferenceClient or a ScriptedPolicy",
+        ),
     }
     for name, (value, is_sound, expected) in sound.items():
         if not is_sound:

@@ -14,14 +14,17 @@ from dialoop.collection import collect
 from dialoop.compat.arguments import require_neutral
 from dialoop.compat.sampling import read_generate_options
 from dialoop.compat.transforms import VersionStamp
+from dialoop.compat.wrappers import PolicyWrapper
+from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.tasks.data_loading import DataSource
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.trajectory import Task
 from dialoop.user_functions import call, call_now
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
-    from dialoop.environments.chat_env import ChatEnv
     from dialoop.environments.tasks.data_loading import Loaded
     from dialoop.trajectory import Trajectory
 
@@ -33,15 +36,17 @@ class TrajectoryCollector:
     of trajectories (`Trajectory.part`). With it, a list has whole trajectories of at least so many
     turns, or without dialog_turns_per_batch one. yield_only_last_steps: of each the last turn.
     flatten_data: a trajectory for each turn, as usual with a replay_buffer, whose `extend` takes
-    each list as well. postproc: changes each list. total_dialog_turns: -1 means endless.
+    each list as well; `queue` gets each by its `put`. postproc: changes each list.
+    total_dialog_turns: -1 means endless. policy_factory: makes the policy, instead of `policy`.
     track_policy_version: a VersionStamp or True, which reports the version in each step's info.
     """
 
     def __init__(  # noqa: PLR0913 - the source's arguments
         self,
-        env: ChatEnv,
+        env: ChatEnv | Callable[[], ChatEnv],
         *,
-        policy: Any,
+        policy: Any = None,
+        policy_factory: Callable[[], Any] | None = None,
         dialog_turns_per_batch: int | None = None,
         total_dialog_turns: int = -1,
         yield_completed_trajectories: bool | None = None,
@@ -50,43 +55,51 @@ class TrajectoryCollector:
         flatten_data: bool | None = None,
         postproc: Callable[[list[Trajectory]], Any] | None = None,
         replay_buffer: Any = None,
+        queue: Any = None,
         track_policy_version: bool | VersionStamp = False,
         generate_kwargs: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
         require_neutral("LLMCollector", others)
-        stamp = track_policy_version
-        if isinstance(stamp, bool):
-            self.policy_version_tracker = VersionStamp() if stamp else None
-        else:
-            self.policy_version_tracker = stamp
+        _require_one(policy=policy, policy_factory=policy_factory)
+        if queue is not None:
+            _require_one(queue=queue, replay_buffer=replay_buffer)
+        self.policy = policy if policy_factory is None else call_now(policy_factory)
+        options = dict(generate_kwargs or {})
+        if isinstance(self.policy, PolicyWrapper):
+            options = {**self.policy.generate_kwargs, **options}
+            self.policy = _sampled_model(self.policy)
+        self.env: ChatEnv = env if isinstance(env, ChatEnv) else call_now(env)
+        stamp = VersionStamp() if track_policy_version is True else track_policy_version
+        self.policy_version_tracker = stamp or None
         if self.policy_version_tracker is not None:
-            env = env.with_transforms(self.policy_version_tracker)
-        self.env = env
-        self.policy = policy
+            self.env = self.env.with_transforms(self.policy_version_tracker)
         self.replay_buffer = replay_buffer
+        self.total_dialog_turns = total_dialog_turns
+        self._deliver = queue.put if queue is not None else getattr(replay_buffer, "extend", None)
         self._postproc = postproc
         only_last = bool(yield_only_last_steps)
         completed = (
-            only_last if yield_completed_trajectories is None else (yield_completed_trajectories)
+            only_last if yield_completed_trajectories is None else yield_completed_trajectories
         )
         if dialog_turns_per_batch is None and not completed:
             dialog_turns_per_batch = 1
         if flatten_data is None:
-            flatten_data = replay_buffer is not None and not only_last
-        primer = env.primer
-        source = DataSource(env.tasks, split="") if primer is None else primer.source
+            flatten_data = self._deliver is not None and not only_last
+        self.dialog_turns_per_batch = dialog_turns_per_batch
+        primer = self.env.primer
+        source = DataSource(self.env.tasks, split="") if primer is None else primer.source
         self._collection = collect(
-            env,
-            policy,
+            self.env,
+            self.policy,
             turns_per_batch=dialog_turns_per_batch,
             total_turns=total_dialog_turns,
             completed_only=completed,
             last_turn_only=only_last,
             flatten=flatten_data,
             reset_each_batch=reset_at_each_iter,
-            tasks=(_task_of(item, env.name, source.split) for item in source),
-            sampling=read_generate_options(generate_kwargs or {}).sampling,
+            tasks=(_task_of(item, self.env.name, source.split) for item in source),
+            sampling=read_generate_options(options).sampling,
         )
 
     async def __aiter__(self) -> AsyncIterator[Any]:
@@ -94,8 +107,8 @@ class TrajectoryCollector:
             trajectories = list(batch.trajectories)
             if self._postproc is not None:
                 trajectories = await call(self._postproc, trajectories)
-            if self.replay_buffer is not None:
-                await call(self.replay_buffer.extend, trajectories)
+            if self._deliver is not None:
+                await call(self._deliver, trajectories)
             yield trajectories
 
     def __iter__(self) -> Iterator[Any]:
@@ -103,16 +116,51 @@ class TrajectoryCollector:
             trajectories = list(batch.trajectories)
             if self._postproc is not None:
                 trajectories = call_now(self._postproc, trajectories)
-            if self.replay_buffer is not None:
-                call_now(self.replay_buffer.extend, trajectories)
+            if self._deliver is not None:
+                call_now(self._deliver, trajectories)
             yield trajectories
+
+    @property
+    def policy_version(self) -> int | str | None:
+        """Return the version that the steps report; None without track_policy_version."""
+        stamp = self.policy_version_tracker
+        return None if stamp is None else stamp.version
+
+    def increment_version(self) -> None:
+        """Count the policy's version up, if it is tracked."""
+        if self.policy_version_tracker is not None:
+            self.policy_version_tracker.increment_version()
 
     async def update_policy_weights_(self, manifest: Any, chunks: Any = ()) -> Any:
         """Load published weights into the policy, and count the version up once they are loaded."""
         loaded = await call(self.policy.load_weights, manifest, chunks)
-        if self.policy_version_tracker is not None:
-            self.policy_version_tracker.increment_version()
+        self.increment_version()
         return loaded
+
+
+def _sampled_model(wrapper: PolicyWrapper) -> Any:
+    """Return the wrapper's model; InvalidConfig (BAD_OPTIONS) where it does not answer chats."""
+    if (
+        not wrapper.generate
+        or wrapper.input_mode != "history"
+        or wrapper.num_samples not in (1, None)
+    ):
+        raise InvalidConfig(
+            "The policy's wrapper does not give one answer to a history.",
+            reason=Reason.BAD_OPTIONS,
+            remedy='Wrap it with generate=True, input_mode="history" and no num_samples.',
+        )
+    return wrapper.model
+
+
+def _require_one(**arguments: Any) -> None:
+    """Raise InvalidConfig (BAD_OPTIONS) unless exactly one of two arguments is not None."""
+    if sum(value is not None for value in arguments.values()) != 1:
+        raise InvalidConfig(
+            f"LLMCollector got both or none of {' and '.join(arguments)}.",
+            reason=Reason.BAD_OPTIONS,
+            remedy="Give one of them.",
+        )
 
 
 def _task_of(item: Loaded, environment: str, split: str) -> Task:

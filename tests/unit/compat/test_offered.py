@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from dialoop.chat import ChatHistory, History, Message
+from dialoop.collection import collect
 from dialoop.compat import offered
 from dialoop.compat.arguments import load_home
 from dialoop.environments import Given, Rewards, Text, Tokens, arithmetic
@@ -382,6 +383,47 @@ async def test_the_collectors_arguments_have_their_meaning(
     assert [batch async for batch in collector()] == shapes
     assert await asyncio.to_thread(lambda: list(collector())) == shapes
     assert calls == [len(shape) for shape in shapes] * 2
+
+
+async def test_a_collector_plays_a_wrapped_policy_with_the_wrappers_sampling() -> None:
+    """The wrapper's `generate` is a flag, which was called as the policy's method."""
+    wrapped = compat.vLLMWrapper(
+        ScriptedPolicy(["Result=1<submit>"]), generate_kwargs={"max_new_tokens": 40}
+    )
+    collector = compat.LLMCollector(arithmetic(), policy=wrapped, total_dialog_turns=1)
+    ((trajectory,),) = [batch async for batch in collector]
+    assert not trajectory.failures
+    assert trajectory.sampling.max_new_tokens == 40
+    with pytest.raises(InvalidConfig, match="one answer to a history"):
+        compat.LLMCollector(arithmetic(), policy=wrapped.get_new_version(input_mode="text"))
+    with pytest.raises(InvalidInput, match="policy is PolicyWrapper"):
+        collect(arithmetic(), wrapped)
+
+
+async def test_a_collector_makes_its_parts_and_fills_a_queue() -> None:
+    queue = asyncio.Queue[Any]()
+    collector = compat.LLMCollector(
+        lambda: arithmetic(max_turns=2),
+        policy_factory=lambda: ScriptedPolicy(["<request><Calculator>1+2<call>"] * 2),
+        dialog_turns_per_batch=2,
+        total_dialog_turns=4,
+        queue=queue,
+        track_policy_version=True,
+        weight_updater=None,
+        verbose=False,
+    )
+    assert (collector.dialog_turns_per_batch, collector.total_dialog_turns) == (2, 4)
+    batches = [batch async for batch in collector]
+    assert [queue.get_nowait() for _ in batches] == batches
+    assert [[len(t.turns) for t in batch] for batch in batches] == [[1, 1], [1, 1]]
+    assert collector.policy_version == 0
+    collector.increment_version()
+    assert collector.policy_version == 1
+    plain = compat.LLMCollector(arithmetic(), policy=ScriptedPolicy([]))
+    assert plain.policy_version is None
+    for options in ({}, {"policy": plain.policy, "policy_factory": lambda: plain.policy}):
+        with pytest.raises(InvalidConfig, match="policy_factory"):
+            compat.LLMCollector(arithmetic(), **options)
 
 
 async def test_an_environment_of_the_page_plays_the_code_block() -> None:
