@@ -25,7 +25,8 @@ class CandidateSettings(Section):
     """Number of empty batches in a row at which an alarm is raised. A batch is
     empty if none of as many groups in a row can be trained."""
     stop_after_empty: int = Field(default=100, ge=0)
-    """Number of empty batches in a row at which training ends; 0: never."""
+    """Number of empty batches in a row at which training ends; 0: never. A resumed job counts
+    anew."""
 
     @model_validator(mode="after")
     def _require_room_between(self) -> Self:

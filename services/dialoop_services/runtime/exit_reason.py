@@ -75,12 +75,15 @@ def is_mistake(error: BaseException) -> bool:
 
 
 def known_error(error: BaseException) -> DialoopError | ValidationError | None:
-    """Return the error, or the first known one in a task group's error; None if there is none."""
+    """Return the error, or the first known one in a task group's error; None if there is none.
+
+    A mistake in the settings comes first: other tasks may have failed because of it.
+    """
     if isinstance(error, (DialoopError, ValidationError)):
         return error
     if isinstance(error, BaseExceptionGroup):
-        inner_errors = (known_error(inner) for inner in error.exceptions)
-        return next((inner for inner in inner_errors if inner is not None), None)
+        known = [found for inner in error.exceptions if (found := known_error(inner)) is not None]
+        return min(known, key=lambda found: not is_mistake(found), default=None)
     return None
 
 

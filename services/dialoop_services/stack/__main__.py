@@ -14,10 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.errors import DialoopError
 from rich.console import Console
 
 from dialoop_services.config.file import LoadedConfig, Override, load_with_origins, toml_of
+from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent
 from dialoop_services.stack import job, preflight
 from dialoop_services.stack.layout import variables_of_tables
@@ -212,20 +213,11 @@ async def _until_stopped(work: Coroutine[None, None, int], log: LogStream) -> in
 
 def _fail(error: BaseException) -> int:
     """Write an error of Dialoop in one line and return the exit code; raise any other error."""
-    own = _own_error(error)
-    if own is None:
+    if known_error(error) is None:
         raise error
-    sys.stderr.write(f"dialoop stack: {' '.join(str(own).split())}\n")
-    return 2 if isinstance(own, InvalidConfig) else 1
-
-
-def _own_error(error: BaseException) -> DialoopError | None:
-    """Return the first error of Dialoop in a group of any depth; a wrong setting comes first."""
-    if isinstance(error, BaseExceptionGroup):
-        errors = [own for inner in error.exceptions if (own := _own_error(inner))]
-        errors.sort(key=lambda own: not isinstance(own, InvalidConfig))
-        return errors[0] if errors else None
-    return error if isinstance(error, DialoopError) else None
+    reason = ExitReason.of(error)
+    sys.stderr.write(f"dialoop stack: {reason.message}\n")
+    return reason.exit_code
 
 
 if __name__ == "__main__":

@@ -367,6 +367,39 @@ async def test_training_stops_early_as_the_settings_say(
     assert bool(reason) == bool(result["stopped_early"])
 
 
+async def test_a_resumed_job_counts_its_empty_batches_anew(world: Callable[..., World]) -> None:
+    stopped = world(num_steps=2, candidates={"stop_after_empty": 1})
+    train_step = stopped.learner.train_step
+    stopped.learner.train_step = lambda rows: replace(  # type: ignore[method-assign]
+        train_step(rows), num_updates=0, num_refused=1
+    )
+    stopped.offer("a", "b")
+    await stopped.run()
+    assert stopped.job.state.stopped_early == "1 empty batches in a row"
+    again = world(num_steps=2, candidates={"stop_after_empty": 1})
+    again.replay.policy_version = stopped.job.state.policy_version
+    again.offer("c", "d")
+    again.offer("e", "f")
+    await again.run()
+    assert (again.job.state.num_train_steps, again.job.state.stopped_early) == (2, "")
+
+
+@pytest.mark.parametrize(("stop_at", "num_steps"), [(0.8, 1), (None, 2)])
+async def test_a_resumed_job_ends_early_by_the_settings_that_it_has(
+    world: Callable[..., World], stop_at: float | None, num_steps: int
+) -> None:
+    stopped = world(num_steps=2, evaluation={"stop_at": 0.8})
+    stopped.offer("a", "b")
+    stopped.learner.while_training = lambda: stopped.job.schedule.observe(0.9)
+    await stopped.run()
+    again = world(num_steps=2, evaluation={"stop_at": stop_at})
+    again.replay.policy_version = stopped.job.state.policy_version
+    again.offer("c", "d")
+    await again.run()
+    assert again.job.state.num_train_steps == num_steps
+    assert bool(again.job.state.stopped_early) == bool(stop_at)
+
+
 async def test_an_unforeseen_error_of_a_request_ends_a_job_that_is_done(
     world: Callable[..., World],
 ) -> None:

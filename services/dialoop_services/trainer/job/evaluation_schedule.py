@@ -66,9 +66,17 @@ class EvaluationSchedule:
             state.best_evaluation, state.num_evaluations_without_gain = value, 0
         else:
             state.num_evaluations_without_gain += 1
+        self._stop_at(value)
+
+    def decide_again(self) -> None:
+        """Stop a resumed job early if, by its settings, the results in its state ask for it."""
+        if self._state.best_evaluation is not None:
+            self._stop_at(self._state.best_evaluation)
+
+    def _stop_at(self, value: float) -> None:
         reason = self._reason_to_stop(value)
-        if reason and not state.stopped_early:
-            state.stopped_early = reason
+        if reason and not self._state.stopped_early:
+            self._state.stopped_early = reason
             log.info("Stopping early.", extra={"reason": reason})
 
     def _reason_to_stop(self, value: float) -> str:

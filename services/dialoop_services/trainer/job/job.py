@@ -153,6 +153,7 @@ class TrainingJob:
                 with self._phase(Phase.EVALUATING, "publish_restored"):
                     await self._recovery.run()
                 self.schedule.mark_recorded()
+                self.schedule.decide_again()
             with self._phase(Phase.WARM_START, "warm_start"):
                 await self._warm_start.run()
             if not (self.state.num_policy_versions or self._board.is_stopping):

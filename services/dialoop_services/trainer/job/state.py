@@ -33,6 +33,8 @@ class JobState:
     num_trained_trajectories: those that the queue counts as trained, also of refused batches.
     num_empty_batches: as many candidates in a row as a batch has, of which none could be trained,
     and batches of which every update was refused.
+    stopped_early: why training ended before its last step. A resumed job decides that again, by the
+    settings that it has.
     due_evaluations: train steps after which an evaluation is due that has no result yet.
     """
 
@@ -94,6 +96,7 @@ class JobState:
         consumed = data.pop("consumed_group_ids")
         if isinstance(consumed, list):  # of a checkpoint before the versions were kept
             consumed = dict.fromkeys(consumed, data["num_policy_versions"])
+        data["stopped_early"] = ""
         lengths = Counter({int(k): v for k, v in data.pop("trained_lengths", {}).items()})
         return cls(
             policy_version=version,
