@@ -1,15 +1,23 @@
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from dialoop import testing
 from dialoop.errors import DialoopError, InvalidInput, InvalidSequence, Unsupported
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 from dialoop_services.learning.model.attention import plan_attention
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_services.learning.packing.collates import (
+    as_nested_tensor,
+    as_padded_tensor,
+    token_columns,
+)
 from dialoop_services.learning.packing.rows import PackedBatch, TokenRow, pack, pack_rows
+from transformers import AutoModelForCausalLM
 
 LENGTHS = [(4, 3), (1, 9), (6, 1), (5, 30), (2, 12), (3, 11)]
 
@@ -167,3 +175,49 @@ def test_scores_do_not_depend_on_how_rows_are_cut(policy: PolicyModel) -> None:
     halves: list[PackedBatch] = [pack(_sequences()[:3]), pack(_sequences()[3:])]
     cut = torch.cat([policy(half).logprobs for half in halves])
     torch.testing.assert_close(whole, cut, atol=1e-5, rtol=0)
+
+
+def test_packed_padded_and_nested_trajectories_have_one_loss(
+    directory: Path, policy: PolicyModel
+) -> None:
+    trajectories = [
+        testing.trajectory(
+            trajectory_id=str(number),
+            turns=(),
+            sequences=(replace(sequence, advantage=number - 2.5),),
+        )
+        for number, sequence in enumerate(_sequences())
+    ]
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+
+    def terms(columns: Mapping[str, torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
+        """Log-probs [..., L - 1] of the tokens from 1 on, times advantage on the response."""
+        ids, advantages = columns["token_ids"][..., 1:], columns["advantages"][..., 1:]
+        logprobs = scores[..., :-1, :].log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        return logprobs * advantages * columns["response_mask"][..., 1:]
+
+    rows = token_columns(trajectories)
+    padded = as_padded_tensor(rows, pad_value=7)
+    lengths = padded["token_ids_lengths"]
+    is_token = torch.arange(int(lengths.max())) < lengths[:, None]
+    nested = as_nested_tensor(rows)
+    packed = pack_rows([TokenRow.from_sequence(t.sequences[0]) for t in trajectories])
+    assert packed.advantages is not None
+    with torch.no_grad():
+        scores = model(padded["token_ids"], attention_mask=is_token.long()).logits
+        by_padding = terms(padded, scores)[is_token[:, 1:]].sum()
+        by_rows = []
+        for number in range(len(rows)):
+            row = {name: column.unbind()[number] for name, column in nested.items()}
+            by_rows.append(terms(row, model(row["token_ids"][None]).logits[0]).sum())
+        by_packing = (policy(packed).logprobs * packed.advantages[packed.loss_mask]).sum()
+    assert by_padding.item() == pytest.approx(by_packing.item(), rel=1e-4)
+    assert torch.stack(by_rows).sum().item() == pytest.approx(by_packing.item(), rel=1e-4)
+    assert set(rows[0]) == {
+        "token_ids",
+        "response_mask",
+        "temperature",
+        "inference_logprobs",
+        "advantages",
+    }
+    assert nested["temperature"].shape[0] == len(trajectories)

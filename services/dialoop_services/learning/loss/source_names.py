@@ -1,4 +1,4 @@
-"""Losses, advantages and collates of torchrl and torchtune by their arguments, over our own.
+"""Losses and advantages of torchrl and torchtune by their arguments, over our own.
 
     loss = grpo_loss(clip_epsilon=(0.2, 0.28), kl_to_ref_coeff=0.1)     # an Objective
     loss(inputs).loss
@@ -10,7 +10,7 @@ instead of a TensorDict: log-probs, which the trainer computes, not a network.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -248,32 +248,6 @@ class ChunkedGrpoLoss:
             for part, ids in pairs
         ]
         return torch.cat(parts, dim=1)
-
-
-def as_nested_tensor(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return each column of rows as a jagged nested tensor [B, *], its rows at their lengths."""
-    return {
-        name: torch.nested.nested_tensor([row[name] for row in rows], layout=torch.jagged)
-        for name in rows[0]
-    }
-
-
-def as_padded_tensor(
-    rows: Sequence[Mapping[str, Tensor]], *, pad_value: float = 0.0
-) -> dict[str, Tensor]:
-    """Return each column of rows as one tensor [B, longest], padded on the right, and its lengths.
-
-    The lengths of column `name` are int64 [B] under `name_lengths`: padding is never recognised
-    by its value.
-    """
-    columns: dict[str, Tensor] = {}
-    for name in rows[0]:
-        values = [row[name] for row in rows]
-        columns[name] = torch.nn.utils.rnn.pad_sequence(
-            values, batch_first=True, padding_value=pad_value
-        )
-        columns[f"{name}_lengths"] = torch.tensor([len(value) for value in values])
-    return columns
 
 
 def _bad(message: str, remedy: str) -> InvalidConfig:
