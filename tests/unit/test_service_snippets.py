@@ -125,6 +125,13 @@ def of_openai_calls(_: Path) -> Names:
     }
 
 
+@context("learning.packing.collates")
+def of_a_group(_: Path) -> Names:
+    from tests.support.samples.scorer_samples import make_group
+
+    return {"group": make_group(0.0, 1.0)}
+
+
 def tiny_model(folder: Path) -> Path:
     from dialoop_services.learning.model.tiny import make_tiny_model
 

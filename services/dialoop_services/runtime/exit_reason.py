@@ -82,8 +82,8 @@ def known_error(error: BaseException) -> DialoopError | ValidationError | None:
     if isinstance(error, (DialoopError, ValidationError)):
         return error
     if isinstance(error, BaseExceptionGroup):
-        known = [found for inner in error.exceptions if (found := known_error(inner)) is not None]
-        return min(known, key=lambda found: not is_mistake(found), default=None)
+        errors = [e for inner in error.exceptions if (e := known_error(inner)) is not None]
+        return min(errors, key=lambda e: not is_mistake(e), default=None)
     return None
 
 

@@ -39,13 +39,13 @@ def token_columns(trajectories: Iterable[Trajectory]) -> list[dict[str, Tensor]]
         temperature = trajectory.sampling.temperature
         temperature = 1.0 if temperature is None else temperature
         rows += [TokenRow.from_sequence(s, temperature=temperature) for s in trajectory.sequences]
-    known = [n for n in OPTIONAL if all(getattr(row, n) is not None for row in rows)]
+    names = [n for n in OPTIONAL if all(getattr(row, n) is not None for row in rows)]
     return [
         {
             "token_ids": row.token_ids,
             "response_mask": row.response_mask,
             "temperature": torch.tensor([row.temperature]),
-            **{name: _on_tokens(row, getattr(row, name)) for name in known},
+            **{name: _on_tokens(row, getattr(row, name)) for name in names},
         }
         for row in rows
     ]
