@@ -76,6 +76,7 @@ async def world(
     has_rest: bool = False,
     lease: DeviceLease | None = None,
     data_plane: str = "chunks",
+    awaits_policy: bool = False,
 ) -> AsyncIterator[World]:
     """A replica that may read `root`, or is on another host; with a REST door if asked."""
     root.mkdir(exist_ok=True)
@@ -95,6 +96,7 @@ async def world(
         report=report,
         lease=lease,
         own_data_plane=load_data_plane(data_plane),
+        awaits_policy=awaits_policy,
     )
     await replica.load_latest()
     renderer = Renderer.of(model_dir)

@@ -79,6 +79,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             batches=RequestBatches(settings.batch_limits),
             time_limit=settings.time_limit,
             own_data_plane=own_data_plane,
+            awaits_policy=settings.awaits_policy,
         )
         await replica.load_latest()
         _add_servicers(server, replica, renderer, settings)

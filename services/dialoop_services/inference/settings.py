@@ -30,6 +30,9 @@ class InferenceSettings(JobSettings, InferenceFields):
     """Seed for sampling requests that carry no seed."""
     weights_root: Path | None = None
     """Folder of published policies; the one that its latest.json names is loaded at the start."""
+    awaits_policy: bool = False
+    """Take no requests before a trainer has brought a policy. Set it for a replica that a trainer
+    feeds and that has no weights_root: restarted, it would serve the model directory's weights."""
     max_new_tokens: int = job_key("collector.max_new_tokens")
     """Number of tokens sampled when a request sets no limit."""
     device_lock: Path | None = None

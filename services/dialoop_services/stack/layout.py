@@ -140,7 +140,9 @@ class Layout:
         if service == "environment":
             return {**model, "inference_address": self.address("inference")}
         if service == "inference":
-            return {**model, **self._weights(), **self._device_lock(), "seed": self._seed_of(name)}
+            # Whatever brings the policies, a replica that starts reads the newest one from here.
+            weights = {"weights_root": self.memory or self.run_dir.policies.resolve()}
+            return {**model, **weights, **self._device_lock(), "seed": self._seed_of(name)}
         if service == "scorer":
             reference = self.config.scorer.reference_model
             return {**of_run, **({"model_dir": Path(reference).resolve()} if reference else model)}
@@ -163,11 +165,6 @@ class Layout:
     def _seed_of(self, replica: str) -> int:
         """Return a seed for the replica: replicas with one seed would sample the same."""
         return self.config.seed + _SEED_STRIDE * self.replicas.index(replica)
-
-    def _weights(self) -> dict[str, object]:
-        if self.config.inference.data_plane != "shared_memory":
-            return {}
-        return {"weights_root": self.memory or self.run_dir.policies.resolve()}
 
     def _held_up(self, service: str) -> Callable[[], bool] | None:
         """Return whether a starting replica must wait because the trainer has the device."""

@@ -163,6 +163,20 @@ async def test_a_new_replica_has_the_latest_policy(model_dir, tmp_path):
         assert (await w.client.get_policy()).policy_version == manifest.policy_version
 
 
+async def test_a_replica_that_awaits_a_policy_serves_no_other_weights(model_dir, tmp_path):
+    manifest = publish(tmp_path / "w", model_dir, number=3)
+    data = (tmp_path / "w" / manifest.path).read_bytes()
+    async with world(model_dir, tmp_path / "w", reads_root=False, awaits_policy=True) as w:
+        assert await w.health() == "NOT_SERVING"
+        await assert_refused(w.client.generate(QUESTION), Unavailable, "NOT_READY")
+        await assert_refused(w.client.logprobs([[1, 2]]), Unavailable, "NOT_READY")
+        assert not (await w.client.get_policy()).ready
+        await w.client.load_weights(replace(manifest, path=""), [data])
+        assert await w.health() == "SERVING"
+        (sample,) = await w.client.generate(QUESTION)
+        assert sample.sequence.policy_versions == (manifest.policy_version,)
+
+
 async def test_a_bad_latest_policy_waits_for_the_next(model_dir, tmp_path):
     root = tmp_path / "w"
     manifest = publish(root, model_dir, number=3)

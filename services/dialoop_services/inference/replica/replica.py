@@ -83,12 +83,14 @@ class Replica(Sleeper):
         batches: RequestBatches | None = None,
         time_limit: TimeLimit | None = None,
         own_data_plane: OwnDataPlane | None = None,
+        awaits_policy: bool = False,
     ) -> None:
         super().__init__(engine, Publications(weights_root), lease or DeviceLease(), report)
         self._default_mode = self._last_mode = update_mode
         # Loads that keep old keys, begun and ended: samples that overlap with one are labelled.
         self._num_begun = self._num_ended = 0
         self._is_held = False
+        self._awaits_policy = awaits_policy
         # What latest.json named when it was last loaded.
         self._followed: WeightsManifest | None = None
         base = engine.base_weights if isinstance(engine, SupportsPolicyAdapters) else None
@@ -241,9 +243,14 @@ class Replica(Sleeper):
         return self._adapters.versions
 
     async def load_latest(self) -> None:
-        """Load the newest published policy, if there is one; after a bad one wait for the next."""
+        """Load the newest published policy, if there is one; after a bad one wait for the next.
+
+        A replica that awaits a policy takes no requests until it has one.
+        """
         manifest = self._followed = self._publications.latest()
         if manifest is None:
+            if self._awaits_policy:
+                await self._leave_rotation(Reason.NOT_READY)
             return
         try:
             await self._load(self._arrived_file(manifest), manifest)
