@@ -18,8 +18,13 @@ from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.ports import choose_ports
 from dialoop_services.stack.processes.redis_server import find_redis
 from dialoop_services.stack.report.live import PhaseProgress, TimeLeft
-from dialoop_services.stack.report.report import choose_transcripts
-from dialoop_services.stack.report.summary import gates_of, group_counts, rescoring_options
+from dialoop_services.stack.report.report import choose_transcripts, report
+from dialoop_services.stack.report.summary import (
+    gates_of,
+    group_counts,
+    lengths,
+    rescoring_options,
+)
 from dialoop_services.stack.run_dir import open_run
 from rich.console import Console
 
@@ -205,6 +210,34 @@ def test_rescoring_can_be_switched_off() -> None:
 def test_accuracy_is_a_gate_only_when_asked_for() -> None:
     config = JobConfig.model_validate({"gates": {"heldout_greedy_after_at_least": 0.995}})
     assert gates_of(summary(), config)["heldout_greedy_after at least 0.995"] is False
+
+
+def test_the_end_of_a_run_shows_lengths_played_and_trained_and_empty_batches(
+    tmp_path: Path,
+) -> None:
+    """So that lost long answers, and train steps that waited for a signal, can be seen."""
+    played = [{"training": {"lengths": {"8": 6, "16": 2}}}, {"training": {"lengths": {"16": 8}}}]
+    findings: Any = SimpleNamespace(collectors=played, trainer={"trained_lengths": {"8": 4}})
+    assert lengths(findings) == {"generated": {8: 6, 16: 10}, "trained": {8: 4}}
+    rates = ("heldout_greedy", "heldout_sampled", "tool_call_rate")
+    shown: dict[str, Any] = {
+        f"{name}_{when}": 0.5 for name in rates for when in ("before", "after")
+    }
+    shown |= {"run": "r", "num_train_steps": 4, "num_policy_versions": 5, "gates": {}}
+    shown |= {"tokens_per_s_generated": 1.0, "tokens_per_s_trained": 1.0, "wall_s": 1, "cpu_s": 1}
+    shown |= {"share_of_train_steps_with_older_data": 0.5, "lengths": lengths(findings)}
+    signal = {"num_trained": 8, "num_candidates": 40, "share": 0.2, "num_empty_batches": 3}
+    trajectories = {"generated": 16, "trained": 4, "dropped": {"stale": 12}, "left": 0}
+    output = StringIO()
+    report(
+        summary(**shown, signal=signal, trajectories=trajectories),
+        tmp_path,
+        tmp_path,
+        Console(file=output, width=120),
+    )
+    lines = [" ".join(line.split()) for line in output.getvalue().splitlines()]
+    assert "groups with a signal 8 of 40 (20%); 3 empty batches" in lines
+    assert {"up to 8 37.5% 100.0%", "up to 16 62.5% 0.0%"} <= set(lines)
 
 
 def test_the_transcripts_show_a_task_that_was_learned(tmp_path: Path) -> None:
