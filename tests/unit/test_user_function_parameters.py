@@ -25,6 +25,7 @@ NOT_A_USERS = {
     "dialoop.sandbox.persistent:": "its pool is the sandbox's",
     "dialoop.templates.chat_template:ChatTemplate": "TemplateRegistry has made its parser",
     "dialoop.templates.parsing:": "between two modules of dialoop.templates",
+    "dialoop.text_environment.environment:rewards_of": "TextEnvironment's own step",
     "dialoop.text_environment.tools:": "TextEnvironment makes it",
     "dialoop.tokens.continuation:": "between two modules of dialoop.tokens",
     "dialoop.user_functions:": "what all of them use",

@@ -53,7 +53,7 @@ from dialoop.environments import (
 from dialoop.environments.foreign import torchrl as foreign_torchrl
 from dialoop.environments.foreign.openenv import OpenEnvDriver
 from dialoop.environments.foreign.torchrl import TorchrlDriver, torchrl_environment
-from dialoop.environments.games import Play
+from dialoop.environments.games import Play, game_environment
 from dialoop.environments.rewards.rubrics import (
     Gate,
     GroupRelative,
@@ -69,16 +69,19 @@ from dialoop.tasks.mlgym import MlgymCommands, MlgymEnv, mlgym
 from dialoop.templates.registry import DEFAULT_REGISTRY, TemplateRegistry, add_chat_template
 from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_tokenizer, group, trajectory
 from dialoop.text_environment.environment import TextEnvironment, each
+from dialoop.text_environment.playing import play_text
 from dialoop.text_environment.setups import TextSetup
 from dialoop.trajectory import SamplingParams, StopReason, Task
 from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
 from dialoop.trials.game import Move
+from dialoop.trials.playing import play_trial
 from dialoop.trials.trial import Action, run_trial
 from dialoop.trials.twenty_questions import TwentyQuestions
 from dialoop_services.scorer.estimator import Estimator
 from dialoop_services.scorer.rewards import GroupReward, call_apart, with_reward
 
 from tests.support.samples.scorer_samples import make_group
+from tests.support.samples.scripted_tokens import ScriptedTokens
 
 BYTES = byte_tokenizer()
 TASKS = RowTasks([{"query": "1+2", "answer": "3"}])
@@ -368,6 +371,27 @@ async def token_policies(form: Form) -> None:
         assert (await environment.run(["q"])).rewards == [1.0]
 
 
+async def token_episodes(form: Form) -> None:
+    tokens = ScriptedTokens(lambda prompt: "1")
+    policy: Any = tokens
+    if form is _sync:
+        policy = SimpleNamespace(generate=lambda **o: asyncio.run(tokens.generate(**o)))
+    parts = {"policy": policy, "tokenizer": BYTES, "sampling": SamplingParams(max_new_tokens=4)}
+    trial = await play_trial(TASK, game=Count(form), inputs={}, make_agent=form(agent_of), **parts)
+    assert (trial.failures, trial.reward) == ((), 3.0)
+    setup = TextSetup(
+        name="s", tools={"t": form(str)}, reward=form(lambda texts, **_: [2.0]), tasks=TASKS
+    )
+    text = await play_text(TASK, setup=setup, data=TASKS.get("train", "0"), **parts)
+    assert (text.failures, text.reward) == ((), 2.0)
+    environment = game_environment(Count(form), name="e", tasks=TASKS)
+    assert (await step(environment, "1", "2")).episode.history[-1].text == "2?"
+
+
+def agent_of(policy: Any, tokenizer: Any, sampling: Any) -> DirectOutputAgent:
+    return DirectOutputAgent(policy, tokenizer, sampling=sampling)
+
+
 async def policies(form: Form) -> None:
     inner, policy = InMemoryEnvironment(chat(MaxTurns(1), Rewards([one]))), policy_in(form)
     scripted = ScriptedPolicy(form(lambda history: "x"))
@@ -521,6 +545,7 @@ CASES: dict[str, tuple[Function, ...]] = {
     "trials": (run_trial, ScriptedAgent),
     "gamemasters": (TwentyQuestions,),
     "token_policies": (DirectOutputAgent, TextEnvironment, each, TextSetup, TextSetup.on),
+    "token_episodes": (play_trial, play_text, game_environment),
     "policies": (play, play_group, EpisodePlayer, ScriptedPolicy),
     "parsers": (TemplateRegistry.add_chat_template, add_chat_template),
     "transforms": (Transform,),
