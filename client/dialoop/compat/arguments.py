@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from functools import wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
@@ -13,27 +13,48 @@ from dialoop.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+T = TypeVar("T")
+
+_KEYS = "Records have fields and no keys; leave it out."
+_TEMPLATE = (
+    "The inference service renders with the chat template of the model's tokenizer: set it there."
+)
+
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "actor_network": ((), "Give its log-probs in LossInputs; the trainer computes them."),
-    "advantage_key": ((), "Advantages are those of the sequences; leave it out."),
     "actor_name": ((), "Nothing runs in Ray here; leave it out."),
+    "actor_network": ((), "Give its log-probs in LossInputs; the trainer computes them."),
+    "add_to_reward": ((False,), "Use KLComputation for a reward."),
+    "advantage_key": ((), "Advantages are those of the sequences; leave it out."),
     "async_envs": ((False,), "Collect in the collector service, which plays many at once."),
+    "attention_key": ((), _KEYS),
     "batch_size": ((1, (1,), [1]), "A session holds one conversation; open several sessions."),
     "batch_size_dl": ((1,), "A reset loads one task; the collector asks for as many as it plays."),
     "call_before_env_reset": ((False,), "Leave it out."),
+    "chat_template": ((), _TEMPLATE),
+    "chat_template_name": ((), _TEMPLATE),
     "clip_value": ((), "Leave it out."),
+    "coeff": ((1.0,), "Use KLComputation for a reward."),
     "detach": ((True,), "Log-probs have no gradient here; leave it out."),
     "device": (("cpu",), "Environments hold messages and no tensors; leave it out."),
     "gamma": ((), "Leave it out."),
+    "gen_log_probs_full_key": ((), _KEYS),
     "generate": ((True,), "Leave it out."),
     "headless": ((True,), "The browser has no window here."),
-    "in_keys": ((), "Records have fields and no keys; leave it out."),
+    "history_key": ((), _KEYS),
+    "in_keys": ((), _KEYS),
+    "inplace": ((), "Answers are new values; leave it out."),
+    "kl_key": ((), _KEYS),
+    "layout": ((), "Nothing is padded here; leave it out."),
+    "log_prob_key": ((), _KEYS),
+    "log_probs_full_key": ((), _KEYS),
     "masking_strategy": (("sft", "rlhf"), "Set loss_mask of LossInputs to the tokens to train."),
     "num_envs": ((1,), "Open as many sessions of one environment as you like."),
-    "out_keys": ((), "Records have fields and no keys; leave it out."),
+    "out_keys": ((), _KEYS),
     "padding_side": (("left",), "Nothing is padded here; leave it out."),
+    "primers": ((), "Rows need no specification; leave it out."),
     "prompt_key": (("query",), "A group has one prompt; leave it out."),
     "reduction": (("mean",), "Choose an aggregation."),
+    "ref_log_probs_full_key": ((), _KEYS),
     "rewards_key": ((), "Rewards are those of the turns; leave it out."),
     "samples_mc_entropy": ((1,), "The entropy is exact here; leave it out."),
     "stack_method": ((), "Rows stay as they are; make columns of them with as_padded_tensor."),
@@ -82,6 +103,12 @@ def take_neutral(name: str, value: Any) -> Any:
         return value(*arguments, **{k: v for k, v in options.items() if k in parameters})
 
     return wrapper
+
+
+def with_neutral(cls: type[T]) -> type[T]:
+    """Let a class of this room take them, too: a decorator."""
+    cls.__init__ = take_neutral(cls.__name__, cls.__init__)  # type: ignore[method-assign]
+    return cls
 
 
 def load_home(name: str, home: str) -> Any:

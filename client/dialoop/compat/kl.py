@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dialoop.compat.arguments import require_neutral
+from dialoop.compat.arguments import require_neutral, with_neutral
 from dialoop.environments.rewards.kl_reward import KLReward
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 600.0
 
 
+@with_neutral
 @dataclass(frozen=True, slots=True)
 class RetrieveLogProb:
     """Log-probs of sequences under a model.
@@ -53,6 +54,7 @@ class RetrieveLogProb:
         return row[sequence.response_mask()[1:]] if self.assistant_only else row
 
 
+@with_neutral
 @dataclass(frozen=True, slots=True)
 class KlComputation:
     """torchrl's KLComputation: kl_t = log p_policy(t) - log p_reference(t), and -coeff * kl_t."""
@@ -79,6 +81,7 @@ class KlComputation:
         return kl, np.asarray(reward) - penalty
 
 
+@with_neutral
 @dataclass(frozen=True, slots=True)
 class RetrieveKl:
     """torchrl's RetrieveKL: the KL of sequences between two models, token by token."""

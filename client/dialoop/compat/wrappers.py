@@ -13,6 +13,7 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from dialoop.compat.arguments import with_neutral
 from dialoop.compat.sampling import GenerateOptions, read_generate_options
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
@@ -27,6 +28,7 @@ _MODES = {"history": "history", "text": "text", "tokens": "token_ids"}
 _ROWS = {"history": "histories", "text": "texts", "tokens": "rows"}
 
 
+@with_neutral
 @dataclass(frozen=True, slots=True)
 class PolicyWrapper:
     """Calls a policy with torchrl's arguments; `await` the call, which takes one item or a list.

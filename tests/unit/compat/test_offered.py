@@ -177,6 +177,23 @@ def test_losses_and_advantages_take_the_sources_arguments_that_change_nothing() 
             compat.GRPOLoss(**options)
 
 
+def test_models_and_kl_take_the_sources_arguments_that_change_nothing() -> None:
+    model = ScriptedPolicy([])
+    wrapper = compat.TransformersWrapper(model, device="cpu", inplace=None, chat_template=None)
+    assert isinstance(wrapper, compat.TransformersWrapper)
+    assert wrapper.get_new_version(num_samples=2).num_samples == 2
+    compat.RetrieveLogProb(model, assistant_only=False, log_probs_full_key=None, detach=True)
+    compat.RetrieveKL(model, model, coeff=1.0, tokenizer=None)
+    assert compat.KLComputation(kl_key=None, coeff=0.5).coeff == 0.5
+    for make, named in (
+        (lambda: compat.vLLMWrapper(model, chat_template_name="qwen"), "chat_template_name"),
+        (lambda: compat.RetrieveKL(model, model, add_to_reward=True), "add_to_reward"),
+        (lambda: compat.RetrieveLogProb(model, unheard_of=1), "unheard_of"),
+    ):
+        with pytest.raises(InvalidConfig, match=named):
+            make()
+
+
 def test_without_an_aggregation_each_token_has_its_own_term() -> None:
     data = inputs(loss_mask=torch.tensor([True, True, False, True, True]), num_tokens=4)
     options: dict[str, Any] = {"kl_to_ref_coeff": 0.1, "entropy_coeff": 0.02}
