@@ -38,6 +38,9 @@ _PART_KINDS = {"text": str, "url": str, "mime_type": str, "name": str, "size": i
 _PART_KINDS |= {"function_name": str, "function_arguments_json": str}
 
 
+PART_TYPES = ("text", "image", "audio", "video", "file", "function_call")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentPart:
     """One part of a multimodal message, as `ContentPart(type="text", text="hi")`."""
@@ -51,6 +54,16 @@ class ContentPart:
     size: int | None = None
     function_name: str | None = None
     function_arguments_json: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.type not in PART_TYPES:
+            near = get_close_matches(str(self.type), PART_TYPES, n=1)
+            hint = f"Did you mean '{near[0]}'? " if near else ""
+            raise InvalidHistory(
+                f"There is no content part of type {self.type!r:.40}.",
+                reason=Reason.UNKNOWN_PART_TYPE,
+                remedy=f"{hint}Use one of: {', '.join(PART_TYPES)}.",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +327,7 @@ def _part(part: Any, where: str) -> ContentPart:
         data = _bytes(audio.get("data"), f"{where}.input_audio.data")
         form = _expect(audio.get("format"), str, f"{where}.input_audio.format", "a string")
         return ContentPart(type="audio", data=data, mime_type=f"audio/{form}")
+    part = _with_arguments_json(part, where)
     names = {field.name for field in fields(ContentPart)}
     unknown = [key for key in part if key not in names]
     if unknown:
@@ -332,6 +346,23 @@ def _part(part: Any, where: str) -> ContentPart:
     if kind == "text" and "text" not in values:
         _expect(None, str, f"{where}.text", "a string")
     return ContentPart(type=kind, **values)
+
+
+def _with_arguments_json(part: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the part with its `function_args`, an object or JSON text, under our name."""
+    if "function_args" not in part:
+        return part
+    arguments = part["function_args"]
+    if arguments is not None and not isinstance(arguments, str):
+        _expect(arguments, Mapping, f"{where}.function_args", "an object or JSON text")
+        arguments = json.dumps(dict(arguments))
+    others = {key: value for key, value in part.items() if key != "function_args"}
+    return {**others, "function_arguments_json": arguments}
+
+
+def content_part(**fields: Any) -> ContentPart:
+    """Make a part from its fields; `function_args` may be an object."""
+    return _part(fields, "content")
 
 
 def _image(image: Mapping[str, Any], where: str) -> ContentPart:

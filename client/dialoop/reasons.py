@@ -443,6 +443,7 @@ class Reason(_Named):
     UNKNOWN_KEY = "UNKNOWN_KEY", "The config has a key that is not known."
     UNKNOWN_LOSS_OPTION = "UNKNOWN_LOSS_OPTION", "The loss has no such option."
     UNKNOWN_LOSS = "UNKNOWN_LOSS", "There is no such loss."
+    UNKNOWN_PART_TYPE = "UNKNOWN_PART_TYPE", "A content part has an unknown type."
     UNKNOWN_ROLE = "UNKNOWN_ROLE", "A message's role is a misspelt one."
     UNKNOWN_MODE = "UNKNOWN_MODE", "There is no such input mode."
     UNKNOWN_PARAMETERS = "UNKNOWN_PARAMETERS", "The weights' parameters are not the model's."

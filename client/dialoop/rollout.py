@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.chat import History
 from dialoop.episode import UpdateMode, update_mode_label
-from dialoop.errors import InvalidInput
+from dialoop.errors import InvalidInput, Unsupported
 from dialoop.failures import error_of
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence
@@ -79,6 +79,13 @@ class _Recorder:
 
     def begin(self, opening: ResetResult) -> None:
         """Keep the environment's first messages and its version."""
+        if opening.history.prompt is None and (opening.text or opening.tokens):
+            raise Unsupported(
+                "The environment is in text or tokens mode, and this plays messages.",
+                reason=Reason.HISTORY_MODE_ONLY,
+                remedy="Use input_mode 'history'. For a TextSetup call "
+                'dialoop.text_environment.play_text; a job has play = "text".',
+            )
         self.history = opening.history.require_prompt()
         self.environment_version = opening.environment_version
 

@@ -14,7 +14,7 @@ from dialoop.chat import (
     ToolDefinition,
 )
 from dialoop.errors import InvalidHistory, Unsupported
-from dialoop.messages import chat_for_template, tool_for_template
+from dialoop.messages import chat_for_template, content_part, tool_for_template
 from dialoop.wire import history_from_proto, history_to_proto
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":  3}'}}
@@ -165,6 +165,24 @@ def test_something_that_is_no_message_is_named():
         InvalidHistory, match=r"messages\[1\]: expected a message .* found str 'hi'"
     ):
         History.from_chats([CHATS[0], "hi"])
+
+
+@pytest.mark.parametrize("make", [content_part, ContentPart])
+def test_a_content_part_of_an_unknown_type_is_refused(make):
+    with pytest.raises(InvalidHistory, match="no content part of type 'imgae'") as caught:
+        make(type="imgae", url="u")
+    assert caught.value.reason == "UNKNOWN_PART_TYPE"
+    assert "'image'" in caught.value.remedy
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'])
+def test_a_function_call_part_takes_the_documents_name_of_its_arguments(arguments):
+    part = {"type": "function_call", "function_name": "f", "function_args": arguments}
+    (read,) = Message.from_chat({"role": "assistant", "content": [part]}).content
+    assert read == content_part(**part)
+    assert read.function_arguments_json == '{"a": 1}'
+    with pytest.raises(InvalidHistory, match="an object or JSON text"):
+        content_part(type="function_call", function_args=[1])
 
 
 def test_empty_fields_that_chat_apis_send_are_no_error():

@@ -17,7 +17,7 @@ _TORCHRL = {
     "BrowserTransform": "dialoop.compat.transforms:browser_transform",
     "ChatEnv": "dialoop.compat.environments:chat_env",
     "ChatHistory": "dialoop.chat:ChatHistory",
-    "ContentBase": "dialoop.messages:ContentPart",
+    "ContentBase": "dialoop.messages:content_part",
     "DAPO": "dialoop_services.learning.loss.source_names:dapo",
     "DataLoadingPrimer": "dialoop.compat.transforms:data_loading_primer",
     "DatasetChatEnv": "dialoop.compat.environments:dataset_chat_env",

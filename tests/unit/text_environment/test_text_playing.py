@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from dialoop import rollout
 from dialoop.conformance.checks import check_environment
 from dialoop.environments import load_environment
 from dialoop.environments.episode import TaskData
@@ -17,6 +18,7 @@ from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.errors import InvalidConfig
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.sequences import Source
+from dialoop.testing import ScriptedPolicy
 from dialoop.text_environment.environment import TextLimits, each
 from dialoop.text_environment.playing import play_text
 from dialoop.text_environment.setups import TextSetup, exact_result, load_text_setup
@@ -233,6 +235,14 @@ async def test_sessions_play_the_same_episode_as_run() -> None:
     assert outcomes[-1].done_reason is trajectory.done_reason
     scores = await environment.score(DATA, trajectory)
     assert [score.rewards for score in scores] == [turn.rewards for turn in trajectory.turns]
+
+
+async def test_a_rollout_of_messages_says_what_plays_a_text_environment() -> None:
+    async with LocalEnvironmentClient(SETUP.as_environment()) as client:
+        task = replace(TASK, environment="sums", key=TASKS.keys("train")[0])
+        trajectory = await rollout.play(task, sessions=client, policy=ScriptedPolicy(["3"]))
+    assert trajectory.failures[0].reason == "HISTORY_MODE_ONLY"
+    assert "play_text" in trajectory.failures[0].message
 
 
 async def test_the_built_in_calculator_passes_every_check_of_an_environment() -> None:
