@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,7 +20,8 @@ EXAMPLE = ROOT / "client" / "examples" / "grpo_by_hand.py"
 CONCEPTS = ROOT / "docs" / "concepts.md"
 
 
-@pytest.mark.timeout(600)  # about a minute; a machine that is busy is no fault of what is tested
+@pytest.mark.heavy(reason="it trains for more than a minute")
+@pytest.mark.timeout(600)  # a machine that is busy is no fault of what is tested
 def test_grpo_raises_heldout_accuracy_after_the_warm_start(tmp_path):
     paths = (ROOT / "client", ROOT / "services")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
@@ -29,6 +33,25 @@ def test_grpo_raises_heldout_accuracy_after_the_warm_start(tmp_path):
     result = json.loads((tmp_path / "result.json").read_text("utf-8"))
     gain = result["heldout_sampled_after"] - result["heldout_sampled_before"]
     assert gain >= 0.3, done.stdout
+
+
+def test_every_step_of_the_loop_runs(tmp_path, monkeypatch):
+    loop = load_example()
+    monkeypatch.setattr(loop, "WARM_START_STEPS", 2)
+    monkeypatch.setattr(loop, "TRAIN_STEPS", 1)
+    monkeypatch.setattr(loop, "GROUPS_PER_STEP", 2)
+    monkeypatch.setattr(loop, "MAX_NEW_TOKENS", 4)
+    result = asyncio.run(loop.main(0, tmp_path))
+    assert (result["seed"], result["heldout_sampled_before"]) == (0, 0.0)  # no answer is that short
+
+
+def load_example() -> ModuleType:
+    """Import the example, which is a program and no module of a package."""
+    spec = importlib.util.spec_from_file_location("grpo_by_hand", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_loop_is_short_and_stands_on_public_names():

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.stack_jobs import Job, assert_accounted, lines_of, write_config
 
-NUM_TRAIN_STEPS = 6
+NUM_TRAIN_STEPS = 4
 FIELDS = (
     "engine",
     "versions",
@@ -42,7 +42,9 @@ FIELDS = (
 @pytest.mark.timeout(420)
 def test_the_whole_loop_runs_exactly_and_leaves_nothing_behind(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: see `make setup`")
-    config = write_config(tmp_path, engine="vllm", num_train_steps=NUM_TRAIN_STEPS)
+    config = write_config(
+        tmp_path, engine="vllm", num_warm_start_steps=60, num_train_steps=NUM_TRAIN_STEPS
+    )
     with Job(tmp_path, "train", str(config)) as job:
         ended = job.end(timeout_s=400)
     assert ended.exit_code == 0, ended.output

@@ -62,6 +62,7 @@ def test_no_redis(tmp_path: Path) -> None:
     assert "There is no Redis" in sentence
 
 
+@pytest.mark.heavy(reason="it starts a stack for one sentence")
 @pytest.mark.timeout(180)
 def test_a_vllm_that_does_not_import(tmp_path: Path) -> None:
     shadow = tmp_path / "shadow"
@@ -80,7 +81,13 @@ def test_a_missing_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.heavy(reason="it starts one more stack")),
+    ],
+)
 def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     config = write_config(tmp_path, num_warm_start_steps=100_000)
     with Job(tmp_path, "train", str(config)) as job:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,14 +95,33 @@ def modules(folder: str) -> list[str]:
     return [".".join(p.with_suffix("").parts).removesuffix(".__init__") for p in named]
 
 
+def cases() -> list[Any]:
+    """Every hand-written module; those inside the SDK's rooms and the services' are heavy."""
+    heavy = pytest.mark.heavy(reason="to import each first takes half a minute")
+    return [
+        pytest.param(name, marks=[heavy] if folder == "services" or name.count(".") > 1 else [])
+        for folder in ("client", "services")
+        for name in modules(folder)
+        if ".v1" not in name
+    ]
+
+
 @pytest.fixture(scope="module")
-def import_results() -> dict[str, tuple[str, str]]:
-    """Return per module the error, and the package that is not installed or shut out."""
+def import_results(request: pytest.FixtureRequest) -> dict[str, tuple[str, str]]:
+    """Return per module that is asked for the error, and the package that is missing or shut out."""
+    asked = {
+        item.callspec.params["module"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    }
     results = {}
     for program, folder in ((IMPORT_EACH, "client"), (IMPORT_EACH_IN_ITS_ROOM, "services")):
+        names = [name for name in modules(folder) if name in asked]
+        if not names:
+            continue
         done = subprocess.run(
             [sys.executable, "-c", program],
-            input="\n".join(modules(folder)),
+            input="\n".join(names),
             capture_output=True,
             text=True,
             check=True,
@@ -112,10 +132,7 @@ def import_results() -> dict[str, tuple[str, str]]:
     return results
 
 
-@pytest.mark.parametrize(
-    "module",
-    [name for folder in ("client", "services") for name in modules(folder) if ".v1" not in name],
-)
+@pytest.mark.parametrize("module", cases())
 def test_a_process_can_import_it_first(module, import_results):
     error, missing = import_results[module]
     assert not error

@@ -28,7 +28,13 @@ TOKEN = {"authorization": "Bearer right"}
 # Bounds what waits for work (wait_s), runs long or streams for ever; 504 is documented, as a status
 # or as the last line of a stream that had begun.
 TIMEOUT = "x-request-timeout-s"
-NUM_EXAMPLES = 8
+# Generating a request costs ten times what sending it does: few by default, many among the heavy.
+NUM_EXAMPLES = (
+    pytest.param(2, id="few"),
+    pytest.param(
+        25, id="many", marks=pytest.mark.heavy(reason="it generates requests for minutes")
+    ),
+)
 # A value that fits its type may still make no sense to the service: a session that is not there, a
 # page token that nobody gave, a count below nothing (protos name no ranges). What it may not do is
 # end in anything undocumented, or in a 5xx. positive_data_acceptance is therefore asked of those
@@ -116,14 +122,17 @@ def test_the_page_leads_to_calls_that_work_with_the_token(url: str) -> None:
 
 
 @pytest.mark.parametrize("mode", GenerationMode)
-def test_generated_requests_meet_no_undocumented_answer(url: str, mode: GenerationMode) -> None:
+@pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
+def test_generated_requests_meet_no_undocumented_answer(
+    url: str, mode: GenerationMode, num_examples: int
+) -> None:
     httpx.post(f"{url}/v1/sessions", json=THERE, headers=TOKEN)  # 404 but in the one service
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for result in schema.get_all_operations():
         operation = result.ok()
         if mode is GenerationMode.NEGATIVE and not operation.definition.raw.get("parameters"):
             continue  # nothing that could be wrong
-        exercise(operation, mode)
+        exercise(operation, mode, num_examples)
 
 
 def test_the_sensible_operations_are_rpcs_that_there_are() -> None:
@@ -131,7 +140,7 @@ def test_the_sensible_operations_are_rpcs_that_there_are() -> None:
     assert set(SENSIBLE) <= {f"{name}.{rpc}" for name in names for rpc in routes(name)}
 
 
-def exercise(operation: Any, mode: GenerationMode) -> None:
+def exercise(operation: Any, mode: GenerationMode, num_examples: int) -> None:
     """Send generated requests and judge the answers."""
     raw = operation.definition.raw
     name = raw["operationId"]
@@ -141,7 +150,7 @@ def exercise(operation: Any, mode: GenerationMode) -> None:
 
     @seed(0)
     @settings(
-        max_examples=NUM_EXAMPLES,
+        max_examples=num_examples,
         deadline=None,
         database=None,
         phases=[Phase.explicit, Phase.generate],

@@ -44,7 +44,9 @@ def test_the_two_sample_test_finds_long_answers_that_were_lost():
     assert two_sample_p(lengths, [12] * 900 + [240] * 5) < 1e-3
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(s, marks=pytest.mark.heavy(reason="more seeds")) for s in (1, 2))]
+)
 def test_slow_answers_are_trained_in_proportion(tmp_path: Path, seed: int):
     """Batches and groups have their default sizes; one answer in ten takes 20 times as long."""
     run = run_virtually(

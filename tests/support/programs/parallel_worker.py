@@ -55,7 +55,7 @@ class Job:
     surroundings: dict[str, Any] = dataclasses.field(default_factory=dict)
     optimizer: str = "adamw"
     first_step: int = 0
-    last_step: int = 20
+    last_step: int = 10
     num_sequences: int = 12
     poisoned_step: int = -1
     failing_rank: int = -1
