@@ -108,7 +108,7 @@ def cases() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def import_results(request: pytest.FixtureRequest) -> dict[str, tuple[str, str]]:
-    """Return per module that is asked for the error, and the package that is missing or shut out."""
+    """Return for each asked module the error, and the package that is missing or shut out."""
     asked = {
         item.callspec.params["module"]
         for item in request.session.items
