@@ -48,7 +48,8 @@ def test_every_step_of_the_loop_runs(tmp_path, monkeypatch):
 def load_example() -> ModuleType:
     """Import the example, which is a program and no module of a package."""
     spec = importlib.util.spec_from_file_location("grpo_by_hand", EXAMPLE)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
