@@ -109,14 +109,14 @@ def cases() -> list[Any]:
 @pytest.fixture(scope="module")
 def import_results(request: pytest.FixtureRequest) -> dict[str, tuple[str, str]]:
     """Return for each asked module the error, and the package that is missing or shut out."""
-    asked = {
+    wanted = {
         item.callspec.params["module"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path
     }
     results = {}
     for program, folder in ((IMPORT_EACH, "client"), (IMPORT_EACH_IN_ITS_ROOM, "services")):
-        names = [name for name in modules(folder) if name in asked]
+        names = [name for name in modules(folder) if name in wanted]
         if not names:
             continue
         done = subprocess.run(
