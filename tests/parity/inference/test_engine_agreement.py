@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 from dialoop.episode import UpdateMode
 from dialoop.trajectory import SamplingParams
 
@@ -150,6 +151,12 @@ async def test_kept_keys_are_for_those_under_way_alone(world: Gated) -> None:
     got = np.array(sampled.logprobs[after.start :])
     assert np.abs(mine[1][len(prompt) - 1 + after.start :] - got).max() > world.version_gap / 5
     await world.publish()
+
+
+async def test_on_a_cpu_no_process_of_vllm_waits_for_another(world: Gated) -> None:
+    if world.setup.kind == "vllm" and not torch.cuda.is_available():
+        parallel = world.engine._llm.vllm_config.parallel_config
+        assert parallel.distributed_executor_backend == "uni"
 
 
 async def test_a_cancelled_answer_gives_its_place_up_at_once(world: Gated) -> None:

@@ -7,13 +7,16 @@ import logging
 import logging.config
 import os
 
+import psutil
 import pytest
 import torch
 from dialoop_services.inference.vllm_engine.environment import LOGGING, prepare
 
 VARIABLES = (
     "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
     "TORCHDYNAMO_DISABLE",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_LOGGING_CONFIG_PATH",
     "VLLM_LOGGING_LEVEL",
     "VLLM_NO_USAGE_STATS",
@@ -31,6 +34,24 @@ def test_a_cpu_needs_no_compiler() -> None:
     prepare()
     assert os.environ.get("TORCHDYNAMO_DISABLE") == (None if torch.cuda.is_available() else "1")
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_on_a_cpu_the_core_runs_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(3))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8 if logical else 4)
+    prepare()
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["OMP_NUM_THREADS"] == "2"  # of three cores
+
+
+def test_a_worker_process_of_vllm_is_kept_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    prepare()
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert "OMP_NUM_THREADS" not in os.environ  # vLLM sets it for its worker
 
 
 def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

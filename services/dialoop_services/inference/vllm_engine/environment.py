@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
@@ -25,6 +26,8 @@ _KNOWN = (
     "SSM cache type",
     "not found in LD_PRELOAD",
     "force killing",
+    "global random seed is set",
+    "after the thread binding",
 )
 
 
@@ -56,9 +59,21 @@ def prepare() -> None:
     if not torch.cuda.is_available():
         # All layers run eagerly; the rest would need a C++ compiler at the first token.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # vLLM's engine core then runs the model itself. Else a worker process does, and on a CPU
+        # each of the two burns a core while it waits for the other (benchmarks/cpu_executors.py).
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+            # As many as vLLM gives a worker: one core stays for scheduling and for the others.
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() - 1)))
     if "VLLM_LOGGING_LEVEL" not in os.environ:  # a level that the user sets gets all messages
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(LOGGING))
+
+
+def _num_cores() -> int:
+    """Return how many physical cores this process may use."""
+    num_allowed = len(os.sched_getaffinity(0))
+    return min(num_allowed, psutil.cpu_count(logical=False) or num_allowed)
 
 
 class DropKnownWarnings(logging.Filter):

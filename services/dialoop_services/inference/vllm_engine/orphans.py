@@ -1,7 +1,8 @@
 """The end of vLLM's processes when the service that started them was killed.
 
 vLLM's worker ends with its engine core, but the core does not notice that its own parent has ended
-and would keep its memory forever. So the worker watches the service and ends both.
+and would keep its memory forever. So the process that runs the model, which is a worker or the core
+itself, watches the service and ends both.
 """
 
 from __future__ import annotations
