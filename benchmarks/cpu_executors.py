@@ -100,7 +100,7 @@ def main() -> None:
     rounds = [{name: round_of(name) for name in EXECUTORS} for _ in range(options.rounds)]
     result = {
         executor: {
-            figure: round(statistics.median(one[executor][figure] for one in rounds), 1)
+            figure: round(statistics.median(each[executor][figure] for each in rounds), 1)
             for figure in rounds[0][executor]
         }
         for executor in EXECUTORS
