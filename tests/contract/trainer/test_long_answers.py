@@ -75,3 +75,13 @@ def test_the_summarys_lengths_show_what_staleness_takes(tmp_path: Path):
     assert Counter(trained) == Counter(map(length_bin, run.trained))
     slow = [row for row in share_table(generated, trained) if row[0] >= SLOW]
     assert sum(share for _, _, share in slow) < 0.8 * sum(share for _, share, _ in slow)
+
+
+def test_staleness_alone_takes_the_long_answers_of_small_batches(tmp_path: Path):
+    """The same run with room for the versions that a slow answer spans trains in proportion."""
+    run = run_virtually(
+        run_loop(tmp_path, seed=0, num_steps=12, groups_per_train_step=8, max_staleness=8)
+    )
+    assert run.training.num_groups_dropped == {}
+    ratio = share_of_slow(run.trained) / share_of_slow(run.generated)
+    assert ratio == pytest.approx(1.0, abs=0.15)
