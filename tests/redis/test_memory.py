@@ -15,13 +15,23 @@ from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits
 
 from tests.support.redis_server import RedisServer
-from tests.support.replay_store_world import ack, lease, lease_task, score
+from tests.support.replay_store_world import (
+    ack,
+    extend,
+    lease,
+    lease_task,
+    reopen,
+    requeue,
+    return_,
+    score,
+)
 from tests.support.samples.replay_samples import (
     announce,
     append_member,
     assert_adds_up,
     lease_tasks,
     offer,
+    play,
     stats_of,
 )
 from tests.support.waiting import PATIENCE_S
@@ -100,4 +110,38 @@ async def test_a_full_redis_refuses_offers_and_appends_and_drains(tmp_path: Path
         stats = await stats_of(store, RUN)
         assert stats.training.num_groups_consumed == num_appended // 2
         assert_adds_up(stats, size=None)
+        await store.close()
+
+
+async def test_what_frees_memory_works_above_maxmemory(tmp_path: Path) -> None:
+    with redis_of(tmp_path) as server:
+        store = RedisStore(server.url, QueueLimits(lease_s=600), timeout_s=PATIENCE_S)
+        await announce(store, RUN, credits=1000)
+        await offer(store, RUN, *(f"t{i}" for i in range(8)))
+        for _ in range(5):
+            await play(store, RUN)
+            await score(store, RUN)
+        held = [(await lease(store, RUN, Stage.SCORED)).leases[0].lease_id for _ in range(4)]
+        played, returned = await lease_task(store, RUN), await lease_task(store, RUN)
+        fill_to(server, 1.5)
+        assert not (await stats_of(store, RUN)).training.num_groups_consumed
+        for refused_call in (
+            append_member(store, RUN, played.lease_id, 0),
+            offer(store, RUN, "more"),
+        ):
+            with pytest.raises(CapacityExhausted):
+                await refused_call
+        assert (await stats_of(store, RUN)).is_full
+        assert await extend(store, RUN, played.lease_id, *held) == []
+        assert await return_(store, RUN, returned.lease_id, played=1) == (1, 0)
+        await announce(store, RUN, 1, held[0], credits=1000)
+        assert await ack(store, RUN, held[0]) == ""
+        assert await ack(store, RUN, held[1], "unusable") == ""
+        assert await return_(store, RUN, held[2], set_aside=True) == (1, 1)
+        assert await requeue(store, RUN, "t2") == 1
+        assert len((await lease(store, RUN, Stage.SCORED, num=9)).leases) == 2
+        assert (await reopen(store, RUN, held[3])).leases
+        assert (await lease_tasks(store, RUN)).leases
+        stats = await stats_of(store, RUN)
+        assert (stats.training.num_groups_consumed, stats.training.num_groups_training) == (1, 3)
         await store.close()

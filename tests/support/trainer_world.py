@@ -153,6 +153,7 @@ class FakeReplay:
         # What an earlier trainer held, and of that what can be reopened.
         self.held: tuple[str, ...] = ()
         self.cursor = ""
+        self.is_full = False
         self.kept: dict[str, GroupLease] = {}
 
     async def get_stats(self, run: str) -> Any:
@@ -162,6 +163,7 @@ class FakeReplay:
             policy_version=self.policy_version,
             training=counts,
             evaluation=counts,
+            is_full=self.is_full,
         )
 
     async def offer_tasks(

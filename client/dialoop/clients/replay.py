@@ -203,7 +203,10 @@ class LedgerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayStats:
-    """The state of a run's ledger."""
+    """The state of a run's ledger.
+
+    `is_full`: the store's memory is nearly used up, and offers and appends are refused.
+    """
 
     training: LedgerCounts
     evaluation: LedgerCounts
@@ -216,6 +219,7 @@ class ReplayStats:
     num_rejected_appends: int
     cursor: str
     store: str
+    is_full: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,7 +200,8 @@ class ReplayServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Extend(self, request, context):
-        """Extend leases whose work goes on. OK.
+        """Extend leases whose work goes on, also expired ones whose task or group nobody has taken since.
+        OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -212,11 +212,48 @@ async def test_extending_keeps_a_lease_and_names_the_lost_ones(
     clock.pass_s(50)
     stats = await stats_of(store, run)
     assert stats.training.num_groups_leased == stats.training.num_groups_training == 1
-    assert await extend(store, run, lost.lease_id) == [lost.lease_id]
+    assert await return_(store, run, lost.lease_id) == (0, 0)
     clock.pass_s(50)
     assert (await stats_of(store, run)).training.num_groups_scored == 1
     assert await extend(store, run, group.lease_id) == []
     assert (await stats_of(store, run)).training.num_groups_training == 1
+
+
+async def test_a_late_holder_gets_its_task_back_if_nobody_took_it(
+    store: QueueStore, run: str, clock: Clock
+) -> None:
+    await announce(store, run)
+    await offer(store, run, "a", "b")
+    held = await lease_task(store, run)
+    for _ in range(LIMITS.max_attempts + 1):  # and no attempt is counted as failed
+        clock.pass_s(61)
+        assert await extend(store, run, held.lease_id) == []
+        stats = await stats_of(store, run)
+        assert (stats.training.num_groups_leased, stats.training.num_tasks_offered) == (1, 1)
+    for member in range(2):
+        outcome = await append_member(store, run, held.lease_id, member)
+        assert outcome.status == pb.APPEND_STATUS_APPENDED
+    assert (await stats_of(store, run)).training.num_groups_unscored == 1
+    # Nobody else has it: the other task is the next.
+    assert (await lease_task(store, run)).task.task_id == "b"
+
+
+async def test_a_late_holder_does_not_get_back_what_another_has_or_it_returned(
+    store: QueueStore, run: str, clock: Clock
+) -> None:
+    await announce(store, run)
+    await offer(store, run, "a")
+    slow = await lease_task(store, run)
+    clock.pass_s(61)
+    fast = await lease_task(store, run)
+    assert fast.attempt == slow.attempt + 1
+    assert await extend(store, run, slow.lease_id) == [slow.lease_id]
+    clock.pass_s(61)
+    assert await extend(store, run, slow.lease_id) == [slow.lease_id]
+    assert await extend(store, run, fast.lease_id) == []
+    assert await return_(store, run, fast.lease_id) == (1, 0)
+    assert await extend(store, run, fast.lease_id) == [fast.lease_id]
+    assert (await lease_task(store, run)).attempt == fast.attempt + 1
 
 
 async def test_a_worker_is_told_what_it_holds_and_reopens_it(

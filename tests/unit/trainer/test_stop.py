@@ -462,3 +462,39 @@ async def test_a_publish_that_waits_for_replicas_is_an_alarm_and_a_requested_one
         await here.job.publish()
     assert here.board.alarms == set()
     assert not here.job.broken.done()
+
+
+async def test_a_queue_full_of_trained_groups_gets_a_checkpoint_before_it_is_due(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = world(num_steps=2, checkpoint_every=1000)
+    here.offer("a", "b")
+    here.replay.is_full = True
+    acknowledge, saved = here.replay.acknowledge, list[int]()
+
+    async def free(run: str, lease_ids: list[str]) -> tuple[str, ...]:
+        if lease_ids:
+            saved.append(here.job.state.num_train_steps)
+        if lease_ids and here.replay.is_full:
+            here.replay.is_full = False
+            here.offer("c", "d")
+        return await acknowledge(run, lease_ids)
+
+    monkeypatch.setattr(here.replay, "acknowledge", free)
+    await here.run()
+    assert here.learner.trained == [4, 4]
+    assert saved == [1, 2], "one for the full queue, one at the end"
+
+
+async def test_a_queue_that_is_not_full_gets_its_checkpoints_when_they_are_due(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_steps=2, checkpoint_every=1000)
+    here.offer("a", "b")
+    for _ in range(3):
+        here.replay.batches.append(list)
+    here.offer("c", "d")
+    await here.run()
+    assert here.replay.acknowledged == ["lease-a", "lease-b", "lease-c", "lease-d"]
+    saved = {path.name for path in (here.run_dir / "checkpoints").glob("*-*")}
+    assert saved == {"main-1-000000", "main-3-000002"}, "at the beginning and at the end"

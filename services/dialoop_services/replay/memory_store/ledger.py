@@ -68,7 +68,8 @@ class Record:
     """A task and its group; `payload` is the beginning of the serialised group, with the task.
 
     `lease_id` keeps the last task lease, also after it ran out; `has_progress` says whether a
-    member was finished under it. `digest` is that of the closed group.
+    member was finished under it, and `expired_members` which open members failed as it ran out.
+    `digest` is that of the closed group.
     """
 
     task_id: str
@@ -80,6 +81,7 @@ class Record:
     attempt: int = 1
     lease_id: str = ""
     has_progress: bool = False
+    expired_members: list[int] = field(default_factory=list)
     digest: str = ""
     versions: dict[str, tuple[int, int]] = field(default_factory=dict)
     is_scored: bool = False
@@ -170,6 +172,11 @@ class Ledger:
         """Make the task leasable, at its old place in the order."""
         heapq.heappush(self.offered[record.purpose], (record.order, record.task_id))
 
+    def pull_task(self, record: Record) -> None:
+        """Take an offered task out of those that are leasable."""
+        self.offered[record.purpose].remove((record.order, record.task_id))
+        heapq.heapify(self.offered[record.purpose])
+
     def drop(self, record: Record, reason: str) -> None:
         """Drop the group for good and count it under the reason; this frees its credit."""
         self.move(record, GroupState.DROPPED)
@@ -243,8 +250,7 @@ class Ledger:
         if closing is GroupClosing.OPEN:
             return False
         if record.state is GroupState.OFFERED:  # the lease had run out, and nobody took over
-            self.offered[record.purpose].remove((record.order, record.task_id))
-            heapq.heapify(self.offered[record.purpose])
+            self.pull_task(record)
         self.deadlines.pop(record.lease_id, None)
         counts.num_trajectories_waiting -= record.num_finished
         payload = record.payload + assembly.take_payload()
@@ -357,6 +363,26 @@ class Ledger:
         is_leased = record is not None and record.state is GroupState.LEASED
         return record if record and is_leased and record.lease_id == lease_id else None
 
+    def revive_task(self, lease_id: str) -> Record | None:
+        """Lease an offered task again to its last holder, whose lease has expired.
+
+        Return None if someone else took the task, or its holder gave it back.
+        """
+        name = parse_lease(lease_id)
+        record = self.records.get(name.task_id) if name and name.kind is Kind.TASK else None
+        if record is None or record.lease_id != lease_id:
+            return None
+        if record.state is not GroupState.OFFERED:
+            return None
+        self.pull_task(record)
+        # The expiry counted as a failure, but the holder is still at work.
+        for index in record.expired_members:
+            record.assembly.members[index].num_failures -= 1
+        record.expired_members = []
+        record.attempt -= 1
+        self.move(record, GroupState.LEASED)
+        return record
+
     def held_group(self, lease_id: str) -> tuple[Record, Stage, StagedGroup] | None:
         """Return the group whose last lease has this id, even if it expired or left since."""
         name = parse_lease(lease_id)
@@ -407,7 +433,9 @@ class Ledger:
         for _, lease_id in expired:
             if record := self.held_task(lease_id):
                 # Who finished a member under the lease did not die of the task at once.
-                self.release(record, DropReason.LEASE_EXPIRED, failed=not record.has_progress)
+                failed = not record.has_progress
+                record.expired_members = record.assembly.open_members if failed else []
+                self.release(record, DropReason.LEASE_EXPIRED, failed=failed)
             elif held := self.held_group(lease_id):
                 record, stage, entry = held
                 self.redeliver(

@@ -112,6 +112,7 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
             ledger.move(record, GroupState.LEASED)
             record.lease_id = ledger.new_lease(Kind.TASK, record.task_id, request.lease_s)
             record.has_progress = False
+            record.expired_members = []
             answer.leases.add(
                 lease_id=record.lease_id,
                 task=trajectory_pb2.Group.FromString(record.payload).task,
@@ -323,7 +324,7 @@ def _return_one(ledger: Ledger, item: pb.ReturnItem) -> tuple[bool, bool]:
 def _extend(ledger: Ledger, request: pb.ExtendRequest) -> pb.ExtendResponse:
     answer = pb.ExtendResponse()
     for lease_id in request.lease_ids:
-        if ledger.held_task(lease_id):
+        if ledger.held_task(lease_id) or ledger.revive_task(lease_id):
             ledger.deadlines[lease_id] = ledger.now + request.lease_s
         elif (held := ledger.held_group(lease_id)) and held[2].is_present:
             ledger.hold(held[0], held[1], request.lease_s)

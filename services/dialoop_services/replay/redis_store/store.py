@@ -67,7 +67,9 @@ class RedisStore:
         self._clock = clock
         prelude = (_SCRIPTS / "ledger.lua").read_text()
         self._scripts = {
-            path.stem: self._client.register_script(prelude + path.read_text())
+            path.stem: self._client.register_script(
+                ("" if path.stem == "purge" else prelude) + path.read_text()
+            )
             for path in sorted(_SCRIPTS.glob("*.lua"))
             if path.stem != "ledger"
         }

@@ -27,7 +27,7 @@ from dialoop_services.trainer.data.untrainable import read_rows
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from dialoop.clients.replay import GroupLease
+    from dialoop.clients.replay import GroupLease, LedgerCounts
     from dialoop.sequences import PolicyVersion
     from dialoop.sequences import Sequence as TokenSequence
     from dialoop.trajectory import Group
@@ -93,24 +93,33 @@ class TrainSteps:
         # Groups refused since the last batch with a group that can be trained.
         self._num_refused = 0
         self._candidates = Candidates()
+        # Why the last wait for a batch ended: trained groups fill the queue.
+        self._is_queue_full = False
         # Groups in a row of which none can be trained, less than a batch of them; and the whole
         # batches of such groups in a row.
         self._num_without_signal = 0
         self._num_empty = 0
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
-        """Wait for a whole batch; return the step that trains it, or None when the job stops."""
+        """Wait for a whole batch; return the step that trains it, or None when the job stops.
+
+        If the queue is full meanwhile, return the step that frees memory there.
+        """
         started = time.perf_counter()
         leased = await self._lease()
         lease_s = time.perf_counter() - started
-        return partial(self._train_step, leased, lease_s) if leased else None
+        if leased is not None:
+            return partial(self._train_step, leased, lease_s)
+        return self._free_queue if self._is_queue_full else None
 
     async def _lease(self) -> LeasedBatch | None:
         """Return a whole batch, or an incomplete one with groups that are trained already.
 
-        Groups are leased as they come, and each that cannot be trained is replaced.
+        Groups are leased as they come, and each that cannot be trained is replaced. Return None
+        when the job stops, or if no group comes because the trained ones fill the queue.
         """
         size, candidates = self._settings.groups_per_train_step, self._candidates
+        self._is_queue_full = False
         while not (self._board.is_stopping or self._state.stopped_early):
             kept = candidates.kept
             if len(kept) >= size:
@@ -128,11 +137,15 @@ class TrainSteps:
                 max_staleness=self._settings.max_staleness,
                 selection=Selection[self._settings.selection.upper()],
             )
-            if not answer.leases and await self._is_collected():
-                turns = self._settings.total_turns
-                self._state.stopped_early = f"total_turns = {turns} turns were played"
-                continue
             if not answer.leases:
+                stats = await self._replay.get_stats(self._settings.run)
+                if self._is_collected(stats.training):
+                    turns = self._settings.total_turns
+                    self._state.stopped_early = f"total_turns = {turns} turns were played"
+                    continue
+                if stats.is_full and self._state.consumed_lease_ids:
+                    self._is_queue_full = True
+                    return None
                 # A queue that lost its state leases no tasks until a policy is announced again.
                 await self._checkpointer.restore_cursor()
                 await self._publisher.announce(self._state.policy_version)
@@ -153,11 +166,21 @@ class TrainSteps:
             await self._return_kept()
         return None
 
-    async def _is_collected(self) -> bool:
+    async def _free_queue(self) -> None:
+        """Save a checkpoint before it is due, which acknowledges the trained groups.
+
+        That frees their memory. No other group can come before, since a full queue takes none.
+        """
+        log.warning(
+            "The queue is full of groups that are trained: saving a checkpoint before it is due.",
+            extra={"num_groups": len(self._state.consumed_lease_ids)},
+        )
+        await self._checkpointer.checkpoint()
+
+    def _is_collected(self, counts: LedgerCounts) -> bool:
         """Return whether collectors have played `total_turns`, and no other group will come."""
         if self._settings.total_turns < 0:
             return False
-        counts = (await self._replay.get_stats(self._settings.run)).training
         is_on_its_way = (
             counts.num_tasks_offered
             + counts.num_groups_leased

@@ -7,12 +7,12 @@ local function acknowledge(item)
     return 'ALREADY_SCORED'
   elseif rec.s == 'consumed' or rec.s == 'dropped' then
     return rec.s == item.outcome and '' or 'ALREADY_' .. string.upper(rec.s)
-  elseif item.outcome == 'consumed' then
-    consume(rec)
-  else
-    drop(rec, item.reason)
   end
-  if not entry.gone then remove_entry(rec, stage) end
+  if entry.gone then return '' end
+  remove_entry(rec, stage) -- before other writes: see "Above maxmemory" in ledger.lua
+  if stage ~= 'unscored' or item.outcome ~= 'consumed' then
+    if item.outcome == 'consumed' then consume(rec) else drop(rec, item.reason) end
+  end
   save(rec)
   return ''
 end

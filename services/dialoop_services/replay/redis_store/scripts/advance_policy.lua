@@ -4,6 +4,7 @@ local is_announced = redis.call('HEXISTS', key('lineages'), announced.lineage) =
 if is_announced and (announced.lineage ~= lineage or announced.number < number) then
   return refused('VERSION_NOT_NEWER', lineage .. '-' .. string.format('%.0f', number))
 end
+redis.call('HDEL', key('meta'), 'lineage', 'number', 'max_outstanding')
 set_meta('lineage', announced.lineage)
 set_meta('number', announced.number)
 set_meta('max_outstanding', call.max_outstanding_groups)

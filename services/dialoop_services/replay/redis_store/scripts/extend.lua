@@ -1,6 +1,8 @@
 local lost = {}
 for _, lease in ipairs(call.lease_ids) do
-  if held_task(lease) then
+  local task = held_task(lease) or revive(lease)
+  if task then
+    end_lease(lease)
     redis.call('ZADD', key('deadlines'), deadline(call.lease_s), lease)
   else
     local rec, stage, entry = held_group(lease)

@@ -7,7 +7,7 @@ local function lease(purpose, allowed)
     if not id then return end
     local rec = load(id)
     move(rec, 'leased')
-    rec.l, rec.ok = new_lease('task', id), nil
+    rec.l, rec.ok, rec.x = new_lease('task', id), nil, {}
     save(rec)
     leases[#leases + 1] = {lease_id = rec.l, attempt = rec.a, expires_in_s = call.lease_s,
                             members = open_members(rec)}

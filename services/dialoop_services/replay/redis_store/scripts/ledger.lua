@@ -6,6 +6,9 @@
 -- ARGV[2]   the request's fields as JSON, with `limits` (QueueLimits) and `store`; of a task,
 --           trajectory or group it has the facts, and ARGV[3] and later have the raw bytes
 --
+-- Above maxmemory Redis refuses what may need memory, but not in a script that has written before. So
+-- a script that shall work then begins its writes with a deletion, and offers and appends do not.
+--
 -- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order.
 -- If it refuses the request it returns {refused = reason, detail}.
 --
@@ -23,7 +26,7 @@
 --
 -- Record: id, p(urpose), n(um trajectories), k (fewest trajectories), o(rder), s(tate), a(ttempt),
 --   l(ast lease), ok (a member was finished under it), m(embers' digests, '' until finished),
---   f(ailures of each member), c(ount of finished members), b(ytes of them), d(igest of the closed
+--   f(ailures of each member), x (members that failed as l ran out), c(ount of finished members), b(ytes of them), d(igest of the closed
 --   group), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
 --   e = {stage = {o(rder), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
 --   gone}}
@@ -43,9 +46,39 @@ end
 local function meta(field) return redis.call('HGET', key('meta'), field) or '' end
 local function set_meta(field, value) redis.call('HSET', key('meta'), field, value) end
 
+-- Return the length as a protobuf varint.
+local function varint(length)
+  local bytes = ''
+  while length > 127 do
+    bytes, length = bytes .. string.char(length % 128 + 128), math.floor(length / 128)
+  end
+  return bytes .. string.char(length)
+end
+
+-- Give a record of an older version the fields that it lacks. Before members were recorded, `f` was a
+-- number, a group was played as a whole, and `tasks` had the bare task without its group.
+local function complete(rec)
+  rec.k, rec.v, rec.e, rec.x = rec.k or 0, rec.v or {}, rec.e or {}, rec.x or {}
+  rec.l, rec.d = rec.l or '', rec.d or ''
+  for _, entry in pairs(rec.e) do
+    entry.l, entry.n, entry.f, entry.b = entry.l or '', entry.n or 0, entry.f or 0, entry.b or 0
+  end
+  if rec.m then return rec end
+  local failures, is_played = tonumber(rec.f) or 0, rec.d ~= ''
+  rec.m, rec.f, rec.c, rec.b = {}, {}, is_played and rec.n or 0, 0
+  for i = 1, rec.n do rec.m[i], rec.f[i] = is_played and rec.d or '', failures end
+  local task = redis.call('HGET', key('tasks'), rec.id)
+  if task then
+    redis.call('HSET', key('tasks'), rec.id,
+               '\10' .. varint(#rec.id) .. rec.id .. '\18' .. varint(#task) .. task)
+  end
+  redis.call('HSET', key('ledger'), rec.id, cjson.encode(rec))
+  return rec
+end
+
 local function load(task_id)
   local raw = redis.call('HGET', key('ledger'), task_id)
-  return raw and cjson.decode(raw) or nil
+  return raw and complete(cjson.decode(raw)) or nil
 end
 
 local function save(rec) redis.call('HSET', key('ledger'), rec.id, cjson.encode(rec)) end
@@ -93,6 +126,7 @@ local function end_lease(lease)
 end
 
 local function push_task(rec) redis.call('ZADD', key('offered:' .. rec.p), rec.o, rec.id) end
+local function pull_task(rec) redis.call('ZREM', key('offered:' .. rec.p), rec.id) end
 
 local finish
 
@@ -151,7 +185,7 @@ end
 -- Close the group if the rule says so (Assembly.closing), or drop it; return whether it ended.
 local function close(rec, reason)
   if #open_members(rec) > 0 then return false end
-  if rec.s == 'offered' then redis.call('ZREM', key('offered:' .. rec.p), rec.id) end
+  if rec.s == 'offered' then pull_task(rec) end -- the lease had run out, and nobody took over
   end_lease(rec.l)
   count(rec.p .. ':t:waiting', -rec.c)
   local payload, digest = assemble(rec)
@@ -227,9 +261,14 @@ local function uncount_dead(rec)
   count(rec.p .. ':t:dropped:dead_letter', -rec.c)
 end
 
+-- Return the record of a dead letter; an older version named its group "<task id>#<attempt>".
+local function dead_record(group)
+  return load(group) or load(string.match(group, '^(.*)#%d+$') or '')
+end
+
 -- Delete a dead letter; its group stays dropped, with dead_letter_forgotten as reason.
 local function forget_letter(item)
-  local rec = load(item[2][2])
+  local rec = dead_record(item[2][2])
   redis.call('XDEL', key('dead'), item[1])
   uncount_dead(rec)
   count(rec.p .. ':dropped:dead_letter_forgotten', 1)
@@ -274,6 +313,21 @@ local function held_task(lease)
   local kind, id = parse_lease(lease)
   local rec = kind == 'task' and load(id)
   return rec and rec.l == lease and rec.s == 'leased' and rec or nil
+end
+
+-- Lease an offered task again to its last holder, whose lease has expired; return its record, or nil.
+local function revive(lease)
+  local kind, id = parse_lease(lease)
+  local rec = kind == 'task' and load(id)
+  if not rec or rec.l ~= lease or rec.s ~= 'offered' then return nil end
+  pull_task(rec)
+  -- The expiry counted as a failure, but the holder is still at work.
+  for _, i in ipairs(rec.x) do rec.f[i + 1] = rec.f[i + 1] - 1 end
+  rec.x = {}
+  rec.a = rec.a - 1
+  move(rec, 'leased')
+  save(rec)
+  return rec
 end
 
 -- Return the group whose last lease this is, even if it expired or left since.
@@ -339,6 +393,7 @@ for _, lease in ipairs(redis.call('ZRANGEBYSCORE', key('deadlines'), '-inf', now
   local rec = held_task(lease)
   if rec then
     -- Who finished a member under the lease did not die of the task at once.
+    rec.x = rec.ok and {} or open_members(rec)
     release(rec, 'lease_expired', not rec.ok, {})
     save(rec)
   else

@@ -1,8 +1,7 @@
 local letters, reply = {}, {''}
 for i, item in ipairs(redis.call('XRANGE', key('dead'), '-', '+', 'COUNT', call.max_groups)) do
-  local group = item[2][2]
-  local rec = load(group)
-  letters[i] = {group_id = group, stage = 'STAGE_' .. string.upper(rec.dead.stage),
+  local rec = dead_record(item[2][2])
+  letters[i] = {group_id = rec.id, stage = 'STAGE_' .. string.upper(rec.dead.stage),
                 reason = rec.dead.reason, num_deliveries = rec.dead.n}
   reply[i + 1] = item[2][4]
 end

@@ -10,7 +10,7 @@ for i, task in ipairs(call.tasks) do
   if redis.call('HEXISTS', key('ledger'), task.task_id) == 0 then
     local rec = {id = task.task_id, p = task.purpose, n = task.num_trajectories,
                  k = task.min_trajectories, o = next_order(), s = 'offered', a = 1, l = '',
-                 m = {}, f = {}, c = 0, b = 0, d = '', v = {}, e = {}}
+                 m = {}, f = {}, x = {}, c = 0, b = 0, d = '', v = {}, e = {}}
     for member = 1, rec.n do rec.m[member], rec.f[member] = '', 0 end
     redis.call('HSET', key('tasks'), rec.id, ARGV[2 + i])
     count(rec.p .. ':offered', 1)

@@ -3,6 +3,7 @@ local num_returned, num_dropped = 0, 0
 local function give_back(item)
   local rec = held_task(item.lease_id)
   if rec then
+    end_lease(rec.l)
     if item.num_trajectories > 0 then
       count(rec.p .. ':t:generated', item.num_trajectories)
       count(rec.p .. ':t:dropped:' .. item.reason, item.num_trajectories)
