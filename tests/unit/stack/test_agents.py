@@ -1,4 +1,4 @@
-"""An agent in the job config reaches the collector, with every replica's REST door."""
+"""Who plays, by the job config, reaches the collector: agents, and what plays by token ids."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dialoop.agents import AgentConnection, AgentTask
 from dialoop.errors import InvalidConfig
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.config.file import parse_config
+from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.stack import preflight
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.run_dir import RunDir
@@ -19,10 +20,10 @@ async def run(task: AgentTask, connection: AgentConnection) -> float:
     return 0.0
 
 
-def layout_of(tmp_path: Path, agent: str) -> Layout:
+def layout_of(tmp_path: Path, agent: str = "", **environment: str) -> Layout:
     config = parse_config(
         {
-            "environment": {"agent": agent},
+            "environment": {"agent": agent, **environment},
             "inference": {"num_replicas": 2},
             "engine": "transformers",
             "store": "memory",
@@ -51,6 +52,19 @@ def test_without_an_agent_nothing_is_told(tmp_path):
     settings = layout_of(tmp_path, "").values_of("collector")
     assert not CollectorSettings(**settings).agents
     assert "inference_rest_addresses" not in settings
+
+
+def test_what_is_played_by_token_ids_brings_the_model_to_the_collector(tmp_path, monkeypatch):
+    assert "model_dir" not in layout_of(tmp_path).values_of("collector")
+    layout = layout_of(tmp_path, use="calculator", play="text")
+    for name, value in layout.environment_of("collector").items():
+        monkeypatch.setenv(name, value)
+    settings = CollectorSettings()
+    assert settings.model_dir == layout.values_of("trainer")["model_dir"]
+    assert [(s.play, s.use) for s in settings.sections] == [("text", "calculator")]
+    own = layout_of(tmp_path, use="my_file:setup", play="text").config
+    # The text environment that is trained on can be run with RunText too.
+    assert EnvironmentSettings.of_job(own)["text_environments"] == ["calculator", "my_file:setup"]
 
 
 def test_an_agent_that_is_not_there_is_found_out_before_anything_starts(tmp_path):
