@@ -84,7 +84,7 @@ def test_no_collective_method_is_declared_twice() -> None:
     assert sorted(set(declared) - allowed) == sorted((name, "learner.py") for name in names)
 
 
-@pytest.mark.heavy(reason="starts two trainers; learning/test_parallel.py shows the same of updates")
+@pytest.mark.heavy(reason="starts two trainers; two ranks of updates stay by default")
 def test_two_processes_learn_as_one_and_a_refusal_leaves_them_in_step(
     tmp_path: Path, model_dir: Path, alone: tuple[Path, list[Any]]
 ) -> None:
