@@ -66,6 +66,7 @@ class FakeLearner:
     """Weights are the number of train steps in them."""
 
     num_parameters = 1
+    matrix_products = "torch"
     needs_advantages = True
 
     def __init__(self) -> None:

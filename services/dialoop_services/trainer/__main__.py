@@ -96,6 +96,7 @@ async def serve_in(
         settings = with_steps_of(settings, supervised)
     trackers = trackers_of(settings)  # before the model is loaded, since one may be refused
     learner = await asyncio.to_thread(make_learner, settings, learners)
+    log.info("The model is loaded.", extra={"matrix_products": learner.matrix_products})
     records = RunRecords(
         settings.run_dir,
         max_trajectory_bytes=settings.max_trajectories_mb * 1_000_000,

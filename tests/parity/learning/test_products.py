@@ -34,6 +34,35 @@ def watch_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
+@pytest.mark.parametrize(
+    ("machine", "vendor", "library"),
+    [
+        ("x86_64", "AuthenticAMD", "oneDNN"),
+        ("x86_64", "GenuineIntel", "torch"),
+        ("x86_64", "", "torch"),
+        ("aarch64", "", "torch"),
+    ],
+)
+def test_the_processor_decides_whose_products_are_faster(
+    machine: str, vendor: str, library: str
+) -> None:
+    assert products.faster_library(machine, vendor) == library
+
+
+def test_where_torchs_products_are_faster_they_are_taken_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = watch_shapes(monkeypatch)
+    cpu = torch.device("cpu")
+    assert products.library_of(torch.device("cuda")) == "torch"
+    for is_faster, name in ((True, "oneDNN"), (False, "torch")):
+        monkeypatch.setattr(products, "_AVAILABLE", is_faster)
+        assert products.library_of(cpu) == name
+        with products.linear_products(cpu):
+            linear(torch.randn(3, 8), torch.randn(4, 8))
+    assert len(shapes) == 1
+
+
 @pytest.mark.parametrize("rows", [1, 7, 130])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_product_is_torchs(rows: int, transposed: bool) -> None:

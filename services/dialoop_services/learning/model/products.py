@@ -1,8 +1,11 @@
-"""Float32 matrix products on a CPU by oneDNN, which torch ships but does not use for them.
+"""Float32 matrix products on a CPU by the library that is faster on its processor.
 
-torch uses MKL for products in float32, and on an AMD processor MKL leaves AVX-512 unused: oneDNN
-was 2.2 times as fast there (one core, 240 against 108 Gflop/s). Their results differ only by the
-rounding of another order of sums. Everything that is not float32 on an x86 CPU stays with torch.
+torch uses MKL for products in float32, and on an AMD processor MKL leaves AVX-512 unused: oneDNN,
+which torch ships too, was 2.2 times as fast there (one core, 240 against 108 Gflop/s). On an Intel
+processor a train step with oneDNN took 19 % longer, so torch's own products stay. The processor
+decides, not a measurement at start: a restarted trainer must repeat its steps bit for bit. The
+results differ only by the rounding of another order of sums. Everything that is not float32 stays
+with torch.
 
 oneDNN caches what it prepares for each of 1024 shapes, with a buffer of the output's size. Packed
 rows have another length in nearly every update, so the cache would grow to gigabytes. Importing
@@ -17,7 +20,8 @@ from __future__ import annotations
 import os
 import platform
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.functional import linear
@@ -33,7 +37,28 @@ if TYPE_CHECKING:
 for _name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
     os.environ.setdefault(_name, "32")
 
-_AVAILABLE = platform.machine() in ("x86_64", "AMD64") and torch._C._has_mkldnn
+
+def faster_library(machine: str, vendor: str) -> Literal["oneDNN", "torch"]:
+    """Return whose float32 products are faster on a processor; vendor as in /proc/cpuinfo."""
+    return "oneDNN" if (machine, vendor) == ("x86_64", "AuthenticAMD") else "torch"
+
+
+def _vendor() -> str:
+    """Return the vendor_id of Linux's /proc/cpuinfo; "" where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return ""
+    vendors = (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))
+    return next(vendors, "")
+
+
+_AVAILABLE = torch._C._has_mkldnn and faster_library(platform.machine(), _vendor()) == "oneDNN"
+
+
+def library_of(device: torch.device) -> Literal["oneDNN", "torch"]:
+    """Return whose float32 products the device's linear layers use."""
+    return "oneDNN" if _AVAILABLE and device.type == "cpu" else "torch"
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -44,7 +69,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def linear_products(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which oneDNN runs a CPU's linear layers; an empty one elsewhere."""
+    """Return a context in which the faster library runs a CPU's linear layers."""
     return OneDnnLinear() if device.type == "cpu" else nullcontext()
 
 

@@ -92,8 +92,12 @@ class TrainingJob:
                 async with self._between_steps:
                     await self.checkpointer.shutdown()
                 return
-        num_parameters = self._parts.learner.num_parameters
-        self._parts.records.write_result({**self.state.result(), "num_parameters": num_parameters})
+        learner = self._parts.learner
+        facts = {
+            "num_parameters": learner.num_parameters,
+            "matrix_products": learner.matrix_products,
+        }
+        self._parts.records.write_result({**self.state.result(), **facts})
         self._board.phase = Phase.DONE
 
     async def publish(self) -> Published:

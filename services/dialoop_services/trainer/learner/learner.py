@@ -28,6 +28,7 @@ from dialoop_services.learning.loss.corrections import Correction
 from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.loss.objective import mean_metrics
 from dialoop_services.learning.model.policy import DTYPES, load_policy
+from dialoop_services.learning.model.products import library_of
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.learning.packing.rows import TokenRow
 from dialoop_services.learning.packing.trainable import (
@@ -123,6 +124,11 @@ class Learner:
             is_sharded=settings.sharded_checkpoints,
             ranks=ranks,
         )
+
+    @property
+    def matrix_products(self) -> str:
+        """Return whose float32 matrix products it uses: "oneDNN" or "torch"."""
+        return library_of(self._ranks.device)
 
     @property
     def num_parameters(self) -> int:
