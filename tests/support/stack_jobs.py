@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,6 +124,10 @@ class Job:
         wanted = f"-m dialoop_services.{module} "
         pids = (pid for pid, command in self.left_running().items() if wanted in f"{command} ")
         return next(pids, None)
+
+    def num_ready(self, service: str) -> int:
+        """How often a service has said that it is ready."""
+        return len(re.findall(rf"s  {service} +ready at ", self.output))
 
     def _command(self, directory: Path) -> str:
         try:
