@@ -19,19 +19,19 @@ def two_processes(config: Path, extra: str = "") -> Path:
 
 
 @pytest.mark.heavy(reason="a whole job")
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_a_job_trains_on_two_processes_and_outlives_the_kill_of_one(tmp_path: Path) -> None:
     config = two_processes(write_config(tmp_path, store="memory", num_warm_start_steps=60))
     with Job(tmp_path, "train", str(config)) as job:
         metrics = job.run_dir / "metrics.jsonl"
         wait_for(
             lambda: metrics.is_file() and sum('"train"' in x for x in lines_of(metrics)) >= 3,
-            timeout_s=200,
+            timeout_s=400,
         )
         rank = job.service("trainer")
         assert rank is not None
         os.kill(rank, signal.SIGKILL)
-        ended = job.end(timeout_s=300)
+        ended = job.end(timeout_s=400)
     assert ended.exit_code == 0, ended.output
     assert job.left_running() == {}
     assert "was ended by signal 9." in ended.output
@@ -42,11 +42,11 @@ def test_a_job_trains_on_two_processes_and_outlives_the_kill_of_one(tmp_path: Pa
 
 
 @pytest.mark.heavy(reason="starts the stack")
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_setting_that_a_rank_refuses_ends_the_job_with_its_sentence(tmp_path: Path) -> None:
     config = two_processes(write_config(tmp_path, store="memory"), 'device = "cuda"\n')
     with Job(tmp_path, "train", str(config), CUDA_VISIBLE_DEVICES="") as job:
-        ended = job.end(timeout_s=180)
+        ended = job.end(timeout_s=400)
     assert ended.exit_code == 2, ended.output
     assert "this machine has no CUDA device" in ended.output
     assert job.left_running() == {}

@@ -57,7 +57,7 @@ async def killed_when_held(world: Recorded, start: Trainers, store: HoldingStore
 
 
 @pytest.mark.heavy(reason="starts five trainers, one after the other")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 async def test_a_trainer_away_for_longer_than_its_leases_and_killed_in_each_recovery_loses_no_group(
     tmp_path: Path,
 ) -> None:

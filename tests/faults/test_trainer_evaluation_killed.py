@@ -72,7 +72,7 @@ class Collector:
 
 async def until_counted(world: Recorded, count: str, number: int) -> None:
     """Until the queue has counted so many of its evaluations' groups or trajectories."""
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         while getattr((await world.replay.get_stats(world.run)).evaluation, count) < number:
             await asyncio.sleep(0.02)
 
@@ -91,7 +91,7 @@ def running_rows(world: Recorded) -> list[dict[str, Any]]:
 
 
 @pytest.mark.heavy(reason="starts two trainers, one after the other")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 async def test_an_evaluation_under_way_at_a_kill_is_in_the_records_once_and_whole(
     tmp_path: Path,
 ) -> None:

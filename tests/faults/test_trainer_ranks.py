@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from tests.support.recorded_world import ROOT, Recorded, record_groups, recorded_world
 
 pytestmark = [
-    pytest.mark.timeout(480),  # processes start slowly on a busy machine
+    pytest.mark.timeout(1200),  # processes start slowly on a busy machine
     pytest.mark.heavy(reason="starts trainers of several processes"),
 ]
 
@@ -77,14 +77,14 @@ class Trainer:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for it while the trainer lives."""
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(400):
             while not condition():
                 assert self.process.poll() is None, self.log.read_text()[-4000:]
                 await asyncio.sleep(0.05)
 
     async def end(self) -> int:
         """Its exit code."""
-        return await asyncio.to_thread(self.process.wait, 60)
+        return await asyncio.to_thread(self.process.wait, 200)
 
     async def stop(self) -> None:
         """Stop it in order; every rank must have left without a complaint."""
@@ -212,7 +212,7 @@ async def test_a_killed_rank_ends_all_and_the_next_trainer_goes_on(
         os.kill(ranks[victim], signal.SIGKILL)
         started = time.monotonic()
         assert await trainer.end() == 1
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 100, "far below the time-out of a collective"
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
         log = trainer.log.rename(tmp_path / "log of the killed").read_text()
         assert f"dialoop trainer: Rank {victim} was ended by signal 9." in log
