@@ -135,7 +135,8 @@ def of_a_group(_: Path) -> Names:
 def tiny_model(folder: Path) -> Path:
     from dialoop_services.learning.model.tiny import make_tiny_model
 
-    return make_tiny_model(folder / "model", seed=0)
+    directory = folder.parent / "model"  # of all snippets of this process
+    return directory if directory.exists() else make_tiny_model(directory, seed=0)
 
 
 @context("learning.lora.base_weights")
@@ -144,11 +145,12 @@ def of_an_adapter(folder: Path) -> Names:
     from dialoop_services.learning.model.policy import load_policy
     from safetensors.torch import load_file, save_file
 
-    policy = load_policy(tiny_model(folder))
+    model_dir = tiny_model(folder)
+    policy = load_policy(model_dir)
     add_lora(policy.causal_lm, rank=2, alpha=4.0)
     save_file(adapter_tensors(policy.causal_lm), folder / "adapter.safetensors")
     path = folder / "adapter.safetensors"
-    return {"model_dir": folder / "model", "path": path, "load_file": load_file}
+    return {"model_dir": model_dir, "path": path, "load_file": load_file}
 
 
 @context(
