@@ -116,8 +116,13 @@ class TemplateClient:
         text: str | None = None,
         token_ids: Iterable[int] | None = None,
         template_name: str = "",
+        keep_default_system: bool = False,
     ) -> History:
-        """Read rendered text or ids back; PreconditionFailed (NO_PARSER) where nothing can."""
+        """Read rendered text or ids back; PreconditionFailed (NO_PARSER) where nothing can.
+
+        The system message that Qwen's template writes where there is none is left out, so that what
+        was rendered comes back, unless `keep_default_system`.
+        """
         if (text is None) == (token_ids is None):
             raise InvalidInput(
                 "Either text or token_ids is to be parsed.",
@@ -128,5 +133,6 @@ class TemplateClient:
             template_name=template_name,
             text=text,
             token_ids=None if token_ids is None else chat_pb2.TokenIds(values=token_ids),
+            keep_default_system=keep_default_system,
         )
         return history_from_proto((await self._channel.call(PARSE, request)).history)

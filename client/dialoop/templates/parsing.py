@@ -130,7 +130,7 @@ class TurnParser:
         if self.tools_start and first.text.endswith(self.tools_end):
             content, marker, _ = first.text.rpartition(self.tools_start)
             first = replace(first, content=content) if marker else first
-        if self.default_system and first.text == self.default_system and first.is_complete:
+        if first.text == self.default_system and first.is_complete:
             return messages[1:]
         return [first, *messages[1:]]
 
@@ -245,13 +245,26 @@ def parser_for(
 
     render: writes a whole conversation, without the opening of another turn.
     """
-    for parser in (QWEN, replace(QWEN, default_system=None), CHATML, LLAMA, LLAMA3):
+    for form in (QWEN, CHATML, LLAMA, LLAMA3):
         try:
+            parser = _with_default_system(form, render, special_tokens)
             if all(parser.parse(render(probe), special_tokens) == probe for probe in _PROBES):
                 return parser
         except DialoopError:
             continue
     return None
+
+
+def _with_default_system(
+    parser: TurnParser, render: Callable[[Sequence[Message]], str], special_tokens: SpecialTokens
+) -> TurnParser:
+    """Return the parser with the system message that `render` writes where there is none.
+
+    It differs from one Qwen to the next.
+    """
+    written = replace(parser, default_system=None).parse(render(_PROBES[0]), special_tokens)
+    has_more = len(written) > len(_PROBES[0]) and written[0].role == "system"
+    return replace(parser, default_system=written[0].text if has_more else None)
 
 
 def not_parseable(message: str) -> InvalidInput:

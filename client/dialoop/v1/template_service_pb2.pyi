@@ -110,14 +110,16 @@ class RenderResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., assistant_mask: _Optional[_Iterable[bool]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ParseRequest(_message.Message):
-    __slots__ = ("template_name", "text", "token_ids")
+    __slots__ = ("template_name", "text", "token_ids", "keep_default_system")
     TEMPLATE_NAME_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_DEFAULT_SYSTEM_FIELD_NUMBER: _ClassVar[int]
     template_name: str
     text: str
     token_ids: _chat_pb2.TokenIds
-    def __init__(self, template_name: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ...) -> None: ...
+    keep_default_system: bool
+    def __init__(self, template_name: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., keep_default_system: bool = ...) -> None: ...
 
 class ParseResponse(_message.Message):
     __slots__ = ("history",)

@@ -93,7 +93,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         )
 
     async def Parse(self, request: pb.ParseRequest, context: Context) -> pb.ParseResponse:
-        template = self._template(request.template_name)
+        template, keeps = self._template(request.template_name), request.keep_default_system
         if request.WhichOneof("rendered") is None:
             raise InvalidInput(
                 "There is neither text nor token_ids to parse.",
@@ -101,9 +101,11 @@ class TemplateServicer(rpc.TemplateServiceServicer):
                 remedy="Send one of them.",
             )
         if request.WhichOneof("rendered") == "text":
-            messages = template.parse(request.text)
+            messages = template.parse(request.text, keep_default_system=keeps)
         else:
-            messages = template.parse_tokens(self._ids(request), self._renderer.tokenizer)
+            messages = template.parse_tokens(
+                self._ids(request), self._renderer.tokenizer, keep_default_system=keeps
+            )
         return pb.ParseResponse(history=history_to_proto(History(messages)))
 
     def _ids(self, request: pb.ParseRequest) -> list[int]:

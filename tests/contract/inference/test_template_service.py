@@ -125,6 +125,23 @@ async def test_what_was_rendered_is_parsed_from_ids_whatever_it_spells(client):
     assert await client.parse(text=rendering.text) == plain
 
 
+async def test_qwen_s_own_system_message_is_kept_where_that_is_asked(server, client):
+    conversation = History((Message(role="user", content="hi"),))
+    rendering = await client.render(conversation, template_name="qwen", add_generation_prompt=False)
+    ids = rendering.sequence.token_ids.tolist()
+    own = Message(role="system", content="You are a helpful assistant.")
+    kept = History((own, *conversation))
+    for rendered in ({"text": rendering.text}, {"token_ids": ids}):
+        assert await client.parse(**rendered, template_name="qwen") == conversation
+        parse = client.parse(**rendered, template_name="qwen", keep_default_system=True)
+        assert await parse == kept
+    async with http_of(server) as http:
+        body = {"text": rendering.text, "keep_default_system": True}
+        answer = await http.post("/v1/templates/qwen/parse", json=body)
+        roles = [message["role"] for message in answer.json()["history"]["messages"]]
+        assert roles == ["system", "user"]
+
+
 async def test_options_of_a_template_reach_it(client):
     tool = ToolDefinition(name="add", description="Add", parameters_json='{"type": "object"}')
     rendering = await client.render(HISTORY[:1], template_name="qwen", tools=[tool])

@@ -193,6 +193,20 @@ def test_qwen_s_own_system_message_can_be_kept():
     assert History.from_text(text, chat_template_name="qwen") == history
 
 
+@pytest.mark.parametrize("own", ["You are Qwen, created by Alibaba Cloud.", "Be kind.", ""])
+def test_a_model_s_own_template_reads_back_whatever_system_message_it_writes(own):
+    source = template("qwen").source.replace("You are a helpful assistant.", own)
+    written = ChatTemplate(source)
+    history = history_of(("user", "hi"), ("assistant", "hello"))
+    text = written.render(history, add_generation_prompt=False)
+    assert f"<|im_start|>system\n{own}<|im_end|>" in text
+    assert History(written.parse(text)) == history
+    kept = History(written.parse(text, keep_default_system=True))
+    assert kept == history_of(("system", own)).extend(history)
+    brief = history_of(("system", "Be brief."), *[(m.role, m.content) for m in history])
+    assert History(written.parse(written.render(brief, add_generation_prompt=False))) == brief
+
+
 def test_a_slice_that_begins_with_the_response_reads_back_without_a_system_message():
     response = history_of(("assistant", "7"), ("tool", "8"))
     text = template("qwen").render(response, add_generation_prompt=False)

@@ -74,8 +74,18 @@ class BlockingTemplateClient:
         text: str | None = None,
         token_ids: Iterable[int] | None = None,
         template_name: str = "",
+        keep_default_system: bool = False,
     ) -> History:
-        """Read rendered text or ids back; PreconditionFailed (NO_PARSER) where nothing can."""
+        """Read rendered text or ids back; PreconditionFailed (NO_PARSER) where nothing can.
+
+        The system message that Qwen's template writes where there is none is left out, so that what
+        was rendered comes back, unless `keep_default_system`.
+        """
         return self._loop.run(
-            self._client.parse(text=text, token_ids=token_ids, template_name=template_name)
+            self._client.parse(
+                text=text,
+                token_ids=token_ids,
+                template_name=template_name,
+                keep_default_system=keep_default_system,
+            )
         )
