@@ -13,6 +13,12 @@ from dialoop.v1 import trajectory_pb2 as pb
 
 _Rejection = replay_service_pb2.AppendOutcome
 
+# A log-softmax in float32 rounds to at most a little above 0.
+_MAX_LOGPROB = 1e-3
+_MIN_LOGPROB = -1e4
+# Beyond this, squares and sums of rewards lose all digits that tell them apart in float32.
+_MAX_REWARD = 1e9
+
 
 def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection | None:
     """Return the first thing wrong with the group, or None; `vocab_size` 0 means unknown."""
@@ -38,6 +44,20 @@ def check_trajectory(
             where = f"Trajectory {trajectory.trajectory_id}, sequence {index}: "
             rejection.message = where + rejection.message
             return rejection
+    return _check_rewards(trajectory)
+
+
+def _check_rewards(trajectory: pb.Trajectory) -> _Rejection | None:
+    for index, turn in enumerate(trajectory.turns):
+        for reward in turn.rewards:
+            values = np.array([reward.value, reward.weight, *reward.per_token])
+            where = f"Trajectory {trajectory.trajectory_id}, turn {index}, reward '{reward.name}': "
+            if not np.isfinite(values).all():
+                return _reject(Reason.NON_FINITE, where + "a number is not finite.")
+            if np.abs(values).max() > _MAX_REWARD:
+                return _reject(
+                    Reason.OUT_OF_RANGE, where + f"a number is above {_MAX_REWARD:g} in size."
+                )
     return None
 
 
@@ -51,6 +71,7 @@ def _check_sequence(sequence: pb.Sequence, stage: Stage, vocab_size: int) -> _Re
         or _check_lengths(sequence)
         or _check_ids(sequence, vocab_size)
         or _check_finite(sequence)
+        or _check_logprobs(sequence)
         or (_check_advantage(sequence) if stage is Stage.SCORED else None)
     )
 
@@ -65,6 +86,11 @@ def _check_segments(sequence: pb.Sequence) -> _Rejection | None:
         if (segment.source == pb.SOURCE_MODEL) != segment.HasField("policy_version"):
             return _reject_ragged(
                 f"at {position}: sampled tokens need a policy version, others must have none."
+            )
+        if segment.policy_version.number < 0:
+            return _reject(
+                Reason.OUT_OF_RANGE,
+                f"policy_version of the segment at {position} is {segment.policy_version.number}.",
             )
         position += segment.length
     if position != len(sequence.token_ids):
@@ -106,6 +132,18 @@ def _check_finite(sequence: pb.Sequence) -> _Rejection | None:
             return _reject(Reason.NON_FINITE, f"{name} has a value that is not finite.")
     if not np.isfinite(sequence.advantage):
         return _reject(Reason.NON_FINITE, "the advantage is not finite.")
+    return None
+
+
+def _check_logprobs(sequence: pb.Sequence) -> _Rejection | None:
+    for name in ("inference_logprobs", "ref_logprobs"):
+        values = np.array(getattr(sequence, name))
+        if values.size and not _MIN_LOGPROB <= values.min() <= values.max() <= _MAX_LOGPROB:
+            wrong = values.min() if values.min() < _MIN_LOGPROB else values.max()
+            return _reject(
+                Reason.OUT_OF_RANGE,
+                f"{name} has {wrong:g}; log-probabilities are from {_MIN_LOGPROB:g} to 0.",
+            )
     return None
 
 

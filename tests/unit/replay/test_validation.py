@@ -61,6 +61,18 @@ def nan_logprob(sequence: pb.Sequence) -> None:
     sequence.inference_logprobs[0] = float("nan")
 
 
+def positive_logprob(sequence: pb.Sequence) -> None:
+    sequence.inference_logprobs[0] = 0.5
+
+
+def impossible_ref_logprob(sequence: pb.Sequence) -> None:
+    sequence.ref_logprobs.extend([-1e5, -1.0])
+
+
+def negative_version(sequence: pb.Sequence) -> None:
+    sequence.segments[1].policy_version.number = -1
+
+
 def infinite_advantage(sequence: pb.Sequence) -> None:
     sequence.advantage = float("inf")
 
@@ -84,6 +96,9 @@ def large_id(sequence: pb.Sequence) -> None:
         (forget_source, "RAGGED"),
         (add_ref_logprob, "RAGGED"),
         (nan_logprob, "NON_FINITE"),
+        (positive_logprob, "OUT_OF_RANGE"),
+        (impossible_ref_logprob, "OUT_OF_RANGE"),
+        (negative_version, "OUT_OF_RANGE"),
         (infinite_advantage, "NON_FINITE"),
         (negative_id, "TOKEN_OUT_OF_RANGE"),
         (large_id, "TOKEN_OUT_OF_RANGE"),
@@ -94,6 +109,37 @@ def test_a_broken_sequence_is_refused(spoil: Callable[[pb.Sequence], None], reas
     assert reason_of(group) == ""
     spoil(first_sequence(group))
     assert reason_of(group) == reason
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (pb.Reward(name="judge", value=float("nan")), "NON_FINITE"),
+        (pb.Reward(name="judge", value=float("inf")), "NON_FINITE"),
+        (pb.Reward(name="judge", value=1.0, weight=float("nan")), "NON_FINITE"),
+        (pb.Reward(name="judge", value=1.0, per_token=[float("inf")]), "NON_FINITE"),
+        (pb.Reward(name="judge", value=-1e30), "OUT_OF_RANGE"),
+        (pb.Reward(name="judge", value=1.0, per_token=[1e10, -1e10]), "OUT_OF_RANGE"),
+    ],
+)
+@pytest.mark.parametrize("stage", [Stage.UNSCORED, Stage.SCORED])
+def test_a_reward_that_cannot_be_trained_is_refused_by_name(
+    wrong: pb.Reward, reason: str, stage: Stage
+) -> None:
+    group = make_group(TASK)
+    if stage is Stage.SCORED:
+        group = with_advantages(group)
+    group.trajectories[1].turns[0].rewards.append(wrong)
+    rejection = check_group(group, stage=stage, vocab_size=100)
+    assert rejection is not None
+    assert rejection.reason == reason
+    assert rejection.message.startswith("Trajectory a.1, turn 0, reward 'judge': ")
+
+
+def test_a_log_probability_that_rounding_put_above_zero_is_taken() -> None:
+    group = make_group(TASK)
+    first_sequence(group).inference_logprobs[0] = 1e-6
+    assert reason_of(group) == ""
 
 
 def test_without_a_known_vocabulary_only_negative_ids_are_refused() -> None:
