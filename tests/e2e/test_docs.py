@@ -56,6 +56,7 @@ TESTED_HERE = frozenset(
     {
         "agent",
         "capitals",
+        "collates",
         "curl",
         "data_plane",
         "estimator",
@@ -282,6 +283,10 @@ def test_the_loss_of_the_docs_is_loaded_by_name_and_points_uphill(
     output.loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-0.5, 0.5]
+
+
+def test_the_collates_of_the_docs_run() -> None:
+    exec(snippet("collates"), {})
 
 
 async def test_the_estimator_of_the_docs_is_loaded_by_name_and_scores(
