@@ -279,7 +279,11 @@ def test_the_time_left_follows_from_the_steps_of_the_phase() -> None:
 
 
 def test_only_the_sandbox_knows_where_linux_keeps_its_processes() -> None:
-    """Everybody else asks psutil, which knows other systems too."""
+    """Everybody else asks psutil, which knows other systems too, but no processor's maker."""
     product = [*(ROOT / "client/dialoop").rglob("*.py"), *(ROOT / "services").rglob("*.py")]
-    readers = {path.relative_to(ROOT).as_posix() for path in product if "/proc" in path.read_text()}
+    readers = {
+        path.relative_to(ROOT).as_posix()
+        for path in product
+        if "/proc" in path.read_text().replace("/proc/cpuinfo", "")
+    }
     assert {path for path in readers if not path.startswith("client/dialoop/sandbox/")} == set()
