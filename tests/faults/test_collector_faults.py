@@ -205,6 +205,22 @@ async def test_a_terminated_collector_returns_its_leases_writes_its_counts_and_e
         assert adds_up(counts)
 
 
+async def test_tasks_whose_lease_is_answered_after_the_stop_are_given_back_at_once():
+    async with world() as w:
+        await w.allow(1)
+        lease_tasks = w.replay.lease_tasks
+
+        async def late(*arguments, **options):
+            answer = await lease_tasks(*arguments, **options)
+            await asyncio.sleep(0.2)
+            return answer
+
+        w.replay.lease_tasks = late
+        async with w.collecting(ScriptedPolicy()):
+            await w.until(lambda c: c.num_groups_leased == 1)
+        assert (await w.training()).num_groups_leased == 0
+
+
 async def test_an_environment_that_dies_loses_no_task():
     async with serving_replay() as replay:
         async with serving_arithmetic() as environment:

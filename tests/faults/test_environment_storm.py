@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from contextlib import asynccontextmanager
 
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.clients.channel import Channel
@@ -16,6 +15,8 @@ from dialoop.environments import ArithmeticTasks, ExactResult, tool_environment
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
+
+from tests.support.connections import connection_to, copy, serving_connections
 
 TASKS = ArithmeticTasks()
 KEYS = TASKS.keys("train")
@@ -31,22 +32,15 @@ class FaultProxy:
         self._random = random.Random(7)
         self.num_lost = 0
 
-    @asynccontextmanager
-    async def listening(self):
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        try:
-            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            server.close()
+    def listening(self):
+        return serving_connections(self._serve)
 
     async def _serve(self, reader, writer) -> None:
-        upstream, to_upstream = await asyncio.open_connection("127.0.0.1", self._port)
-        sending = asyncio.create_task(_forward(reader, to_upstream))
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            await self._replies(upstream, writer)
-        sending.cancel()
-        for connection in (writer, to_upstream):
-            connection.close()
+        async with connection_to(self._port) as (upstream, to_upstream):
+            sending = asyncio.create_task(copy(reader, to_upstream))
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                await self._replies(upstream, writer)
+            sending.cancel()
 
     async def _replies(self, upstream, writer) -> None:
         known_streams: set[bytes] = set()
@@ -60,13 +54,6 @@ class FaultProxy:
                     self.num_lost += 1
                     return
             writer.write(head + body)
-            await writer.drain()
-
-
-async def _forward(reader, writer) -> None:
-    with contextlib.suppress(OSError):
-        while block := await reader.read(1 << 16):
-            writer.write(block)
             await writer.drain()
 
 

@@ -8,6 +8,7 @@ that another collector got; those are counted here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo
-    from dialoop.clients.replay import Appended, ReplayClient, TaskLease
+    from dialoop.clients.replay import Appended, LeasedTasks, ReplayClient, TaskLease
 
     from dialoop_services.collector.counters import Counters
     from dialoop_services.collector.player import GroupPlayer, PlayedMember
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 5.0
+_LAST_LEASE_S = 1.0
 
 
 class Collector:
@@ -84,13 +86,7 @@ class Collector:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
             try:
-                answer = await self._replay.lease_tasks(
-                    self._settings.run,
-                    worker=self._settings.worker,
-                    max_tasks=free,
-                    lease_s=self._settings.lease_s,
-                    wait_s=self._settings.wait_s,
-                )
+                answer = await self._ask_for_tasks(free)
             except DialoopError as error:
                 log.warning("No tasks leased.", extra={"reason": error.reason})
                 answer = None
@@ -100,6 +96,29 @@ class Collector:
             # Replay has already waited for tasks, unless it is away or about to stop.
             attempt = attempt + 1 if answer is None else 1
             await asyncio.sleep(self._retry_policy.wait_s(attempt))
+
+    async def _ask_for_tasks(self, max_tasks: int) -> LeasedTasks:
+        """Lease tasks; when cancelled, first keep those whose answer is on its way.
+
+        The ledger has leased them to this collector, and only it can give them back.
+        """
+        asking = asyncio.ensure_future(
+            self._replay.lease_tasks(
+                self._settings.run,
+                worker=self._settings.worker,
+                max_tasks=max_tasks,
+                lease_s=self._settings.lease_s,
+                wait_s=self._settings.wait_s,
+            )
+        )
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            with contextlib.suppress(DialoopError, TimeoutError):
+                answer = await asyncio.wait_for(asking, _LAST_LEASE_S)
+                for lease in answer.leases:
+                    self._rounds[lease.lease_id] = Round(lease=lease)
+            raise
 
     def _start(self, lease: TaskLease, tasks: asyncio.TaskGroup) -> None:
         round_ = Round(lease=lease)

@@ -36,6 +36,7 @@ from dialoop.v1 import (
 )
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
 
+from tests.support.connections import connection_to, copy, serving_connections
 from tests.support.waiting import PATIENCE_S
 
 KINDS = sorted({*errors.ERRORS_BY_STATUS.values()} - {errors.InternalError}, key=lambda k: k.status)
@@ -134,24 +135,17 @@ async def test_an_upload_that_is_refused_while_it_is_sent_gets_the_servers_error
 async def test_a_server_that_is_slow_to_greet_is_waited_for():
     """A long way, or a machine that is busy: the first bytes come after a second."""
 
-    async def pass_on(reader, writer):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-        writer.close()
-
     async def late(reader, writer):
         await asyncio.sleep(1.0)
-        there = await asyncio.open_connection(*upstream.address.split(":"))
-        async with asyncio.TaskGroup() as both:
-            both.create_task(pass_on(reader, there[1]))
-            both.create_task(pass_on(there[0], writer))
+        async with connection_to(int(upstream.address.split(":")[1])) as there:
+            await asyncio.gather(copy(reader, there[1]), copy(there[0], writer))
 
-    async with connect(Answers()) as upstream:
-        server = await asyncio.start_server(late, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            async with Channel(f"127.0.0.1:{port}", retry=ONCE) as channel:
-                assert await close(channel)
+    async with (
+        connect(Answers()) as upstream,
+        serving_connections(late) as address,
+        Channel(address, retry=ONCE) as channel,
+    ):
+        assert await close(channel)
 
 
 async def test_an_unexpected_error_arrives_as_an_internal_error_with_an_id():

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.runtime import OwnProcess, load
 
+from tests.support.connections import connection_to, copy, serving_connections
 from tests.support.inference_world import (  # noqa: F401
     MAX_MODEL_LEN,
     QUESTION,
@@ -223,37 +224,28 @@ async def test_a_step_that_fails_blames_those_it_answered_and_no_waiting_request
 
 
 class Cable:
-    """A TCP connection to a port, which can be cut."""
+    """A TCP connection to a port, which counts the bytes that come back."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._writers: list[asyncio.StreamWriter] = []
         self.num_bytes_back = 0
 
     async def carry(self, reader, writer) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._port)
-        self._writers += [writer, back]
-        await asyncio.gather(self._copy(reader, back), self._copy(there, writer, is_back=True))
+        async with connection_to(self._port) as (there, back):
+            await asyncio.gather(copy(reader, back), self._copy_back(there, writer))
 
-    async def _copy(self, reader, writer, *, is_back=False) -> None:
-        with suppress(OSError):
-            while data := await reader.read(65536):
-                writer.write(data)
-                self.num_bytes_back += len(data) * is_back
-        writer.close()
-
-    def cut(self) -> None:
-        for writer in self._writers:
-            writer.close()
+    async def _copy_back(self, reader, writer) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+            self.num_bytes_back += len(data)
 
 
 async def test_a_connection_that_breaks_in_an_answer_is_told_from_one_that_is_refused(
     model_dir, tmp_path
 ):
-    async with world(model_dir, tmp_path / "w") as w:
+    async with world(model_dir, tmp_path / "w") as w, AsyncExitStack() as connected:
         cable = Cable(w.server.port)
-        listener = await asyncio.start_server(cable.carry, "127.0.0.1", 0)
-        address = "{}:{}".format(*listener.sockets[0].getsockname())
+        address = await connected.enter_async_context(serving_connections(cable.carry))
         async with Channel(address, retry=RetryPolicy(max_attempts=1)) as channel:
             client = InferenceClient(channel)
             await client.get_policy()
@@ -262,8 +254,7 @@ async def test_a_connection_that_breaks_in_an_answer_is_told_from_one_that_is_re
             answering = asyncio.create_task(client.generate(QUESTION))
             await until(lambda: w.replica.num_requests_running)
             await until(lambda: cable.num_bytes_back > num_before)
-            listener.close()
-            cable.cut()
+            await connected.aclose()
             await assert_refused(answering, Unavailable, "SERVICE_DIED")
             await assert_refused(client.generate(QUESTION), Unavailable, "UNAVAILABLE")
             await w.client.resume()

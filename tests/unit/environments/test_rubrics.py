@@ -22,6 +22,8 @@ from dialoop.environments.rewards.rubrics import (
 from dialoop.errors import InvalidInput
 from dialoop.trajectory import Group, Trajectory
 
+from tests.support.connections import serving_connections
+
 
 def _episode(text: str = "abc", truth: str = "7") -> Episode:
     message = Message(role="assistant", content=text)
@@ -103,9 +105,8 @@ async def _endpoint(reply: str, status: int = 200) -> AsyncIterator[tuple[str, l
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", requests
+    async with serving_connections(serve) as address:
+        yield f"http://{address}/v1", requests
 
 
 async def test_a_judge_grades_through_any_openai_endpoint() -> None:
