@@ -43,7 +43,10 @@ FIELDS = (
 def test_the_whole_loop_runs_exactly_and_leaves_nothing_behind(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: see `make setup`")
     config = write_config(
-        tmp_path, engine="vllm", num_warm_start_steps=60, num_train_steps=NUM_TRAIN_STEPS
+        tmp_path,
+        engine="vllm",
+        num_warm_start_steps=60,
+        num_train_steps=NUM_TRAIN_STEPS,
     )
     with Job(tmp_path, "train", str(config)) as job:
         ended = job.end(timeout_s=400)

@@ -1,7 +1,8 @@
 """The worked examples of CONTRIBUTING.md apply, touch few hand-written files, and work.
 
-Each is applied to a copy of the product. What `proto/` and the async clients generate is generated
-there, and `tests/support/programs/places_to_touch.py` uses the new thing in a fresh interpreter.
+Each applies to the product as it is. All are then applied to one copy of it. What `proto/` and the
+async clients generate is generated there, and `tests/support/programs/places_to_touch.py` uses
+every new thing in a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-# At most 15 CPU seconds each; a machine that is busy is no fault of what is tested.
+# Some 20 CPU seconds; a machine that is busy is no fault of what is tested.
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
@@ -64,47 +65,47 @@ def copy_product(folder: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
-def apply_patch(patch: str, folder: Path) -> None:
-    """Apply the diff to a copy of the product, and generate what follows from it."""
+@pytest.fixture(scope="module")
+def plain_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The product as it is."""
+    folder = tmp_path_factory.mktemp("plain")
+    copy_product(folder)
+    return folder
+
+
+def git_apply(patch: str, folder: Path, *options: str) -> None:
+    """Apply a diff to a copy of the product."""
     (folder / "example.patch").write_text(patch, encoding="utf-8")
     # Outside any repository: git leaves paths alone that a repository around it does not have.
-    run("git", "apply", "example.patch", folder=folder, GIT_CEILING_DIRECTORIES=str(folder.parent))
-    paths = touched_paths(patch)
-    if any(path.startswith("proto/") for path in paths):
-        run("sh", "infra/generate_protos.sh", folder=folder, PYTHON=sys.executable)
-    if any(path.startswith("client/dialoop/clients/") for path in paths):
-        run(sys.executable, "infra/generate_blocking.py", folder=folder)
-
-
-def use(example: str, folder: Path) -> None:
-    """Use in a fresh interpreter what an example adds to the copy."""
-    paths = (folder / "client", folder / "services", folder, ROOT)
-    program = "tests.support.programs.places_to_touch"
-    search = os.pathsep.join(map(str, paths))
-    run(sys.executable, "-m", program, example, folder, folder=folder, PYTHONPATH=search)
+    ceiling = {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    run("git", "apply", *options, "example.patch", folder=folder, **ceiling)
 
 
 @pytest.mark.parametrize("example", LIMITS)
-def test_an_addition_touches_few_files_and_works(example: str, tmp_path: Path) -> None:
+def test_an_addition_touches_few_files(example: str, plain_copy: Path) -> None:
     patch = patch_of(example)
     paths = touched_paths(patch)
     assert all(path.startswith(PRODUCT) for path in paths), paths
     assert not any(path.startswith(GENERATED) for path in paths), paths
     assert 0 < len(paths) <= LIMITS[example], paths
+    git_apply(patch, plain_copy, "--check")
 
+
+def test_all_additions_work_side_by_side(tmp_path: Path) -> None:
     copy_product(tmp_path)
-    apply_patch(patch, tmp_path)
+    shutil.copy(ROOT / "client" / "examples" / "plain_engine.py", tmp_path)
+    for example in LIMITS:
+        git_apply(patch_of(example), tmp_path)
+    run("sh", "infra/generate_protos.sh", folder=tmp_path, PYTHON=sys.executable)
+    run(sys.executable, "infra/generate_blocking.py", folder=tmp_path)
+    paths = {path for example in LIMITS for path in touched_paths(patch_of(example))}
     modules = [path for path in paths if path.endswith(".py")]
     ruff = (sys.executable, "-m", "ruff")
     run(*ruff, "check", "--no-cache", *modules, folder=tmp_path)
     run(*ruff, "format", "--no-cache", "--check", *modules, folder=tmp_path)
-    use(example, tmp_path)
-
-
-def test_an_engine_is_one_file_of_your_own(tmp_path: Path) -> None:
-    copy_product(tmp_path)
-    shutil.copy(ROOT / "client" / "examples" / "plain_engine.py", tmp_path)
-    use("add_engine", tmp_path)
+    search = os.pathsep.join(map(str, (tmp_path / "client", tmp_path / "services", tmp_path, ROOT)))
+    program = "tests.support.programs.places_to_touch"
+    run(sys.executable, "-m", program, tmp_path, folder=tmp_path, PYTHONPATH=search)
 
 
 def test_every_example_of_contributing_has_a_limit() -> None:

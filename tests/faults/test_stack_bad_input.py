@@ -80,14 +80,9 @@ def test_a_missing_config(tmp_path: Path) -> None:
     assert "cannot be read" in refusal_of(tmp_path, "train", "none.toml")
 
 
+@pytest.mark.heavy(reason="starts a whole stack for each signal")
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.heavy(reason="it starts one more stack")),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     config = write_config(tmp_path, num_warm_start_steps=100_000)
     with Job(tmp_path, "train", str(config)) as job:
@@ -100,6 +95,7 @@ def test_a_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> Non
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.heavy(reason="starts a whole stack; test_stack_supervisor kills a small one")
 @pytest.mark.timeout(180)
 def test_a_killed_stack_takes_all_services_along(tmp_path: Path) -> None:
     config = write_config(tmp_path, num_warm_start_steps=100_000)

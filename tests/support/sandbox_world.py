@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 
 import psutil
 import pytest
+from _pytest.mark import ParameterSet
 from dialoop.sandbox import Execution, Level, Limits, Sandbox
 from dialoop.sandbox.self_test import assess
 
@@ -34,7 +35,16 @@ class Scene:
         return await self.sandbox.run(code, timeout_s=timeout_s)
 
 
-@pytest.fixture(params=list(Level))
+def _levels() -> Iterator[Level | ParameterSet]:
+    """Every level; the default run attacks the strongest one that this machine has."""
+    weaker = False
+    for level in Level:
+        marks = pytest.mark.heavy(reason="a weaker level than this machine has")
+        yield pytest.param(level, marks=marks) if weaker else level
+        weaker = weaker or not assess(level).missing
+
+
+@pytest.fixture(params=_levels())
 async def scene(request) -> AsyncIterator[Scene]:
     missing = assess(request.param).missing
     if missing:

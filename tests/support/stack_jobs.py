@@ -24,7 +24,7 @@ store = "{store}"
 max_num_seqs = 64
 [warm_start]
 num_steps = {num_warm_start_steps}
-batch_size = 64
+batch_size = {warm_start_batch_size}
 [train]
 num_steps = {num_train_steps}
 groups_per_train_step = 4
@@ -43,6 +43,7 @@ def write_config(directory: Path, extra: str = "", **changes: Any) -> Path:
         "engine": "transformers",
         "store": "redis",
         "num_warm_start_steps": 150,
+        "warm_start_batch_size": 64,
         "num_train_steps": 6,
     }
     path = directory / "job.toml"

@@ -77,11 +77,7 @@ def alone(root: Path) -> Path:
     out = root / "alone"
     for job in (
         _job(root, out, "grpo", **REGULAR, poisoned_step=2),
-        _job(root, out, "gspo", **GSPO),
         _job(root, out, "white", **WHITE),
-        _job(root, out, "muon", optimizer="muon", num_sequences=1, last_step=2),
-        _job(root, out, "own", **OWN, last_step=4),
-        _job(root, out, "lora", **REGULAR, **LORA, save=f"{out}/lora"),
         _job(root, out, "half", **REGULAR, **HALF, poisoned_step=2, save=f"{out}/half"),
     ):
         run(job)
@@ -97,14 +93,38 @@ def pair(root: Path, alone: Path) -> Path:
         _job(root, out, "grpo_rest", **REGULAR, **REST, resume=f"{alone}/half"),
         _job(root, out, "refused", refusing_rank=0),
         _job(root, out, "refused_elsewhere", refusing_rank=1),
-        _job(root, out, "gspo", **GSPO),
         _job(root, out, "white", **WHITE, **HALF, save=f"{out}/parts", is_sharded=True),
         _job(root, out, "white_rest", **WHITE, **REST, resume=f"{out}/parts", is_sharded=True),
+        _job(root, out, "echo", last_step=0, resume=f"{alone}/half", save=f"{out}/echo"),
+    ]
+    finished = _torchrun(2, jobs, out)
+    assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
+    return out
+
+
+@pytest.fixture(scope="module")
+def others_alone(root: Path, alone: Path) -> Path:
+    """What one process did with other losses and optimizers."""
+    for job in (
+        _job(root, alone, "gspo", **GSPO),
+        _job(root, alone, "muon", optimizer="muon", num_sequences=1, last_step=2),
+        _job(root, alone, "own", **OWN, last_step=4),
+        _job(root, alone, "lora", **REGULAR, **LORA, save=f"{alone}/lora"),
+    ):
+        run(job)
+    return alone
+
+
+@pytest.fixture(scope="module")
+def other_pair(root: Path, others_alone: Path) -> Path:
+    """What two processes did with the same."""
+    out = root / "other pair"
+    jobs = [
+        _job(root, out, "gspo", **GSPO),
         _job(root, out, "muon", optimizer="muon", num_sequences=1, last_step=2),
         _job(root, out, "own", **OWN, last_step=2, save=f"{out}/own"),
         _job(root, out, "own_rest", **OWN, first_step=2, last_step=4, resume=f"{out}/own"),
         _job(root, out, "lora", **REGULAR, **LORA, save=f"{out}/lora"),
-        _job(root, out, "echo", last_step=0, resume=f"{alone}/half", save=f"{out}/echo"),
     ]
     finished = _torchrun(2, jobs, out)
     assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
@@ -159,19 +179,28 @@ def _assert_same(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> N
 
 @pytest.mark.parametrize(
     ("name", "parts"),
-    [
-        ("grpo", ("grpo", "grpo_rest")),
-        ("gspo", ("gspo",)),
-        ("white", ("white", "white_rest")),
-        ("muon", ("muon",)),
-        ("own", ("own", "own_rest")),
-        ("lora", ("lora",)),
-    ],
+    [("grpo", ("grpo", "grpo_rest")), ("white", ("white", "white_rest"))],
 )
 def test_two_processes_reproduce_the_curve_of_one(
     alone: Path, pair: Path, name: str, parts: tuple[str, ...]
 ) -> None:
     _assert_same(_curve(alone, name), _curve(pair, *parts))
+
+
+@pytest.mark.heavy(reason="starts two processes once more")
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("gspo", ("gspo",)),
+        ("muon", ("muon",)),
+        ("own", ("own", "own_rest")),
+        ("lora", ("lora",)),
+    ],
+)
+def test_two_processes_reproduce_the_other_curves_of_one(
+    others_alone: Path, other_pair: Path, name: str, parts: tuple[str, ...]
+) -> None:
+    _assert_same(_curve(others_alone, name), _curve(other_pair, *parts))
 
 
 def test_all_ranks_refuse_a_step_that_is_not_finite_on_one(alone: Path, pair: Path) -> None:
@@ -192,9 +221,12 @@ def test_gathered_export_is_what_one_process_writes_byte_for_byte(alone: Path, p
     assert alone_state == pair_state
 
 
-def test_gathered_adapters_are_merged_as_by_one_process(alone: Path, pair: Path) -> None:
+@pytest.mark.heavy(reason="starts two processes once more")
+def test_gathered_adapters_are_merged_as_by_one_process(
+    others_alone: Path, other_pair: Path
+) -> None:
     alone_state, pair_state = (
-        load_file(out / "lora" / "model.safetensors") for out in (alone, pair)
+        load_file(out / "lora" / "model.safetensors") for out in (others_alone, other_pair)
     )
     assert alone_state.keys() == pair_state.keys()
     assert not any("lora" in name for name in alone_state)
@@ -221,7 +253,6 @@ def test_gathered_optimizer_is_what_one_process_has(alone: Path, pair: Path) -> 
     [
         ("grpo", "whole", {**REGULAR, **REST}),
         ("white", "parts", {**WHITE, **REST, "is_sharded": True}),
-        ("own", "own", {**OWN, "first_step": 2, "last_step": 4}),
     ],
 )
 def test_one_process_goes_on_where_two_stopped(
@@ -229,6 +260,15 @@ def test_one_process_goes_on_where_two_stopped(
 ) -> None:
     job = _job(root, root / "on", name, **fields, resume=str(pair / saved))
     _assert_same(_curve(alone, name)[job.first_step :], run(job))
+
+
+@pytest.mark.heavy(reason="starts two processes once more")
+def test_one_process_goes_on_with_an_own_optimizer_of_two(
+    root: Path, others_alone: Path, other_pair: Path
+) -> None:
+    fields = {**OWN, "first_step": 2, "last_step": 4}
+    job = _job(root, root / "on", "own", **fields, resume=str(other_pair / "own"))
+    _assert_same(_curve(others_alone, "own")[2:], run(job))
 
 
 @pytest.mark.heavy(reason="starts two processes for one refusal")
@@ -270,7 +310,7 @@ def test_ranks_that_bring_different_policies_are_refused(root: Path) -> None:
 
 @pytest.mark.heavy(reason="four processes on two cores")
 def test_four_processes_go_on_where_one_went_on_from_two(
-    root: Path, alone: Path, pair: Path
+    root: Path, others_alone: Path, pair: Path
 ) -> None:
     on, out = root / "one of two", root / "four"
     middle = _job(root, on, "grpo", **REGULAR, first_step=4, last_step=6, resume=f"{pair}/whole")
@@ -286,9 +326,9 @@ def test_four_processes_go_on_where_one_went_on_from_two(
     finished = _torchrun(4, jobs, out)
     assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
     for name in ("grpo", "gspo", "white"):
-        _assert_same(_curve(alone, name), _curve(out, name))
-    _assert_same(_curve(alone, "grpo")[4:], [*first, *_curve(out, "grpo_rest")])
-    _assert_same(_curve(alone, "white")[4:], _curve(out, "white_rest"))
+        _assert_same(_curve(others_alone, name), _curve(out, name))
+    _assert_same(_curve(others_alone, "grpo")[4:], [*first, *_curve(out, "grpo_rest")])
+    _assert_same(_curve(others_alone, "white")[4:], _curve(out, "white_rest"))
 
 
 @pytest.mark.heavy(reason="starts torchrun once more")

@@ -1,8 +1,9 @@
-"""Show that what a worked example of CONTRIBUTING.md adds is there and works.
+"""Show that what the worked examples of CONTRIBUTING.md add is there and works.
 
-python -m tests.support.programs.places_to_touch loss FOLDER
+python -m tests.support.programs.places_to_touch FOLDER
 
-The test runs it in a fresh interpreter on a copy of the product that has the example's patch.
+The test runs it in a fresh interpreter on a copy of the product that has the examples' patches, and
+beside it an engine of one file.
 """
 
 from __future__ import annotations
@@ -184,16 +185,11 @@ def _job_file(folder: Path, text: str) -> Path:
     return path
 
 
-EXAMPLES = {
-    "add_trajectory_field": trajectory_field,
-    "add_rpc": rpc,
-    "add_config_key": config_key,
-    "add_engine": engine,
-    "add_loss": loss,
-    "add_template_family": template_family,
-}
+EXAMPLES = (trajectory_field, rpc, config_key, engine, loss, template_family)
 
 if __name__ == "__main__":
-    name, folder = sys.argv[1], Path(sys.argv[2]).resolve()
+    folder = Path(sys.argv[1]).resolve()
     assert Path(dialoop.__file__).is_relative_to(folder), "another dialoop than the patched copy"
-    EXAMPLES[name](folder)
+    for example in EXAMPLES:
+        example(folder)
+        os.environ.pop("DIALOOP_CONFIG", None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,31 @@ def save(run_dir: Path, **progress: object) -> None:
     folder.mkdir(parents=True)
     (folder / "progress.json").write_text(json.dumps(progress))
     (folder.parent / "latest.json").write_text(json.dumps({"name": folder.name}))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_cancels_the_work_and_is_the_exit_code(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    cleaned_up = asyncio.Event()
+
+    async def work() -> int:
+        try:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(60)
+        finally:
+            cleaned_up.set()
+        return 0
+
+    output = io.StringIO()
+    log = LogStream(Console(file=output), tmp_path)
+    try:
+        assert await stack._until_stopped(work(), log) == 128 + number
+    finally:
+        for handled in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(handled)
+    assert cleaned_up.is_set()
+    assert "stopping; a second Ctrl-C ends everything at once" in output.getvalue()
 
 
 def test_an_interrupt_says_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:
