@@ -286,6 +286,9 @@ def test_columns_of_rows_as_tensors() -> None:
     padded = compat.as_padded_tensor(rows, pad_value=9)
     assert padded["ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
     assert padded["ids_lengths"].tolist() == [3, 1]
+    masks = [{"mask": torch.tensor([True, True])}, {"mask": torch.tensor([True])}]
+    padded = compat.as_padded_tensor(masks, pad_value=9)
+    assert padded["mask"].tolist() == [[True, True], [True, False]], "padding is masked"
     nested = compat.as_nested_tensor(rows)["ids"]
     assert [row.tolist() for row in nested.unbind()] == [[1, 2, 3], [4]]
 

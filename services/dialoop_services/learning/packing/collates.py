@@ -65,13 +65,15 @@ def as_padded_tensor(
     """Return each column of rows as one tensor [B, longest], padded on the right, and its lengths.
 
     The lengths of column `name` are int64 [B] under `name_lengths`: padding is never recognised
-    by its value.
+    by its value. Masks (bool) are padded with False, whatever `pad_value` is.
     """
     columns: dict[str, Tensor] = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
         columns[name] = torch.nn.utils.rnn.pad_sequence(
-            values, batch_first=True, padding_value=pad_value
+            values,
+            batch_first=True,
+            padding_value=0.0 if values[0].dtype == torch.bool else pad_value,
         )
         columns[f"{name}_lengths"] = torch.tensor([len(value) for value in values])
     return columns
