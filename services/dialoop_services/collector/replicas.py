@@ -54,13 +54,13 @@ class _Suspects:
         try:
             yield
             self._num_places += 1
-        except DialoopError as error:
-            if error.reason in DEATHS:
-                self._num_places = 1
-            raise
         finally:
             self._num_running -= 1
             self._changed.set()
+
+    def begin_anew(self) -> None:
+        """Let them go one at a time again, because a replica died under one request more."""
+        self._num_places = 1
 
 
 class Replicas:
@@ -111,7 +111,9 @@ class Replicas:
                 try:
                     samples: tuple[Sample, ...] = await replica.policy.generate(*prompt, **question)
                 except DialoopError as error:
-                    is_suspect |= error.reason in DEATHS
+                    if error.reason in DEATHS:
+                        is_suspect = True
+                        self._suspects.begin_anew()
                     if is_worth_retrying(error):
                         self._set_aside(replica)
                     raise

@@ -66,6 +66,19 @@ async def test_a_request_that_kills_its_engine_ends_and_those_beside_it_do_not()
     assert mortal.deaths["poison"] == mortal.num_deaths == 2
 
 
+async def test_those_beside_a_second_cause_of_death_are_tried_one_after_the_other_too():
+    mortal = Mortal(AnsweringPolicy(["ok"]), is_poison=lambda text: text.startswith("poison"))
+    replicas = Replicas([mortal], POLICY)
+    for cause in ("poison 1", "poison 2"):
+        texts = [*(f"innocent {number} of {cause}" for number in range(12)), cause]
+        async with asyncio.timeout(PATIENCE_S):
+            outcomes = await asyncio.gather(
+                *(replicas.generate(prompt(text)) for text in texts), return_exceptions=True
+            )
+        failed = [t for t, o in zip(texts, outcomes, strict=True) if isinstance(o, Exception)]
+        assert failed == [cause]
+
+
 async def test_a_task_that_kills_the_engine_is_closed_by_name_and_the_run_goes_on():
     poison: list[str] = []
 
