@@ -75,11 +75,22 @@ class DropReason(_Named):
         "truncated_sampling",
         "The sampling parameters cut off part of the distribution.",
     )
-    TURNS_SPENT = "turns_spent", "The collector had played [collector] total_turns."
+    TURNS_SPENT = (
+        "turns_spent",
+        "The collector had played [collector] total_turns; the limit follows: turns_spent_200.",
+    )
     UNIFORM_REWARD = (
         "uniform_reward",
         "All members have the same reward: there is nothing to learn.",
     )
+
+
+def turns_spent(total_turns: int) -> str:
+    """Return the reason of tasks for which that limit left no turn.
+
+    A queue keeps its counts: the limit's number lets a job go on that is resumed with another one.
+    """
+    return f"{DropReason.TURNS_SPENT}_{total_turns}"
 
 
 class Reason(_Named):

@@ -18,6 +18,7 @@ from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import (
     Counters,
     keep_written,
+    path_of_counts,
     read_training_turns,
     write_counters,
 )
@@ -99,7 +100,7 @@ async def collect(
     settings: CollectorSettings, collector: Collector, counters: Counters, stopping: asyncio.Event
 ) -> None:
     """Run the collector until `stopping`, and write its counts to `run_dir`."""
-    path = settings.run_dir and settings.run_dir / f"collector-{settings.worker}.json"
+    path = settings.run_dir and path_of_counts(settings.run_dir, settings.worker)
     try:
         async with asyncio.TaskGroup() as tasks:
             working = [tasks.create_task(collector.run())]

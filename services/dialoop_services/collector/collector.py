@@ -17,7 +17,7 @@ from dialoop.clients.errors import is_outage
 from dialoop.clients.replay import MemberItem, ReturnItem
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
-from dialoop.reasons import DropReason, Reason
+from dialoop.reasons import DropReason, Reason, turns_spent
 from dialoop.trajectory import Purpose
 
 from dialoop_services.collector.outbox import Outbox, is_away
@@ -136,7 +136,7 @@ class Collector:
         round_.has_begun = self._may_begin(round_.task.purpose)
         if not round_.has_begun:
             # Failed, so that the ledger gives the task up instead of issuing it again.
-            await self._give_back(round_, DropReason.TURNS_SPENT, failed=True)
+            await self._give_back(round_, turns_spent(self._settings.total_turns), failed=True)
             return
         try:
             info = await self._info_of(round_.task.environment)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,16 @@ def read_training_turns(run_dir: Path | None) -> int:
     files = sorted(run_dir.glob("collector-*.json")) if run_dir is not None else ()
     counts = (json.loads(file.read_text("utf-8")) for file in files)
     return sum(count["training"]["num_turns"] for count in counts)
+
+
+def path_of_counts(run_dir: Path, worker: str) -> Path:
+    """Return the file for a process's counts, which no earlier process of that name has written.
+
+    A container that is started again keeps its host name and process id, and so its worker's name.
+    """
+    endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    paths = (run_dir / f"collector-{worker}{ending}.json" for ending in endings)
+    return next(path for path in paths if not path.exists())
 
 
 async def keep_written(counters: Counters, path: Path, *, interval_s: float = 1.0) -> None:

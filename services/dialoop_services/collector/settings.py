@@ -40,7 +40,8 @@ class CollectorSettings(JobSettings, CollectorSection):
     run: str = "default"
     """Run id, which is part of the queue's keys."""
     run_dir: Path | None = None
-    """Folder for collector-<worker>.json; absent: the file is not written."""
+    """Folder for collector-<worker>.json; absent: the file is not written. A process that is
+    started again under the same name writes collector-<worker>-2.json."""
     worker: str = Field(default_factory=_this_worker, pattern=r"^[A-Za-z0-9._-]+$")
     """Name of this collector in leases and files."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import Busy, DialoopError
-from dialoop.reasons import DropReason
+from dialoop.reasons import turns_spent
 
 from dialoop_services.collector.mixture import Cursor, TaskStream
 from dialoop_services.runtime.exit_reason import is_mistake
@@ -90,7 +90,7 @@ class TaskSupply:
             stats = await self._replay.get_stats(self._settings.run)
             if stats.policy_version is None:
                 return False
-            if DropReason.TURNS_SPENT in stats.training.num_groups_dropped:
+            if turns_spent(self._settings.total_turns) in stats.training.num_groups_dropped:
                 return True
             if stats.training.num_tasks_offered >= self._settings.page_size:
                 return True

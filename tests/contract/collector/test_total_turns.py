@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from dialoop import testing
 from dialoop.trajectory import Purpose
+from dialoop_services.collector.__main__ import collect
+from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters, read_training_turns, write_counters
+from dialoop_services.collector.settings import CollectorSettings
+from dialoop_services.stack.report.summary import read_collectors
 
 from tests.support.collector_world import ScriptedPolicy, adds_up, make_tasks, world
 from tests.support.loop.rl_loop import run_loop
@@ -39,7 +46,7 @@ def test_training_ends_with_the_whole_batches_of_the_turns(
     assert done.training.num_trajectories_generated == num_played
     assert done.result["num_train_steps"] == num_steps
     assert done.result["stopped_early"] == f"total_turns = {total_turns} turns were played"
-    assert done.training.num_groups_dropped["turns_spent"] > 0
+    assert done.training.num_groups_dropped[f"turns_spent_{total_turns}"] > 0
     assert (done.training.num_tasks_offered, done.training.num_groups_leased) == (0, 0)
     assert done.training.num_groups_scored == num_played // 2 - 4 * num_steps
     assert adds_up(done.training)
@@ -49,7 +56,7 @@ async def test_evaluations_are_played_when_no_training_turn_is_left() -> None:
     async with world() as w:
         await w.allow(9)
         async with w.collecting(ScriptedPolicy(), total_turns=4) as counters:
-            await w.until(lambda c: c.num_groups_dropped.get("turns_spent", 0) > 0)
+            await w.until(lambda c: "turns_spent_4" in c.num_groups_dropped)
             tasks = await make_tasks(w, 3, purpose=Purpose.EVALUATION)
             await w.replay.offer_tasks("r", tasks)
             async with asyncio.timeout(PATIENCE_S):
@@ -57,6 +64,20 @@ async def test_evaluations_are_played_when_no_training_turn_is_left() -> None:
                     await asyncio.sleep(0.02)
             await w.until(lambda c: c.num_tasks_offered == 0)
     assert counters.to_json()["training"]["num_turns"] == 4
+
+
+async def test_a_higher_limit_or_none_goes_on_with_a_queue_that_reached_a_lower_one() -> None:
+    async with world() as w:
+        await w.allow(9)
+        for total_turns, num_turns in ((4, 4), (8, 8), (-1, 12)):
+            async with w.collecting(ScriptedPolicy(), total_turns=total_turns) as counters:
+                counters._num_turns_before = num_turns - 4
+                async with asyncio.timeout(PATIENCE_S):
+                    while counters.num_training_turns < num_turns:
+                        await asyncio.sleep(0.02)
+                if total_turns > 0:
+                    name = f"turns_spent_{total_turns}"
+                    await w.until(lambda c, name=name: name in c.num_groups_dropped)
 
 
 def test_a_collector_that_is_started_again_goes_on_counting(tmp_path: Path) -> None:
@@ -70,3 +91,19 @@ def test_a_collector_that_is_started_again_goes_on_counting(tmp_path: Path) -> N
     # The file holds its own turns alone, since summaries add the files up.
     assert json.loads(json.dumps(again.to_json()))["training"]["num_turns"] == 0
     assert read_training_turns(None) == 0
+
+
+async def test_a_collector_started_again_under_its_name_keeps_what_it_counted(
+    tmp_path: Path,
+) -> None:
+    settings = CollectorSettings(run="r", worker="c", run_dir=tmp_path)
+    stopping = asyncio.Event()
+    stopping.set()
+    for num_processes in range(3):
+        assert read_training_turns(tmp_path) == num_processes
+        counters = Counters("c")
+        counters.count_trajectory(testing.trajectory(), Purpose.TRAINING)
+        idle = cast("Collector", SimpleNamespace(run=asyncio.Event().wait))
+        await collect(settings, idle, counters, stopping)
+    counted = [c["training"]["num_trajectories"] for c in read_collectors(tmp_path)]
+    assert counted == [1, 1, 1]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import ReturnItem, Selection
 from dialoop.errors import InvalidConfig
-from dialoop.reasons import DropReason
+from dialoop.reasons import DropReason, turns_spent
 from dialoop.trajectory import Stage
 
 from dialoop_services.rl.lengths import length_bin
@@ -179,7 +179,8 @@ class TrainSteps:
 
     def _is_collected(self, counts: LedgerCounts) -> bool:
         """Return whether collectors have played `total_turns`, and no other group will come."""
-        if self._settings.total_turns < 0:
+        total_turns = self._settings.total_turns
+        if total_turns < 0:
             return False
         is_on_its_way = (
             counts.num_tasks_offered
@@ -187,7 +188,7 @@ class TrainSteps:
             + counts.num_groups_unscored
             + counts.num_groups_scored
         )
-        return DropReason.TURNS_SPENT in counts.num_groups_dropped and not is_on_its_way
+        return turns_spent(total_turns) in counts.num_groups_dropped and not is_on_its_way
 
     async def _return_kept(self) -> None:
         """Give the groups of an incomplete batch back, since training is over."""
