@@ -70,7 +70,9 @@ async def start(stub, environment: str, session: str = "s") -> None:
 def step(text: str = "<request><gate>x<call>", session: str = "s") -> pb.StepRequest:
     message = chat_pb2.Message(role="assistant", content=text)
     history = chat_pb2.ChatHistory(response=chat_pb2.History(messages=[message]))
-    return pb.StepRequest(session_id=session, episode=1, step_index=0, history=history)
+    return pb.StepRequest(
+        session_id=session, episode=1, step_index=0, history=history, whole_prompt=True
+    )
 
 
 async def test_a_cancelled_call_leaves_its_step_running_and_a_retry_gets_the_answer():

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
+from dialoop.clients.conversations import Conversations, stateless_result
 from dialoop.clients.environment_records import (
     EnvironmentInfo,
     ResetItem,
@@ -25,6 +26,7 @@ from dialoop.environments.episode import Score
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage, TaskRef
 from dialoop.episode import GroupOpening, SessionState
+from dialoop.errors import DialoopError
 from dialoop.text_environment.environment import TextRun
 from dialoop.trajectory import SamplingParams
 from dialoop.trials.trial import TrialOptions
@@ -46,9 +48,9 @@ if TYPE_CHECKING:
 
     from dialoop.chat import ChatHistory
     from dialoop.clients.channel import Channel
+    from dialoop.clients.conversations import SentStep
     from dialoop.environments.modes import Answered
     from dialoop.episode import ResetResult, StepResult
-    from dialoop.errors import DialoopError
     from dialoop.trajectory import Trajectory
     from dialoop.trials.trial import TrialResult
 
@@ -119,6 +121,8 @@ class EnvironmentClient:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        # What the service has too; `num_resends` counts the steps that were sent twice.
+        self.conversations = Conversations()
 
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
         """Return all environments the service has."""
@@ -181,7 +185,8 @@ class EnvironmentClient:
             seed=seed,
             question=question or Given(),
         )
-        return reset_result_from_proto(await self._channel.call(RESET, reset_to_proto(item)))
+        opening = reset_result_from_proto(await self._channel.call(RESET, reset_to_proto(item)))
+        return self.conversations.begin(session_id, episode, opening)
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
@@ -193,45 +198,58 @@ class EnvironmentClient:
         item = StepItem(
             session_id=session_id, episode=episode, step_index=step_index, history=history
         )
-        return step_result_from_proto(await self._channel.call(STEP, step_to_proto(item)))
+        return await self.conversations.step(item, self._send_step)
 
     async def step_and_reset(
         self, item: StepItem, *, next_split: str, next_task_key: str, next_seed: int = 0
     ) -> tuple[StepResult, ResetResult | None]:
         """Step, and where that ends the episode open the next one in the same session."""
-        request = pb.StepAndResetRequest(
-            step=step_to_proto(item),
-            next_split=next_split,
-            next_task_key=next_task_key,
-            next_seed=next_seed,
-        )
-        answer = await self._channel.call(STEP_AND_RESET, request)
-        opening = reset_result_from_proto(answer.reset) if answer.HasField("reset") else None
-        return step_result_from_proto(answer.step), opening
+        opening: ResetResult | None = None
+
+        async def send(step: pb.StepRequest) -> pb.StepResponse:
+            nonlocal opening
+            request = pb.StepAndResetRequest(
+                step=step, next_split=next_split, next_task_key=next_task_key, next_seed=next_seed
+            )
+            answer = await self._channel.call(STEP_AND_RESET, request)
+            opening = reset_result_from_proto(answer.reset) if answer.HasField("reset") else None
+            response: pb.StepResponse = answer.step
+            return response
+
+        result = await self.conversations.step(item, send)
+        if opening is not None:
+            self.conversations.begin(item.session_id, item.episode + 1, opening)
+        return result, opening
 
     async def batch_reset(
         self, items: Iterable[ResetItem]
     ) -> tuple[ResetResult | DialoopError, ...]:
         """Reset many sessions; an item that failed is its error, the others are unharmed."""
+        items = list(items)
         request = pb.BatchResetRequest(items=[reset_to_proto(item) for item in items])
         answer = await self._channel.call(BATCH_RESET, request)
+        begin = self.conversations.begin
         return tuple(
-            error_of_item(item.error)
-            if item.HasField("error")
-            else reset_result_from_proto(item.response)
-            for item in answer.items
+            error_of_item(reset.error)
+            if reset.HasField("error")
+            else begin(item.session_id, item.episode, reset_result_from_proto(reset.response))
+            for item, reset in zip(items, answer.items, strict=True)
         )
 
     async def batch_step(self, items: Iterable[StepItem]) -> tuple[StepResult | DialoopError, ...]:
         """Step many sessions; an item that failed is its error, the others are unharmed."""
-        request = pb.BatchStepRequest(items=[step_to_proto(item) for item in items])
+        sent = [self.conversations.prepare(item) for item in items]
+        request = pb.BatchStepRequest(items=[step.request for step in sent])
         answer = await self._channel.call(BATCH_STEP, request)
-        return tuple(
-            error_of_item(item.error)
-            if item.HasField("error")
-            else step_result_from_proto(item.response)
-            for item in answer.items
-        )
+
+        async def finish(step: SentStep, item: pb.BatchStepItem) -> StepResult | DialoopError:
+            step_answer = error_of_item(item.error) if item.HasField("error") else item.response
+            try:
+                return await self.conversations.finish_step(step, step_answer, self._send_step)
+            except DialoopError as error:
+                return error
+
+        return tuple([await finish(*pair) for pair in zip(sent, answer.items, strict=True)])
 
     async def step_history(
         self, environment: str, choice: TaskChoice, history: ChatHistory
@@ -242,7 +260,8 @@ class EnvironmentClient:
             task=choice_to_proto(choice),
             history=chat_history_to_proto(history),
         )
-        return step_result_from_proto((await self._channel.call(STEP_HISTORY, request)).step)
+        answer = await self._channel.call(STEP_HISTORY, request)
+        return stateless_result(history, answer.step)
 
     async def create_group(
         self,
@@ -262,9 +281,13 @@ class EnvironmentClient:
             ttl_s=ttl_s,
         )
         answer = await self._channel.call(CREATE_GROUP, request)
+        openings = zip(answer.session_ids, answer.resets, strict=True)
         return GroupOpening(
             session_ids=tuple(answer.session_ids),
-            openings=tuple(reset_result_from_proto(reset) for reset in answer.resets),
+            openings=tuple(
+                self.conversations.begin(session_id, 1, reset_result_from_proto(reset))
+                for session_id, reset in openings
+            ),
             ttl_s=answer.ttl_s,
         )
 
@@ -285,6 +308,7 @@ class EnvironmentClient:
 
     async def close_session(self, session_id: str) -> bool:
         """Forget the session; return whether there was one."""
+        self.conversations.forget(session_id)
         request = pb.CloseSessionRequest(session_id=session_id)
         return bool((await self._channel.call(CLOSE_SESSION, request)).closed)
 
@@ -341,3 +365,6 @@ class EnvironmentClient:
         )
         answer = await self._channel.call(RUN_TRIAL, request)
         return trials_from_proto(answer.trials, mask_scope=options.mask_scope)
+
+    async def _send_step(self, request: pb.StepRequest) -> pb.StepResponse:
+        return await self._channel.call(STEP, request)

@@ -11,13 +11,12 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
+from dialoop.clients.conversations import Conversations
 from dialoop.clients.environment import (
     ResetItem,
     StepItem,
     reset_result_from_proto,
     reset_to_proto,
-    step_result_from_proto,
-    step_to_proto,
 )
 from dialoop.clients.errors import error_of_item
 from dialoop.environments.environment import Given
@@ -47,6 +46,7 @@ class InteractiveSessions:
 
     def __init__(self, channel: Channel, *, deadline_s: float = 60.0) -> None:
         self._channel = channel
+        self.conversations = Conversations()
         self._deadline_s = deadline_s
         self._ids = itertools.count()
         # Filled by calls, which then wait for their answers; drained by the stream.
@@ -92,7 +92,8 @@ class InteractiveSessions:
             seed=seed,
             question=question or Given(),
         )
-        return reset_result_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
+        opening = reset_result_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
+        return self.conversations.begin(session_id, episode, opening)
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
@@ -101,12 +102,16 @@ class InteractiveSessions:
         item = StepItem(
             session_id=session_id, episode=episode, step_index=step_index, history=history
         )
-        return step_result_from_proto((await self._ask(step=step_to_proto(item))).step)
+        return await self.conversations.step(item, self._send_step)
 
     async def close_session(self, session_id: str) -> bool:
         """Forget the session; return whether there was one."""
+        self.conversations.forget(session_id)
         request = pb.CloseSessionRequest(session_id=session_id)
         return (await self._ask(close_session=request)).close_session.closed
+
+    async def _send_step(self, request: pb.StepRequest) -> pb.StepResponse:
+        return (await self._ask(step=request)).step
 
     async def _ask(self, **request: Any) -> pb.InteractResponse:
         """Send one request and wait for the answer that carries its id."""

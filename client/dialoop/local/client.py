@@ -160,7 +160,6 @@ class LocalEnvironmentClient(LocalRuns):
                 episode=episode,
                 step_index=step_index,
                 answered=history,
-                digest=_digest_of(history),
             )
         )
         return step_result(played.outcome, replayed=played.replayed)
@@ -177,7 +176,6 @@ class LocalEnvironmentClient(LocalRuns):
                 episode=item.episode,
                 step_index=item.step_index,
                 answered=item.history,
-                digest=_digest_of(item.history),
             ),
             ResetCall(
                 session_id=item.session_id,
@@ -287,15 +285,6 @@ async def _each(items: Iterable[Coroutine[Any, Any, T]]) -> tuple[T | DialoopErr
     async with asyncio.TaskGroup() as working:
         tasks = [working.create_task(result_or_error(item)) for item in items]
     return tuple(task.result() for task in tasks)
-
-
-def _digest_of(answered: Answered) -> bytes:
-    """Return what equal answers share in this process; much quicker than a digest of all text."""
-    try:
-        number = hash(answered)
-    except TypeError:  # a list where the types say tuple
-        number = hash(repr(answered))
-    return number.to_bytes(8, "little", signed=True)
 
 
 def _info(environment: Environment) -> EnvironmentInfo:

@@ -213,7 +213,7 @@ class ResetRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ..., query: _Optional[str] = ..., messages: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., data: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ResetResponse(_message.Message):
-    __slots__ = ("history", "info", "environment_version", "text", "tokens", "warnings")
+    __slots__ = ("history", "info", "environment_version", "text", "tokens", "warnings", "prompt")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -227,32 +227,58 @@ class ResetResponse(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     info: _containers.ScalarMap[str, str]
     environment_version: str
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    prompt: PromptDigest
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., prompt: _Optional[_Union[PromptDigest, _Mapping]] = ...) -> None: ...
+
+class PromptDigest(_message.Message):
+    __slots__ = ("length", "digest")
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    length: int
+    digest: bytes
+    def __init__(self, length: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class PromptChange(_message.Message):
+    __slots__ = ("num_kept", "messages", "text", "token_ids")
+    NUM_KEPT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    num_kept: int
+    messages: _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]
+    text: str
+    token_ids: _chat_pb2.TokenIds
+    def __init__(self, num_kept: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[_chat_pb2.Message, _Mapping]]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session_id", "episode", "step_index", "history", "text", "tokens")
+    __slots__ = ("session_id", "episode", "step_index", "history", "text", "tokens", "prompt", "whole_prompt")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPISODE_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_PROMPT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     episode: int
     step_index: int
     history: _chat_pb2.ChatHistory
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
-    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ...) -> None: ...
+    prompt: PromptDigest
+    whole_prompt: bool
+    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., prompt: _Optional[_Union[PromptDigest, _Mapping]] = ..., whole_prompt: bool = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed", "info", "text", "tokens", "warnings")
+    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed", "info", "text", "tokens", "warnings", "change", "prompt")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +298,8 @@ class StepResponse(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     rewards: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Reward]
     terminated: bool
@@ -284,7 +312,9 @@ class StepResponse(_message.Message):
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    change: PromptChange
+    prompt: PromptDigest
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., change: _Optional[_Union[PromptChange, _Mapping]] = ..., prompt: _Optional[_Union[PromptDigest, _Mapping]] = ...) -> None: ...
 
 class TaskChoice(_message.Message):
     __slots__ = ("split", "task_key", "seed", "query", "messages", "data")
@@ -310,14 +340,16 @@ class TaskChoice(_message.Message):
     def __init__(self, split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ..., query: _Optional[str] = ..., messages: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., data: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class StepHistoryRequest(_message.Message):
-    __slots__ = ("environment", "task", "history")
+    __slots__ = ("environment", "task", "history", "whole_prompt")
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_PROMPT_FIELD_NUMBER: _ClassVar[int]
     environment: str
     task: TaskChoice
     history: _chat_pb2.ChatHistory
-    def __init__(self, environment: _Optional[str] = ..., task: _Optional[_Union[TaskChoice, _Mapping]] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ...) -> None: ...
+    whole_prompt: bool
+    def __init__(self, environment: _Optional[str] = ..., task: _Optional[_Union[TaskChoice, _Mapping]] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., whole_prompt: bool = ...) -> None: ...
 
 class StepHistoryResponse(_message.Message):
     __slots__ = ("step", "warnings")
@@ -466,7 +498,7 @@ class GetSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class GetSessionResponse(_message.Message):
-    __slots__ = ("session_id", "environment", "episode", "next_step_index", "done", "history", "expires_in_s", "text", "tokens")
+    __slots__ = ("session_id", "environment", "episode", "next_step_index", "done", "history", "expires_in_s", "text", "tokens", "prompt")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     EPISODE_FIELD_NUMBER: _ClassVar[int]
@@ -476,6 +508,7 @@ class GetSessionResponse(_message.Message):
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     environment: str
     episode: int
@@ -485,7 +518,8 @@ class GetSessionResponse(_message.Message):
     expires_in_s: float
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
-    def __init__(self, session_id: _Optional[str] = ..., environment: _Optional[str] = ..., episode: _Optional[int] = ..., next_step_index: _Optional[int] = ..., done: bool = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., expires_in_s: _Optional[float] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ...) -> None: ...
+    prompt: PromptDigest
+    def __init__(self, session_id: _Optional[str] = ..., environment: _Optional[str] = ..., episode: _Optional[int] = ..., next_step_index: _Optional[int] = ..., done: bool = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., expires_in_s: _Optional[float] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., prompt: _Optional[_Union[PromptDigest, _Mapping]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)

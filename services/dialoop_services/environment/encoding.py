@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
+from typing import Any
 
+from dialoop.chat import ChatHistory, History
 from dialoop.environments import (
     Answered,
     Environment,
@@ -14,10 +15,23 @@ from dialoop.environments import (
     TaskChoice,
     TaskPage,
 )
-from dialoop.environments.sessions.records import AnsweredStep, ResetCall, Session, StepCall
-from dialoop.environments.sessions.results import reset_result, step_result
+from dialoop.environments.sessions.prompts import (
+    PromptChain,
+    PromptChange,
+    PromptDigest,
+    change_of,
+    full_of,
+    prompt_of_episode,
+)
+from dialoop.environments.sessions.records import (
+    AnsweredStep,
+    EpisodeRecord,
+    ResetCall,
+    Session,
+    StepCall,
+)
 from dialoop.environments.spec import FieldSpec, spec_of
-from dialoop.episode import ResetResult, SessionState, StepResult
+from dialoop.episode import SessionState
 from dialoop.errors import DialoopError, InvalidHistory
 from dialoop.reasons import Reason
 from dialoop.trials.trial import TrialOptions
@@ -27,6 +41,7 @@ from dialoop.wire import (
     chat_history_to_proto,
     failure_to_proto,
     history_from_proto,
+    message_to_proto,
     reward_to_proto,
     text_from_proto,
     text_to_proto,
@@ -70,14 +85,13 @@ def following_reset(request: pb.StepAndResetRequest) -> ResetCall:
 
 def step_call(request: pb.StepRequest) -> StepCall:
     """Return the call for a step; raise InvalidHistory when the request has several views."""
-    views = [getattr(request, view) for view in _VIEWS if request.HasField(view)]
-    content = b"".join(view.SerializeToString(deterministic=True) for view in views)
+    prompt = PromptDigest(request.prompt.length, request.prompt.digest)
     return StepCall(
         session_id=request.session_id,
         episode=request.episode,
         step_index=request.step_index,
         answered=_response_of(request),
-        digest=blake2b(content, digest_size=16).digest(),
+        prompt=prompt if request.HasField("prompt") else None,
     )
 
 
@@ -97,51 +111,80 @@ def _response_of(request: pb.StepRequest) -> Answered:
     return chat_history_from_proto(request.history)
 
 
-class _Prompt:
-    """The prompt in its environment's mode; the other views stay unset."""
+def _whole_prompt(shown: Opening | Outcome | SessionState) -> dict[str, Any]:
+    """Return the fields of the whole prompt, and of what transforms show beside it."""
+    is_messages = isinstance(shown, SessionState) or shown.episode.view is None
+    history, text, tokens = shown.history, shown.text, shown.tokens
+    return {
+        "history": chat_history_to_proto(history)
+        if is_messages and history.prompt is not None
+        else None,
+        "text": None if text is None else text_to_proto(text),
+        "tokens": None if tokens is None else tokens_to_proto(tokens),
+    }
 
-    def __init__(self, result: ResetResult | StepResult | SessionState) -> None:
-        history, text, tokens = result.history, result.text, result.tokens
-        self.history = None if history.prompt is None else chat_history_to_proto(history)
-        self.text = None if text is None else text_to_proto(text)
-        self.tokens = None if tokens is None else tokens_to_proto(tokens)
+
+def _digest_message(prompt: PromptDigest) -> pb.PromptDigest:
+    return pb.PromptDigest(length=prompt.length, digest=prompt.digest)
 
 
 def reset_response(opening: Opening, environment: Environment) -> pb.ResetResponse:
     """Return the answer to a reset."""
-    result = reset_result(opening, environment)
-    prompt = _Prompt(result)
     return pb.ResetResponse(
-        history=prompt.history,
-        text=prompt.text,
-        tokens=prompt.tokens,
-        info=result.info,
-        environment_version=result.environment_version,
+        **_whole_prompt(opening),
+        info=opening.info,
+        environment_version=environment.version,
+        prompt=_digest_message(PromptChain.of(prompt_of_episode(opening.episode)).digest),
     )
 
 
-def step_response(outcome: Outcome, *, replayed: bool = False) -> pb.StepResponse:
-    """Return the answer to a step."""
-    result = step_result(outcome, replayed=replayed)
-    prompt = _Prompt(result)
+def _step_response(outcome: Outcome, change: PromptChange | None, **fields: Any) -> pb.StepResponse:
+    """Return the answer to a step, with the whole prompt where there is no change."""
+    episode = outcome.episode
+    if change is None:
+        fields |= _whole_prompt(outcome)
+    else:
+        fields["change"] = _change_message(change)
+        if episode.view is None and (outcome.text or outcome.tokens):
+            fields |= _whole_prompt(outcome) | {"history": None}
     return pb.StepResponse(
-        history=prompt.history,
-        text=prompt.text,
-        tokens=prompt.tokens,
-        rewards=[reward_to_proto(reward) for reward in result.rewards],
-        terminated=result.terminated,
-        truncated=result.truncated,
-        done_reason=int(result.done_reason),  # type: ignore[arg-type]  # enums are ints
-        failures=[failure_to_proto(failure) for failure in result.failures],
-        num_tool_calls=result.num_tool_calls,
-        replayed=result.replayed,
-        info=result.info,
+        **fields,
+        rewards=[reward_to_proto(reward) for reward in outcome.rewards],
+        terminated=episode.terminated,
+        truncated=episode.truncated,
+        done_reason=int(episode.done_reason),  # type: ignore[arg-type]  # enums are ints
+        failures=[failure_to_proto(failure) for failure in outcome.failures],
+        num_tool_calls=outcome.num_tool_calls,
+        info=outcome.info,
     )
 
 
-def played_response(played: AnsweredStep) -> pb.StepResponse:
+def _change_message(change: PromptChange) -> pb.PromptChange:
+    added = change.added
+    if isinstance(added, History):
+        return pb.PromptChange(num_kept=change.num_kept, messages=map(message_to_proto, added))
+    if isinstance(added, str):
+        return pb.PromptChange(num_kept=change.num_kept, text=added)
+    return pb.PromptChange(num_kept=change.num_kept, token_ids={"values": added})
+
+
+def played_response(played: AnsweredStep, *, whole_prompt: bool) -> pb.StepResponse:
     """Return the answer to a step of a session."""
-    return step_response(played.outcome, replayed=played.replayed)
+    return _step_response(
+        played.outcome,
+        None if whole_prompt else played.change,
+        prompt=_digest_message(played.prompt),
+        replayed=played.replayed,
+    )
+
+
+def stateless_response(
+    answered: ChatHistory, outcome: Outcome, *, whole_prompt: bool
+) -> pb.StepResponse:
+    """Return the answer to a step without a session."""
+    full = full_of(History(), answered)
+    change = change_of(full, prompt_of_episode(outcome.episode))
+    return _step_response(outcome, None if whole_prompt else change)
 
 
 def group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResponse:
@@ -153,19 +196,18 @@ def group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResp
     )
 
 
-def session_response(state: SessionState) -> pb.GetSessionResponse:
-    """Return the state of a session."""
-    prompt = _Prompt(state)
+def session_response(state: SessionState, record: EpisodeRecord | None) -> pb.GetSessionResponse:
+    """Return the state of a session; `record` is its current episode."""
+    digest = None if record is None else record.digest_before(state.next_step_index)
     return pb.GetSessionResponse(
         session_id=state.session_id,
         environment=state.environment,
         episode=state.episode,
         next_step_index=state.next_step_index,
         done=state.done,
-        history=prompt.history,
-        text=prompt.text,
-        tokens=prompt.tokens,
+        **_whole_prompt(state),
         expires_in_s=state.expires_in_s,
+        prompt=None if digest is None else _digest_message(digest),
     )
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import pydantic_core
@@ -228,7 +227,6 @@ class OpenEnvDoor:
             episode=player.episode,
             step_index=player.num_steps if index is None else index,
             answered=self._response_of(player.environment, action.message),
-            digest=blake2b(action.message.encode(), digest_size=16).digest(),
         )
         outcome = (await self._sessions.step(call)).outcome
         player.num_steps = max(player.num_steps, call.step_index + 1)

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dialoop.errors import InvalidInput
+from dialoop.errors import InvalidInput, PreconditionFailed
+from dialoop.reasons import Reason
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
 from dialoop.wire import chat_history_from_proto, sampling_from_proto, trajectory_from_proto
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
     from dialoop.environments.environment import Environment
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.sessions.engine import SessionEngine
+    from dialoop.environments.sessions.records import AnsweredStep
 
     from dialoop_services.environment.runs import Runs
 
 _Request = TypeVar("_Request")
 _Item = TypeVar("_Item")
+_Played = TypeVar("_Played")
 
 
 class EnvironmentServicer(EnvironmentServiceServicer):
@@ -42,6 +45,9 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         self._sessions = sessions
         self._runs = runs
         self._max_concurrent_items = max_concurrent_items
+        # Steps that are sent twice because client and service had other prompts: by whether the
+        # step or its answer showed it.
+        self.num_resends = {"step": 0, "answer": 0}
 
     async def ListEnvironments(
         self, request: pb.ListEnvironmentsRequest, context: Any
@@ -77,15 +83,17 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return encoding.reset_response(opening, self._environment_of(request.session_id))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        return encoding.played_response(await self._sessions.step(encoding.step_call(request)))
+        played = await self._count_mismatch(self._sessions.step(encoding.step_call(request)))
+        return self._answer_to(request, played)
 
     async def StepAndReset(
         self, request: pb.StepAndResetRequest, context: Any
     ) -> pb.StepAndResetResponse:
-        played, opening = await self._sessions.step_and_reset(
+        playing = self._sessions.step_and_reset(
             encoding.step_call(request.step), encoding.following_reset(request)
         )
-        response = pb.StepAndResetResponse(step=encoding.played_response(played))
+        played, opening = await self._count_mismatch(playing)
+        response = pb.StepAndResetResponse(step=self._answer_to(request.step, played))
         if opening is not None:
             environment = self._environment_of(request.step.session_id)
             response.reset.CopyFrom(encoding.reset_response(opening, environment))
@@ -130,12 +138,12 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def StepHistory(
         self, request: pb.StepHistoryRequest, context: Any
     ) -> pb.StepHistoryResponse:
+        answered = chat_history_from_proto(request.history)
         outcome = await self._sessions.step_history(
-            request.environment,
-            encoding.task_choice(request.task),
-            chat_history_from_proto(request.history),
+            request.environment, encoding.task_choice(request.task), answered
         )
-        return pb.StepHistoryResponse(step=encoding.step_response(outcome))
+        step = encoding.stateless_response(answered, outcome, whole_prompt=request.whole_prompt)
+        return pb.StepHistoryResponse(step=step)
 
     async def CreateGroup(
         self, request: pb.CreateGroupRequest, context: Any
@@ -153,7 +161,8 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def GetSession(
         self, request: pb.GetSessionRequest, context: Any
     ) -> pb.GetSessionResponse:
-        return encoding.session_response(self._sessions.state(request.session_id))
+        state = self._sessions.state(request.session_id)
+        return encoding.session_response(state, self._sessions.get(request.session_id).current)
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Any
@@ -185,6 +194,18 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             sampling=sampling_from_proto(request.sampling),
         )
         return pb.RunTrialResponse(trials=trials_to_proto(result))
+
+    async def _count_mismatch(self, step: Awaitable[_Played]) -> _Played:
+        """Await a step; count it where it is refused because it continues another prompt."""
+        try:
+            return await step
+        except PreconditionFailed as error:
+            self.num_resends["step"] += error.reason == Reason.PROMPT_MISMATCH
+            raise
+
+    def _answer_to(self, request: pb.StepRequest, played: AnsweredStep) -> pb.StepResponse:
+        self.num_resends["answer"] += request.whole_prompt and played.replayed
+        return encoding.played_response(played, whole_prompt=request.whole_prompt)
 
     def _environment_of(self, session_id: str) -> Environment:
         return self._sessions.get(session_id).environment

@@ -1,7 +1,8 @@
 """Old field names that REST still reads because documents of its users show them.
 
 POST /v1/sessions/s/reset  {"episode": 1, "text": "What is 3+4?"}          text -> query
-POST /v1/sessions/s/step   {"episode": 1, "text_response": ["Result=7"]}   text_response -> history
+POST /v1/sessions/s/step   {"episode": 1, "text_response": ["Result=7"]}   text_response -> history,
+                                                                    and whole_prompt
 POST /v1/generate          {"sampling": {"max_tokens": 8, "n": 2}}         dialoop.compat.sampling
 """
 
@@ -53,7 +54,8 @@ def _step(fields: _Fields) -> _Fields:
     if "history" in fields or not isinstance(text, str):
         return fields
     history = {"response": {"messages": [{"role": "assistant", "content": text}]}}
-    return {**{k: v for k, v in fields.items() if k != "text_response"}, "history": history}
+    today = {k: v for k, v in fields.items() if k != "text_response"}
+    return {"whole_prompt": True, **today, "history": history}  # those documents read it whole
 
 
 def rename_old_sampling(request: _Fields) -> tuple[_Fields, Sequence[str]] | None:

@@ -305,19 +305,21 @@ async def test_a_step_that_nobody_comes_back_for_is_cancelled_with_its_tool(door
 
 
 @pytest.mark.parametrize("door", ["in_process", "sdk"])
-async def test_the_same_step_with_another_answer_is_refused_by_its_digest(door):
+async def test_a_step_is_known_again_however_its_answer_is_sent_and_another_is_refused(door):
     async with at(door, arithmetic()) as client:
         opening = await open_session(client, "arithmetic", split="train", task_key=KEY)
         spoken = Message(role="assistant", content=CALL)
         first = await client.step(
             "s", episode=1, step_index=0, history=opening.history.respond(spoken)
         )
-        # Equal words in objects of their own are the same answer; other views of them are not.
+        # Equal words in objects of their own are the same answer, whole or alone.
         prompt = History(tuple(replace(message) for message in opening.history.prompt))
         same = ChatHistory(prompt=prompt).respond(replace(spoken))
-        again = await client.step("s", episode=1, step_index=0, history=same)
-        assert again == replace(first, replayed=True)
-        for other in (response(CALL), response(SUBMIT), replace(same, prompt=None)):
+        for sent in (same, response(CALL), replace(same, prompt=None), replace(same, full=None)):
+            again = await client.step("s", episode=1, step_index=0, history=sent)
+            assert again == replace(first, replayed=True)
+        longer = same.full.append(Message(role="user", content="and"))
+        for other in (response(SUBMIT), ChatHistory(full=longer), ChatHistory(full=History())):
             step_again = client.step("s", episode=1, step_index=0, history=other)
             assert await reason_of(step_again) == "STEP_CONFLICT"
 

@@ -52,9 +52,15 @@ def response(text: str, **fields) -> chat_pb2.ChatHistory:
     return chat_history_to_proto(ChatHistory(response=History((message,))))
 
 
-def step(text: str, index: int = 0, *, session: str = "s", episode: int = 1) -> pb.StepRequest:
+def step(
+    text: str, index: int = 0, *, session: str = "s", episode: int = 1, whole: bool = True
+) -> pb.StepRequest:
     return pb.StepRequest(
-        session_id=session, episode=episode, step_index=index, history=response(text)
+        session_id=session,
+        episode=episode,
+        step_index=index,
+        history=response(text),
+        whole_prompt=whole,
     )
 
 

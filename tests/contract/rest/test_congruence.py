@@ -58,6 +58,16 @@ def step(text: str, index: int = 0, session: str = "s", episode: int = 1) -> env
     )
 
 
+def with_prompt(request: env.StepRequest, digest: bytes) -> env.StepRequest:
+    request.prompt.CopyFrom(env.PromptDigest(length=3, digest=digest))
+    return request
+
+
+def whole(request: env.StepRequest) -> env.StepRequest:
+    request.whole_prompt = True
+    return request
+
+
 def reset(session: str = "s", episode: int = 1, key: str = KEY) -> env.ResetRequest:
     return env.ResetRequest(session_id=session, episode=episode, split="train", task_key=key)
 
@@ -102,7 +112,9 @@ async def environment_script(call: Call) -> None:
         step(TOOL, session="gone"),
         env.StepRequest(session_id="s", episode=1, step_index=1),
         env.StepRequest(session_id="s", episode=1, step_index=1, history=response_of("x", role="")),
+        *(with_prompt(request, b"another") for request in (step(TOOL), step(SUBMIT, 1))),
         step(SUBMIT, 1),
+        *map(whole, (step(TOOL), step(SUBMIT, 1))),
         step(SUBMIT, 2),
     ):
         await of("Step", request)
@@ -279,6 +291,7 @@ REACHED = {
         "TASK_NOT_FOUND",
         "STEP_GAP",
         "STEP_CONFLICT",
+        "PROMPT_MISMATCH",
         "FULL_MISSING",
         "INVALID_HISTORY",
         "EPISODE_DONE",

@@ -82,7 +82,6 @@ def step_call(text: str = CALL, index: int = 0, session_id: str = "s", episode: 
         episode=episode,
         step_index=index,
         answered=ChatHistory(response=response),
-        digest=text.encode(),
     )
 
 
@@ -178,9 +177,7 @@ async def test_conflicts_gaps_and_the_end_of_an_episode_are_errors_and_change_no
 async def test_a_bad_history_costs_no_step():
     async with open_engine(Gate()) as sessions:
         await start_episode(sessions)
-        bad = StepCall(
-            session_id="s", episode=1, step_index=0, answered=ChatHistory(), digest=b"bad"
-        )
+        bad = StepCall(session_id="s", episode=1, step_index=0, answered=ChatHistory())
         assert await reason_of(sessions.step(bad)) == "FULL_MISSING"
         assert not (await sessions.step(step_call())).replayed
 

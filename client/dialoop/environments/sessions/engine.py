@@ -186,7 +186,7 @@ class SessionEngine:
         if stored is None:
             self._require_room()
             work = asyncio.create_task(self._play(session, record, call))
-            stored = record.steps[call.step_index] = StoredStep(call.digest, work)
+            stored = record.steps[call.step_index] = StoredStep(record.content_of(call), work)
         stored.num_waiting += 1
         try:
             await asyncio.sleep(0)  # a quick environment has answered by now: it needs no timer
@@ -200,7 +200,7 @@ class SessionEngine:
                 loop.call_later(self._limits.abandon_s, stored.abandon)
         outcome = _result_of(stored.work, session)
         self._touch(session)
-        return AnsweredStep(outcome=outcome, replayed=replayed)
+        return AnsweredStep(call=call, record=record, outcome=outcome, replayed=replayed)
 
     async def step_and_reset(
         self, call: StepCall, following: ResetCall

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dialoop.environments import refusals
+from dialoop.environments.sessions.prompts import (
+    PromptChain,
+    change_of,
+    content_of,
+    full_of,
+    prompt_of_episode,
+    starts_with,
+)
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from dialoop.environments.environment import Environment
     from dialoop.environments.episode import Episode, Opening, Outcome
     from dialoop.environments.modes import Answered
+    from dialoop.environments.sessions.prompts import PromptChange, PromptDigest
     from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.errors import DialoopError
 
@@ -42,33 +51,48 @@ class ResetCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
-    """The arguments of a step; `digest` is a digest of the policy's answer as it arrived."""
+    """The arguments of a step; `prompt` is what the caller has as the prompt, if it says so."""
 
     session_id: str
     episode: int
     step_index: int
     answered: Answered
-    digest: bytes
+    prompt: PromptDigest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredStep:
     """A step's outcome, and whether an earlier identical request produced it."""
 
+    call: StepCall
+    record: EpisodeRecord
     outcome: Outcome
     replayed: bool
+
+    @property
+    def change(self) -> PromptChange:
+        """Return the next prompt as a difference from what the caller has."""
+        before = prompt_of_episode(self.record.episode_before(self.call.step_index))
+        return change_of(
+            full_of(before, self.call.answered), prompt_of_episode(self.outcome.episode)
+        )
+
+    @property
+    def prompt(self) -> PromptDigest:
+        """Return the digest of the next prompt."""
+        return self.record.digest_before(self.call.step_index + 1)
 
 
 @dataclass(slots=True)
 class StoredStep:
-    """The first request of a step index: its digest, and its work, done or under way.
+    """The first request of a step index: what the policy sent, and its work, done or under way.
 
     The work returns a bad request's error instead of raising it, since no caller may be left.
     `num_waiting` counts the callers that wait for its outcome. `cut_reason` says why the work was
     cancelled: STEP_TIMEOUT or STEP_CANCELLED.
     """
 
-    digest: bytes
+    content: Any
     work: asyncio.Task[Outcome | DialoopError]
     num_waiting: int = 0
     cut_reason: Reason | None = None
@@ -102,6 +126,9 @@ class EpisodeRecord:
     steps: dict[int, StoredStep] = field(default_factory=dict)
     # Whether the engine has closed it at the environment.
     is_closed: bool = False
+    # Digests of the prompts before each step, as far as anybody asked, and the chain of the last.
+    _digests: list[PromptDigest] = field(default_factory=list)
+    _chain: PromptChain = field(default_factory=PromptChain)
 
     @property
     def number(self) -> int:
@@ -110,8 +137,48 @@ class EpisodeRecord:
 
     @property
     def running(self) -> StoredStep | None:
-        """Return the step under way, or None."""
-        return next((step for step in self.steps.values() if not step.work.done()), None)
+        """Return the step under way, which is the last one, or None."""
+        last = self.steps.get(len(self.steps) - 1)
+        return None if last is None or last.work.done() else last
+
+    def episode_before(self, step_index: int) -> Episode:
+        """Return the episode as it was before a step that is stored, or that comes next."""
+        stored = self.steps.get(step_index - 1)
+        outcome = None if stored is None else stored.work.result()
+        assert not isinstance(outcome, DialoopError)  # a step that was refused is not stored
+        return self.opening.episode if outcome is None else outcome.episode
+
+    def digest_before(self, step_index: int) -> PromptDigest:
+        """Return the digest of the prompt before a step that is stored, or that comes next."""
+        for number in range(len(self._digests), step_index + 1):
+            prompt = prompt_of_episode(self.episode_before(number))
+            before = prompt_of_episode(self.episode_before(max(0, number - 1)))
+            if number and starts_with(prompt, before):
+                self._chain = self._chain.extend(prompt[len(before) :])
+            else:
+                self._chain = PromptChain.of(prompt)
+            self._digests.append(self._chain.digest)
+        return self._digests[step_index]
+
+    def stored_for(self, call: StepCall) -> StoredStep | None:
+        """Return the stored step that the same call began, or None; PROMPT_MISMATCH."""
+        stored = self.steps.get(call.step_index)
+        if stored is None:
+            return None
+        self.require_prompt(call)
+        return stored if self.content_of(call) == stored.content else None
+
+    def require_prompt(self, call: StepCall) -> None:
+        """Raise PreconditionFailed (PROMPT_MISMATCH) where the call continues another prompt."""
+        if call.prompt is None:
+            return
+        here = self.digest_before(call.step_index)
+        if call.prompt != here:
+            raise refusals.prompt_mismatch(call.prompt.length, here.length)
+
+    def content_of(self, call: StepCall) -> Any:
+        """Return what the policy sent in a step that is stored, or that comes next."""
+        return content_of(prompt_of_episode(self.episode_before(call.step_index)), call.answered)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,7 +240,7 @@ class Session:
         if record is None:
             raise refusals.step_gap(f"Episode {call.episode}", self.episode_number + 1)
         stored = record.steps.get(call.step_index)
-        if stored is not None and stored.digest == call.digest:
+        if record.stored_for(call) is not None:
             return record
         if record.running is not None:
             raise refusals.session_busy(self.session_id)
@@ -183,6 +250,7 @@ class Session:
             raise refusals.episode_done(call.episode)
         if call.step_index != len(record.steps):
             raise refusals.step_gap(f"Step {call.step_index}", len(record.steps))
+        record.require_prompt(call)
         return record
 
     def _record_of(self, episode: int) -> EpisodeRecord | None:
