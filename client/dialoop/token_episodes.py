@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dialoop.episode import update_mode_label
-from dialoop.errors import DeadlineExceeded, PreconditionFailed, Unavailable
+from dialoop.errors import DeadlineExceeded, InvalidInput, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence, Source
 from dialoop.trajectory import StopReason
@@ -63,9 +63,18 @@ class RecordedPolicy:
         return samples
 
     def generate_now(self, *prompt: Any, **question: Any) -> tuple[Sample, ...]:
-        """Ask the policy and wait for it; for agents that are not async and run in a thread."""
+        """Ask the policy and wait for it; for agents that are not async and run in a thread.
+
+        Raise InvalidInput (EVENT_LOOP_RUNNING) in async code, which would wait for itself.
+        """
         if self._loop is None:
             raise PreconditionFailed("No episode is being played.", remedy="Ask while one is.")
+        if asyncio._get_running_loop() is self._loop:
+            raise InvalidInput(
+                "An async agent called generate_now, which would stop its event loop.",
+                reason=Reason.EVENT_LOOP_RUNNING,
+                remedy="Write `await policy.generate(...)`.",
+            )
         asking = self.generate(*prompt, **question)
         return asyncio.run_coroutine_threadsafe(asking, self._loop).result()
 

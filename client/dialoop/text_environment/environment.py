@@ -12,6 +12,7 @@ Only the model's own text can call, submit or end an episode.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial, wraps
@@ -120,7 +121,7 @@ class TextEnvironment:
     async def run(self, queries: Sequence[str], **extra: Any) -> TextRun:
         """Play one episode per query, all at the same time; pass `extra` to the reward.
 
-        If a tool or the engine fails, its episode ends with a failure and without a reward.
+        If a tool, the engine or the reward fails, the episode has a failure and no reward.
         """
         if not queries:
             raise InvalidInput(
@@ -252,32 +253,40 @@ class TextEnvironment:
         texts = [self.rewarded_text(history) for history in histories]
         timeout_s = self.limits.reward_timeout_s
         rewards = await rewards_of(self.reward, texts, extra, timeout_s=timeout_s)
-        if isinstance(rewards, Failure):
-            return [replace(h, failures=(*h.failures, rewards)) for h in histories]
-        if len(rewards) != len(histories):
-            raise InvalidInput(
-                f"The reward returned {len(rewards)} values for {len(histories)} episodes.",
-                reason=Reason.REWARD_FAILED,
-                remedy="Return one number per text, or wrap a function of one text with `each`.",
-            )
-        return [
-            history if history.failures else history.with_reward(reward)
-            for history, reward in zip(histories, rewards, strict=True)
-        ]
+        rewarded = []
+        for history, reward in zip(histories, rewards, strict=True):
+            if isinstance(reward, Failure):
+                rewarded.append(replace(history, failures=(*history.failures, reward)))
+            else:
+                rewarded.append(history if history.failures else history.with_reward(reward))
+        return rewarded
 
 
 async def rewards_of(
     reward: Reward, texts: Sequence[str], extra: Mapping[str, Any], *, timeout_s: float
-) -> list[float] | Failure:
-    """Return the reward of each text, or the failure of the reward function."""
+) -> list[float | Failure]:
+    """Return the reward of each text, or in its place the failure of the reward function."""
+    what = f"The reward {name_of(reward)}"
+    failed = partial(Failure, owner=Owner.REWARD)
     try:
         values = await call(partial(reward, texts, **extra), timeout_s=timeout_s)
-        return [float(value) for value in values]
+        rewards = [float(value) for value in values]
     except Exception as error:
         is_late = isinstance(error, TimeoutError)
         reason = Reason.REWARD_TIMEOUT if is_late else Reason.REWARD_FAILED
-        what = f"The reward {name_of(reward)}"
-        return failure_of(error, owner=Owner.REWARD, reason=reason, what=what)
+        failure = failure_of(error, owner=Owner.REWARD, reason=reason, what=what)
+        return [failure for _ in texts]
+    if len(rewards) != len(texts):
+        message = (
+            f"{what} returned {len(rewards)} values for {len(texts)} texts. Return one number for "
+            "each text, or wrap a function of one text with `each`."
+        )
+        return [failed(reason=Reason.REWARD_FAILED, message=message) for _ in texts]
+    message = f"{what} returned a number that is not finite."
+    return [
+        value if math.isfinite(value) else failed(reason=Reason.REWARD_NOT_FINITE, message=message)
+        for value in rewards
+    ]
 
 
 def tool_failure(error: Exception) -> Failure:

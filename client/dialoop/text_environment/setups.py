@@ -276,10 +276,11 @@ class TextModeEnvironment:
         if setup.reward is None:
             return Score()
         timeout_s = setup.limits.reward_timeout_s
-        rewards = await rewards_of(setup.reward, [text], setup.extra_of(task), timeout_s=timeout_s)
-        if isinstance(rewards, Failure):
-            return Score(failures=(rewards,))
-        return Score(rewards=tuple(Reward(name=setup.reward_name, value=r) for r in rewards[:1]))
+        extra = setup.extra_of(task)
+        (reward,) = await rewards_of(setup.reward, [text], extra, timeout_s=timeout_s)
+        if isinstance(reward, Failure):
+            return Score(failures=(reward,))
+        return Score(rewards=(Reward(name=setup.reward_name, value=reward),))
 
 
 def calculator(*, operations: str = "+", low: int = 10, high: int = 99) -> TextSetup:

@@ -10,6 +10,7 @@ actions without a template or separators, so an agent that returns the ids it sa
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.sequences import Sequence as TokenSequence
 from dialoop.trajectory import Owner
+from dialoop.trials.game import Move
 from dialoop.user_functions import call, resolve
 
 if TYPE_CHECKING:
@@ -287,7 +289,9 @@ async def _episode(
             if action.is_context_full:
                 return episode, action.state
             owner = Owner.ENVIRONMENT
-            move = await call(game.play, state, action.text)
+            move = _as_move(await call(game.play, state, action.text))
+            owner = Owner.REWARD
+            reward = _reward_of(move)
         except Exception as error:
             return replace(episode, failures=(_failure_of(error, owner),)), memory
         memory, state = action.state, move.state
@@ -295,14 +299,14 @@ async def _episode(
             prompt=prompt,
             prompt_ids=() if tokenizer is None else tokenizer.encode(prompt).ids,
             action=action,
-            reward=move.reward,
+            reward=reward,
             info=move.info,
         )
         episode = replace(
             episode,
             steps=(*episode.steps, played),
             messages=messages.append(Message(role="assistant", content=action.text)),
-            reward=episode.reward + move.reward,
+            reward=episode.reward + reward,
             terminated=move.done,
         )
         if move.done:
@@ -310,8 +314,31 @@ async def _episode(
     return episode, memory
 
 
+def _as_move(answer: object) -> Move[Any]:
+    if not isinstance(answer, Move):
+        raise InvalidInput(f"`play` returned {answer!r:.40}.", remedy="Return a Move.")
+    return answer
+
+
+def _reward_of(move: Move[Any]) -> float:
+    """Return the reward of a move; InvalidInput (REWARD_NOT_FINITE) for what is no number."""
+    try:
+        reward = float(move.reward)
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise InvalidInput(
+            f"The reward of a move is {move.reward!r:.40}.",
+            reason=Reason.REWARD_NOT_FINITE,
+            remedy="Give a finite number.",
+        )
+    return reward
+
+
 def _failure_of(error: Exception, owner: Owner) -> Failure:
     """Return the failure of the agent or the game; a DialoopError in the agent is its policy's."""
+    if owner is Owner.REWARD:
+        return error_of(error, owner)
     what = "The agent" if owner is Owner.AGENT else "The game"
     is_policys = isinstance(error, DialoopError) and not isinstance(error, InvalidInput)
     if owner is Owner.AGENT and is_policys:

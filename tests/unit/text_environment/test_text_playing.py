@@ -153,6 +153,18 @@ async def patient(texts: list[str]) -> list[float]:
     return [1.0]
 
 
+def not_a_number(texts: list[str]) -> list[float]:
+    return [float("nan")]
+
+
+def none_at_all(texts: list[str]) -> list[float]:
+    return []
+
+
+def too_many(texts: list[str]) -> list[float]:
+    return [1.0, 1.0]
+
+
 QUICK = TextLimits(tool_timeout_s=0.02, reward_timeout_s=0.02)
 
 
@@ -163,6 +175,9 @@ QUICK = TextLimits(tool_timeout_s=0.02, reward_timeout_s=0.02)
         ({"tools": {"add": slow}, "limits": QUICK}, Owner.TOOL, "TOOL_TIMEOUT", "tool"),
         ({"reward": broken}, Owner.REWARD, "REWARD_FAILED", "broken"),
         ({"reward": patient, "limits": QUICK}, Owner.REWARD, "REWARD_TIMEOUT", "patient"),
+        ({"reward": not_a_number}, Owner.REWARD, "REWARD_NOT_FINITE", "not finite"),
+        ({"reward": none_at_all}, Owner.REWARD, "REWARD_FAILED", "0 values for 1 texts"),
+        ({"reward": too_many}, Owner.REWARD, "REWARD_FAILED", "2 values for 1 texts"),
     ],
 )
 async def test_what_an_author_wrote_fails_under_its_name_and_is_no_reward(
@@ -174,6 +189,10 @@ async def test_what_an_author_wrote_fails_under_its_name_and_is_no_reward(
     assert says in failure.message
     assert "secret" not in failure.message
     assert not trajectory.is_scorable
+    if owner is Owner.REWARD:
+        scores = await replace(SETUP, **fields).as_environment().score(DATA, trajectory)
+        assert scores[-1].rewards == ()
+        assert [(f.owner, f.reason) for f in scores[-1].failures] == [(owner, reason)]
 
 
 async def test_a_prompt_that_fills_the_context_is_nobodys_reward_of_zero() -> None:

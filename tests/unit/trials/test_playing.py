@@ -191,6 +191,38 @@ def no_agent(policy: Any, tokenizer: Any, sampling: Any) -> Any:
     raise KeyError("a secret")
 
 
+@dataclass(frozen=True)
+class Pays(Count):
+    """A game with a reward of its own."""
+
+    reward: Any = None
+
+    async def play(self, state: int, action: str) -> Move[int]:
+        return Move(state=state + 1, reward=self.reward)
+
+
+class Silent(Count):
+    """A game that forgets to return a move."""
+
+    async def play(self, state: int, action: str) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """An async agent that waits for the policy as one in a thread does."""
+
+    policy: Any
+
+    async def get_action(self, messages: History, state: Any) -> tuple[str, Any]:
+        self.policy.generate_now(token_ids=ids_of("0?"), sampling=SamplingParams())
+        return "1", None
+
+
+def blocking(policy: Any, tokenizer: Any, sampling: Any) -> Blocking:
+    return Blocking(policy)
+
+
 def mute(policy: Any, tokenizer: Any, sampling: Any) -> Any:
     return ScriptedAgent(["1", "2"])
 
@@ -203,6 +235,12 @@ def away(prompt: str) -> str:
     ("policy", "options", "owner", "reason", "says"),
     [
         (count, {"game": Broken()}, Owner.ENVIRONMENT, "TRIAL_FAILED", "KeyError at test_playing"),
+        (count, {"game": Silent()}, Owner.ENVIRONMENT, "TRIAL_FAILED", "`play` returned None"),
+        *(
+            (count, {"game": Pays(reward=value)}, Owner.REWARD, "REWARD_NOT_FINITE", repr(value))
+            for value in (float("nan"), float("inf"), "much", None)
+        ),
+        (count, {"make_agent": blocking}, Owner.AGENT, "TRIAL_FAILED", "await policy.generate"),
         (count, {"make_agent": no_agent}, Owner.AGENT, "AGENT_FAILED", "no_agent"),
         (count, {"make_agent": mute}, Owner.AGENT, "NOTHING_SAMPLED", "never asked"),
         (away, {}, Owner.INFERENCE, "SERVICE_AWAY", "No replica"),
