@@ -5,8 +5,9 @@
         tokenizer=tokenizer, options=TrialOptions(episodes_per_trial=2, free_shots=1),
     )
 
-The last episode is trained, and its rewards count: each step's reward belongs to its turn. The
-episodes before it are what the agent learns from within the trial.
+The last episode is trained, and its rewards count: each step's reward belongs to its turn, as one
+number or spread over the turn's sampled tokens (`TrialOptions.reward_split`). The episodes before
+it are what the agent learns from within the trial.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dialoop.trajectory import (
     Turn,
 )
 from dialoop.trials.agents import DirectOutputAgent
-from dialoop.trials.trial import MaskScope, TrialOptions, run_trial
+from dialoop.trials.trial import MaskScope, TrialOptions, run_trial, spread_rewards
 from dialoop.user_functions import call, name_of
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ async def play_trial(  # noqa: PLR0913 - its parts
         return failed_trajectory(error_of(error, Owner.ENVIRONMENT))
     (trial,) = result.trials
     final, facts = trial.final, recorded.facts(sampling)
+    sequences = _rows_to_train(recorded.rows, options.mask_scope)
     rewards = " ".join(f"{episode.reward:g}" for episode in trial.episodes)
     return Trajectory(
         trajectory_id=uuid.uuid4().hex,
@@ -117,8 +119,8 @@ async def play_trial(  # noqa: PLR0913 - its parts
         environment=task.environment,
         environment_version=environment_version,
         history=final.messages,
-        turns=_turns(final, recorded),
-        sequences=_rows_to_train(recorded.rows, options.mask_scope),
+        turns=_turns(final, recorded, _rewards(final, sequences, options.reward_split)),
+        sequences=sequences,
         failures=_failures(trial, recorded),
         terminated=final.terminated,
         truncated=not final.terminated,
@@ -127,17 +129,32 @@ async def play_trial(  # noqa: PLR0913 - its parts
     )
 
 
-def _turns(final: PlayedEpisode, recorded: RecordedPolicy) -> tuple[Turn, ...]:
+def _rewards(final: PlayedEpisode, rows: tuple[Sequence, ...], split: str) -> list[Reward]:
+    """Return the reward of each step; dense ones have a number for each token that is trained."""
+    rewards = [step.reward for step in final.steps]
+    if split == "turn":
+        return [Reward(name="game", value=float(reward)) for reward in rewards]
+    counts = [0] * len(rewards)
+    for segment in (s for row in rows for s in row.segments if s.source is Source.MODEL):
+        # The last answer may have no step, where it filled the model's context.
+        if segment.turn < len(counts):
+            counts[segment.turn] += segment.length
+    return [Reward.dense("game", own) for own in spread_rewards(rewards, counts, how=split)]
+
+
+def _turns(
+    final: PlayedEpisode, recorded: RecordedPolicy, rewards: list[Reward]
+) -> tuple[Turn, ...]:
     """Return a turn for each step: the action, and the game's next prompt."""
     turns = []
-    for number, step in enumerate(final.steps):
+    for number, reward in enumerate(rewards):
         samples = recorded.samples_of(number)
         start = 2 * number + 1
         turns.append(
             Turn(
                 message_start=start,
                 num_messages=min(2, len(final.messages) - start),
-                rewards=(Reward(name="game", value=float(step.reward)),),
+                rewards=(reward,),
                 stop_reason=samples[-1].stop_reason if samples else StopReason.STOP,
                 generate_s=sum(sample.generate_s for sample in samples),
             )

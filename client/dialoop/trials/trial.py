@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from dialoop.trials.game import Game
 
 
+_SPLITS = ("even", "last", "terminal")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     """What an agent does, and what it remembers.
@@ -202,12 +205,17 @@ class TrialResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOptions:
-    """How often to play a task. The first `free_shots` of its episodes earn nothing."""
+    """How often to play a task. The first `free_shots` of its episodes earn nothing.
+
+    reward_split: what a trajectory's turns get: "turn", the step's reward as one number; "even",
+    "last" or "terminal", one number for each sampled token, as `spread_rewards` says.
+    """
 
     episodes_per_trial: int = 1
     free_shots: int = 0
     mask_scope: MaskScope = MaskScope.ALL
     seed: int = 0
+    reward_split: str = "turn"
 
     def __post_init__(self) -> None:
         if self.episodes_per_trial < 1 or self.free_shots < 0:
@@ -219,6 +227,11 @@ class TrialOptions:
             raise InvalidInput(
                 f"free_shots is {self.free_shots} of {self.episodes_per_trial} episodes.",
                 remedy="Leave at least one episode that counts.",
+            )
+        if self.reward_split not in ("turn", *_SPLITS):
+            raise InvalidInput(
+                f"reward_split is {self.reward_split!r}.",
+                remedy="Choose turn, even, last or terminal.",
             )
 
 
@@ -363,22 +376,34 @@ def _as_action(answer: Action | tuple[str, Any], tokenizer: Tokenizer | None) ->
 
 
 def split_reward(episode: PlayedEpisode, *, how: str = "even") -> list[list[float]]:
-    """Return each step's reward spread over its action's tokens, for token-wise losses.
+    """Return each step's reward spread over its action's tokens, as `spread_rewards` does.
 
-    even: in equal parts. last: all on the last token. terminal: the episode's reward in equal parts
-    over all of the agent's tokens.
-
-    The numbers sum to the episode's reward, which is 0 for a free shot. The reward of an action
-    without tokens goes to the action before it that has some, or to the first one that has. Without
-    a tokenizer no action has tokens, and all rows are empty.
+    The numbers sum to the episode's reward, which is 0 for a free shot. Without a tokenizer no
+    action has tokens, and all rows are empty.
     """
-    if how not in ("even", "last", "terminal"):
+    if how not in _SPLITS:
         raise InvalidInput(f"how is {how!r}.", remedy="Choose even, last or terminal.")
     counts = [len(step.action.token_ids) for step in episode.steps]
-    if how == "terminal":
-        each = episode.reward / max(1, sum(counts))
-        return [[each] * count for count in counts]
     rewards = [0.0 if episode.is_free_shot else step.reward for step in episode.steps]
+    return spread_rewards(rewards, counts, how=how)
+
+
+def spread_rewards(
+    rewards: Sequence[float], counts: Sequence[int], *, how: str
+) -> list[list[float]]:
+    """Return for each of n steps one number per token, from n rewards and n numbers of tokens.
+
+    even: in equal parts. last: all on the last token. terminal: the sum of all rewards in equal
+    parts over all tokens.
+
+        spread_rewards([1.0, 2.0, 0.0], [2, 0, 1], how="last")    # [[0.0, 3.0], [], [0.0]]
+
+    The reward of a step without tokens goes to the step before it that has some, or to the first
+    one that has, so no reward is lost while there is a token.
+    """
+    if how == "terminal":
+        each = sum(rewards) / max(1, sum(counts))
+        return [[each] * count for count in counts]
     owner = next((index for index, count in enumerate(counts) if count), 0)
     owned = [0.0] * len(counts)
     for index, count in enumerate(counts):

@@ -81,6 +81,7 @@ def load_token_play(section: EnvironmentSection, environment: Environment) -> To
             episodes_per_trial=trial.episodes_per_trial,
             free_shots=trial.free_shots,
             mask_scope=MaskScope(trial.mask_scope),
+            reward_split=trial.reward_split,
         ),
         make_agent=_load_maker(trial.agent) if trial.agent else DirectOutputAgent,
     )

@@ -293,6 +293,18 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _require_summed_dense_rewards(self) -> JobConfig:
+        splits = [env.trial.reward_split for env in self.all_environments]
+        dense, aggregate = [s for s in splits if s != "turn"], self.scorer.advantage_aggregate
+        if dense and aggregate != "sum":
+            raise ValueError(
+                f'reward_split is "{dense[0]}" in the table `trial`, which gives each token a '
+                f"number, and advantage_aggregate is {aggregate} in [scorer], which compares one "
+                "number for each turn: set advantage_aggregate to sum, or leave reward_split out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _require_a_choice_to_imitate(self) -> JobConfig:
         train = self.train
         is_trained = train.mode == "rl" and train.num_steps

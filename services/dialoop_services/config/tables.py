@@ -82,6 +82,10 @@ class TrialSettings(Section):
     mask_scope: Literal["all", "final"] = "all"
     """Which tokens of the last episode are trained: "all" that the policy sampled, or those of its
     "final" action."""
+    reward_split: Literal["turn", "even", "last", "terminal"] = "turn"
+    """What a turn's reward becomes. "turn", one number; the others, one for each of its sampled
+    tokens, and dense rewards count from their token on: "even", in equal parts; "last", all on the
+    last token; "terminal", the episode's reward in equal parts over all tokens."""
     agent: str = ""
     """Function of a policy, a tokenizer and sampling parameters that returns the trial's agent, as
     "module:function"; empty: the agent answers with the policy's text."""

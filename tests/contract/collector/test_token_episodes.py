@@ -117,7 +117,8 @@ async def test_a_trial_by_config_reaches_the_queue_token_by_token(modules: Path)
     def script(prompt: str) -> str:
         return "12" if prompt.endswith("0, ") else "1b"
 
-    section = {**COUNT, "trial": {"episodes_per_trial": 2, "free_shots": 1}}
+    trial = {"episodes_per_trial": 2, "free_shots": 1, "reward_split": "last"}
+    section = {**COUNT, "trial": trial}
     group = await collect(section, ScriptedTokens(script), modules)
     assert group.num_trajectories == 2
     start = int(group.task.key)
@@ -130,6 +131,10 @@ async def test_a_trial_by_config_reaches_the_queue_token_by_token(modules: Path)
         assert sequence.response_mask().astype(int).tolist() == mask
         shares = [sum(c.isdigit() for c in part) / 2 for part in parts[1::2]]
         assert [turn.reward for turn in trajectory.turns] == shares
+        assert [turn.rewards[0].per_token for turn in trajectory.turns] == [
+            (0.0, shares[0]),
+            (0.0, shares[1]),
+        ]
         assert trajectory.environment == "count"
 
 

@@ -106,6 +106,11 @@ MISTAKES = {
         '[environment]\nuse = "twenty_questions"\nplay = "trial"\ntrial = { free_shots = 1 }\n',
         "free_shots is 1 of 1",
     ),
+    "rewards of tokens": (
+        '[environment]\nuse = "twenty_questions"\nplay = "trial"\n'
+        'trial = { reward_split = "even" }\n[scorer]\nadvantage_aggregate = "mean"\n',
+        "set advantage_aggregate to sum",
+    ),
     "agent of a trial": (
         '[environment]\nuse = "twenty_questions"\nplay = "trial"\n'
         'trial = { agent = "checked_code:alone" }\n',

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from dialoop.chat import History
 from dialoop.errors import Unavailable
 from dialoop.sequences import ForkCause, Source
-from dialoop.trajectory import DoneReason, Owner, SamplingParams, StopReason, Trajectory
+from dialoop.trajectory import DoneReason, Group, Owner, SamplingParams, StopReason, Trajectory
 from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
 from dialoop.trials.game import Move
 from dialoop.trials.playing import play_trial
 from dialoop.trials.trial import Action, MaskScope, TrialOptions
+from dialoop_services.rl.advantages import with_advantages
 
 from tests.support.samples.scripted_tokens import (
     BYTES,
@@ -41,6 +42,9 @@ class Count:
 
     async def play(self, state: int, action: str) -> Move[int]:
         return Move(state=state + 1, reward=float(action == str(state + 1)))
+
+
+GROUP = Group(group_id="g", task=replace(TASK, num_trajectories=2), trajectories=())
 
 
 def count(prompt: str) -> str:
@@ -106,6 +110,61 @@ async def test_scope_final_trains_the_last_action_alone() -> None:
     assert sequence.token_ids.tolist() == ids_of("0?11?2")
     assert sequence.response_mask().tolist() == [False] * 5 + [True]
     assert sequence.inference_logprobs.tolist() == [LOGPROB]
+
+
+@pytest.mark.parametrize(
+    ("split", "scope", "dense"),
+    [
+        ("turn", MaskScope.ALL, [(), ()]),
+        ("even", MaskScope.ALL, [(1 / 2,) * 2, (1 / 3,) * 3]),
+        ("last", MaskScope.ALL, [(0.0, 1.0), (0.0, 0.0, 1.0)]),
+        ("terminal", MaskScope.ALL, [(2 / 5,) * 2, (2 / 5,) * 3]),
+        # The first action is context: what it earned belongs to the tokens that are trained.
+        ("last", MaskScope.FINAL, [(), (0.0, 0.0, 2.0)]),
+    ],
+)
+async def test_rewards_are_split_over_the_tokens_that_are_trained(
+    split: str, scope: MaskScope, dense: list[tuple[float, ...]]
+) -> None:
+    options = TrialOptions(episodes_per_trial=2, free_shots=1, reward_split=split, mask_scope=scope)
+    answers = ScriptedTokens(lambda prompt: str(int(prompt[-3:-1]) + 1))
+    trajectory = await play(answers, options=options, inputs={"from": 98})
+    assert [turn.rewards[0].per_token for turn in trajectory.turns] == list(
+        map(pytest.approx, dense)
+    )
+    assert trajectory.reward == pytest.approx(2.0)
+    scored = with_advantages(replace(GROUP, trajectories=(trajectory, await worse(options))))
+    ours, theirs = (t.sequences[0] for t in scored.trajectories)
+    if split == "turn":
+        assert ours.advantage > 0 > theirs.advantage
+    else:
+        assert len(ours.token_advantages) == trajectory.num_model_tokens
+        assert (ours.token_advantages > 0).all()
+        assert (theirs.token_advantages < 0).all()
+
+
+async def worse(options: TrialOptions) -> Trajectory:
+    """A trial that earns nothing."""
+    return await play(ScriptedTokens(lambda _: "xx"), options=options, inputs={"from": 98})
+
+
+async def test_an_action_without_tokens_keeps_its_reward_in_the_split() -> None:
+    class Half:
+        """Ask the policy in the first turn alone; the second action is the agent's own."""
+
+        def __init__(self, policy: Any, *_: Any) -> None:
+            self.policy = policy
+
+        async def get_action(self, messages: History, state: Any) -> tuple[str, Any]:
+            text = messages[-1].text
+            if state is None:
+                await self.policy.generate(token_ids=ids_of(text), sampling=SamplingParams())
+            return count(text), "asked"
+
+    options = TrialOptions(reward_split="even")
+    trajectory = await play(ScriptedTokens(count), make_agent=Half, options=options)
+    assert [turn.rewards[0].per_token for turn in trajectory.turns] == [(2.0,), ()]
+    assert trajectory.reward == 2.0
 
 
 @dataclass
