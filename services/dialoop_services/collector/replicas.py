@@ -144,6 +144,44 @@ class Replicas:
         replica.back_at = now + self._retry_policy.wait_s(replica.num_failures)
 
 
+class CautiousGroups:
+    """Groups of an environment service; what it died under is opened again a few at a time.
+
+    Whoever opens a group again gives it the same id. Satisfies `batched_group.Groups`.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        self._suspects = _Suspects()
+        self._suspect_ids: set[str] = set()
+
+    async def create_group(
+        self, group_id: str, environment: str, *, num_sessions: int, choice: TaskChoice
+    ) -> GroupOpening:
+        """Open sessions at the start of one task, all or none."""
+        is_suspect = group_id in self._suspect_ids
+        self._suspect_ids.discard(group_id)
+        async with self._suspects.place() if is_suspect else nullcontext():
+            try:
+                return await self._groups.create_group(
+                    group_id, environment, num_sessions=num_sessions, choice=choice
+                )
+            except DialoopError as error:
+                if error.reason in DEATHS:
+                    self._suspects.begin_anew()
+                if is_suspect or error.reason in DEATHS:
+                    self._suspect_ids.add(group_id)
+                raise
+
+    async def batch_step(self, items: Iterable[StepItem]) -> tuple[StepResult | DialoopError, ...]:
+        """Step many sessions."""
+        return await self._groups.batch_step(items)
+
+    async def close_session(self, session_id: str) -> bool:
+        """Forget the session."""
+        return await self._groups.close_session(session_id)
+
+
 class RetryingSessions:
     """Sessions of an environment whose calls are retried while it is away.
 

@@ -486,6 +486,24 @@ async def test_a_queue_full_of_trained_groups_gets_a_checkpoint_before_it_is_due
     assert saved == [1, 2], "one for the full queue, one at the end"
 
 
+async def test_a_queue_that_is_full_and_that_training_cannot_empty_raises_an_alarm(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_steps=1)
+    here.replay.is_full = True
+    alarms = list[set[str]]()
+
+    def note_alarms() -> list[GroupLease]:
+        alarms.append(set(here.board.alarms))
+        return []
+
+    here.replay.batches += [note_alarms, note_alarms]
+    here.offer("a", "b")
+    await here.run()
+    assert alarms == [set(), {"QUEUE_FULL"}]
+    assert here.board.alarms == set()
+
+
 async def test_a_queue_that_is_not_full_gets_its_checkpoints_when_they_are_due(
     world: Callable[..., World],
 ) -> None:

@@ -52,6 +52,10 @@ GROUPS_SET_ASIDE = "GROUPS_SET_ASIDE"
 NO_SIGNAL = "NO_SIGNAL"
 """The alarm that many groups in a row taught nothing; it ends with the next train step."""
 
+QUEUE_FULL = "QUEUE_FULL"
+"""The alarm that the queue has no memory left, and no trained group to free some; it ends when a
+group comes."""
+
 _LEASE_WAIT_S = 5.0
 
 
@@ -146,10 +150,12 @@ class TrainSteps:
                 if stats.is_full and self._state.consumed_lease_ids:
                     self._is_queue_full = True
                     return None
+                self._alarm_of_memory(is_full=stats.is_full)
                 # A queue that lost its state leases no tasks until a policy is announced again.
                 await self._checkpointer.restore_cursor()
                 await self._publisher.announce(self._state.policy_version)
                 continue
+            self._alarm_of_memory(is_full=False)
             self._held.hold(lease.lease_id for lease in answer.leases)
             batch = self._sort(answer.leases)
             candidates.add(batch)
@@ -165,6 +171,15 @@ class TrainSteps:
         if self._state.stopped_early:
             await self._return_kept()
         return None
+
+    def _alarm_of_memory(self, *, is_full: bool) -> None:
+        """Raise the alarm of a full queue that training cannot empty, or end it."""
+        if is_full and QUEUE_FULL not in self._board.alarms:
+            log.error(
+                "The queue is full, and it is not of trained groups: raise maxmemory of its Redis, "
+                "or see whether the scorer and evaluations go on."
+            )
+        self._board.raise_alarm(QUEUE_FULL, on=is_full)
 
     async def _free_queue(self) -> None:
         """Save a checkpoint before it is due, which acknowledges the trained groups.
