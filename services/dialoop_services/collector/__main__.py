@@ -23,7 +23,7 @@ from dialoop_services.collector.counters import (
     write_counters,
 )
 from dialoop_services.collector.player import GroupPlayer
-from dialoop_services.collector.replicas import Replicas, RetryingSessions
+from dialoop_services.collector.replicas import CautiousGroups, Replicas, RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.collector.token_episodes import TokenEpisodes
@@ -84,7 +84,7 @@ async def make_collector(
         max_turns=settings.max_turns,
         retry_policy=retry_policy,
         players=(Agents(agents, host), TokenEpisodes.of(settings, policy)),
-        groups=environment,
+        groups=CautiousGroups(environment),
     )
     return Collector(
         settings,

@@ -1,4 +1,4 @@
-"""Many inference replicas as one policy, and an environment whose calls are retried."""
+"""Many inference replicas as one policy, and an environment that may die or be away."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Several
 
     from dialoop.chat import ChatHistory, History
-    from dialoop.episode import Policy, ResetResult, Sample, Sessions, StepResult
+    from dialoop.clients.environment import StepItem
+    from dialoop.environments.tasks.choosing import TaskChoice
+    from dialoop.episode import GroupOpening, Policy, ResetResult, Sample, Sessions, StepResult
     from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams
+
+    from dialoop_services.collector.batched_group import Groups
 
 
 @dataclass(slots=True)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 
 import pytest
 from dialoop.chat import History, Message
-from dialoop.clients.retry import RetryPolicy
+from dialoop.clients.retry import RetryPolicy, retry
+from dialoop.environments.tasks.choosing import TaskChoice
+from dialoop.episode import GroupOpening
 from dialoop.errors import Unavailable
 from dialoop.testing import ScriptedPolicy as AnsweringPolicy
 from dialoop_services.collector.agents import RecordingReplicas
-from dialoop_services.collector.replicas import Replicas
+from dialoop_services.collector.replicas import CautiousGroups, Replicas
 
 from tests.support.collector_world import ScriptedPolicy, adds_up, world
 from tests.support.waiting import PATIENCE_S
@@ -24,7 +27,7 @@ def prompt(text: str) -> History:
 
 
 class Mortal:
-    """A replica that dies under a poisonous prompt, with all that it works on."""
+    """A service that dies under a poisonous prompt or task, with all that it works on."""
 
     def __init__(self, policy, *, is_poison) -> None:
         self.policy = policy
@@ -34,8 +37,16 @@ class Mortal:
         self.num_deaths = 0
 
     async def generate(self, history, **named):
+        await self.work_on(history[-1].content)
+        return await self.policy.generate(history, **named)
+
+    async def create_group(self, group_id, environment, *, num_sessions, choice):
+        await self.work_on(choice.task_key)
+        return GroupOpening(session_ids=(group_id,), openings=(), ttl_s=1.0)
+
+    async def work_on(self, text: str) -> None:
         dying = asyncio.get_running_loop().create_future()
-        self.running[dying] = text = history[-1].content
+        self.running[dying] = text
         try:
             if self.is_poison(text):
                 await asyncio.sleep(0.002)
@@ -49,7 +60,6 @@ class Mortal:
                 raise Unavailable("dead", reason="ENGINE_DIED")
         finally:
             del self.running[dying]
-        return await self.policy.generate(history, **named)
 
 
 async def test_a_request_that_kills_its_engine_ends_and_those_beside_it_do_not():
@@ -77,6 +87,23 @@ async def test_those_beside_a_second_cause_of_death_are_tried_one_after_the_othe
             )
         failed = [t for t, o in zip(texts, outcomes, strict=True) if isinstance(o, Exception)]
         assert failed == [cause]
+
+
+async def test_groups_beside_one_that_kills_the_environment_are_opened():
+    mortal = Mortal(None, is_poison=lambda key: key == "poison")
+    groups, keys = CautiousGroups(mortal), ["poison", *map(str, range(12))]
+
+    def open_group(key: str):
+        choice = TaskChoice(split="train", task_key=key)
+        opening = partial(groups.create_group, key, "e", num_sessions=1, choice=choice)
+        return retry(opening, POLICY)
+
+    async with asyncio.timeout(PATIENCE_S):
+        outcomes = await asyncio.gather(*map(open_group, keys), return_exceptions=True)
+    assert [key for key, o in zip(keys, outcomes, strict=True) if isinstance(o, Exception)] == [
+        "poison"
+    ]
+    assert mortal.deaths["poison"] == mortal.num_deaths == 2
 
 
 async def test_a_task_that_kills_the_engine_is_closed_by_name_and_the_run_goes_on():
