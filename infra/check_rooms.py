@@ -26,7 +26,6 @@ MAX_MODULES, MAX_FILE_LINES, MAX_FUNCTION_LINES, MIN_MODULE_LINES = 20, 600, 60,
 ALLOWED: Mapping[str, str] = {
     "function client/examples/grpo_by_hand.py:main": "the loop, read from top to bottom",
     "small dialoop.sandbox.confined.work": "bubblewrap starts it alone, without the fork server",
-    "small dialoop_services.replay.settings": "one process loads it by its name",
     "word client/dialoop/environments/episode.py:Opening": "users' transforms take and return it",
 }
 KNOWN: Mapping[str, str] = {}

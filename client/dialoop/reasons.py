@@ -57,9 +57,17 @@ class DropReason(_Named):
         "dead_letter_forgotten",
         "A dead letter that was dropped to make room for newer ones.",
     )
+    DROPPED_OLDEST = (
+        "dropped_oldest",
+        "The group waited longest when another came and max_waiting_groups were waiting.",
+    )
     LEASE_EXPIRED = "lease_expired", "The holder of the lease did not come back."
     MEMBER_FAILED = "member_failed", "A member of the group could not be played."
     MEMBER_RETRIED = "member_retried", "Members that were played again; counted in trajectories."
+    NO_ROOM = (
+        "no_room",
+        "The group was played while max_waiting_groups were waiting, and found no room.",
+    )
     NO_TRAINABLE_TOKEN = "no_trainable_token", "No token of the group was sampled."
     SCORER_FAILED = "scorer_failed", "The scorer could not score the group."
     SERVICE_AWAY = "service_away", "A service that the group needed was away for too long."
@@ -304,6 +312,7 @@ class Reason(_Named):
     NO_STACK = "NO_STACK", "No stack is serving."
     NO_TASKS = "NO_TASKS", "The split is empty."
     NO_TOKENS = "NO_TOKENS", "There are no token ids."
+    NO_ROOM = "NO_ROOM", "As many groups wait in the queue as it may keep."
     NO_TRAINABLE_TOKEN = "NO_TRAINABLE_TOKEN", "No token of the group was sampled."
     NO_VLLM = "NO_VLLM", "vLLM is not installed."
     NO_WEIGHTS_ROOT = "NO_WEIGHTS_ROOT", "The replica has no weights root to read from."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from dialoop.reasons import DropReason
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
+from dialoop_services.config.tables import Overflow
 from dialoop_services.replay.memory_store.ledger import GroupState
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
@@ -227,7 +228,7 @@ async def answer_of(store: QueueStore, request: Any) -> object:
         return type(error), error.reason, error.message
 
 
-async def play_out(seed: int, redis_url: str) -> set[str]:
+async def play_out(seed: int, redis_url: str, *, overflow: Overflow, most: int) -> set[str]:
     """Play one schedule on both stores; the states, drops and refusals it came to."""
     clock, run = Clock(), new_run()
     limits = QueueLimits(
@@ -237,6 +238,8 @@ async def play_out(seed: int, redis_url: str) -> set[str]:
         max_finished=8,
         lease_s=60,
         max_lease_bytes=NUM_THAT_FIT * bare_group("t/00", "").group.ByteSize(),
+        max_waiting_groups=most,
+        overflow=overflow,
     )
     twin, real = MemoryStore(limits, clock=clock), RedisStore(redis_url, limits, clock=clock)
     schedule = Schedule(seed, run)
@@ -267,10 +270,18 @@ async def play_out(seed: int, redis_url: str) -> set[str]:
 
 async def test_redis_and_its_twin_give_the_same_answers(redis_url: str) -> None:
     seen = set[str]()
+    bounds: Sequence[tuple[Overflow, int]] = (
+        ("block", 0),
+        ("drop_oldest", 3),
+        ("reject", 3),
+        ("block", 5),
+    )
     for seed in range(10):
-        seen |= await play_out(seed, redis_url)
+        overflow, most = bounds[seed % len(bounds)]
+        seen |= await play_out(seed, redis_url, overflow=overflow, most=most)
     assert set(GroupState) <= seen, "the schedules reach every state"
     assert {DropReason.DEAD_LETTER, DropReason.DEAD_LETTER_FORGOTTEN} <= seen
+    assert {DropReason.NO_ROOM, DropReason.DROPPED_OLDEST, "NO_ROOM"} <= seen
     assert {"CURSOR_MOVED", "VERSION_NOT_NEWER", "GROUP_NOT_FOUND"} <= seen
     assert {"num_groups_closed_short", "num_trajectories_waiting"} <= seen
     assert {"LEASE_LOST", "DIGEST_MISMATCH", "WRONG_SIZE", "FUTURE_VERSION"} <= seen, "of members"

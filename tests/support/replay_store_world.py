@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2 as pb
+from dialoop_services.config.tables import Overflow
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits, QueueStore
@@ -54,6 +56,12 @@ async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[Q
     made = RedisStore(request.getfixturevalue("redis_url"), LIMITS, clock=clock)
     yield made
     await made.close()
+
+
+def set_overflow(store: QueueStore, overflow: Overflow, *, most: int) -> None:
+    """Bound how many groups may wait, and say what happens to one more."""
+    assert isinstance(store, MemoryStore | RedisStore)
+    store.limits = replace(store.limits, max_waiting_groups=most, overflow=overflow)
 
 
 @pytest_asyncio.fixture

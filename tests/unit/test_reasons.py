@@ -80,12 +80,15 @@ def test_the_scripts_know_no_other_reason() -> None:
     for path in SCRIPTS.glob("*.lua"):
         text = path.read_text("utf-8")
         refusals |= set(re.findall(r"(?:refused\(|return |and |or )'([A-Z]+(?:_[A-Z]+)+)'", text))
-        calls = r"(?:drop\(\w+|release\(\w+|close\(\w+|redeliver\(\w+, \w+), '(\w+)'|dropped:(\w+)'"
+        named = r"(?:drop|release|close)\(\w+|(?:redeliver|drop_entry)\(\w+, \w+"
+        calls = rf"(?:{named}), '(\w+)'|dropped:(\w+)'"
         drops |= {first or second for first, second in re.findall(calls, text)}
     statuses = {text for text in refusals if text.startswith("EMPTY_REASON_")}
     assert refusals - statuses <= set(Reason)
     assert {"LEASE_LOST", "TOO_LARGE", "DIGEST_MISMATCH", "FUTURE_VERSION"} <= refusals
     assert drops == {
+        DropReason.NO_ROOM,
+        DropReason.DROPPED_OLDEST,
         DropReason.STALE,
         DropReason.DEAD_LETTER,
         DropReason.DEAD_LETTER_FORGOTTEN,

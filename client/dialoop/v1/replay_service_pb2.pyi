@@ -139,10 +139,19 @@ class MemberItem(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., member: _Optional[int] = ..., trajectory: _Optional[_Union[_trajectory_pb2.Trajectory, _Mapping]] = ..., num_discarded: _Optional[int] = ...) -> None: ...
 
 class AppendMembersResponse(_message.Message):
-    __slots__ = ("outcomes",)
+    __slots__ = ("outcomes", "num_overflowed")
+    class NumOverflowedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_OVERFLOWED_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedCompositeFieldContainer[AppendOutcome]
-    def __init__(self, outcomes: _Optional[_Iterable[_Union[AppendOutcome, _Mapping]]] = ...) -> None: ...
+    num_overflowed: _containers.ScalarMap[str, int]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[AppendOutcome, _Mapping]]] = ..., num_overflowed: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class AppendGroupsRequest(_message.Message):
     __slots__ = ("run", "stage", "items")

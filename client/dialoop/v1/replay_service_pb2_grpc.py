@@ -153,6 +153,10 @@ class ReplayServiceServicer(object):
         or given up after max_attempts failed attempts; until then its task is leased again for it. Then
         the group is unscored if all members are finished, or at least min_trajectories of its task.
         Otherwise it is dropped.
+
+        A bound on the unscored and scored training groups ([replay] max_waiting_groups) holds by the
+        setting `overflow`: no task is leased that might exceed it, or the group that would is dropped
+        as no_room, or the group that waits longest as dropped_oldest. Either frees a credit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

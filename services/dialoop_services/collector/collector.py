@@ -208,14 +208,18 @@ class Collector:
             )
         if outcome.reason in (Reason.LEASE_LOST, Reason.DIGEST_MISMATCH):
             self._abandon(round_)
-        elif outcome.is_rejected:
+        elif outcome.is_rejected and outcome.reason != Reason.NO_ROOM:
             return FailedMember(reason=outcome.reason.lower(), message=outcome.message)
         return None
 
     def _count_appended(
         self, round_: Round, num_discarded: int, sent: asyncio.Future[Appended]
     ) -> None:
-        if sent.cancelled() or sent.exception() is not None or sent.result().is_rejected:
+        if sent.cancelled() or sent.exception() is not None:
+            return
+        outcome = sent.result()
+        # A full queue counts the member, and drops it with its group.
+        if outcome.is_rejected and outcome.reason != Reason.NO_ROOM:
             return
         round_.num_counted += 1 + num_discarded
         self._counters.count_append(round_.task.purpose, num_discarded=num_discarded)

@@ -24,6 +24,7 @@ from dialoop_services.config.tables import (
     EnvironmentSection,
     InferenceSection,
     ModelSection,
+    ReplaySection,
     TrainSection,
 )
 from dialoop_services.config.values import FilePath, Section
@@ -184,6 +185,7 @@ class JobConfig(Section):
     alone."""
     inference: InferenceSection = InferenceSection()
     collector: CollectorSection = CollectorSection()
+    replay: ReplaySection = ReplaySection()
     scorer: ScorerSection = ScorerSection()
     warm_start: WarmStartSection = WarmStartSection()
     train: TrainSection = TrainSection()

@@ -33,6 +33,8 @@ OptimizerName = Annotated[str, AfterValidator(NameOf("optimizer", OPTIMIZERS))]
 UpdateMode = Literal["recompute", "keep_kv", "wait"]
 Oversize = Literal["error", "drop", "truncate"]
 """What happens to a sequence that is longer than a packed row."""
+Overflow = Literal["block", "reject", "drop_oldest"]
+"""What happens when max_waiting_groups groups wait in the queue and another is to join them."""
 
 DEVICE_PLANES = ("nccl", "ipc")
 """Data planes that copy whole tensors between devices, with both sides on them at once."""
@@ -290,6 +292,17 @@ class CollectorSection(Section):
     """Longest time that one request for tasks waits, in seconds."""
     patience_s: float = Field(default=120.0, gt=0)
     """Seconds that a service may be away before the groups that need it are given back."""
+
+
+class ReplaySection(Section):
+    """How many groups the queue keeps for the scorer and the trainer."""
+
+    max_waiting_groups: int = Field(default=0, ge=0)
+    """Largest number of training groups that are played and not yet with the trainer, those with
+    the scorer included; 0: no bound besides pipeline_depth."""
+    overflow: Overflow = "block"
+    """What happens at max_waiting_groups: "block" starts no group that might find no room,
+    "reject" drops the newly played group, "drop_oldest" the group that waits longest."""
 
 
 class ObjectiveSettings(Section):

@@ -34,6 +34,12 @@ async def serve_in(host: Host, settings: ReplaySettings) -> None:
         store = await open_store(settings)
         exits.push_async_callback(store.close)
         servicer = ReplayServicer(store, vocab_size=settings.vocab_size, poll_s=settings.poll_s)
+        server.show(
+            "dialoop_overflow",
+            "Groups that were dropped because max_waiting_groups were waiting.",
+            "reason",
+            lambda: servicer.num_overflowed,
+        )
         server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
         async with server:
             await server.wait_until_stopped()

@@ -22,6 +22,7 @@ APPEND_MESSAGES: Mapping[Reason, str] = MappingProxyType(
         Reason.WRONG_SIZE: "The group does not have as many trajectories as its task asks for.",
         Reason.DIGEST_MISMATCH: "The queue keeps that member, or group, with other content.",
         Reason.TOO_LARGE: "With this member its group would not fit one message.",
+        Reason.NO_ROOM: "As many groups wait as max_waiting_groups allows: it was dropped.",
         Reason.FUTURE_VERSION: "Tokens have a policy version that was never announced.",
     }
 )

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -50,6 +51,8 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         self._poll_s = poll_s
         self._changes = _Changes()
         self._stop = asyncio.Event()
+        self.num_overflowed: Counter[str] = Counter()
+        """Groups that calls to this process dropped for want of room, by reason."""
 
     def stop_waiting(self) -> None:
         """Answer all waiting calls, so that the service can end without breaking them off."""
@@ -82,10 +85,14 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             for item in request.items
         ]
         valid = _valid(request.items, rejections)
-        append = pb.AppendMembersRequest(run=request.run, items=valid)
-        appended = await self._change(append, pb.AppendMembersResponse)
+        appended = await self._append_members(pb.AppendMembersRequest(run=request.run, items=valid))
         outcomes = await self._outcomes(request.run, rejections, appended.outcomes)
-        return pb.AppendMembersResponse(outcomes=outcomes)
+        return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=appended.num_overflowed)
+
+    async def _append_members(self, request: pb.AppendMembersRequest) -> pb.AppendMembersResponse:
+        appended = await self._change(request, pb.AppendMembersResponse)
+        self.num_overflowed.update(appended.num_overflowed)
+        return appended
 
     async def AppendGroups(
         self, request: pb.AppendGroupsRequest, context: _Context
@@ -105,9 +112,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
             appended = list((await self._change(append, pb.AppendGroupsResponse)).outcomes)
         else:
-            members = await self._change(
-                members_of_groups(request.run, valid), pb.AppendMembersResponse
-            )
+            members = await self._append_members(members_of_groups(request.run, valid))
             appended = list(outcomes_of_groups(valid, members))
         outcomes = await self._outcomes(request.run, rejections, appended)
         return pb.AppendGroupsResponse(outcomes=outcomes)

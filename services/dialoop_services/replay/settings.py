@@ -8,13 +8,15 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from dialoop_services.config.settings import JobSettings, job_key
+from dialoop_services.config.tables import ReplaySection
 from dialoop_services.replay.store import QueueLimits
 
 
-class ReplaySettings(JobSettings):
+class ReplaySettings(JobSettings, ReplaySection):
     """Where the queue is kept, and when it drops work."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_REPLAY_")
+    TABLE = "replay"
 
     store: Literal["redis", "memory"] = job_key("store")
     """Where the queue is kept: "redis", or "memory", which is lost when the process ends."""
@@ -53,6 +55,8 @@ class ReplaySettings(JobSettings):
             max_finished=self.max_finished,
             full_at=self.full_at,
             lease_s=self.lease_s,
+            max_waiting_groups=self.max_waiting_groups,
+            overflow=self.overflow,
             # The rest is room for the message around the groups. A larger answer cannot be sent.
             max_lease_bytes=self.max_message_bytes * 9 // 10,
         )

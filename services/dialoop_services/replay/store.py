@@ -29,6 +29,8 @@ from google.protobuf.message import Message
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from dialoop_services.config.tables import Overflow
+
 Answer = TypeVar("Answer", bound=Message)
 
 
@@ -40,6 +42,8 @@ class QueueLimits:
     lease. max_lease_bytes: size of all groups of one lease call, and of one group.
     max_finished: consumed and dropped tasks that the ledger remembers. full_at: share of the memory
     that Redis may use (maxmemory) above which it takes no new work.
+    max_waiting_groups: training groups that may be unscored or scored, 0 for no bound; `overflow`:
+    what happens to one more. Groups that are delivered again or requeued may exceed it.
     """
 
     max_attempts: int = 3
@@ -49,6 +53,8 @@ class QueueLimits:
     max_lease_bytes: int = 1 << 40
     max_finished: int = 10_000
     full_at: float = 0.8
+    max_waiting_groups: int = 0
+    overflow: Overflow = "block"
 
 
 class QueueStore(Protocol):

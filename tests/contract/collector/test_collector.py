@@ -157,6 +157,20 @@ async def test_a_member_too_large_to_append_is_counted_as_failed():
         assert adds_up(await w.training())
 
 
+async def test_a_group_that_finds_the_no_room_is_counted_and_the_next_is_played():
+    limits = QueueLimits(lease_s=60, max_waiting_groups=1, overflow="reject")
+    async with world(limits) as w:
+        await w.allow(2)
+        async with w.collecting(ScriptedPolicy(), page_size=1) as counters:
+            await w.until(lambda c: c.num_groups_dropped.get("no_room", 0) >= 3)
+        counts = await w.training()
+        assert adds_up(counts)
+        assert counts.num_groups_unscored == 1
+    counted = counters.to_json()
+    assert counted["training"]["num_trajectories_appended"] == counts.num_trajectories_generated
+    assert set(counted["num_tasks_returned"]) <= {"shutdown"}, "nothing failed"
+
+
 async def test_an_unknown_environment_drops_its_task_and_nothing_else():
     async with world(QueueLimits(max_attempts=1)) as w:
         lost = Task(task_id="x", environment="nowhere", split="train", key="1", num_trajectories=2)

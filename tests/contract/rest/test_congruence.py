@@ -147,6 +147,17 @@ async def runs_script(of: Call) -> None:
         await of("RunTrial", env.RunTrialRequest(**trial))
 
 
+async def overflow_script(of: Call) -> None:
+    """Append two groups where one may wait."""
+    await of("OfferTasks", rep.OfferTasksRequest(run="r", tasks=map(make_task, "cd")))
+    for name in "cd":
+        ask = rep.LeaseTasksRequest(run="r", worker="w", max_tasks=1)
+        lease = (await of("LeaseTasks", ask)).leases[0].lease_id
+        items = [rep.AppendItem(group=make_group(make_task(name)), lease_id=lease)]
+        unscored = trajectory_pb2.STAGE_UNSCORED
+        await of("AppendGroups", rep.AppendGroupsRequest(run="r", stage=unscored, items=items))
+
+
 async def replay_script(call: Call) -> None:
     async def of(name: str, request: Proto) -> Any:
         return await call(f"ReplayService.{name}", request)
@@ -187,6 +198,7 @@ async def replay_script(call: Call) -> None:
                 run="r", stage=to_train, worker="t", max_groups=1, max_staleness=staleness
             ),
         )
+    await overflow_script(of)
     done = rep.AcknowledgeItem(lease_id=leased.leases[0].lease_id, outcome=rep.OUTCOME_CONSUMED)
     for items in ([done], [done], [rep.AcknowledgeItem(lease_id="x")]):
         await of("Acknowledge", rep.AcknowledgeRequest(run="r", items=items))

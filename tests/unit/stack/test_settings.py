@@ -19,14 +19,15 @@ from dialoop_services.trainer.settings import TrainerSettings
 ROOT = Path(__file__).parents[3]
 SERVICES = ("replay", "environment", "inference", "collector", "scorer", "trainer")
 TABLES = {"inference": "inference", "collector": "collector", "scorer": "scorer"} | {
-    "trainer": "train"
+    "trainer": "train",
+    "replay": "replay",
 }
 # Keys of a service's table that only the stack reads.
 OF_THE_STACK = {"num_replicas", "reference_model", "num_processes"}
 # A run's id, which the stack makes of its name, is no name.
 NO_KEY = {"run"}
-# What is no key of a job: where a service is and whom it finds, and the limits of the two services
-# that have no table. A new setting of another service is a key of its table.
+# What is no key of a job: where a service is and whom it finds, and limits of the two services
+# that no job sets. A new setting of another service is a key of its table.
 PLACES = {
     "replay": "redis_url redis_timeout_s max_attempts max_deliveries max_dead_letters max_finished "
     "full_at lease_s vocab_size poll_s",

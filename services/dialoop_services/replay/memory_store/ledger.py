@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -69,7 +69,7 @@ class Record:
 
     `lease_id` keeps the last task lease, also after it ran out; `has_progress` says whether a
     member was finished under it, and `expired_members` which open members failed as it ran out.
-    `digest` is that of the closed group.
+    `digest` is that of the closed group. `is_refused`: it found no room in the queue.
     """
 
     task_id: str
@@ -85,6 +85,7 @@ class Record:
     digest: str = ""
     versions: dict[str, tuple[int, int]] = field(default_factory=dict)
     is_scored: bool = False
+    is_refused: bool = False
     entries: dict[Stage, StagedGroup] = field(default_factory=dict)
 
     @property
@@ -106,7 +107,10 @@ class DeadGroup:
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """The state of a run; each method is one transition. `now` is the time of this request."""
+    """The state of a run; each method is one transition. `now` is the time of this request.
+
+    num_overflowed: groups that were dropped for want of room, by reason.
+    """
 
     limits: QueueLimits
     token: int
@@ -132,13 +136,25 @@ class Ledger:
     num_redelivered: int = 0
     num_duplicates: int = 0
     num_rejected: int = 0
+    num_overflowed: Counter[str] = field(default_factory=Counter)
 
     @property
     def credits(self) -> int:
         """Return how many training groups may still be started."""
         counts = self.counts[Purpose.TRAINING]
         num_outstanding: int = sum(getattr(counts, state) for state in _OUTSTANDING)
-        return max(0, self.max_outstanding - num_outstanding)
+        free = self.max_outstanding - num_outstanding
+        if self.limits.max_waiting_groups and self.limits.overflow == "block":
+            # Those that are being played will wait too.
+            room = self.limits.max_waiting_groups - self.num_waiting - counts.num_groups_leased
+            free = min(free, room)
+        return max(0, free)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many training groups are played and not yet with the trainer."""
+        counts = self.counts[Purpose.TRAINING]
+        return counts.num_groups_unscored + counts.num_groups_scored
 
     def counts_of(self, record: Record) -> LedgerCounts:
         """Return the counts of the record's purpose."""
@@ -265,10 +281,45 @@ class Ledger:
             self.add_entry(record, Stage.EVALUATION, payload)
         elif not record.versions:
             self.drop(record, DropReason.NO_TRAINABLE_TOKEN)
+        elif not self.make_room():
+            record.is_refused = True
+            self.num_overflowed[DropReason.NO_ROOM] += 1
+            self.drop(record, DropReason.NO_ROOM)
         else:
             self.move(record, GroupState.UNSCORED)
             self.add_entry(record, Stage.UNSCORED, payload)
         return True
+
+    def make_room(self) -> bool:
+        """Return whether one more group may wait, after dropping the oldest where overflow says so.
+
+        A group that a scorer holds is not dropped.
+        """
+        most, overflow = self.limits.max_waiting_groups, self.limits.overflow
+        if not most or overflow == "block":
+            return True
+        while overflow == "drop_oldest" and self.num_waiting >= most:
+            if (oldest := self.oldest_waiting()) is None:
+                break
+            self.num_overflowed[DropReason.DROPPED_OLDEST] += 1
+            self.drop_entry(*oldest, DropReason.DROPPED_OLDEST)
+        return self.num_waiting < most
+
+    def oldest_waiting(self) -> tuple[Record, Stage] | None:
+        """Return the group that waited longest for the scorer or the trainer, with its stage."""
+        heads = [
+            (ready[min(ready)], stage)
+            for stage in (Stage.SCORED, Stage.UNSCORED)
+            if (ready := self.ready[stage])
+        ]
+        # Its order in the first stage is the order in which groups were played.
+        return min(heads, key=lambda head: head[0].entries[Stage.UNSCORED].order, default=None)
+
+    def drop_entry(self, record: Record, stage: Stage, reason: str) -> None:
+        """Drop a group that nobody holds, with its entry in the stage where it is ready."""
+        self.remove_entry(record, stage)
+        record.entries[stage].lease_id = ""
+        self.drop(record, reason)
 
     def add_entry(
         self, record: Record, stage: Stage, payload: bytes, priority: float = 0.0

@@ -132,9 +132,9 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
 
 
 def _append_members(ledger: Ledger, request: pb.AppendMembersRequest) -> pb.AppendMembersResponse:
-    return pb.AppendMembersResponse(
-        outcomes=[_outcome(ledger, _append_member(ledger, item)) for item in request.items]
-    )
+    ledger.num_overflowed.clear()
+    outcomes = [_outcome(ledger, _append_member(ledger, item)) for item in request.items]
+    return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=ledger.num_overflowed)
 
 
 def _append_groups(ledger: Ledger, request: pb.AppendGroupsRequest) -> pb.AppendGroupsResponse:
@@ -166,6 +166,8 @@ def _append_member(ledger: Ledger, item: pb.MemberItem) -> str:
     facts, members = member_facts(item.trajectory), record.assembly.members
     if not 0 <= item.member < len(members):
         return Reason.WRONG_SIZE
+    if record.is_refused:
+        return Reason.NO_ROOM
     if finished := members[item.member].facts:
         return "DUPLICATE" if finished.digest == facts.digest else Reason.DIGEST_MISMATCH
     if record.lease_id != item.lease_id or record.state not in (
@@ -180,7 +182,7 @@ def _append_member(ledger: Ledger, item: pb.MemberItem) -> str:
         return Reason.TOO_LARGE
     ledger.count_wasted(record, item.num_discarded, DropReason.MEMBER_RETRIED)
     ledger.finish_member(record, item.member, facts, payload)
-    return ""
+    return Reason.NO_ROOM if record.is_refused else ""
 
 
 def _append_scored(ledger: Ledger, item: pb.AppendItem) -> str:
@@ -221,9 +223,7 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGro
         if not record.task_id.startswith(request.task_id_prefix):
             continue
         if stage is Stage.SCORED and ledger.is_stale(record, max_staleness):
-            ledger.remove_entry(record, stage)
-            record.entries[stage].lease_id = ""
-            ledger.drop(record, DropReason.STALE)
+            ledger.drop_entry(record, stage, DropReason.STALE)
             continue
         ready_now.append(record)
     answer = pb.LeaseGroupsResponse(empty_reason=pb.EMPTY_REASON_NOT_EMPTY, num_ready=len(ready))

@@ -21,6 +21,7 @@ local function append(item, payload)
   local rec, member = load(id), item.trajectory
   if not rec then return 'UNKNOWN_TASK' end
   if item.member < 0 or item.member >= rec.n then return 'WRONG_SIZE' end
+  if rec.refused then return 'NO_ROOM' end
   local finished = rec.m and rec.m[item.member + 1] or ''
   if finished ~= '' then return finished == member.digest and 'DUPLICATE' or 'DIGEST_MISMATCH' end
   if rec.l ~= item.lease_id or (rec.s ~= 'leased' and rec.s ~= 'offered') then
@@ -37,7 +38,7 @@ local function append(item, payload)
   count(rec.p .. ':t:waiting', 1)
   close(rec, 'member_failed')
   save(rec)
-  return ''
+  return rec.refused and 'NO_ROOM' or ''
 end
 
 if is_full() then return refused('STORE_FULL') end

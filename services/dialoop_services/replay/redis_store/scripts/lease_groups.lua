@@ -33,10 +33,7 @@ for _, id in ipairs(ready_in_turn()) do
   if string.sub(id, 1, #call.task_id_prefix) == call.task_id_prefix then
     local rec = load(id)
     if is_stale(rec) then
-      remove_entry(rec, stage)
-      rec.e[stage].l = ''
-      drop(rec, 'stale')
-      save(rec)
+      drop_entry(rec, stage, 'stale')
     else
       ready_now[#ready_now + 1] = rec
     end

@@ -25,6 +25,7 @@
 -- unscored, scored, evaluation, dead   streams: {g = group id, b = serialised group}
 --
 -- Record: id, p(urpose), n(um trajectories), k (fewest trajectories), o(rder), s(tate), a(ttempt),
+--   refused (it found no room in the queue),
 --   l(ast lease), ok (a member was finished under it), m(embers' digests, '' until finished),
 --   f(ailures of each member), x (members that failed as l ran out), c(ount of finished members), b(ytes of them), d(igest of the closed
 --   group), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
@@ -94,12 +95,19 @@ local function move(rec, state)
   rec.s = state
 end
 
+-- Return how many training groups are played and not yet with the trainer.
+local function num_waiting()
+  return counted(TRAINING .. ':unscored') + counted(TRAINING .. ':scored')
+end
+
 local function credits()
-  local outstanding = 0
-  for _, state in ipairs({'leased', 'unscored', 'scored', 'training'}) do
-    outstanding = outstanding + counted(TRAINING .. ':' .. state)
+  local waiting, leased = num_waiting(), counted(TRAINING .. ':leased')
+  local outstanding = leased + waiting + counted(TRAINING .. ':training')
+  local free = (tonumber(meta('max_outstanding')) or 0) - outstanding
+  if limits.max_waiting_groups > 0 and limits.overflow == 'block' then
+    free = math.min(free, limits.max_waiting_groups - waiting - leased)
   end
-  return math.max(0, (tonumber(meta('max_outstanding')) or 0) - outstanding)
+  return math.max(0, free)
 end
 
 local function next_order() return redis.call('HINCRBY', key('meta'), 'order', 1) end
@@ -128,7 +136,9 @@ end
 local function push_task(rec) redis.call('ZADD', key('offered:' .. rec.p), rec.o, rec.id) end
 local function pull_task(rec) redis.call('ZREM', key('offered:' .. rec.p), rec.id) end
 
-local finish
+local finish, make_room
+-- Groups that this call dropped for want of room, by reason.
+local overflowed = {}
 
 local function drop(rec, reason)
   move(rec, 'dropped')
@@ -200,6 +210,10 @@ local function close(rec, reason)
     add_entry(rec, 'evaluation', payload)
   elseif next(rec.v) == nil then
     drop(rec, 'no_trainable_token')
+  elseif not make_room() then
+    rec.refused = true
+    overflowed.no_room = (overflowed.no_room or 0) + 1
+    drop(rec, 'no_room')
   else
     move(rec, 'unscored')
     add_entry(rec, 'unscored', payload)
@@ -232,6 +246,40 @@ local function remove_entry(rec, stage)
   redis.call('XACK', key(stage), WORKERS, entry_id(entry))
   redis.call('XDEL', key(stage), entry_id(entry))
   entry.gone = true
+end
+
+-- Drop a group that nobody holds, with its entry in the stage where it is ready.
+local function drop_entry(rec, stage, reason)
+  remove_entry(rec, stage)
+  rec.e[stage].l = ''
+  drop(rec, reason)
+  save(rec)
+end
+
+-- Return the group that waited longest for the scorer or the trainer, with its stage.
+local function oldest_waiting()
+  local oldest, oldest_stage
+  for _, stage in ipairs({'scored', 'unscored'}) do
+    local id = redis.call('ZRANGE', key('ready:' .. stage), 0, 0)[1]
+    local rec = id and load(id)
+    if rec and (not oldest or rec.e.unscored.o < oldest.e.unscored.o) then
+      oldest, oldest_stage = rec, stage
+    end
+  end
+  return oldest, oldest_stage
+end
+
+-- Return whether one more group may wait, after dropping the oldest where overflow says so.
+make_room = function()
+  local most, overflow = limits.max_waiting_groups, limits.overflow
+  if most == 0 or overflow == 'block' then return true end
+  while overflow == 'drop_oldest' and num_waiting() >= most do
+    local rec, stage = oldest_waiting()
+    if not rec then break end
+    overflowed.dropped_oldest = (overflowed.dropped_oldest or 0) + 1
+    drop_entry(rec, stage, 'dropped_oldest')
+  end
+  return num_waiting() < most
 end
 
 -- Note that the task has ended, and forget the oldest of those that have, if too many. A dead letter
@@ -386,7 +434,7 @@ local function append_all(append)
       outcomes[i] = {status = 'APPEND_STATUS_REJECTED', reason = reason}
     end
   end
-  return {cjson.encode({outcomes = outcomes})}
+  return {cjson.encode({outcomes = outcomes, num_overflowed = overflowed})}
 end
 
 for _, lease in ipairs(redis.call('ZRANGEBYSCORE', key('deadlines'), '-inf', now)) do
