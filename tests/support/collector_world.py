@@ -32,7 +32,7 @@ from dialoop.wire import (
     sequence_to_proto,
 )
 from dialoop_services.collector.collector import Collector
-from dialoop_services.collector.counters import Counters
+from dialoop_services.collector.counters import Counters, path_of_counts
 from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.replicas import RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
@@ -178,7 +178,9 @@ class World:
         retry_policy = RetryPolicy(
             max_attempts=None, total_s=settings.patience_s, first_wait_s=0.02, max_wait_s=0.2
         )
-        counters = Counters(settings.worker)
+        folder = settings.run_dir
+        path = folder and path_of_counts(folder, settings.worker)
+        counters = Counters(settings.worker, path=path)
         player = GroupPlayer(
             RetryingSessions(self.environment, retry_policy),
             policy,

@@ -15,13 +15,7 @@ from dialoop.clients.retry import RetryPolicy
 
 from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
 from dialoop_services.collector.collector import Collector
-from dialoop_services.collector.counters import (
-    Counters,
-    keep_written,
-    path_of_counts,
-    read_training_turns,
-    write_counters,
-)
+from dialoop_services.collector.counters import Counters, path_of_counts, read_training_turns
 from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.replicas import CautiousGroups, Replicas, RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
@@ -39,11 +33,14 @@ async def serve() -> None:
 async def serve_in(host: Host, settings: CollectorSettings) -> None:
     """Collect until the host stops the service."""
     async with AsyncExitStack() as exits:
-        num_turns_before = read_training_turns(settings.run_dir)
-        counters = Counters(settings.worker, num_turns_before=num_turns_before)
+        counters = Counters(
+            settings.worker,
+            num_turns_before=read_training_turns(settings.run_dir),
+            path=settings.run_dir and path_of_counts(settings.run_dir, settings.worker),
+        )
         collector = await make_collector(settings, counters, host.connect, exits)
         server = await exits.enter_async_context(host.server)
-        await collect(settings, collector, counters, server.stopping)
+        await collect(collector, counters, server.stopping)
 
 
 async def make_collector(
@@ -96,22 +93,19 @@ async def make_collector(
     )
 
 
-async def collect(
-    settings: CollectorSettings, collector: Collector, counters: Counters, stopping: asyncio.Event
-) -> None:
-    """Run the collector until `stopping`, and write its counts to `run_dir`."""
-    path = settings.run_dir and path_of_counts(settings.run_dir, settings.worker)
+async def collect(collector: Collector, counters: Counters, stopping: asyncio.Event) -> None:
+    """Run the collector until `stopping`, and keep its counts on disk."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            working = [tasks.create_task(collector.run())]
-            if path is not None:
-                working.append(tasks.create_task(keep_written(counters, path)))
+            working = [
+                tasks.create_task(collector.run()),
+                tasks.create_task(counters.keep_saved()),
+            ]
             await stopping.wait()
             for task in working:
                 task.cancel()
     finally:
-        if path is not None:
-            write_counters(counters.to_json(), path)
+        counters.save()
 
 
 if __name__ == "__main__":

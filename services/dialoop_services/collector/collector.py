@@ -192,10 +192,17 @@ class Collector:
 
     async def _append(self, round_: Round, played: PlayedMember) -> FailedMember | None:
         """Append a finished member; return why the ledger does not take it, or None."""
+        if self._settings.total_turns >= 0:
+            # What is in the queue has been counted, even if this process is killed right now.
+            self._counters.save()
+        trajectory = played.trajectory
+        if self._settings.last_turn_only and round_.task.purpose is Purpose.TRAINING:
+            num_turns = len(trajectory.turns)
+            trajectory = trajectory.part(max(0, num_turns - 1), num_turns)
         item = MemberItem(
             lease_id=round_.lease_id,
             member=played.member,
-            trajectory=played.trajectory,
+            trajectory=trajectory,
             num_discarded=played.num_discarded,
         )
         sent = self._outbox.put(item)

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 
 class Counters:
-    """Counts since this process started; one event loop counts, one reads."""
+    """Counts since this process started, written to `path`; one event loop counts, one reads."""
 
-    def __init__(self, worker: str, *, num_turns_before: int = 0) -> None:
+    def __init__(self, worker: str, *, num_turns_before: int = 0, path: Path | None = None) -> None:
         self._worker = worker
+        self._path = path
+        self._written: dict[str, Any] | None = None
         self._num_turns_before = num_turns_before
         self._played: dict[Purpose, Counter[str]] = {purpose: Counter() for purpose in Purpose}
         self._forks: Counter[str] = Counter()
@@ -78,6 +80,23 @@ class Counters:
         self._num_leases_lost += 1
         self._appended[purpose].update(num_trajectories_lost=num_trajectories)
 
+    def save(self) -> None:
+        """Replace the file, if there is one and a count has changed; readers see no half of it."""
+        counts = self.to_json()
+        if self._path is None or counts == self._written:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_name(f".{self._path.name}.tmp")
+        draft.write_text(json.dumps(counts) + "\n", encoding="utf-8")
+        draft.replace(self._path)
+        self._written = counts
+
+    async def keep_saved(self, *, interval_s: float = 1.0) -> None:
+        """Save the counts until cancelled; the caller saves the last ones."""
+        while True:
+            self.save()
+            await asyncio.sleep(interval_s)
+
     def to_json(self) -> dict[str, Any]:
         """Return all counts, by purpose where they depend on it."""
         names = ("num_trajectories", "num_turns", "num_tokens", "num_tool_calls")
@@ -118,22 +137,3 @@ def path_of_counts(run_dir: Path, worker: str) -> Path:
     endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     paths = (run_dir / f"collector-{worker}{ending}.json" for ending in endings)
     return next(path for path in paths if not path.exists())
-
-
-async def keep_written(counters: Counters, path: Path, *, interval_s: float = 1.0) -> None:
-    """Write the counts after each change until cancelled; the caller writes the last ones."""
-    written = None
-    while True:
-        counts = counters.to_json()
-        if counts != written:
-            write_counters(counts, path)
-            written = counts
-        await asyncio.sleep(interval_s)
-
-
-def write_counters(counts: dict[str, Any], path: Path) -> None:
-    """Replace the file atomically, so that a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.tmp")
-    draft.write_text(json.dumps(counts) + "\n", encoding="utf-8")
-    draft.replace(path)

@@ -279,6 +279,9 @@ class CollectorSection(Section):
     total_turns: int = Field(default=-1, ge=-1)
     """Number of turns of training episodes after which a collector begins no more, and training
     ends with the whole batches that are left; -1: no limit. An episode under way counts as one."""
+    last_turn_only: bool = False
+    """Whether only the last turn of each training episode goes into the queue, with its rewards;
+    what came before it is context. Evaluations keep all turns."""
     agent_time_limit_s: float = Field(default=600.0, gt=0)
     """Seconds after which the episode of an agent, a trial or a text episode is stopped as
     failed."""

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 from dialoop.clients.retry import RetryPolicy
+from dialoop.collection import collect
+from dialoop.environments import arithmetic
 from dialoop.errors import CapacityExhausted, DeadlineExceeded, InternalError
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
@@ -256,3 +259,35 @@ async def test_a_lost_lease_ends_the_round_and_is_counted():
                 while not counters.to_json()["num_leases_lost"]:
                     await asyncio.sleep(0.02)
         assert adds_up(await w.training())
+
+
+class ToolThenAnswer(ScriptedPolicy):
+    """Calls a tool in the first turn, and answers in the second."""
+
+    async def generate(self, history, *, turn=0, **question):
+        self.answer = lambda _: "Result=1<submit>" if turn else "<request><Calculator>1+2<call>"
+        return await super().generate(history, turn=turn, **question)
+
+
+async def test_last_turn_only_puts_the_last_turns_into_the_queue_and_evaluations_whole():
+    """Its parts are those of `dialoop.collect(last_turn_only=True)`."""
+    async with world() as w:
+        await w.allow(1)
+        (task,) = await make_tasks(w, 1, purpose=Purpose.EVALUATION)
+        await w.replay.offer_tasks(RUN, [replace(task, num_trajectories=2)])
+        async with w.collecting(ToolThenAnswer(), last_turn_only=True):
+            evaluated, trained = [
+                await w.replay.lease_groups(RUN, stage, worker="x", max_groups=1, wait_s=PATIENCE_S)
+                for stage in (Stage.EVALUATION, Stage.UNSCORED)
+            ]
+    assert [len(t.turns) for t in evaluated.leases[0].group.trajectories] == [2, 2]
+    batches = collect(
+        arithmetic(), ToolThenAnswer(), group_size=2, total_turns=1, last_turn_only=True
+    )
+    (batch,) = [batch async for batch in batches]
+    for ours, theirs in zip(trained.leases[0].group.trajectories, batch.trajectories, strict=True):
+        assert (ours.history, ours.sequences) == (theirs.history, theirs.sequences)
+        assert [turn.rewards for turn in ours.turns] == [turn.rewards for turn in theirs.turns]
+        assert (len(ours.turns), ours.terminated) == (1, True)
+        (row,) = ours.sequences
+        assert row.response_mask().tolist() == [False] * 8 + [True] * 2

@@ -13,8 +13,7 @@ from dialoop import testing
 from dialoop.trajectory import Purpose
 from dialoop_services.collector.__main__ import collect
 from dialoop_services.collector.collector import Collector
-from dialoop_services.collector.counters import Counters, read_training_turns, write_counters
-from dialoop_services.collector.settings import CollectorSettings
+from dialoop_services.collector.counters import Counters, path_of_counts, read_training_turns
 from dialoop_services.stack.report.summary import read_collectors
 
 from tests.support.collector_world import ScriptedPolicy, adds_up, make_tasks, world
@@ -81,11 +80,12 @@ async def test_a_higher_limit_or_none_goes_on_with_a_queue_that_reached_a_lower_
 
 
 def test_a_collector_that_is_started_again_goes_on_counting(tmp_path: Path) -> None:
-    for worker, num_turns in (("a", 3), ("b", 5)):
-        counts = Counters(worker).to_json()
-        counts["training"]["num_turns"] = num_turns
-        write_counters(counts, tmp_path / f"collector-{worker}.json")
-    assert read_training_turns(tmp_path) == 8
+    num_turns = len(testing.trajectory().turns)
+    for worker in ("a", "b"):
+        counters = Counters(worker, path=path_of_counts(tmp_path, worker))
+        counters.count_trajectory(testing.trajectory(), Purpose.TRAINING)
+        counters.save()
+    assert read_training_turns(tmp_path) == 2 * num_turns > 0
     again = Counters("c", num_turns_before=8)
     assert again.num_training_turns == 8
     # The file holds its own turns alone, since summaries add the files up.
@@ -93,17 +93,29 @@ def test_a_collector_that_is_started_again_goes_on_counting(tmp_path: Path) -> N
     assert read_training_turns(None) == 0
 
 
+async def test_whatever_is_in_the_queue_has_been_counted_on_disk(tmp_path: Path) -> None:
+    """So that a collector which is killed at any time goes on with all that it has played."""
+    async with world() as w:
+        await w.allow(9)
+        async with w.collecting(ScriptedPolicy(), total_turns=12, run_dir=tmp_path):
+            # Nothing writes the file here from time to time, as the process would.
+            await w.until(lambda c: c.num_trajectories_generated > 0)
+            num_appended = 0
+            while num_appended < 12:
+                num_appended = (await w.training()).num_trajectories_generated
+                assert num_appended <= read_training_turns(tmp_path) <= 12
+
+
 async def test_a_collector_started_again_under_its_name_keeps_what_it_counted(
     tmp_path: Path,
 ) -> None:
-    settings = CollectorSettings(run="r", worker="c", run_dir=tmp_path)
     stopping = asyncio.Event()
     stopping.set()
     for num_processes in range(3):
         assert read_training_turns(tmp_path) == num_processes
-        counters = Counters("c")
+        counters = Counters("c", path=path_of_counts(tmp_path, "c"))
         counters.count_trajectory(testing.trajectory(), Purpose.TRAINING)
         idle = cast("Collector", SimpleNamespace(run=asyncio.Event().wait))
-        await collect(settings, idle, counters, stopping)
+        await collect(idle, counters, stopping)
     counted = [c["training"]["num_trajectories"] for c in read_collectors(tmp_path)]
     assert counted == [1, 1, 1]
