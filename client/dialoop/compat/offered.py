@@ -50,7 +50,7 @@ _TORCHRL = {
     "Text": "dialoop.views.views:Text",
     "Tokenizer": "dialoop.environments.stamps:TokenizeTransform",
     "Tokens": "dialoop.views.views:Tokens",
-    "TopKRewardSelector": "dialoop_services.learning.loss.source_names:top_k_reward_selector",
+    "TopKRewardSelector": "dialoop_services.learning.loss.source_names:TopKRewardSelector",
     "TransformersWrapper": "dialoop.compat.wrappers:PolicyWrapper",
     "XMLBlockParser": "dialoop.environments.tools.tool_syntaxes:XmlCalls",
     "add_chat_template": "dialoop.compat.names:add_default_template",

@@ -1,8 +1,10 @@
 """Select trajectories to imitate, as torchrl's TopKRewardSelector does, and rank groups.
 
     best_of([0.1, 0.4, 0.5, 0.9, 0.7], k=3)      # (3, 4): two are above the median 0.5
+    window = TopKWindow(num_turns=64, k=8)       # of each task; the best of every 64 turns
+    window.add(trajectory)                       # () until the window is full
 
-A reward must be strictly above the group's median. A group of equal rewards has no best trajectory.
+A reward must be strictly above the median. Among equal rewards there is no best trajectory.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
+from dialoop.trajectory import Owner
 
 from dialoop_services.rl.advantages import return_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
-    from dialoop.trajectory import Group
+    from dialoop.trajectory import Group, Trajectory
 
     from dialoop_services.rl.advantages import Aggregate
 
@@ -58,6 +61,60 @@ def with_best_alone(group: Group, *, k: int, aggregate: Aggregate = "sum") -> Gr
         for index, trajectory in enumerate(group.trajectories)
     )
     return replace(group, trajectories=trajectories)
+
+
+def task_of(trajectory: Trajectory) -> Hashable:
+    """Return what trajectories of one task have in common: their environment and task key."""
+    return trajectory.environment, trajectory.task_key
+
+
+class TopKWindow:
+    """Choose the best trajectories of each window of turns, as they come from any groups.
+
+    Each task, or what `key` returns, has a window of its own. It is full with the trajectory that
+    brings `num_turns` turns. Then its best trajectories are chosen and the next window begins
+    empty, so that no trajectory is chosen twice.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_turns: int,
+        k: int,
+        aggregate: Aggregate = "sum",
+        key: Callable[[Trajectory], Hashable] = task_of,
+    ) -> None:
+        if not 1 <= k <= num_turns:
+            raise InvalidInput(
+                f"k is {k}, and the window has {num_turns} turns.",
+                reason=Reason.TOP_K_TOO_LARGE,
+                remedy="Set k to at least 1 and at most num_turns.",
+            )
+        self._num_turns = num_turns
+        self._k = k
+        self._aggregate: Aggregate = aggregate
+        self._key = key
+        self._windows: dict[Hashable, list[Trajectory]] = {}
+
+    def add(self, trajectory: Trajectory) -> tuple[Trajectory, ...]:
+        """Return the best of the window that this trajectory fills, best first; else none.
+
+        At most k are above the median of their rewards, each one number by `aggregate`. A
+        trajectory without a turn, or cut short by something other than the policy, is left out.
+        """
+        if not trajectory.turns or any(f.owner is not Owner.POLICY for f in trajectory.failures):
+            return ()
+        key = self._key(trajectory)
+        window = self._windows.setdefault(key, [])
+        window.append(trajectory)
+        if sum(len(member.turns) for member in window) < self._num_turns:
+            return ()
+        del self._windows[key]
+        rewards = [
+            return_of([turn.reward for turn in member.turns], self._aggregate) for member in window
+        ]
+        best = best_of(rewards, k=min(self._k, len(window)))
+        return tuple(window[index] for index in best)
 
 
 def mean_absolute_advantage(group: Group) -> float:

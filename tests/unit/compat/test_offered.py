@@ -277,6 +277,9 @@ def test_advantages_and_selection_of_a_group() -> None:
     assert [row[0] for row in by_sum] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-4)
     best = compat.TopKRewardSelector(total_dialog_turns=2, topk_size=1)(pair)
     assert [t.sequences[0].advantage for t in best.trajectories] == [0.0, 1.0]
+    selector = compat.TopKRewardSelector(total_dialog_turns=2, topk_size=1)
+    worse, better = pair.trajectories
+    assert (selector.add(worse), selector.add(better)) == ((), (better,))
     with pytest.raises(InvalidInput, match="2 trajectories, not 3"):
         compat.TopKRewardSelector(total_dialog_turns=3, topk_size=1)(pair)
 

@@ -1,16 +1,18 @@
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from dialoop import testing
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.sequences import PolicyVersion, Source, sequence_of
-from dialoop.trajectory import Reward, Trajectory, Turn
+from dialoop.trajectory import Failure, Owner, Reward, Trajectory, Turn
 from dialoop_services.rl.monte_carlo import (
     step_advantages,
     trajectory_advantages,
     with_turn_advantages,
 )
-from dialoop_services.rl.selection import best_of, with_best_alone
+from dialoop_services.rl.selection import TopKWindow, best_of, with_best_alone
 
 VERSION = PolicyVersion(lineage="main", number=0)
 HALF_ROOT = math.sqrt(0.5)
@@ -109,3 +111,45 @@ def test_selecting_twice_gives_the_same() -> None:
     """Nothing is kept between calls: upstream's queue gave every later window the top again."""
     group = testing.group(_trajectory("a", 0.0), _trajectory("b", 1.0))
     assert with_best_alone(group, k=1) == with_best_alone(group, k=1)
+
+
+def test_the_best_of_a_window_of_turns_come_once_and_the_next_window_begins_empty() -> None:
+    window = TopKWindow(num_turns=5, k=3)
+    rewards = (0.1, 0.4, 0.5, 0.9, 0.7)
+    chosen = [window.add(_trajectory(str(index), r)) for index, r in enumerate(rewards)]
+    assert [[t.trajectory_id for t in best] for best in chosen] == [[], [], [], [], ["3", "4"]]
+    assert [window.add(_trajectory("more", 9.0)) for _ in range(4)] == [()] * 4
+    assert window.add(_trajectory("last", 9.0)) == (), "among equal rewards none is best"
+
+
+def test_a_window_counts_turns_and_sums_or_averages_their_rewards() -> None:
+    long, short = _trajectory("long", 0.5, 0.5, 0.5), _trajectory("short", 1.0)
+    for aggregate, best in (("sum", "long"), ("mean", "short")):
+        window = TopKWindow(num_turns=4, k=2, aggregate=aggregate)  # type: ignore[arg-type]
+        assert window.add(long) == ()
+        assert [t.trajectory_id for t in window.add(short)] == [best]
+
+
+def test_each_task_has_a_window_unless_a_key_says_otherwise() -> None:
+    other = replace(_trajectory("b", 1.0), task_key="another task")
+    window = TopKWindow(num_turns=2, k=1)
+    assert (window.add(_trajectory("a", 0.0)), window.add(other)) == ((), ())
+    window = TopKWindow(num_turns=2, k=1, key=lambda _: "all")
+    assert (window.add(_trajectory("a", 0.0)), window.add(other)) == ((), (other,))
+
+
+def test_what_a_tool_cut_short_is_in_no_window() -> None:
+    window = TopKWindow(num_turns=1, k=1)
+    failure = Failure(owner=Owner.TOOL, reason="TOOL_TIMEOUT", message="late")
+    assert window.add(replace(_trajectory("a", 1.0), failures=(failure,))) == ()
+    with pytest.raises(InvalidInput, match="k is 3, and the window has 2 turns"):
+        TopKWindow(num_turns=2, k=3)
+
+
+def test_the_window_of_the_docs_gives_what_is_to_be_imitated() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "losses.md").read_text("utf-8")
+    code = page.split("<!-- test: top_k_window -->\n```python\n")[1].split("```")[0]
+    played = [_trajectory(str(index), index / 64) for index in range(64)]
+    imitated: list[Trajectory] = []
+    exec(code, {"played": played, "imitate": imitated.append})
+    assert [t.trajectory_id for t in imitated] == [str(index) for index in range(63, 55, -1)]

@@ -25,10 +25,10 @@ from dialoop_services.learning.loss.corrections import Correction
 from dialoop_services.learning.loss.loss_inputs import LossInputs
 from dialoop_services.learning.loss.objective import Objective, k3
 from dialoop_services.rl.monte_carlo import trajectory_advantages, with_turn_advantages
-from dialoop_services.rl.selection import with_best_alone
+from dialoop_services.rl.selection import TopKWindow, with_best_alone
 
 if TYPE_CHECKING:
-    from dialoop.trajectory import Group
+    from dialoop.trajectory import Group, Trajectory
     from torch import Tensor
 
     from dialoop_services.config.losses import Aggregation
@@ -142,21 +142,28 @@ def mc_advantage(
     return of_trajectories
 
 
-def top_k_reward_selector(total_dialog_turns: int, topk_size: int) -> Callable[[Group], Group]:
-    """Return torchrl's TopKRewardSelector: the best `topk_size` of a group have advantage 1.
+class TopKRewardSelector:
+    """torchrl's TopKRewardSelector, for whole groups or for trajectories as they come.
 
-    total_dialog_turns: the size of a group.
+    Of a group of `total_dialog_turns` trajectories, the best `topk_size` have advantage 1. `add`
+    returns the best of each window of so many turns of one task, and then begins a new window;
+    torchrl's keeps the last trajectories and returns some of them again with each new one.
     """
-    if not 1 <= topk_size <= total_dialog_turns:
-        raise _bad(
-            f"topk_size is {topk_size} of {total_dialog_turns}", "Use at most the group's size."
-        )
 
-    def select(group: Group) -> Group:
-        _require_size(group, total_dialog_turns)
-        return with_best_alone(group, k=topk_size)
+    def __init__(self, total_dialog_turns: int, topk_size: int) -> None:
+        if not 1 <= topk_size <= total_dialog_turns:
+            raise _bad(
+                f"topk_size is {topk_size} of {total_dialog_turns}",
+                "Use at most total_dialog_turns.",
+            )
+        self._size, self._k = total_dialog_turns, topk_size
+        window = TopKWindow(num_turns=total_dialog_turns, k=topk_size, aggregate="mean")
+        self.add: Callable[[Trajectory], tuple[Trajectory, ...]] = window.add
 
-    return select
+    def __call__(self, group: Group) -> Group:
+        """Return the group with advantage 1 on its best trajectories and 0 on the others."""
+        _require_size(group, self._size)
+        return with_best_alone(group, k=self._k, aggregate="mean")
 
 
 def _require_size(group: Group, size: int) -> None:
