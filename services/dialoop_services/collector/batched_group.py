@@ -1,9 +1,13 @@
-"""Play a group of one-turn episodes with three requests for all members together.
+"""Play a group turn by turn with requests that its members share.
 
-    8 times create, reset, generate, step    ->    CreateGroup, Generate (8 samples), BatchStep
+    create and reset, 8 times      ->    CreateGroup, once
+    generate, in the first turn    ->    Generate with 8 samples, once
+    generate, in later turns       ->    Generate, for each member, since their prompts differ
+    step, in each turn             ->    BatchStep of all members that have answered
 
-Members of a group make the same requests at the same time, and the group is complete only when the
-last member is done. With one turn per episode, joining the requests makes no member wait longer.
+A trajectory takes part in at most two requests a turn. A step waits for the other members a
+fraction of the time that its own answer took, and goes without those that are not there by then.
+Where steps themselves are slow, each member steps alone, so that no tool keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -27,6 +31,13 @@ if TYPE_CHECKING:
     from dialoop.episode import Policy, ResetResult, Sample, StepResult
     from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams, Task
+
+# A step waits for other members this part of the time that its answer took, and at least so long:
+# as answers arrive that were sampled side by side.
+_WAIT_SHARE = 0.1
+_LEAST_WAIT_S = 0.02
+# A request costs about a millisecond: where steps take longer than this, sharing saves nothing.
+_SLOW_STEP_S = 0.1
 
 # Tasks that close sessions which were opened after their member had been cancelled.
 _closing: set[asyncio.Task[bool]] = set()
@@ -95,8 +106,85 @@ class JoinedCall(Generic[A, R]):
             self._has_started.set()
 
 
+class JoinedSteps:
+    """Steps of members that have answered, in one call; it does not wait for all of them.
+
+    A call begins as soon as no member that could join is missing, or when one that waits has waited
+    long enough. `_waiting` holds what the next call sends, and `_num_away` counts the members whose
+    call is under way, which cannot join.
+    """
+
+    def __init__(
+        self,
+        num_members: int,
+        call: Callable[[list[StepItem]], Awaitable[Several[StepResult | DialoopError]]],
+    ) -> None:
+        self._num_members = num_members
+        self._call = call
+        self._waiting: dict[asyncio.Future[StepResult], StepItem] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._num_away = 0
+        self._are_slow = False
+
+    async def join(self, item: StepItem, *, wait_s: float) -> StepResult:
+        """Return the result of one member's step, which goes to the service within `wait_s`."""
+        loop = asyncio.get_running_loop()
+        place: asyncio.Future[StepResult] = loop.create_future()
+        self._waiting[place] = item
+        timer = loop.call_later(wait_s, self._send)
+        if self._are_slow:
+            self._send()
+        else:
+            self._send_when_complete()
+        try:
+            return await place
+        finally:
+            timer.cancel()
+            self._waiting.pop(place, None)
+
+    def leave(self) -> None:
+        """Take a member out, for which nobody waits from now on; the last one ends all calls."""
+        self._num_members -= 1
+        self._send_when_complete()
+        if not self._num_members:
+            for call in self._calls:
+                call.cancel()
+
+    def _send_when_complete(self) -> None:
+        if len(self._waiting) >= self._num_members - self._num_away:
+            self._send()
+
+    def _send(self) -> None:
+        if not self._waiting:
+            return
+        batch, self._waiting = self._waiting, {}
+        self._num_away += len(batch)
+        call = asyncio.create_task(self._answer(batch))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    async def _answer(self, batch: dict[asyncio.Future[StepResult], StepItem]) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        answers: Several[StepResult | Exception]
+        try:
+            answers = await self._call(list(batch.values()))
+        except Exception as error:
+            answers = [error] * len(batch)
+        finally:
+            self._num_away -= len(batch)
+        self._are_slow = loop.time() - started > _SLOW_STEP_S
+        for place, answer in zip(batch, answers, strict=True):
+            if place.done():
+                continue  # the member was cancelled
+            if isinstance(answer, Exception):
+                place.set_exception(answer)
+            else:
+                place.set_result(answer)
+
+
 class BatchedGroup:
-    """Sessions and policy for the members of one group whose episodes have one turn.
+    """Sessions and policy for the members of one group.
 
     Satisfies `dialoop.episode.Sessions` and `dialoop.episode.Policy`. Every member must close its
     session, also when it fails.
@@ -115,10 +203,11 @@ class BatchedGroup:
         self._policy = policy
         self._retry_policy = retry_policy
         self._served: dict[str, str] = {}
+        self._answering_since: dict[str, float] = {}
         self._opening: asyncio.Task[GroupOpening] | None = None
         self._resets: JoinedCall[str, ResetResult] = JoinedCall(num_members, self._open)
         self._answers: JoinedCall[History, Sample] = JoinedCall(num_members, self._generate)
-        self._steps: JoinedCall[StepItem, StepResult] = JoinedCall(num_members, self._step)
+        self._steps = JoinedSteps(num_members, self._step)
         self._sampling: SamplingParams | None = None
 
     async def create_session(self, session_id: str, environment: str) -> float:
@@ -129,7 +218,9 @@ class BatchedGroup:
         self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
     ) -> ResetResult:
         """Return the result of this member's reset."""
-        return await self._resets.join(session_id)
+        opening = await self._resets.join(session_id)
+        self._answering_since[session_id] = asyncio.get_running_loop().time()
+        return opening
 
     async def generate(
         self,
@@ -141,9 +232,20 @@ class BatchedGroup:
         turn: int = 0,
         num_samples: int = 1,
     ) -> tuple[Sample, ...]:
-        """Return one sample; all members must give the same `sampling`."""
-        self._sampling = sampling
-        return (await self._answers.join(history),)
+        """Return one sample; in the first turn all members give the same `sampling`.
+
+        Those with seeds ask alone: each has a seed of its own.
+        """
+        if turn == 0 and (sampling is None or sampling.seed is None):
+            self._sampling = sampling
+            return (await self._answers.join(history),)
+        return await self._policy.generate(
+            history,
+            context=context,
+            num_context_messages=num_context_messages,
+            sampling=sampling,
+            turn=turn,
+        )
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
@@ -155,15 +257,19 @@ class BatchedGroup:
             step_index=step_index,
             history=history,
         )
-        return await self._steps.join(item)
+        answer_s = asyncio.get_running_loop().time() - self._answering_since[session_id]
+        result = await self._steps.join(item, wait_s=max(_LEAST_WAIT_S, _WAIT_SHARE * answer_s))
+        self._answering_since[session_id] = asyncio.get_running_loop().time()
+        return result
 
     async def close_session(self, session_id: str) -> bool:
         """Leave the group's calls, so that the others do not wait for this member.
 
         A session that is being opened is closed once it exists, even if the caller is cancelled.
         """
-        for joined in (self._resets, self._answers, self._steps):
-            joined.leave()
+        self._resets.leave()
+        self._answers.leave()
+        self._steps.leave()
         if self._opening is None or self._opening.done():
             return await self._close(session_id)
         closing = asyncio.create_task(self._close_when_opened(session_id, self._opening))

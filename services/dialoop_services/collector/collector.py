@@ -141,9 +141,7 @@ class Collector:
         try:
             info = await self._info_of(round_.task.environment)
             sampling = self._settings.sampling_of(round_.task, info.stop)
-            failed = await self._player.play(
-                round_, sampling, partial(self._append, round_), has_one_turn=info.max_turns == 1
-            )
+            failed = await self._player.play(round_, sampling, partial(self._append, round_))
         except DialoopError as error:
             log.warning("A group failed: %s", error, extra={"group_id": round_.group_id})
             await self._give_back(round_, error.reason.lower(), failed=not is_outage(error))

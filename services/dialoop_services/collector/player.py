@@ -120,17 +120,14 @@ class GroupPlayer:
         round_: Round,
         sampling: SamplingParams,
         deliver: Callable[[PlayedMember], Awaitable[FailedMember | None]],
-        *,
-        has_one_turn: bool = False,
     ) -> dict[int, FailedMember]:
         """Play all members of the lease and deliver each as soon as it is finished.
 
         A member that fails does not stop the others. Return those that failed, or that `deliver`
-        could not bring into the queue. Members of an environment that `has_one_turn` share their
-        requests.
+        could not bring into the queue.
         """
         members = round_.lease.members
-        batched = self._batched_group(round_, sampling) if has_one_turn else None
+        batched = self._batched_group(round_)
         num_playing, failed = len(members), dict[int, FailedMember]()
 
         async def play_one(member: int) -> None:
@@ -151,12 +148,11 @@ class GroupPlayer:
             raise errors.exceptions[0] from None
         return failed
 
-    def _batched_group(self, round_: Round, sampling: SamplingParams) -> BatchedGroup | None:
+    def _batched_group(self, round_: Round) -> BatchedGroup | None:
         """Return the requests that members share, or None where each makes its own."""
         task, num_members = round_.task, len(round_.lease.members)
-        has_player = self._player_of(task) is not None
-        alone = num_members < _SEVERAL or sampling.seed is not None or has_player
-        if self._groups is None or alone:
+        is_alone = num_members < _SEVERAL or self._player_of(task) is not None
+        if self._groups is None or is_alone:
             return None
         return BatchedGroup(task, self._groups, self._policy, self._retry_policy, num_members)
 

@@ -1,4 +1,4 @@
-"""A group of a single-turn environment: three requests for all its members, and nobody hangs."""
+"""A group shares its requests, turn by turn: how many there are, and that nobody hangs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ from dialoop import rollout
 from dialoop.chat import History
 from dialoop.clients.replay import TaskLease
 from dialoop.clients.retry import RetryPolicy
+from dialoop.environments import arithmetic
 from dialoop.episode import Sample
 from dialoop.errors import DialoopError, InternalError
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.sequences import Sequence
 from dialoop.tasks.column_addition import column_addition
 from dialoop.testing import ScriptedPolicy
-from dialoop.trajectory import DoneReason, Group, Purpose, SamplingParams, StopReason, Task
+from dialoop.trajectory import (
+    DoneReason,
+    Group,
+    Purpose,
+    SamplingParams,
+    StopReason,
+    Task,
+    Trajectory,
+)
+from dialoop_services.collector import batched_group
 from dialoop_services.collector.batched_group import JoinedCall
 from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import FailedMember, GroupPlayer, PlayedMember, Round
@@ -75,23 +85,27 @@ async def environment() -> AsyncIterator[Counting]:
         yield Counting(client)
 
 
-async def _play(
-    environment: Counting, policy: Policy, *, seed: int | None = None, has_one_turn: bool = True
-) -> Group:
+async def _play(environment: Counting, policy: Any, **options: Any) -> Group:
     """The whole group; it is an error if a member failed."""
-    group, failed = await _play_all(environment, policy, seed=seed, has_one_turn=has_one_turn)
+    group, failed = await _play_all(environment, policy, **options)
     assert not failed
     return group
 
 
 async def _play_all(
-    environment: Counting, policy: Policy, *, seed: int | None = None, has_one_turn: bool = True
+    environment: Counting,
+    policy: Any,
+    *,
+    seed: int | None = None,
+    shares: bool = True,
+    name: str = "column_addition",
+    key: str = "35+47",
 ) -> tuple[Group, dict[int, FailedMember]]:
     task = Task(
         task_id="t",
-        environment="column_addition",
+        environment=name,
         split="train",
-        key="35+47",
+        key=key,
         seed=0,
         purpose=Purpose.TRAINING,
         num_trajectories=NUM,
@@ -103,7 +117,7 @@ async def _play_all(
         member_retries=1,
         max_turns=8,
         retry_policy=PATIENCE,
-        groups=environment,
+        groups=environment if shares else None,
     )
     lease = TaskLease(
         lease_id="l", task=task, attempt=1, expires_in_s=60, members=tuple(range(NUM))
@@ -116,7 +130,7 @@ async def _play_all(
         delivered[played.member] = played
 
     async with asyncio.timeout(PATIENCE_S):
-        failed = await player.play(round_, sampling, deliver, has_one_turn=has_one_turn)
+        failed = await player.play(round_, sampling, deliver)
     trajectories = tuple(delivered[member].trajectory for member in sorted(delivered))
     return Group(group_id="t", task=task, trajectories=trajectories), failed
 
@@ -134,22 +148,108 @@ async def test_members_of_one_turn_ask_with_three_requests(environment: Counting
 
 async def test_they_record_what_members_that_ask_alone_record(environment: Counting) -> None:
     together = await _play(environment, Policy())
-    alone = await _play(environment, Policy(), has_one_turn=False)
+    alone = await _play(environment, Policy(), shares=False)
+    assert list(map(_content_of, together.trajectories)) == list(
+        map(_content_of, alone.trajectories)
+    )
 
-    def content_of(group: Group) -> list[Any]:
-        return [
-            (t.history, t.done_reason, t.reward, t.sequences[0].token_ids.tolist(), t.sampling)
-            for t in group.trajectories
-        ]
 
-    assert content_of(together) == content_of(alone)
+def _content_of(trajectory: Trajectory) -> Trajectory:
+    """The trajectory without what differs in each play: its id, and how long things took."""
+    turns = tuple(replace(turn, generate_s=0.0, step_s=0.0) for turn in trajectory.turns)
+    return replace(trajectory, trajectory_id="", turns=turns)
 
 
 async def test_members_with_seeds_of_their_own_ask_alone(environment: Counting) -> None:
     policy = Policy()
     group = await _play(environment, policy, seed=5)
     assert policy.asked == [1] * NUM
+    assert environment.calls == {"create_group": 1, "batch_step": 1, "close_session": NUM}
     assert [t.sampling.seed for t in group.trajectories] == [5, 6, 7, 8]
+
+
+class ToolCalls:
+    """Calls a tool until a member's last turn; members, told apart by seeds, have 1 to 3 turns."""
+
+    def __init__(self, *, answers_after: dict[int, asyncio.Event] | None = None) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self._answers_after = answers_after or {}
+
+    async def generate(
+        self,
+        history: History,
+        *,
+        sampling: SamplingParams | None = None,
+        turn: int = 0,
+        num_samples: int = 1,
+        **question: Any,
+    ) -> tuple[Sample, ...]:
+        self.asked.append((turn, num_samples))
+        assert sampling is not None
+        number = 3 if sampling.seed is None else sampling.seed
+        if number in self._answers_after:
+            await self._answers_after[number].wait()
+        script = [f"<request><Calculator>{number}+{n}<call>" for n in range(min(number, 2))]
+        policy = ScriptedPolicy([*script, f"Result={number}<submit>"])
+        return await policy.generate(
+            history, sampling=sampling, turn=turn, num_samples=num_samples, **question
+        )
+
+
+@pytest.fixture
+async def tools() -> AsyncIterator[Counting]:
+    async with LocalEnvironmentClient(arithmetic()) as client:
+        yield Counting(client)
+
+
+async def _play_tools(tools: Counting, policy: ToolCalls, **options: Any) -> Group:
+    page = await tools.list_tasks("arithmetic", split="train", page_size=1)
+    tools.calls.clear()
+    return await _play(tools, policy, name="arithmetic", key=page.tasks[0].key, **options)
+
+
+async def test_a_group_of_many_turns_shares_its_requests_turn_by_turn(
+    tools: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batched_group, "_LEAST_WAIT_S", PATIENCE_S)
+    policy = ToolCalls()
+    together = await _play_tools(tools, policy, seed=0)
+    num_turns = [len(t.turns) for t in together.trajectories]
+    assert num_turns == [1, 2, 3, 3]
+    assert tools.calls == {"create_group": 1, "batch_step": max(num_turns), "close_session": NUM}
+    assert len(policy.asked) == sum(num_turns)
+    alone = await _play_tools(tools, ToolCalls(), seed=0, shares=False)
+    assert tools.calls["step"] == sum(num_turns)
+    assert list(map(_content_of, together.trajectories)) == list(
+        map(_content_of, alone.trajectories)
+    )
+    unseeded = ToolCalls()
+    await _play_tools(tools, unseeded)
+    assert unseeded.asked == [(0, NUM), *((turn, 1) for turn in (1, 2) for _ in range(NUM))]
+    assert tools.calls == {"create_group": 1, "batch_step": 3, "close_session": NUM}
+
+
+async def test_nobody_waits_long_for_a_straggler(tools: Counting) -> None:
+    goes_on = asyncio.Event()
+    policy = ToolCalls(answers_after={1: goes_on})  # its first answer takes until the others ended
+    playing = asyncio.create_task(_play_tools(tools, policy, seed=0))
+    async with asyncio.timeout(PATIENCE_S):
+        while tools.calls["close_session"] < NUM - 1:
+            await asyncio.sleep(0.002)
+    goes_on.set()
+    group = await playing
+    assert [len(t.turns) for t in group.trajectories] == [1, 2, 3, 3]
+    assert tools.calls["batch_step"] <= 1 + 3 + 3 + 2  # each in a call of its own at most
+
+
+async def test_where_steps_are_slow_each_member_steps_alone(
+    tools: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batched_group, "_LEAST_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(batched_group, "_SLOW_STEP_S", 0.0)
+    group = await _play_tools(tools, ToolCalls(), seed=0)
+    assert [len(t.turns) for t in group.trajectories] == [1, 2, 3, 3]
+    assert tools.calls["batch_step"] == 1 + (3 + 2)
 
 
 async def test_a_sample_that_was_cancelled_keeps_nobody_waiting(environment: Counting) -> None:
