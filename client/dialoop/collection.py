@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from dialoop.clients.blocking.loop import BackgroundLoop
@@ -22,11 +24,11 @@ from dialoop.errors import InvalidConfig, InvalidInput, NotFound, PreconditionFa
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
 from dialoop.rollout import EpisodePlayer, sampling_of_member
-from dialoop.trajectory import Group
+from dialoop.trajectory import Group, SamplingParams, Task
 from dialoop.user_functions import call
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
     from typing import Self
 
     from dialoop.clients.environment import EnvironmentInfo
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from dialoop.environments.tasks.source import TaskPage, TaskRef
     from dialoop.episode import Policy
     from dialoop.sequences import PolicyVersion
-    from dialoop.trajectory import SamplingParams, Task, Trajectory
+    from dialoop.trajectory import Trajectory
 
 _PAGE_SIZE = 32
 
@@ -108,6 +110,7 @@ class _Rules:
     max_turns: int
 
     def __post_init__(self) -> None:
+        self._require_types()
         for option in ("turns_per_batch", "num_sessions", "group_size", "max_turns"):
             number = getattr(self, option)
             if number is not None and number < 1:
@@ -133,6 +136,18 @@ class _Rules:
                 "Set one of them: last turns are those of completed trajectories.",
             )
 
+    def _require_types(self) -> None:
+        for rule in fields(self):
+            value = getattr(self, rule.name)
+            if value is None and rule.name in ("turns_per_batch", "sampling"):
+                continue
+            if rule.name == "sampling":
+                _require(isinstance(value, SamplingParams), rule.name, value, "SamplingParams")
+            elif rule.type == "bool":
+                _require(isinstance(value, bool), rule.name, value, "True or False")
+            else:
+                _require(_is_whole(value), rule.name, value, "a whole number")
+
     def quota(self, num_turns: int) -> int:
         """Return the turns of the next batch, after `num_turns` in all."""
         quota = self.turns_per_batch or 1
@@ -154,20 +169,33 @@ def _bad_options(message: str, remedy: str) -> InvalidConfig:
     return InvalidConfig(message, reason=Reason.BAD_OPTIONS, remedy=remedy)
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _require(is_sound: bool, name: str, value: object, expected: str) -> None:
+    """Raise InvalidInput (WRONG_TYPE) for something else in a value's place."""
+    if not is_sound:
+        raise InvalidInput(
+            f"{name} is {value!r:.40}.", reason=Reason.WRONG_TYPE, remedy=f"Give {expected}."
+        )
+
+
 def _require_parts(environment: object, policy: object) -> None:
-    """Raise InvalidInput (WRONG_TYPE) for something else in their place."""
-    if not isinstance(environment, TaskSessions) and not hasattr(environment, "tasks"):
-        raise InvalidInput(
-            f"environment is {environment!r:.40}.",
-            reason=Reason.WRONG_TYPE,
-            remedy="Give an environment, an EnvironmentClient or a LocalEnvironmentClient.",
-        )
-    if not callable(getattr(policy, "generate", None)):
-        raise InvalidInput(
-            f"policy is {policy!r:.40}.",
-            reason=Reason.WRONG_TYPE,
-            remedy="Give an InferenceClient or a ScriptedPolicy.",
-        )
+    """Raise InvalidInput (WRONG_TYPE) for something else in their place, or for their class."""
+    is_environment = isinstance(environment, TaskSessions) or hasattr(environment, "tasks")
+    _require(
+        is_environment and not isinstance(environment, type),
+        "environment",
+        environment,
+        "an environment, an EnvironmentClient or a LocalEnvironmentClient",
+    )
+    _require(
+        callable(getattr(policy, "generate", None)) and not isinstance(policy, type),
+        "policy",
+        policy,
+        "an InferenceClient or a ScriptedPolicy",
+    )
 
 
 class _Tasks:
@@ -181,10 +209,16 @@ class _Tasks:
         group_size: int,
         tasks: Iterable[Task] | None,
     ) -> None:
-        if tasks is not None and (group_size != 1 or split or shuffle_seed):
+        _require(isinstance(name, str), "name", name, "the environment's name")
+        _require(isinstance(split, str), "split", split, "the split's name")
+        _require(_is_whole(shuffle_seed), "shuffle_seed", shuffle_seed, "a whole number")
+        _require(
+            tasks is None or isinstance(tasks, Iterable), "tasks", tasks, "Tasks in their order"
+        )
+        if tasks is not None and (group_size != 1 or name or split or shuffle_seed):
             raise _bad_options(
-                "Both tasks and a group_size, split or shuffle_seed were given.",
-                "Set num_trajectories of each task, and give the tasks in their order.",
+                "Both tasks and a name, group_size, split or shuffle_seed were given.",
+                "Set environment and num_trajectories of each task, and give the tasks in order.",
             )
         self._name = name
         self._split = split
@@ -198,7 +232,9 @@ class _Tasks:
     async def take(self, sessions: TaskSessions) -> Task | None:
         """Return the next task; None after the last one of the caller's."""
         if self._tasks is not None:
-            return next(self._tasks, None)
+            task = next(self._tasks, None)
+            _require(task is None or isinstance(task, Task), "A task", task, "Tasks")
+            return task
         if not self._refs:
             await self._read_page(sessions)
         return self._refs.popleft().task(self._name, self._split, num_trajectories=self._group_size)
@@ -282,7 +318,7 @@ class Collection:
     - group_size: episodes for each task.
     - name: the environment's, where a client has several. split: absent, "train" or the only one.
     - shuffle_seed: 0 keeps the order of the tasks; another seed shuffles each epoch differently.
-    - tasks: what to play instead of a split, with `num_trajectories` each.
+    - tasks: what to play instead of a split, with the environment and `num_trajectories` of each.
     - sampling: absent, each task's own. Without stop texts, the environment's are used.
     - max_turns: turns after which an episode ends if its environment has not ended it.
 
@@ -292,8 +328,8 @@ class Collection:
     lost.
 
     Raise InvalidConfig (BAD_OPTIONS) for options that contradict each other, and InvalidInput
-    (WRONG_TYPE) for another environment or policy. In the loop, raise NotFound where there is no
-    such environment, split or task.
+    (WRONG_TYPE) for a value of another type. In the loop, raise NotFound where there is no such
+    environment or split; a task that does not exist is a failure of its trajectories.
     """
 
     def __init__(  # noqa: PLR0913 - what a batch is, and what is played

@@ -322,12 +322,12 @@ def _require_parts(task: Task, sessions: Sessions, policy: Policy) -> None:
         "task": (task, isinstance(task, Task), "a Task"),
         "sessions": (
             sessions,
-            callable(getattr(sessions, "create_session", None)),
+            callable(getattr(sessions, "create_session", None)) and not isinstance(sessions, type),
             "an EnvironmentClient, or LocalEnvironmentClient(environment)",
         ),
         "policy": (
             policy,
-            callable(getattr(policy, "generate", None)),
+            callable(getattr(policy, "generate", None)) and not isinstance(policy, type),
             "an InferenceClient or a ScriptedPolicy",
         ),
     }

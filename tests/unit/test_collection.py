@@ -344,6 +344,7 @@ async def test_the_environments_stop_texts_are_used_where_there_are_no_others() 
         {"last_turn_only": True, "reset_each_batch": True},
         {"last_turn_only": True, "completed_only": False, "turns_per_batch": 2},
         {"tasks": [], "group_size": 2},
+        {"tasks": [], "name": "chat"},
         {"tasks": [], "split": "train"},
         {"tasks": [], "shuffle_seed": 1},
     ],
@@ -353,6 +354,42 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any])
         collect(chat(1), policy(), **options)
     assert caught.value.reason == Reason.BAD_OPTIONS
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"turns_per_batch": 2.5},
+        {"turns_per_batch": "2"},
+        {"turns_per_batch": True},
+        {"total_turns": None},
+        {"group_size": 1.5},
+        {"num_sessions": None},
+        {"max_turns": "64"},
+        {"completed_only": "no"},
+        {"flatten": 1},
+        {"sampling": {"temperature": 1.0}},
+        {"name": None},
+        {"split": 3},
+        {"shuffle_seed": 1.5},
+        {"tasks": 5},
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(InvalidInput) as caught:
+        collect(chat(1), policy(), **wrong)
+    assert caught.value.reason == Reason.WRONG_TYPE
+    assert str(caught.value).startswith(f"{name} is {value!r}.")
+
+
+async def test_a_class_is_neither_environment_nor_policy_and_a_text_is_no_task() -> None:
+    with pytest.raises(InvalidInput, match="environment is <class"):
+        collect(ChatEnv, policy())  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="policy is <class"):
+        collect(chat(1), ScriptedPolicy)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="A task is 'q1'"):
+        await all_of(collect(chat(1), policy(), tasks=["q1"]))  # type: ignore[list-item]
 
 
 async def test_wrong_parts_and_places_are_refused_by_name() -> None:
