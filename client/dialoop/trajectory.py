@@ -11,7 +11,7 @@ import sys
 import uuid
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import History
@@ -27,15 +27,12 @@ if TYPE_CHECKING:
 _NO_TOP_K = (0, -1)
 MAX_TOP_LOGPROBS = 20
 """Most of the likeliest tokens that a sample names at each position, as in OpenAI's API."""
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_new_tokens",
-    "repetition_penalty",
-    "top_logprobs",
-)
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_WHOLE_NUMBERS = ("top_k", "max_new_tokens", "seed", "top_logprobs")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def texts_of(value: Any, name: str) -> tuple[str, ...]:
@@ -141,6 +138,15 @@ class SamplingParams:
                     reason=Reason.INVALID_SAMPLING,
                     remedy=f"Give {name} as a number, or leave it out for 'off'.",
                 )
+        for name in _WHOLE_NUMBERS:
+            value = getattr(self, name)
+            if (value is None and name != "top_logprobs") or _is_whole(value):
+                continue
+            raise InvalidInput(
+                f"{name} is {value!r:.40}.",
+                reason=Reason.INVALID_SAMPLING,
+                remedy=f"Give {name} as a whole number, or leave it out.",
+            )
         self._require_penalty()
         checks = (
             ("temperature", self.temperature, 0.0, float("inf")),

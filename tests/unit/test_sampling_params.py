@@ -47,6 +47,25 @@ def test_any_other_top_k_below_one_is_refused():
         SamplingParams(top_k=-2)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_k": 2.5},
+        {"max_new_tokens": 8.0},
+        {"max_new_tokens": True},
+        {"seed": "x"},
+        {"seed": 1.5},
+        {"top_logprobs": 2.5},
+        {"top_logprobs": True},
+        {"top_logprobs": None},
+    ],
+)
+def test_what_counts_is_a_whole_number(wrong):
+    with pytest.raises(InvalidInput, match="as a whole number") as caught:
+        SamplingParams(**wrong)
+    assert caught.value.reason == "INVALID_SAMPLING"
+
+
 def test_a_penalty_survives_the_wire():
     sampling = SamplingParams(repetition_penalty=1.5)
     assert sampling_from_proto(sampling_to_proto(sampling)) == sampling
