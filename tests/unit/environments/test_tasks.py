@@ -1,6 +1,9 @@
 """Facts of task sources: endless pages, fixed splits, and files that say where they are broken."""
 
+import copy
+import gc
 import json
+import pickle
 import subprocess
 import sys
 import tracemalloc
@@ -193,6 +196,23 @@ def test_the_file_that_was_checked_is_the_file_that_is_read(tmp_path):
     path.write_text("x" * path.stat().st_size)
     with pytest.raises(InvalidConfig, match=r"Line 1 of .* is broken"):
         tasks.get("train", "1")
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda tasks: pickle.loads(pickle.dumps(tasks))])
+def test_a_copy_outlives_the_original_and_reads_its_own_file(tmp_path, monkeypatch, again):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "t.jsonl", GOOD, '{"id": "b", "question": "q", "answer": "5"}')
+    tasks = JsonlTasks("t.jsonl", heldout_fraction=0.5)
+    splits = {split: [*tasks.keys(split)] for split in tasks.splits}
+    state, same = pickle.dumps(tasks), again(tasks)
+    del tasks
+    gc.collect()
+    monkeypatch.chdir(tmp_path.parent)
+    with write(tmp_path / "other.jsonl", GOOD, GOOD).open():  # takes the number of a closed file
+        assert {split: [*same.keys(split)] for split in same.splits} == splits
+    (tmp_path / "t.jsonl").unlink()
+    with pytest.raises(InvalidConfig, match="cannot be read: FileNotFoundError"):
+        pickle.loads(state)
 
 
 def test_keys_with_the_same_hash_are_told_apart(tmp_path, monkeypatch):

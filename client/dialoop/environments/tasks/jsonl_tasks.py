@@ -35,8 +35,9 @@ class JsonlTasks(TaskSource):
     hash of the key decides which lines are in the share `heldout_fraction`.
 
     A task is read from the file when it is asked for. The file that was opened is read even if its
-    name leads to another one by then; if its lines are changed in place, `get` raises InvalidConfig
-    (TASK_FILE_BROKEN).
+    name leads to another one by then. Do not change its lines in place: `get` would return what
+    stands there now, or raise InvalidConfig (TASK_FILE_BROKEN) where that is no task. A copy or a
+    pickle opens the file again by its name.
     """
 
     def __init__(
@@ -86,13 +87,12 @@ class _IndexedFile:
     """A file of tasks whose lines have all been checked, read line by line from then on."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()
         # Offsets have one more entry than there are tasks: the end of the file.
         self._offsets, self._numbers, hashes = array("Q"), array("I"), array("Q")
         self._has_ids = False
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            finalize(self, os.close, self._file)
+            self._open()
             for number, offset, line in _lines(path):
                 fields = _fields(line, number, path)
                 key = _text(fields, "id") if "id" in fields else ""
@@ -102,11 +102,7 @@ class _IndexedFile:
                 hashes.append(hash_of(key or str(number)))
             self._offsets.append(os.fstat(self._file).st_size)
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidConfig(
-                f"The task file {path} cannot be read: {type(error).__name__}.",
-                reason=Reason.TASK_FILE_UNREADABLE,
-                remedy="Name a UTF-8 file with one JSON object per line.",
-            ) from error
+            raise _unreadable(path, error) from error
         if not hashes:
             raise InvalidConfig(
                 f"The task file {path} has no tasks.",
@@ -116,6 +112,21 @@ class _IndexedFile:
         self.hashes: NDArray[np.uint64] = np.frombuffer(hashes, dtype=np.uint64)
         self._by_hash = np.argsort(self.hashes, kind="stable").astype(np.uint32)
         self._require_different_keys()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An open file belongs to this object, which closes it at its end.
+        return {name: value for name, value in vars(self).items() if name != "_file"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        try:
+            self._open()
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+    def _open(self) -> None:
+        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        finalize(self, os.close, self._file)
 
     @property
     def num_lines(self) -> int:
@@ -225,6 +236,14 @@ def _fields(line: str, number: int, path: Path) -> dict[str, Any]:
 def _text(fields: dict[str, Any], name: str) -> str:
     value = fields.get(name)
     return str(value).strip() if isinstance(value, (str, int, float)) else ""
+
+
+def _unreadable(path: Path, error: Exception) -> InvalidConfig:
+    return InvalidConfig(
+        f"The task file {path} cannot be read: {type(error).__name__}.",
+        reason=Reason.TASK_FILE_UNREADABLE,
+        remedy="Name a UTF-8 file with one JSON object per line.",
+    )
 
 
 def _broken(path: Path, number: int, why: str) -> InvalidConfig:
