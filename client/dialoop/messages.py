@@ -352,6 +352,12 @@ def _with_arguments_json(part: Mapping[str, Any], where: str) -> Mapping[str, An
     """Return the part with its `function_args`, an object or JSON text, under our name."""
     if "function_args" not in part:
         return part
+    if part.get("function_arguments_json") is not None:
+        raise InvalidHistory(
+            f"{where} has function_args and function_arguments_json.",
+            reason=Reason.UNKNOWN_FIELD,
+            remedy="Give one of them.",
+        )
     arguments = part["function_args"]
     if arguments is not None and not isinstance(arguments, str):
         _expect(arguments, Mapping, f"{where}.function_args", "an object or JSON text")

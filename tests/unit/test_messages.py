@@ -183,6 +183,8 @@ def test_a_function_call_part_takes_the_documents_name_of_its_arguments(argument
     assert read.function_arguments_json == '{"a": 1}'
     with pytest.raises(InvalidHistory, match="an object or JSON text"):
         content_part(type="function_call", function_args=[1])
+    with pytest.raises(InvalidHistory, match="function_args and function_arguments_json"):
+        content_part(**part, function_arguments_json="{}")
 
 
 def test_empty_fields_that_chat_apis_send_are_no_error():

@@ -67,7 +67,7 @@ class TrajectoryCollector:
         self.policy = policy if policy_factory is None else call_now(policy_factory)
         options = dict(generate_kwargs or {})
         if isinstance(self.policy, PolicyWrapper):
-            options = {**self.policy.generate_kwargs, **options}
+            options = {**(self.policy.generate_kwargs or {}), **options}
             self.policy = _sampled_model(self.policy)
         self.env: ChatEnv = env if isinstance(env, ChatEnv) else call_now(env)
         stamp = VersionStamp() if track_policy_version is True else track_policy_version
@@ -82,6 +82,13 @@ class TrajectoryCollector:
         completed = (
             only_last if yield_completed_trajectories is None else yield_completed_trajectories
         )
+        if only_last and (not completed or flatten_data or reset_at_each_iter):
+            raise InvalidConfig(
+                "LLMCollector: yield_only_last_steps was set together with flatten_data, "
+                "reset_at_each_iter or yield_completed_trajectories=False.",
+                reason=Reason.BAD_OPTIONS,
+                remedy="Set one of them: last steps are those of completed trajectories.",
+            )
         if dialog_turns_per_batch is None and not completed:
             dialog_turns_per_batch = 1
         if flatten_data is None:
@@ -94,10 +101,10 @@ class TrajectoryCollector:
             self.policy,
             turns_per_batch=dialog_turns_per_batch,
             total_turns=total_dialog_turns,
-            completed_only=completed,
+            completed_only=bool(completed),
             last_turn_only=only_last,
-            flatten=flatten_data,
-            reset_each_batch=reset_at_each_iter,
+            flatten=bool(flatten_data),
+            reset_each_batch=bool(reset_at_each_iter),
             tasks=(_task_of(item, self.env.name, source.split) for item in source),
             sampling=read_generate_options(options).sampling,
         )

@@ -42,9 +42,9 @@ class PolicyWrapper:
     tokenizer: Any = field(default=None, kw_only=True)
     input_mode: str = field(default="history", kw_only=True)
     generate: bool = field(default=True, kw_only=True)
-    generate_kwargs: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    generate_kwargs: Mapping[str, Any] | None = field(default=None, kw_only=True)
     num_samples: int | None = field(default=None, kw_only=True)
-    return_log_probs: bool = field(default=True, kw_only=True)
+    return_log_probs: bool | None = field(default=None, kw_only=True)
     pad_output: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class PolicyWrapper:
                 reason=Reason.BAD_OPTIONS,
                 remedy="Choose 'history', 'text' or 'tokens'.",
             )
-        if not self.return_log_probs or self.pad_output:
+        if self.return_log_probs is False or self.pad_output:
             raise InvalidConfig(
                 "return_log_probs=False and pad_output=True are not supported.",
                 reason=Reason.BAD_OPTIONS,
@@ -95,7 +95,8 @@ class PolicyWrapper:
 
     def _options(self) -> GenerateOptions:
         """Return the sampling; a number of samples given twice must agree."""
-        return read_generate_options({**self.generate_kwargs, "num_samples": self.num_samples})
+        named = dict(self.generate_kwargs or {})
+        return read_generate_options(named | {"num_samples": self.num_samples})
 
     def _prompt(self, data: Any) -> dict[str, Any]:
         return {_MODES[self.input_mode]: self._part(data, "prompt")}

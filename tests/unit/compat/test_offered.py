@@ -333,6 +333,15 @@ async def test_the_wrapper_samples_and_names_what_is_missing() -> None:
     assert len(await wrapper([question, question])) == 2
     two = await wrapper.get_new_version(num_samples=2)(question)
     assert len(two) == 2
+    # The defaults of torchrl.
+    absent = wrapper.get_new_version(generate_kwargs=None, return_log_probs=None)
+    assert (await absent(question)).history.full.role == ("user", "assistant")
+    sizes = [
+        len(b) async for b in compat.LLMCollector(arithmetic(), policy=absent, total_dialog_turns=1)
+    ]
+    assert sizes == [1]
+    with pytest.raises(InvalidConfig, match="return_log_probs=False"):
+        wrapper.get_new_version(return_log_probs=False)
     with pytest.raises(InvalidInput, match="has no `prompt`"):
         await wrapper(ChatHistory())
 
