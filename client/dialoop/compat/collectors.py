@@ -64,11 +64,8 @@ class TrajectoryCollector:
         _require_one(policy=policy, policy_factory=policy_factory)
         if queue is not None:
             _require_one(queue=queue, replay_buffer=replay_buffer)
-        self.policy = policy if policy_factory is None else call_now(policy_factory)
-        options = dict(generate_kwargs or {})
-        if isinstance(self.policy, PolicyWrapper):
-            options = {**(self.policy.generate_kwargs or {}), **options}
-            self.policy = _sampled_model(self.policy)
+        policy = policy if policy_factory is None else call_now(policy_factory)
+        self.policy, options = _sampled_model(policy, dict(generate_kwargs or {}))
         self.env: ChatEnv = env if isinstance(env, ChatEnv) else call_now(env)
         stamp = VersionStamp() if track_policy_version is True else track_policy_version
         self.policy_version_tracker = stamp or None
@@ -82,13 +79,8 @@ class TrajectoryCollector:
         completed = (
             only_last if yield_completed_trajectories is None else yield_completed_trajectories
         )
-        if only_last and (not completed or flatten_data or reset_at_each_iter):
-            raise InvalidConfig(
-                "LLMCollector: yield_only_last_steps was set together with flatten_data, "
-                "reset_at_each_iter or yield_completed_trajectories=False.",
-                reason=Reason.BAD_OPTIONS,
-                remedy="Set one of them: last steps are those of completed trajectories.",
-            )
+        if only_last:
+            _require_whole(completed, flatten_data, reset_at_each_iter)
         if dialog_turns_per_batch is None and not completed:
             dialog_turns_per_batch = 1
         if flatten_data is None:
@@ -145,19 +137,20 @@ class TrajectoryCollector:
         return loaded
 
 
-def _sampled_model(wrapper: PolicyWrapper) -> Any:
-    """Return the wrapper's model; InvalidConfig (BAD_OPTIONS) where it does not answer chats."""
-    if (
-        not wrapper.generate
-        or wrapper.input_mode != "history"
-        or wrapper.num_samples not in (1, None)
-    ):
+def _sampled_model(policy: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a wrapper's model, and its sampling under the options; another policy as it is.
+
+    Raise InvalidConfig (BAD_OPTIONS) for a wrapper that does not answer chats.
+    """
+    if not isinstance(policy, PolicyWrapper):
+        return policy, options
+    if not policy.generate or policy.input_mode != "history" or policy.num_samples not in (1, None):
         raise InvalidConfig(
             "The policy's wrapper does not give one answer to a history.",
             reason=Reason.BAD_OPTIONS,
             remedy='Wrap it with generate=True, input_mode="history" and no num_samples.',
         )
-    return wrapper.model
+    return policy.model, {**(policy.generate_kwargs or {}), **options}
 
 
 def _require_one(**arguments: Any) -> None:
@@ -167,6 +160,17 @@ def _require_one(**arguments: Any) -> None:
             f"LLMCollector got both or none of {' and '.join(arguments)}.",
             reason=Reason.BAD_OPTIONS,
             remedy="Give one of them.",
+        )
+
+
+def _require_whole(completed: bool, flatten_data: bool | None, reset_at_each_iter: bool) -> None:
+    """Raise InvalidConfig (BAD_OPTIONS) where last steps would not be those of whole episodes."""
+    if not completed or flatten_data or reset_at_each_iter:
+        raise InvalidConfig(
+            "LLMCollector: yield_only_last_steps was set together with flatten_data, "
+            "reset_at_each_iter or yield_completed_trajectories=False.",
+            reason=Reason.BAD_OPTIONS,
+            remedy="Set one of them: last steps are those of completed trajectories.",
         )
 
 
