@@ -85,7 +85,7 @@ def dataset_chat_env(  # noqa: PLR0913 - the source's arguments
         name=name or "dataset",
         split=split or "",
         shuffle=shuffle,
-        seed=seed,
+        seed=_shuffle_seed(seed),
         repeats=repeats or 1,
         group_repeats=group_repeats,
         collate=collate,
@@ -131,6 +131,11 @@ def ifeval_env(
     return _load_tasks(env, shuffle, seed, repeats, group_repeats)
 
 
+def _shuffle_seed(seed: int | None) -> int | None:
+    """Return the seed as one that shuffles: ours keeps the order with 0."""
+    return 2**31 if seed == 0 else seed
+
+
 def _load_tasks(
     env: ChatEnv, shuffle: bool, seed: int | None, repeats: int | None, group_repeats: bool
 ) -> ChatEnv:
@@ -138,7 +143,7 @@ def _load_tasks(
     primer = DataLoadingPrimer(
         env.tasks,
         split=env.tasks.splits[0],
-        shuffle_seed=(seed or random.randrange(1, 2**31)) if shuffle else 0,
+        shuffle_seed=_shuffle_seed(seed) or random.randrange(1, 2**31) if shuffle else 0,
         repeats=repeats or 1,
         group_repeats=group_repeats,
     )

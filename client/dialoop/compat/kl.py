@@ -105,6 +105,7 @@ def kl_reward_transform(
     gen_model: Any,
     coef: float = 1.0,
     assistant_only: bool = True,
+    add_to_reward: bool = True,
     **others: Any,
 ) -> KLReward:
     """Return the dense reward -coef * kl for an environment in tokens mode.
@@ -116,6 +117,11 @@ def kl_reward_transform(
         raise InvalidInput(
             "assistant_only is False, but only the policy's tokens get a reward.",
             remedy="Leave it out.",
+        )
+    if not add_to_reward:
+        raise InvalidInput(
+            "add_to_reward is False, but the transform is a reward.",
+            remedy="Call RetrieveKL, which returns the KL alone.",
         )
     return KLReward(policy=_function(gen_model), reference=_function(ref_model), coefficient=coef)
 

@@ -204,7 +204,7 @@ def dataset_chat_env(  # noqa: PLR0913 - the options are the interface
     shuffle_seed = 0 if not shuffle else random.randrange(1, 2**31) if seed is None else seed
     if shuffle and shuffle_seed == 0:
         raise InvalidConfig(
-            "seed is 0, which keeps the shuffle_seed of the rows.",
+            "seed is 0, which would keep the order of the rows.",
             remedy="Use another seed, or shuffle=False.",
         )
     primer = DataLoadingPrimer(

@@ -321,6 +321,8 @@ async def test_log_probs_and_their_kl() -> None:
     assert (kl.tolist(), reward.tolist()) == ([-2.0], [2.0])
     penalty = compat.KLRewardTransform(reference, gen_model=policy, coef=0.1)
     assert penalty.coefficient == 0.1
+    with pytest.raises(InvalidInput, match="add_to_reward"):
+        compat.KLRewardTransform(policy, gen_model=policy, add_to_reward=False)
     assert penalty.policy is policy
 
 
@@ -492,6 +494,19 @@ def test_environments_over_files(tmp_path: Path) -> None:
         "kwargs": [{}],
     }
     path.write_text(json.dumps(instruction) + "\n", "utf-8")
+    # 0 is a seed as any other, as in torchrl.
+    rows = [{"text": str(number)} for number in range(20)]
+    many = tmp_path / "many.jsonl"
+    many.write_text(
+        "".join(json.dumps({"question": r["text"], "answer": "#### 1"}) + "\n" for r in rows)
+    )
+    for make in (
+        lambda: compat.DatasetChatEnv(dataset=rows, seed=0),
+        lambda: compat.GSM8KEnv(dataset=many, seed=0),
+    ):
+        (first, *others) = ([t.task.question for t in make().primer.batch(20)] for _ in range(2))
+        assert others == [first]
+        assert first != sorted(first, key=int)
     env = compat.IFEvalEnv(dataset=path, seed=2)
     assert env.primer.next().task.question == "No commas."
 
