@@ -101,17 +101,21 @@ async def test_weights_that_were_given_up_come_back_from_what_is_published(model
 
 async def test_what_is_under_way_ends_first_and_what_is_late_is_asked_again(model_dir, tmp_path):
     async with sharing(model_dir, tmp_path) as (w, trainer):
+        await w.client.pause()  # so that no answer ends by itself
         answering = asyncio.create_task(w.client.generate(QUESTION, sampling=LONG))
         while not w.replica.engine.num_running:
             await asyncio.sleep(0.002)
         going = asyncio.create_task(w.client.sleep(drain_s=60.0))
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await w.client.get_policy()).reason != "ASLEEP":
+                await asyncio.sleep(0.005)
         assert not trainer.try_own(), "an answer is under way"
         await assert_refused(w.client.generate(QUESTION), Unavailable, "ASLEEP")
+        await w.client.resume()
         await going
         assert (await answering)[0].sequence.num_model_tokens
         await w.client.wake()
-        await w.client.pause()  # so that it cannot end by itself
+        await w.client.pause()
         stuck = asyncio.create_task(w.client.generate(QUESTION, sampling=LONG))
         while not w.replica.engine.num_running:
             await asyncio.sleep(0.002)
@@ -132,7 +136,7 @@ async def test_a_caller_who_leaves_does_not_keep_it_half_awake(model_dir, tmp_pa
         while not w.replica.engine.num_running:
             await asyncio.sleep(0.002)
         with pytest.raises(Exception, match=r"(?i)deadline"):
-            await w.client.sleep(drain_s=0.2, deadline_s=0.05)
+            await w.client.sleep(drain_s=2.0, deadline_s=0.5)
         await assert_refused(stuck, Unavailable, "ASLEEP")
         async with asyncio.timeout(PATIENCE_S):
             while not trainer.try_own():
