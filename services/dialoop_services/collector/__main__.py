@@ -54,8 +54,10 @@ async def make_collector(
     retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
     environment = EnvironmentClient(await channel(settings.environment_address))
     replay = ReplayClient(await channel(settings.replay_address))
-    # One attempt per replica: the second one goes to the next replica.
+    # One attempt per replica: the second one goes to the next replica. And the groups' player tries
+    # again itself, so its channel must not add attempts to what may end the service.
     once = RetryPolicy(max_attempts=1)
+    groups = EnvironmentClient(await channel(settings.environment_address, once))
     replicas = [InferenceClient(await channel(a, once)) for a in settings.inference_addresses]
     sessions = RetryingSessions(environment, retry_policy)
     agents = load_agents(settings)
@@ -81,7 +83,7 @@ async def make_collector(
         max_turns=settings.max_turns,
         retry_policy=retry_policy,
         players=(Agents(agents, host), TokenEpisodes.of(settings, policy)),
-        groups=CautiousGroups(environment),
+        groups=CautiousGroups(groups),
     )
     return Collector(
         settings,

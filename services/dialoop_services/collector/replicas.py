@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.clients.errors import DEATHS, is_worth_retrying
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
     from collections.abc import Sequence as Several
 
     from dialoop.chat import ChatHistory, History
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from dialoop_services.collector.batched_group import Groups
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class _Replica:
@@ -36,35 +38,54 @@ class _Replica:
     back_at: float = 0.0
 
 
-class _Suspects:
-    """Let requests under which a replica died try again a few at a time: 1, 2, 4, ...
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where a request runs; `is_alone` while no other one that is tried again ran beside it."""
 
-    One of them may kill the next replica too. At first each goes alone, so that the others are not
-    beside it then; every success makes room for one more.
+    is_alone: bool = True
+
+
+class _Suspects:
+    """Let requests under which a service died try again a few at a time: 1, 2, 4, ...
+
+    One of them may end the service again. At first each goes alone, and every success makes room
+    for one more. A death beside others blames nobody: those try again, one at a time at first, and
+    there are at most about half as many as before.
     """
 
     def __init__(self) -> None:
         self._num_places = 1
-        self._num_running = 0
+        self._running: list[_Place] = []
         self._changed = asyncio.Event()
 
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Hold one of the places; wait while all are taken."""
-        while self._num_running >= self._num_places:
+    async def watch(self, call: Callable[[], Awaitable[T]], *, is_suspect: bool) -> T:
+        """Return the call's result; a suspect waits for a place, and goes again as said above."""
+        while True:
+            place = await self._enter() if is_suspect else _Place()
+            try:
+                result = await call()
+                self._num_places += is_suspect
+                return result
+            except DialoopError as error:
+                if error.reason in DEATHS:
+                    self._num_places = 1
+                if error.reason not in DEATHS or place.is_alone:
+                    raise
+            finally:
+                if is_suspect:
+                    self._running.remove(place)
+                    self._changed.set()
+
+    async def _enter(self) -> _Place:
+        while len(self._running) >= self._num_places:
             self._changed.clear()
             await self._changed.wait()
-        self._num_running += 1
-        try:
-            yield
-            self._num_places += 1
-        finally:
-            self._num_running -= 1
-            self._changed.set()
-
-    def begin_anew(self) -> None:
-        """Let them go one at a time again, because a replica died under one request more."""
-        self._num_places = 1
+        place = _Place()
+        self._running.append(place)
+        if len(self._running) > 1:
+            for other in self._running:
+                other.is_alone = False
+        return place
 
 
 class Replicas:
@@ -110,22 +131,23 @@ class Replicas:
 
         async def generate_once() -> tuple[Sample, ...]:
             nonlocal is_suspect
-            async with self._suspects.place() if is_suspect else nullcontext():
-                replica = await self._next_replica()
-                try:
-                    samples: tuple[Sample, ...] = await replica.policy.generate(*prompt, **question)
-                except DialoopError as error:
-                    if error.reason in DEATHS:
-                        is_suspect = True
-                        self._suspects.begin_anew()
-                    if is_worth_retrying(error):
-                        self._set_aside(replica)
-                    raise
-                replica.num_failures, replica.back_at = 0, 0.0
-                return samples
+            replica = await self._next_replica()
+            try:
+                samples: tuple[Sample, ...] = await replica.policy.generate(*prompt, **question)
+            except DialoopError as error:
+                is_suspect |= error.reason in DEATHS
+                if is_worth_retrying(error):
+                    self._set_aside(replica)
+                raise
+            replica.num_failures, replica.back_at = 0, 0.0
+            return samples
 
         # No wait between attempts here: `_next_replica` waits until a replica is back.
-        return await retry(generate_once, self._retry_policy, wait_s=lambda _: 0.0)
+        return await retry(
+            lambda: self._suspects.watch(generate_once, is_suspect=is_suspect),
+            self._retry_policy,
+            wait_s=lambda _: 0.0,
+        )
 
     async def _next_replica(self) -> _Replica:
         """Return the next replica in turn that is not set aside, or wait for the first one back."""
@@ -164,18 +186,21 @@ class CautiousGroups:
     ) -> GroupOpening:
         """Open sessions at the start of one task, all or none."""
         is_suspect = group_id in self._suspect_ids
+        opening = partial(
+            self._groups.create_group,
+            group_id,
+            environment,
+            num_sessions=num_sessions,
+            choice=choice,
+        )
+        try:
+            opened = await self._suspects.watch(opening, is_suspect=is_suspect)
+        except DialoopError as error:
+            if error.reason in DEATHS:
+                self._suspect_ids.add(group_id)
+            raise
         self._suspect_ids.discard(group_id)
-        async with self._suspects.place() if is_suspect else nullcontext():
-            try:
-                return await self._groups.create_group(
-                    group_id, environment, num_sessions=num_sessions, choice=choice
-                )
-            except DialoopError as error:
-                if error.reason in DEATHS:
-                    self._suspects.begin_anew()
-                if is_suspect or error.reason in DEATHS:
-                    self._suspect_ids.add(group_id)
-                raise
+        return opened
 
     async def batch_step(self, items: Iterable[StepItem]) -> tuple[StepResult | DialoopError, ...]:
         """Step many sessions."""

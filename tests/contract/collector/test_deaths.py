@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
+from contextlib import AsyncExitStack
 from functools import partial
+from unittest.mock import AsyncMock
 
 import pytest
 from dialoop.chat import History, Message
+from dialoop.clients.replay import TaskLease
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.episode import GroupOpening
 from dialoop.errors import Unavailable
 from dialoop.testing import ScriptedPolicy as AnsweringPolicy
+from dialoop.trajectory import Purpose, SamplingParams, Task
+from dialoop.v1.environment_service_pb2_grpc import (
+    EnvironmentServiceServicer,
+    add_EnvironmentServiceServicer_to_server,
+)
+from dialoop_services.collector.__main__ import make_collector
 from dialoop_services.collector.agents import RecordingReplicas
+from dialoop_services.collector.counters import Counters
+from dialoop_services.collector.player import Round
 from dialoop_services.collector.replicas import CautiousGroups, Replicas
+from dialoop_services.collector.settings import CollectorSettings
+from dialoop_services.runtime.in_process import InProcessNetwork
 
 from tests.support.collector_world import ScriptedPolicy, adds_up, world
 from tests.support.waiting import PATIENCE_S
@@ -29,9 +43,10 @@ def prompt(text: str) -> History:
 class Mortal:
     """A service that dies under a poisonous prompt or task, with all that it works on."""
 
-    def __init__(self, policy, *, is_poison) -> None:
+    def __init__(self, policy, *, is_poison, notice_s=0.0) -> None:
         self.policy = policy
         self.is_poison = is_poison
+        self.notice_s = notice_s
         self.running: dict[asyncio.Future[None], str] = {}
         self.deaths: Counter[str] = Counter()
         self.num_deaths = 0
@@ -54,6 +69,7 @@ class Mortal:
                 for other, content in self.running.items():
                     self.deaths[content] += 1
                     other.done() or other.set_result(None)
+                await asyncio.sleep(self.notice_s)
             else:
                 await asyncio.wait([dying], timeout=0.01)
             if dying.done():
@@ -76,6 +92,20 @@ async def test_a_request_that_kills_its_engine_ends_and_those_beside_it_do_not()
     assert mortal.deaths["poison"] == mortal.num_deaths == 2
 
 
+async def test_those_beside_the_cause_are_answered_even_if_it_is_the_last_to_try_again():
+    mortal = Mortal(AnsweringPolicy(["ok"]), is_poison=lambda t: t == "poison", notice_s=0.005)
+    replicas = Replicas([mortal], POLICY)
+    texts = ["poison", *(f"innocent {number}" for number in range(40))]
+    async with asyncio.timeout(PATIENCE_S):
+        outcomes = await asyncio.gather(
+            *(replicas.generate(prompt(text)) for text in texts), return_exceptions=True
+        )
+    assert [t for t, o in zip(texts, outcomes, strict=True) if isinstance(o, Exception)] == [
+        "poison"
+    ]
+    assert mortal.num_deaths <= 2 + math.log2(len(texts)), "what is left halves with each death"
+
+
 async def test_those_beside_a_second_cause_of_death_are_tried_one_after_the_other_too():
     mortal = Mortal(AnsweringPolicy(["ok"]), is_poison=lambda text: text.startswith("poison"))
     replicas = Replicas([mortal], POLICY)
@@ -87,6 +117,36 @@ async def test_those_beside_a_second_cause_of_death_are_tried_one_after_the_othe
             )
         failed = [t for t, o in zip(texts, outcomes, strict=True) if isinstance(o, Exception)]
         assert failed == [cause]
+
+
+async def test_a_group_that_kills_the_environment_is_opened_once_more_and_not_by_its_channel_too():
+    class Dying(EnvironmentServiceServicer):
+        num_deaths = 0
+
+        async def CreateGroup(self, request, context):  # noqa: N802
+            self.num_deaths += 1
+            raise Unavailable("dead", reason="SERVICE_DIED")
+
+    servicer, network = Dying(), InProcessNetwork()
+    server = network.server("environment", drain_s=0)
+    name = "dialoop.v1.EnvironmentService"
+    server.add(add_EnvironmentServiceServicer_to_server, servicer, name)
+    task = Task(task_id="t", environment="e", split="train", key="0", purpose=Purpose.TRAINING)
+    lease = TaskLease(lease_id="l", task=task, attempt=1, expires_in_s=60, members=(0, 1))
+    settings = CollectorSettings(
+        worker="w",
+        environment_address="environment",
+        replay_address="replay",
+        inference_addresses=["inference"],
+    )
+    async with server, AsyncExitStack() as exits:
+        collector = await make_collector(settings, Counters("w"), network.connect, exits)
+        playing = collector._player.play(
+            Round(lease=lease), SamplingParams(), AsyncMock(), has_one_turn=True
+        )
+        failed = await asyncio.wait_for(playing, PATIENCE_S)
+    assert {failure.reason for failure in failed.values()} == {"service_died"}
+    assert servicer.num_deaths == 2
 
 
 async def test_groups_beside_one_that_kills_the_environment_are_opened():
@@ -103,7 +163,7 @@ async def test_groups_beside_one_that_kills_the_environment_are_opened():
     assert [key for key, o in zip(keys, outcomes, strict=True) if isinstance(o, Exception)] == [
         "poison"
     ]
-    assert mortal.deaths["poison"] == mortal.num_deaths == 2
+    assert mortal.num_deaths <= 2 + math.log2(len(keys))
 
 
 async def test_a_task_that_kills_the_engine_is_closed_by_name_and_the_run_goes_on():
@@ -119,7 +179,8 @@ async def test_a_task_that_kills_the_engine_is_closed_by_name_and_the_run_goes_o
         async with w.collecting(Replicas([mortal], POLICY)), asyncio.timeout(PATIENCE_S):
             await w.until(lambda c: bool(c.num_groups_dropped) and c.num_groups_unscored >= 3)
         counts = await w.training()
-    assert mortal.num_deaths <= 2 * 3 * 2  # tries, attempts of the ledger, members
+    # Tries and halvings of what is suspected, attempts of the ledger, members.
+    assert mortal.num_deaths <= (2 + math.log2(8)) * 3 * 2
     assert counts.num_groups_dropped == {"engine_died": 1}
     assert adds_up(counts)
 
