@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.errors import DialoopWarning, InvalidHistory, PreconditionFailed
@@ -319,7 +319,11 @@ class ChatHistory:
                 remedy="Reset the environment first: its answer carries the prompt.",
             )
         answer = History(tuple(response))
-        return replace(self, response=answer, full=self.prompt.extend(answer))
+        answered = object.__new__(ChatHistory)  # full is made of both: there is nothing to check
+        object.__setattr__(answered, "prompt", self.prompt)
+        object.__setattr__(answered, "response", answer)
+        object.__setattr__(answered, "full", self.prompt.extend(answer))
+        return answered
 
     def require_full(self) -> History:
         """Return the whole conversation; InvalidHistory (FULL_MISSING) where it is not set."""

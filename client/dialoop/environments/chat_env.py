@@ -381,7 +381,8 @@ def _as_sent(episode: Episode, sent: Episode) -> Episode:
     A transform may have edited them, as AddThinkingPrompt does.
     """
     if episode.history.starts_with(sent.history):
-        return replace(episode, answer=sent.answer)
+        is_as_sent = episode.answer is sent.answer
+        return episode if is_as_sent else replace(episode, answer=sent.answer)
     added = episode.history[len(sent.history) :]
     return replace(episode, history=sent.history.extend(added), answer=sent.answer)
 

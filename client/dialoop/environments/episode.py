@@ -225,6 +225,8 @@ class Outcome:
 
     def with_score(self, score: Score) -> Outcome:
         """Return the outcome with the score's rewards and failures added."""
+        if not (score.rewards or score.failures):
+            return self
         return replace(
             self,
             rewards=self.rewards + score.rewards,

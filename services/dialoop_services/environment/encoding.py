@@ -16,7 +16,6 @@ from dialoop.environments import (
     TaskPage,
 )
 from dialoop.environments.sessions.prompts import (
-    PromptChain,
     PromptChange,
     PromptDigest,
     change_of,
@@ -128,13 +127,13 @@ def _digest_message(prompt: PromptDigest) -> pb.PromptDigest:
     return pb.PromptDigest(length=prompt.length, digest=prompt.digest)
 
 
-def reset_response(opening: Opening, environment: Environment) -> pb.ResetResponse:
+def reset_response(opening: Opening, session: Session) -> pb.ResetResponse:
     """Return the answer to a reset."""
     return pb.ResetResponse(
         **_whole_prompt(opening),
         info=opening.info,
-        environment_version=environment.version,
-        prompt=_digest_message(PromptChain.of(prompt_of_episode(opening.episode)).digest),
+        environment_version=session.environment.version,
+        prompt=_digest_message(session.digest_of(opening)),
     )
 
 
@@ -191,7 +190,7 @@ def group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResp
     """Return a group's sessions and the answers to their resets."""
     return pb.CreateGroupResponse(
         session_ids=[session.session_id for session, _ in members],
-        resets=[reset_response(opening, session.environment) for session, opening in members],
+        resets=[reset_response(opening, session) for session, opening in members],
         ttl_s=members[0][0].ttl_s,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,6 @@ from dialoop_services.runtime.calls import announce_start
 from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
-    from dialoop.environments.environment import Environment
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.sessions.engine import SessionEngine
     from dialoop.environments.sessions.records import AnsweredStep
@@ -45,6 +45,12 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         self._sessions = sessions
         self._runs = runs
         self._max_concurrent_items = max_concurrent_items
+        self._streamed: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
+            "create_session": self.CreateSession,
+            "reset": self.Reset,
+            "step": self.Step,
+            "close_session": self.CloseSession,
+        }
         # Steps that are sent twice because client and service had other prompts: by whether the
         # step or its answer showed it.
         self.num_resends = {"step": 0, "answer": 0}
@@ -80,7 +86,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
 
     async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.ResetResponse:
         opening = await self._sessions.reset(encoding.reset_call(request))
-        return encoding.reset_response(opening, self._environment_of(request.session_id))
+        return encoding.reset_response(opening, self._sessions.get(request.session_id))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
         played = await self._count_mismatch(self._sessions.step(encoding.step_call(request)))
@@ -95,8 +101,8 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         played, opening = await self._count_mismatch(playing)
         response = pb.StepAndResetResponse(step=self._answer_to(request.step, played))
         if opening is not None:
-            environment = self._environment_of(request.step.session_id)
-            response.reset.CopyFrom(encoding.reset_response(opening, environment))
+            session = self._sessions.get(request.step.session_id)
+            response.reset.CopyFrom(encoding.reset_response(opening, session))
         return response
 
     async def BatchReset(
@@ -118,16 +124,18 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def Interact(self, requests: AsyncIterator[pb.InteractRequest], context: Any) -> None:
         # Each request takes a place until its answer is written. Without a free place nothing is
         # read, so the client has to wait. `context.write` and not `yield`, because the answers
-        # come from tasks of a task group.
+        # come from tasks of a task group. Whoever puts the first answer into the empty outbox
+        # writes it and those that come meanwhile.
         places = asyncio.Semaphore(self._max_concurrent_items)
-        writing = asyncio.Lock()
+        outbox: deque[pb.InteractResponse] = deque()
 
         async def answer(request: pb.InteractRequest) -> None:
-            try:
-                response = await self._interact(request, context)
-                async with writing:
-                    await context.write(response)
-            finally:
+            outbox.append(await self._interact(request, context))
+            if len(outbox) > 1:
+                return
+            while outbox:
+                await context.write(outbox[0])
+                outbox.popleft()
                 places.release()
 
         async with asyncio.TaskGroup() as answers:
@@ -207,23 +215,14 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         self.num_resends["answer"] += request.whole_prompt and played.replayed
         return encoding.played_response(played, whole_prompt=request.whole_prompt)
 
-    def _environment_of(self, session_id: str) -> Environment:
-        return self._sessions.get(session_id).environment
-
     async def _interact(self, request: pb.InteractRequest, context: Any) -> pb.InteractResponse:
         """Return the answer to one request of a stream, or its error."""
         kind = request.WhichOneof("request")
-        rpcs: dict[str | None, Callable[[Any, Any], Awaitable[Any]]] = {
-            "create_session": self.CreateSession,
-            "reset": self.Reset,
-            "step": self.Step,
-            "close_session": self.CloseSession,
-        }
         response = pb.InteractResponse(request_id=request.request_id)
         try:
             if kind is None:
                 raise InvalidInput("The request is empty.", remedy="Set one of its requests.")
-            answer = await rpcs[kind](getattr(request, kind), context)
+            answer = await self._streamed[kind](getattr(request, kind), context)
             getattr(response, kind).CopyFrom(answer)
         except Exception as error:
             response.error.CopyFrom(encoding.item_error(public_error(error)))

@@ -36,18 +36,26 @@ async def read_body(
             reason=Reason.UNSUPPORTED_ENCODING,
             remedy="Send the body uncompressed, or with `content-encoding: gzip`.",
         )
-    chunks = _chunks(receive)
+    first = await receive()
+    if encoding == b"identity" and not first.get("more_body") and first["type"] == "http.request":
+        body: bytes = first.get("body", b"")  # as nearly always
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
+    chunks = _chunks(first, receive)
     return await _collect(chunks if encoding == b"identity" else _decompress(chunks), limit)
 
 
-async def _chunks(receive: Callable[[], Awaitable[Any]]) -> AsyncIterator[bytes]:
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
+async def _chunks(
+    message: dict[str, Any], receive: Callable[[], Awaitable[Any]]
+) -> AsyncIterator[bytes]:
+    """Yield the parts of a body, of which the first message has come."""
+    while message["type"] != "http.disconnect":
         yield message.get("body", b"")
-        more = message.get("more_body", False)
+        if not message.get("more_body"):
+            return
+        message = await receive()
+    raise ClientDisconnected
 
 
 async def _collect(chunks: AsyncIterator[bytes], limit: int) -> bytes:

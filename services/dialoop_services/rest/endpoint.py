@@ -106,6 +106,9 @@ class Endpoint:
         request = await self._read(scope, headers, caller)
         call.set_request(request.message)
         with caller:
+            if timeout_s is None:
+                await self._answer(request, answer)
+                return
             async with time_limit(timeout_s):
                 await self._answer(request, answer)
 
@@ -140,7 +143,8 @@ class Endpoint:
             padding = self._padding(scope["query_string"], headers)
             body = await read_body(caller.receive, headers, self._max_body_bytes)
             request = self._from_body(body, headers.get(b"content-type", b""))
-            request = replace(request, padding=padding)
+            if padding is not None:
+                request = replace(request, padding=padding)
         for parameter, field in self._route.bindings.items():
             _bind(request.message, field, scope["path_params"][parameter])
         return request

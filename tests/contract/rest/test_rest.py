@@ -242,3 +242,19 @@ def test_without_the_door_nothing_of_it_is_imported():
         "sys.exit(str(bad) if bad else 0)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=2 * PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/v1/sessions/%C3%BC%20b", (404, "SESSION_LOST")),  # the rpc itself
+        ("GET", "/v1/sessions/", (404, "ROUTE_NOT_FOUND")),
+        ("GET", "/v1/sessions/a/b", (404, "ROUTE_NOT_FOUND")),
+        ("PUT", "/v1/sessions/s", (405, "METHOD_NOT_ALLOWED")),
+    ],
+)
+async def test_what_no_rpcs_route_matches_is_answered_by_the_application(method, path, expected):
+    async with service("environment") as server, http_of(server) as http:
+        answer = await http.request(method, path)
+        assert refusal(answer) == expected
+        assert (await http.head("/v1/environments")).status_code == 200

@@ -218,6 +218,14 @@ class Session:
             raise refusals.step_conflict(f"Episode {call.episode}")
         return record.opening
 
+    def digest_of(self, opening: Opening) -> PromptDigest:
+        """Return the digest of the prompt of an episode's start."""
+        records = (self.current, self.previous)
+        record = next((r for r in records if r is not None and r.opening is opening), None)
+        if record is None:
+            return PromptChain.of(prompt_of_episode(opening.episode)).digest
+        return record.digest_before(0)
+
     def require_next_episode(self, episode: int) -> None:
         """Raise unless a reset may open this episode now."""
         following = self.episode_number + 1
