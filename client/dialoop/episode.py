@@ -116,7 +116,8 @@ class Sample:
     For a prompt of text or token ids, `history` is empty and `text` holds both texts.
     Samples of the same prompt tokens have the same `prompt_id`; a policy may leave it empty.
     `top_logprobs` has the likeliest tokens of each sampled position with their log-probs, the
-    likeliest first, where the sampling asks for them.
+    likeliest first, where the sampling asks for them. `model_digest` names config and weights of
+    the model that sampled the last token.
     """
 
     history: ChatHistory
@@ -126,6 +127,7 @@ class Sample:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     tokenizer_digest: str = ""
     template_digest: str = ""
+    model_digest: str = ""
     generate_s: float = 0.0
     queue_s: float = 0.0
     text: ContinuedText | None = None

@@ -29,6 +29,7 @@ from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS, AdapterLimits
+from dialoop_services.inference.weights.publications import ModelDigests
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.runtime.server import GrpcServer
 from dialoop_services.runtime.settings import ServerSettings
@@ -97,6 +98,7 @@ async def world(
         lease=lease,
         own_data_plane=load_data_plane(data_plane),
         awaits_policy=awaits_policy,
+        model_digests=await ModelDigests.of(model_dir),
     )
     await replica.load_latest()
     renderer = Renderer.of(model_dir)

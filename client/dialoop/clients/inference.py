@@ -61,6 +61,7 @@ class PolicyLogProbs(AnySequence["Floats"]):
     logprobs: tuple[Floats, ...]
     policy_version: PolicyVersion | None = None
     sequences: tuple[Sequence, ...] = ()
+    model_digest: str = ""
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -90,6 +91,7 @@ class PolicyStatus:
     num_parameters: int
     adapters: dict[str, PolicyVersion] = field(default_factory=dict)
     data_planes: tuple[str, ...] = ()
+    model_digest: str = ""
 
 
 def _rpc(name: str, request: type[Any], answer: type[Any], **options: Any) -> Rpc[Any, Any]:
@@ -250,6 +252,7 @@ class InferenceClient:
             logprobs=logprobs_from_proto(answer.logprobs),
             policy_version=policy_version_from_proto(answer.policy_version),
             sequences=tuple(sequence_from_proto(row) for row in answer.sequences),
+            model_digest=answer.model_digest,
         )
 
     async def get_policy(self) -> PolicyStatus:
@@ -272,6 +275,7 @@ class InferenceClient:
                 for adapter in answer.adapters
             },
             data_planes=tuple(answer.data_planes),
+            model_digest=answer.model_digest,
         )
 
     async def load_weights(

@@ -106,6 +106,7 @@ def sample_from_proto(sample: pb.Sample, shared: Mapping[str, Any]) -> Sample:
         prompt_id=sample.prompt_id,
         sample_index=sample.sample_index,
         top_logprobs=top_logprobs_from_proto(sample.top_logprobs),
+        model_digest=sample.model_digest,
         **shared,
     )
 

@@ -62,7 +62,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., context: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., num_context_messages: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., turn: _Optional[int] = ..., num_samples: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., adapter: _Optional[str] = ..., template_name: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., template_options_json: _Optional[str] = ..., truncate_prompt: bool = ..., skip_special_tokens: bool = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("history", "sequence", "stop_reason", "stop_string", "text", "prompt_id", "sample_index", "top_logprobs")
+    __slots__ = ("history", "sequence", "stop_reason", "stop_string", "text", "prompt_id", "sample_index", "top_logprobs", "model_digest")
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class Sample(_message.Message):
     PROMPT_ID_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     sequence: _trajectory_pb2.Sequence
     stop_reason: _trajectory_pb2.StopReason
@@ -79,7 +80,8 @@ class Sample(_message.Message):
     prompt_id: str
     sample_index: int
     top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., stop_reason: _Optional[_Union[_trajectory_pb2.StopReason, str]] = ..., stop_string: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., prompt_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., stop_reason: _Optional[_Union[_trajectory_pb2.StopReason, str]] = ..., stop_string: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., prompt_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class TopLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs")
@@ -148,25 +150,27 @@ class LogProbRequest(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[_Union[_chat_pb2.TokenIds, _Mapping]]] = ..., histories: _Optional[_Iterable[_Union[_chat_pb2.ChatHistory, _Mapping]]] = ..., texts: _Optional[_Iterable[str]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class LogProbResponse(_message.Message):
-    __slots__ = ("logprobs", "policy_version", "sequences", "warnings", "distribution")
+    __slots__ = ("logprobs", "policy_version", "sequences", "warnings", "distribution", "model_digest")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_chat_pb2.LogProbValues]
     policy_version: _trajectory_pb2.PolicyVersion
     sequences: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Sequence]
     warnings: _containers.RepeatedScalarFieldContainer[str]
     distribution: _chat_pb2.Distribution
-    def __init__(self, logprobs: _Optional[_Iterable[_Union[_chat_pb2.LogProbValues, _Mapping]]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[_trajectory_pb2.Sequence, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., distribution: _Optional[_Union[_chat_pb2.Distribution, str]] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, logprobs: _Optional[_Iterable[_Union[_chat_pb2.LogProbValues, _Mapping]]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[_trajectory_pb2.Sequence, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ..., distribution: _Optional[_Union[_chat_pb2.Distribution, str]] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class GetPolicyRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetPolicyResponse(_message.Message):
-    __slots__ = ("policy_version", "engine", "engine_version", "tokenizer_digest", "template_digest", "max_model_len", "ready", "reason", "num_sampled_tokens", "num_requests_running", "num_parameters", "adapters", "data_planes")
+    __slots__ = ("policy_version", "engine", "engine_version", "tokenizer_digest", "template_digest", "max_model_len", "ready", "reason", "num_sampled_tokens", "num_requests_running", "num_parameters", "adapters", "data_planes", "model_digest")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +184,7 @@ class GetPolicyResponse(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     DATA_PLANES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     policy_version: _trajectory_pb2.PolicyVersion
     engine: str
     engine_version: str
@@ -193,7 +198,8 @@ class GetPolicyResponse(_message.Message):
     num_parameters: int
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
     data_planes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., ready: bool = ..., reason: _Optional[str] = ..., num_sampled_tokens: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_parameters: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., data_planes: _Optional[_Iterable[str]] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., max_model_len: _Optional[int] = ..., ready: bool = ..., reason: _Optional[str] = ..., num_sampled_tokens: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_parameters: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., data_planes: _Optional[_Iterable[str]] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
     __slots__ = ("name", "policy_version")

@@ -36,13 +36,14 @@ from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
 from dialoop_services.inference.weights.parameters import num_parameters
-from dialoop_services.inference.weights.publications import Publications
+from dialoop_services.inference.weights.publications import ModelDigests, Publications
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.runtime.process import RESTARTS_VARIABLE, run
 from dialoop_services.runtime.settings import load
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from dialoop_services.runtime.hosting import Host, Server
 
@@ -65,7 +66,11 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
     own_data_plane = load_data_plane(settings.data_plane)
     renderer = Renderer.of(settings.model_dir)
     server = host.server
-    async with lease_device(settings.device_lock) as lease, _engine(settings) as engine:
+    async with (
+        _model_digests(settings.model_dir) as model_digests,  # while the engine starts
+        lease_device(settings.device_lock) as lease,
+        _engine(settings) as engine,
+    ):
 
         async def report(serving: bool) -> None:
             await server.set_serving(serving, _SERVICE)
@@ -80,6 +85,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             time_limit=settings.time_limit,
             own_data_plane=own_data_plane,
             awaits_policy=settings.awaits_policy,
+            model_digests=await model_digests,
         )
         await replica.load_latest()
         _add_servicers(server, replica, renderer, settings)
@@ -149,6 +155,16 @@ async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) 
 
 def _has_failed(task: asyncio.Task[None]) -> bool:
     return not task.cancelled() and task.exception() is not None
+
+
+@asynccontextmanager
+async def _model_digests(model_dir: Path) -> AsyncIterator[asyncio.Task[ModelDigests]]:
+    reading = asyncio.create_task(ModelDigests.of(model_dir))
+    try:
+        yield reading
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -48,6 +48,7 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
         prompt_id=sample.prompt_id,
         sample_index=sample.sample_index,
         top_logprobs=_top_to_proto(sample.top_logprobs),
+        model_digest=sample.model_digest,
     )
     if sample.text is None:
         proto.history.CopyFrom(chat_history_to_proto(sample.history))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
     import grpc
+    from dialoop.episode import Sample
     from dialoop.sequences import Sequence
 
     from dialoop_services.inference.engine import TokenChunk
@@ -95,6 +97,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             policy_version=policy_version_to_proto(scored[0].policy_version),
             sequences=[sequence_to_proto(sequence) for sequence in sequences],
             distribution=chat_pb2.DISTRIBUTION_RAW,
+            model_digest=self._replica.model_digest(request.adapter, scored[0].policy_version),
         )
 
     async def GetPolicy(
@@ -118,6 +121,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
                 for name, version in sorted(replica.adapters.items())
             ],
             data_planes=replica.data_planes,
+            model_digest=replica.model_digest(),
         )
 
     async def LoadWeights(
@@ -166,7 +170,13 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             renderer=self._renderer,
             max_model_len=self._replica.engine.max_model_len,
         )
-        return generated_to_proto(samples)
+        return generated_to_proto(
+            [replace(s, model_digest=self._model_digest_of(s, request.adapter)) for s in samples]
+        )
+
+    def _model_digest_of(self, sample: Sample, adapter: str) -> str:
+        versions = (segment.policy_version for segment in reversed(sample.sequence.segments))
+        return self._replica.model_digest(adapter, next(filter(None, versions), None))
 
     def _visible_ids(self, chunk: TokenChunk, *, skips_special: bool) -> Iterable[int]:
         """Return the tokens of a chunk that the text shows."""

@@ -62,6 +62,8 @@ async def test_an_adapter_loads_swaps_and_unloads(model_dir, tmp_path):
         await w.client.load_adapter(announcement)
         first = await w.client.logprobs(ids, adapter="style")
         assert first.policy_version == announcement.policy_version
+        policy_digest = (await w.client.get_policy()).model_digest
+        assert len({first.model_digest, policy_digest, ""}) == 3
         assert np.abs(first.logprobs[0] - base).max() > 0.05
         other = manifest(tmp_path, model_dir, number=2)
         data = (tmp_path / other.path).read_bytes()

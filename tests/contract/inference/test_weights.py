@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from dialoop.clients.weights import WeightsManifest
 from dialoop.errors import (
     DataLost,
     InvalidInput,
@@ -16,8 +20,10 @@ from dialoop.errors import (
     Unavailable,
 )
 from dialoop.sequences import PolicyVersion
+from dialoop.trajectory import SamplingParams
 from dialoop_services.inference.engine import BASE_VERSION
-from safetensors.torch import save_file
+from dialoop_services.inference.weights.publications import ModelDigests
+from safetensors.torch import load_file, save_file
 
 from tests.support.inference_world import (  # noqa: F401
     MAX_MODEL_LEN,
@@ -28,9 +34,13 @@ from tests.support.inference_world import (  # noqa: F401
     publish,
     world,
 )
+from tests.support.rest_world import http_of
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+SHORT = {"max_new_tokens": 3}
 
 
 async def test_weights_load_from_a_path_and_from_chunks(model_dir, tmp_path):
@@ -51,6 +61,67 @@ async def test_weights_load_from_a_path_and_from_chunks(model_dir, tmp_path):
         assert policy.ready
         assert policy.policy_version == other.policy_version
         assert (policy.engine, policy.max_model_len) == ("transformers", MAX_MODEL_LEN)
+
+
+async def test_answers_and_log_probs_name_the_model_that_gave_them(model_dir, tmp_path):
+    root, sampling = tmp_path / "w", SamplingParams(max_new_tokens=3)
+    async with world(model_dir, root, has_rest=True) as w, http_of(w.server) as http:
+
+        async def read_digest() -> str:
+            """The digest at every door, which is the same."""
+            (sample,) = await w.client.generate(QUESTION, sampling=sampling)
+            answer = await http.post("/v1/generate", json={"text": "1+", "sampling": SHORT})
+            (document,) = answer.json()["samples"]
+            scored = await http.post("/v1/logprob", json={"token_ids": [{"values": [1, 2, 3]}]})
+            digests = {
+                sample.model_digest,
+                document["model_digest"],
+                (await w.client.get_policy()).model_digest,
+                (await http.get("/v1/policy")).json()["model_digest"],
+                (await w.client.logprobs([[1, 2, 3]])).model_digest,
+                scored.json()["model_digest"],
+            }
+            (digest,) = digests
+            return digest
+
+        base = await read_digest()
+        again = await ModelDigests.of(model_dir)
+        again.begin(BASE_VERSION)
+        assert base == again.find("", BASE_VERSION)
+        assert re.fullmatch("sha256:[0-9a-f]{64}", base)
+        manifest = publish(root, model_dir, number=1)
+        await w.client.load_weights(manifest)
+        published = await read_digest()
+        assert re.fullmatch("sha256:[0-9a-f]{64}", published)
+        await w.client.load_weights(publish(root, model_dir, number=2))
+        assert len({base, published, await read_digest()}) == 3
+    again.publish(manifest, BASE_VERSION)
+    assert again.find("", manifest.policy_version) == published
+
+
+async def test_models_with_another_config_or_other_weights_have_another_digest(model_dir, tmp_path):
+    def digest_of(digests: ModelDigests) -> str:
+        digests.begin(BASE_VERSION)
+        return digests.find("", BASE_VERSION)
+
+    copied = shutil.copytree(model_dir, tmp_path / "model")
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))
+    same = digest_of(await ModelDigests.of(copied))
+    (copied / "config.json").write_text(json.dumps(config | {"rope_theta": 7.0}))
+    other_config = digest_of(await ModelDigests.of(copied))
+    shutil.copy(model_dir / "config.json", copied)
+    tensors = load_file(copied / "model.safetensors")
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name] + 1}, copied / "model.safetensors")
+    other_weights = digest_of(await ModelDigests.of(copied))
+    assert same == digest_of(await ModelDigests.of(model_dir))
+    assert len({same, other_config, other_weights}) == 3
+    # Nobody has a digest of weights that came over a device's own transfer.
+    unknown = WeightsManifest(policy_version=PolicyVersion(lineage="main", number=1))
+    digests = await ModelDigests.of(model_dir)
+    digests.publish(unknown, BASE_VERSION)
+    assert digests.find("", unknown.policy_version) == ""
 
 
 async def test_an_old_version_is_refused_and_changes_nothing(model_dir, tmp_path):

@@ -35,6 +35,7 @@ from dialoop_services.inference.replica.time_limit import TimeLimit
 from dialoop_services.inference.weights.data_planes import Arrived, DataPlanes
 from dialoop_services.inference.weights.publications import (
     BaseDigest,
+    ModelDigests,
     Publications,
     policy_adapter,
     require_intact,
@@ -84,6 +85,7 @@ class Replica(Sleeper):
         time_limit: TimeLimit | None = None,
         own_data_plane: OwnDataPlane | None = None,
         awaits_policy: bool = False,
+        model_digests: ModelDigests | None = None,
     ) -> None:
         super().__init__(engine, Publications(weights_root), lease or DeviceLease(), report)
         self._default_mode = self._last_mode = update_mode
@@ -101,6 +103,8 @@ class Replica(Sleeper):
         self._data_planes = DataPlanes(
             self._publications, transfer_backend=backend, own=own_data_plane
         )
+        self._model_digests = model_digests or ModelDigests()
+        self._model_digests.begin(engine.policy_version)
         self.num_sampled_tokens = 0
         self.num_requests_running = 0
 
@@ -108,6 +112,14 @@ class Replica(Sleeper):
     def engine(self) -> Engine:
         """Return the engine."""
         return self._engine
+
+    def model_digest(self, adapter: str = "", version: PolicyVersion | None = None) -> str:
+        """Return the digest of the model of this version, by default the newest; empty if unknown.
+
+        An adapter's versions are its own.
+        """
+        newest = self.adapters.get(adapter, self._engine.policy_version)
+        return self._model_digests.find(adapter, version or newest)
 
     @property
     def fault(self) -> str:
@@ -325,6 +337,7 @@ class Replica(Sleeper):
             path = arrived.require_file()
             await asyncio.to_thread(require_intact, path, manifest)
             times = await self._adapters.load(path, manifest)
+            self._model_digests.publish(manifest, self._engine.policy_version)
         version = f"{manifest.adapter} {manifest.policy_version}"
         log.info("Adapter loaded.", extra={"policy": version, "load_s": times.load_s})
         return times
@@ -350,6 +363,7 @@ class Replica(Sleeper):
                 raise
             finally:
                 self._num_ended = self._num_begun
+            self._model_digests.publish(manifest, version)
             self._fault, self._last_mode = "", mode
             await self._be_awake()
         log.info("Policy loaded.", extra={"policy": str(version), "pause_s": times.pause_s})

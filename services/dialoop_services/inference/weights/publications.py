@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _LATEST = "latest.json"
+_MAX_DIGESTS = 256  # more versions than answers under way may span
 
 
 class Publications:
@@ -130,6 +131,55 @@ class BaseDigest:
         if self._digest is None or self._digest[0] != state:
             self._digest = state, await asyncio.to_thread(self._base.digest)
         require_base(self._digest[1], expected)
+
+
+class ModelDigests:
+    """Digests of the models that a replica serves: of the config, and of a version's weights.
+
+    A model of base weights is named by these; a published one by the bytes that were published; an
+    adapter by its bytes and the model that it is added to.
+    """
+
+    def __init__(self, config: str = "", base: str = "") -> None:
+        self._config = config
+        self._base = base
+        self._published: dict[tuple[str, PolicyVersion], str] = {}
+
+    @classmethod
+    async def of(cls, model_dir: Path) -> ModelDigests:
+        """Read config and weights of a model directory, about a second per gigabyte."""
+        from dialoop_services.learning.lora.base_weights import BaseWeights
+
+        config = json.loads((model_dir / "config.json").read_text("utf-8"))
+        for name in ("_name_or_path", "transformers_version"):  # say nothing about the model
+            config.pop(name, None)
+        base = await asyncio.to_thread(BaseWeights.of(model_dir).digest)
+        return cls(json.dumps(config, sort_keys=True), base)
+
+    def find(self, adapter: str, version: PolicyVersion) -> str:
+        """Return the digest of a version, of an adapter where one is named; empty if unknown."""
+        return self._published.get((adapter, version), "")
+
+    def begin(self, version: PolicyVersion) -> None:
+        """Note the version that the base weights are served as."""
+        self._published["", version] = self._digest(self._base)
+
+    def publish(self, manifest: WeightsManifest, beside: PolicyVersion) -> None:
+        """Note a loaded publication; a named adapter is `beside` this version of the policy."""
+        base = manifest.base_digest
+        if manifest.adapter:
+            base = self.find("", beside)
+        key = manifest.adapter, manifest.policy_version
+        self._published.pop(key, None)
+        self._published[key] = self._digest(manifest.sha256.lower(), base)
+        while len(self._published) > _MAX_DIGESTS:
+            del self._published[next(iter(self._published))]
+
+    def _digest(self, weights: str, base: str = "") -> str:
+        if not (self._config and weights):
+            return ""
+        text = json.dumps([self._config, weights, base])
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def policy_adapter(path: Path, manifest: WeightsManifest, base: BaseWeights) -> PolicyAdapter:
