@@ -37,8 +37,8 @@ def signal_one_after_the_other(job: Job, number: signal.Signals) -> None:
         wait_for(lambda steps=steps: num_train_rows(job) >= steps + 2, PATIENCE_S)
         pid = job.service(service)
         assert pid is not None
-        os.kill(pid, number)
         num_ready = job.num_ready(service)
+        os.kill(pid, number)
         wait_for(lambda s=service, n=num_ready: job.num_ready(s) > n, PATIENCE_S)
 
 
