@@ -99,6 +99,7 @@ def _at_hand() -> dict[str, Any]:
         "unsure": lambda episode: False,
         "rewards": [dialoop.Reward(name="r", value=1.0)],
         "message": Message(role="assistant", content="hi"),
+        "question": Message(role="user", content="35+40"),
         "search": _search,
         "lookup": _lookup,
         "source": "{% generation %}{{ messages[0].content }}{% endgeneration %}",
