@@ -296,6 +296,15 @@ class CollectorSection(Section):
     patience_s: float = Field(default=120.0, gt=0)
     """Seconds that a service may be away before the groups that need it are given back."""
 
+    @model_validator(mode="after")
+    def _require_turns(self) -> Self:
+        if self.total_turns == 0:
+            raise ValueError(
+                "total_turns is 0, so nothing would be played: set it to 1 or more, or to -1, "
+                "which is no limit"
+            )
+        return self
+
 
 class ReplaySection(Section):
     """How many groups the queue keeps for the scorer and the trainer."""

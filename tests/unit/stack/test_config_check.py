@@ -151,6 +151,7 @@ MISTAKES = {
     "model without tokenizer": ('[model]\ndirectory = "model"\n', "has no tokenizer.json"),
     "demonstrations": ('[warm_start]\nnum_steps = 3\nfile = "none.jsonl"\n', "none.jsonl"),
     "group of one": ("[collector]\ngroup_size = 1\n", "set it to 2 or more"),
+    "no turns": ("[collector]\ntotal_turns = 0\n", "so nothing would be played"),
     "no GPU": ('[train]\ndevice = "cuda"\n', "train.device needs 1 GPU"),
     "tracker": ("[trackers]\nno_such_tracker = true\n", "no_such_tracker"),
 }
