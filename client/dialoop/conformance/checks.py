@@ -155,7 +155,8 @@ async def _rewards(bench: Bench) -> str:
                 if failure.owner is Owner.REWARD:
                     raise Broken(
                         f"{played.case}: after {played.last_answer!r}: {failure.message}",
-                        "The exception is logged above. Give None where there is no reward.",
+                        "If it raised, the exception is logged above. Return a finite number; in "
+                        "a chat, None is no reward.",
                     )
             seen |= {reward.name for reward in outcome.rewards}
     if not seen <= set(declared):

@@ -92,7 +92,10 @@ class TextSetup:
         """
         if self.reward is None:
             return {}
-        parameters = list(inspect.signature(self.reward).parameters.values())[1:]
+        try:
+            parameters = list(inspect.signature(self.reward).parameters.values())[1:]
+        except ValueError:
+            parameters = []  # a callable without a signature
         values = {
             **task.metadata,
             "answers": task.answer,

@@ -231,6 +231,7 @@ def test_a_reward_that_takes_what_tasks_do_not_have_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="'truth'") as caught:
         replace(SETUP, reward=each(exact)).as_environment()
     assert "answers" in caught.value.remedy
+    assert replace(SETUP, reward=max).extra_of(DATA) == {}  # a function without a signature
     with pytest.raises(InvalidConfig, match="query_format"):
         replace(SETUP, query_format="no place")
 
@@ -262,6 +263,14 @@ async def test_a_rollout_of_messages_says_what_plays_a_text_environment() -> Non
         trajectory = await rollout.play(task, sessions=client, policy=ScriptedPolicy(["3"]))
     assert trajectory.failures[0].reason == "HISTORY_MODE_ONLY"
     assert "play_text" in trajectory.failures[0].message
+
+
+async def test_the_check_names_a_reward_that_is_no_number_and_what_to_return() -> None:
+    environment = replace(SETUP, tools=None, reward=not_a_number).as_environment()
+    findings = await check_environment(environment, num_tasks=1)
+    (wrong,) = (finding for finding in findings if not finding.is_ok)
+    assert "not_a_number returned a number that is not finite" in wrong.problem
+    assert "Return a finite number" in wrong.remedy
 
 
 async def test_the_built_in_calculator_passes_every_check_of_an_environment() -> None:
