@@ -206,7 +206,7 @@ async def rest_door(name: str, server: Server, settings: ServerSettings) -> Asyn
 
 def _replay(server: Server, exits: AsyncExitStack) -> None:
     limits = QueueLimits(lease_s=60, max_waiting_groups=1, overflow="reject")
-    servicer = ReplayServicer(MemoryStore(limits), vocab_size=100)
+    servicer = ReplayServicer(MemoryStore(limits), vocab_size=lambda: 100)
     register = replay_service_pb2_grpc.add_ReplayServiceServicer_to_server
     server.add(register, servicer, "dialoop.v1.ReplayService")
     exits.callback(servicer.stop_waiting)

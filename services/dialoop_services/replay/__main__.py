@@ -33,7 +33,9 @@ async def serve_in(host: Host, settings: ReplaySettings) -> None:
     async with AsyncExitStack() as exits:
         store = await open_store(settings)
         exits.push_async_callback(store.close)
-        servicer = ReplayServicer(store, vocab_size=settings.vocab_size, poll_s=settings.poll_s)
+        servicer = ReplayServicer(
+            store, vocab_size=settings.read_vocab_size, poll_s=settings.poll_s
+        )
         server.show(
             "dialoop_overflow",
             "Groups that were dropped because max_waiting_groups were waiting.",

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -43,9 +43,15 @@ _BY_WEIGHT = (pb.APPEND_STATUS_REJECTED, pb.APPEND_STATUS_APPENDED, pb.APPEND_ST
 
 
 class ReplayServicer(rpc.ReplayServiceServicer):
-    """The queue over the wire; `vocab_size` 0 means unknown."""
+    """The queue over the wire; `vocab_size` returns 0 while the vocabulary is unknown."""
 
-    def __init__(self, store: QueueStore, *, vocab_size: int = 0, poll_s: float = 0.25) -> None:
+    def __init__(
+        self,
+        store: QueueStore,
+        *,
+        vocab_size: Callable[[], int] = lambda: 0,
+        poll_s: float = 0.25,
+    ) -> None:
         self.store = store
         self._vocab_size = vocab_size
         self._poll_s = poll_s
@@ -81,11 +87,19 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         for item in request.items:
             _check_count("num_discarded", item.num_discarded, least=0)
         rejections = [
-            check_trajectory(item.trajectory, stage=Stage.UNSCORED, vocab_size=self._vocab_size)
+            check_trajectory(
+                item.trajectory,
+                group_id=_group_of(item),
+                stage=Stage.UNSCORED,
+                vocab_size=self._vocab_size(),
+            )
             for item in request.items
         ]
-        valid = _valid(request.items, rejections)
-        appended = await self._append_members(pb.AppendMembersRequest(run=request.run, items=valid))
+        append = request
+        if any(rejections):
+            valid = _valid(request.items, rejections)
+            append = pb.AppendMembersRequest(run=request.run, items=valid)
+        appended = await self._append_members(append)
         outcomes = await self._outcomes(request.run, rejections, appended.outcomes)
         return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=appended.num_overflowed)
 
@@ -104,12 +118,14 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             _check_priority(item, stage)
         rejections = [
             _check_played(item, stage)
-            or check_group(item.group, stage=stage, vocab_size=self._vocab_size)
+            or check_group(item.group, stage=stage, vocab_size=self._vocab_size())
             for item in request.items
         ]
         valid = _valid(request.items, rejections)
         if stage is Stage.SCORED:
-            append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
+            append = request
+            if any(rejections):
+                append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
             appended = list((await self._change(append, pb.AppendGroupsResponse)).outcomes)
         else:
             members = await self._append_members(members_of_groups(request.run, valid))
@@ -336,6 +352,12 @@ def outcomes_of_groups(
 def _valid(items: Iterable[_Item], rejections: Iterable[pb.AppendOutcome | None]) -> list[_Item]:
     pairs = zip(items, rejections, strict=True)
     return [item for item, rejection in pairs if rejection is None]
+
+
+def _group_of(item: pb.MemberItem) -> str:
+    """Return the group of a member, which the store refuses under another lease than a task's."""
+    lease = parse_lease(item.lease_id)
+    return item.trajectory.group_id if lease is None else lease.task_id
 
 
 def _check_played(item: pb.AppendItem, stage: Stage) -> pb.AppendOutcome | None:

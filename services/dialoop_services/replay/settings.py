@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -41,9 +44,26 @@ class ReplaySettings(JobSettings, ReplaySection):
     lease_s: float = Field(default=600.0, gt=0)
     """Seconds that a lease lasts when the caller sets none."""
     vocab_size: int = Field(default=0, ge=0)
-    """Number of tokens of the vocabulary, which token ids must be below; 0: unknown."""
+    """Number of tokens of the vocabulary, which token ids must be below; 0: that of `model_dir`."""
+    model_dir: Path | None = None
+    """Model directory whose config.json says how large the vocabulary is; absent: unknown."""
     poll_s: float = Field(default=0.25, gt=0)
     """Seconds between looks of a waiting call for other processes' changes and expired leases."""
+
+    @cached_property
+    def _vocabulary(self) -> int:
+        path = self.model_dir and self.model_dir / "config.json"
+        if self.vocab_size or path is None:
+            return self.vocab_size
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return int(config.get("text_config", config).get("vocab_size", 0))
+
+    def read_vocab_size(self) -> int:
+        """Return vocab_size, or what the model's config.json says; 0 while neither is known."""
+        try:
+            return self._vocabulary
+        except FileNotFoundError:  # the tiny model is made while the queue starts
+            return 0
 
     @property
     def limits(self) -> QueueLimits:

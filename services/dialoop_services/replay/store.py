@@ -19,15 +19,16 @@ its task, so a task that is played again after a loss gives a group of the same 
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dialoop.v1 import trajectory_pb2
 from google.protobuf.message import Message
 
+from dialoop_services.replay.serialised import TRAJECTORIES, digests_of, fields_in, varint
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from dialoop_services.config.tables import Overflow
 
@@ -89,24 +90,29 @@ class QueueStore(Protocol):
 class MemberFacts:
     """The facts that the ledger keeps of a finished member.
 
-    `digest` covers the fields that scoring does not change. `versions` has, for each lineage that
-    tokens were sampled in, the oldest and the newest policy version.
+    `digest` has two parts, "kept.scored": of what scoring keeps, and of what it may change, such as
+    rewards. `versions` has, for each lineage that tokens were sampled in, the oldest and the newest
+    policy version.
     """
 
     digest: str
     versions: Mapping[str, tuple[int, int]]
+    trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """The facts that the ledger compares of a scored group; `digest` joins those of its members."""
+    """The facts that the ledger compares of a scored group.
+
+    `digest` joins those of its members, without what scoring may change.
+    """
 
     group_id: str
     digest: str
 
 
 def group_head(task: trajectory_pb2.Task) -> bytes:
-    """Return the beginning of a serialised group: its name and task; `group_member`s follow it.
+    """Return the beginning of a serialised group: its name and task; members follow it.
 
     Protobuf reads serialised messages that follow each other as one.
     """
@@ -116,40 +122,31 @@ def group_head(task: trajectory_pb2.Task) -> bytes:
     return head.SerializeToString()
 
 
-def group_member(trajectory: trajectory_pb2.Trajectory) -> bytes:
-    """Return a trajectory as the next part of a serialised group."""
-    part = trajectory_pb2.Group()
-    part.trajectories.append(trajectory)
-    return part.SerializeToString()
-
-
-def member_facts(trajectory: trajectory_pb2.Trajectory) -> MemberFacts:
-    """Return the facts that the ledger keeps of a trajectory."""
-    return MemberFacts(digest=_digest(trajectory), versions=_versions(trajectory))
-
-
-def group_facts(group: trajectory_pb2.Group) -> GroupFacts:
-    """Return the facts that the ledger compares of a group."""
-    return GroupFacts(
-        group_id=group.group_id, digest=join_digests(_digest(t) for t in group.trajectories)
+def pack_member(trajectory: trajectory_pb2.Trajectory) -> tuple[MemberFacts, bytes]:
+    """Return what the ledger keeps of a trajectory, and its bytes as part of a serialised group."""
+    raw = trajectory.SerializeToString(deterministic=True)
+    facts = MemberFacts(
+        digest=".".join(digests_of(raw)),
+        versions=_versions(trajectory),
+        trajectory_id=trajectory.trajectory_id,
     )
+    return facts, varint(TRAJECTORIES << 3 | 2) + varint(len(raw)) + raw
 
 
-def join_digests(digests: Iterable[str]) -> str:
-    """Return the digest of a group from those of its trajectories, in order."""
-    return ",".join(digests)
+def pack_group(group: trajectory_pb2.Group) -> tuple[GroupFacts, bytes]:
+    """Return the facts that the ledger compares of a scored group, and the group's bytes."""
+    raw = group.SerializeToString(deterministic=True)
+    digests = (
+        digests_of(raw[value:end])[0]
+        for number, _, value, end in fields_in(raw, 0, len(raw))
+        if number == TRAJECTORIES
+    )
+    return GroupFacts(group_id=group.group_id, digest=",".join(digests)), raw
 
 
-def _digest(trajectory: trajectory_pb2.Trajectory) -> str:
-    bare = trajectory_pb2.Trajectory()
-    bare.CopyFrom(trajectory)
-    for turn in bare.turns:
-        turn.ClearField("rewards")
-    for sequence in bare.sequences:
-        sequence.ClearField("ref_logprobs")
-        sequence.ClearField("advantage")
-        sequence.ClearField("token_advantages")
-    return hashlib.blake2b(bare.SerializeToString(deterministic=True), digest_size=12).hexdigest()
+def digest_without_scores(member_digest: str) -> str:
+    """Return the part of a member's digest that scoring does not change."""
+    return member_digest.partition(".")[0]
 
 
 def _versions(trajectory: trajectory_pb2.Trajectory) -> dict[str, tuple[int, int]]:

@@ -1,32 +1,62 @@
 """Validate groups and trajectories before the queue accepts them, without looking at the ledger.
 
 check_group(group, stage=Stage.UNSCORED, vocab_size=32000)  # None, or why it is rejected
+
+Columns of tokens are checked as arrays.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from dialoop.reasons import Reason
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
+from numpy.typing import NDArray
+
+from dialoop_services.replay.serialised import (
+    LOGPROBS,
+    PER_TOKEN,
+    REF_LOGPROBS,
+    TOKEN_ADVANTAGES,
+    TOKEN_IDS,
+    columns_of,
+    floats_of,
+)
 
 _Rejection = replay_service_pb2.AppendOutcome
+_Columns = Mapping[int, NDArray[Any]]
 
 # A log-softmax in float32 rounds to at most a little above 0.
 _MAX_LOGPROB = 1e-3
 _MIN_LOGPROB = -1e4
-# Beyond this, squares and sums of rewards lose all digits that tell them apart in float32.
-_MAX_REWARD = 1e9
+# Beyond this, squares and sums lose all digits that tell rewards or advantages apart in float32.
+_MAX_SIZE = 1e9
+_PROBABILITY = (_MIN_LOGPROB, _MAX_LOGPROB)
+_BOUNDS = {
+    "inference_logprobs": (LOGPROBS, *_PROBABILITY),
+    "ref_logprobs": (REF_LOGPROBS, *_PROBABILITY),
+    "token_advantages": (TOKEN_ADVANTAGES, -_MAX_SIZE, _MAX_SIZE),
+}
 
 
 def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection | None:
     """Return the first thing wrong with the group, or None; `vocab_size` 0 means unknown."""
     num_model_tokens = 0
+    ids = set[str]()
     for trajectory in group.trajectories:
-        rejection = check_trajectory(trajectory, stage=stage, vocab_size=vocab_size)
+        rejection = check_trajectory(
+            trajectory, group_id=group.group_id, stage=stage, vocab_size=vocab_size
+        )
         if rejection is not None:
             return rejection
+        if trajectory.trajectory_id in ids:
+            message = f"Two trajectories have the trajectory_id '{trajectory.trajectory_id}'."
+            return _reject(Reason.TRAJECTORY_REPEATED, message)
+        ids.add(trajectory.trajectory_id)
         num_model_tokens += sum(map(_num_model_tokens, trajectory.sequences))
     # Evaluation groups are not trained on, so they may have no sampled token.
     if num_model_tokens == 0 and stage is not Stage.EVALUATION:
@@ -35,30 +65,67 @@ def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection
 
 
 def check_trajectory(
-    trajectory: pb.Trajectory, *, stage: Stage, vocab_size: int
+    trajectory: pb.Trajectory, *, group_id: str, stage: Stage, vocab_size: int
 ) -> _Rejection | None:
     """Return the first thing wrong with the trajectory, or None; `vocab_size` 0 means unknown."""
+    if trajectory.group_id != group_id:
+        return _reject(
+            Reason.GROUP_MISMATCH,
+            f"Trajectory {trajectory.trajectory_id}: group_id is '{trajectory.group_id}', in group "
+            f"'{group_id}'.",
+        )
+    rejection = _check_turns(trajectory)
+    if rejection is not None:
+        return rejection
     for index, sequence in enumerate(trajectory.sequences):
-        rejection = _check_sequence(sequence, stage, vocab_size)
+        rejection = _check_sequence(sequence, stage, vocab_size) or _check_places(
+            sequence, len(trajectory.turns), len(trajectory.history.messages)
+        )
         if rejection is not None:
             where = f"Trajectory {trajectory.trajectory_id}, sequence {index}: "
             rejection.message = where + rejection.message
             return rejection
-    return _check_rewards(trajectory)
-
-
-def _check_rewards(trajectory: pb.Trajectory) -> _Rejection | None:
-    for index, turn in enumerate(trajectory.turns):
-        for reward in turn.rewards:
-            values = np.array([reward.value, reward.weight, *reward.per_token])
-            where = f"Trajectory {trajectory.trajectory_id}, turn {index}, reward '{reward.name}': "
-            if not np.isfinite(values).all():
-                return _reject(Reason.NON_FINITE, where + "a number is not finite.")
-            if np.abs(values).max() > _MAX_REWARD:
-                return _reject(
-                    Reason.OUT_OF_RANGE, where + f"a number is above {_MAX_REWARD:g} in size."
-                )
     return None
+
+
+def _check_turns(trajectory: pb.Trajectory) -> _Rejection | None:
+    num_messages = len(trajectory.history.messages)
+    for index, turn in enumerate(trajectory.turns):
+        where = f"Trajectory {trajectory.trajectory_id}, turn {index}"
+        start, end = turn.message_start, turn.message_start + turn.num_messages
+        if not 0 <= start <= end <= num_messages:
+            return _reject(
+                Reason.OUT_OF_RANGE,
+                f"{where}: message_start is {start} and num_messages {turn.num_messages}, of "
+                f"{num_messages} messages.",
+            )
+        for reward in turn.rewards:
+            rejection = _check_reward(reward)
+            if rejection is not None:
+                rejection.message = f"{where}, reward '{reward.name}': {rejection.message}"
+                return rejection
+    return None
+
+
+def _check_reward(reward: pb.Reward) -> _Rejection | None:
+    is_right = _is_number(reward.value) and _is_number(reward.weight)
+    if reward.per_token and is_right:
+        is_right = _lies_in(floats_of(reward.SerializeToString(), PER_TOKEN), -_MAX_SIZE, _MAX_SIZE)
+    if is_right:
+        return None
+    if not np.isfinite([reward.value, reward.weight, *reward.per_token]).all():
+        return _reject(Reason.NON_FINITE, "a number is not finite.")
+    return _reject(Reason.OUT_OF_RANGE, f"a number is above {_MAX_SIZE:g} in size.")
+
+
+def _is_number(value: float) -> bool:
+    """Return whether the number can be trained; one that is not finite cannot."""
+    return -_MAX_SIZE <= value <= _MAX_SIZE
+
+
+def _lies_in(values: NDArray[Any], low: float, high: float) -> bool:
+    # With a NaN both are NaN, which is in no order with the bounds.
+    return not values.size or bool(low <= values.min() and values.max() <= high)
 
 
 def _num_model_tokens(sequence: pb.Sequence) -> int:
@@ -66,17 +133,24 @@ def _num_model_tokens(sequence: pb.Sequence) -> int:
 
 
 def _check_sequence(sequence: pb.Sequence, stage: Stage, vocab_size: int) -> _Rejection | None:
+    columns = columns_of(sequence.SerializeToString())
+    num_model_tokens = _num_model_tokens(sequence)
     return (
-        _check_segments(sequence)
-        or _check_lengths(sequence)
-        or _check_ids(sequence, vocab_size)
-        or _check_finite(sequence)
-        or _check_logprobs(sequence)
-        or (_check_advantage(sequence) if stage is Stage.SCORED else None)
+        _check_segments(sequence, columns[TOKEN_IDS].size)
+        or _check_lengths(columns, num_model_tokens)
+        or _check_ids(columns[TOKEN_IDS], vocab_size)
+        or _check_values(sequence, columns)
+        or (
+            _reject(Reason.NO_ADVANTAGE, "sampled tokens have no advantage.")
+            if stage is Stage.SCORED
+            and num_model_tokens
+            and not (sequence.HasField("advantage") or columns[TOKEN_ADVANTAGES].size)
+            else None
+        )
     )
 
 
-def _check_segments(sequence: pb.Sequence) -> _Rejection | None:
+def _check_segments(sequence: pb.Sequence, num_tokens: int) -> _Rejection | None:
     position = 0
     for segment in sequence.segments:
         if segment.start != position or segment.length <= 0:
@@ -93,66 +167,70 @@ def _check_segments(sequence: pb.Sequence) -> _Rejection | None:
                 f"policy_version of the segment at {position} is {segment.policy_version.number}.",
             )
         position += segment.length
-    if position != len(sequence.token_ids):
-        return _reject_ragged(f"segments cover {position} of {len(sequence.token_ids)} tokens.")
+    if position != num_tokens:
+        return _reject_ragged(f"segments cover {position} of {num_tokens} tokens.")
     return None
 
 
-def _check_lengths(sequence: pb.Sequence) -> _Rejection | None:
-    expected = _num_model_tokens(sequence)
-    if len(sequence.inference_logprobs) != expected:
-        return _reject_ragged(
-            f"{len(sequence.inference_logprobs)} log-probs for {expected} sampled tokens."
-        )
-    for name in ("ref_logprobs", "token_advantages"):
-        if len(getattr(sequence, name)) not in (0, expected):
-            return _reject_ragged(
-                f"{len(getattr(sequence, name))} {name} for {expected} sampled tokens."
+def _check_places(sequence: pb.Sequence, num_turns: int, num_messages: int) -> _Rejection | None:
+    """Reject segments of turns or messages that the trajectory does not have.
+
+    One turn and message more may have been sampled, of a turn whose step failed.
+    """
+    for segment in sequence.segments:
+        if not 0 <= segment.turn <= num_turns:
+            return _reject(
+                Reason.OUT_OF_RANGE,
+                f"turn of the segment at {segment.start} is {segment.turn}, of {num_turns} turns.",
+            )
+        if segment.HasField("message_index") and not 0 <= segment.message_index <= num_messages:
+            return _reject(
+                Reason.OUT_OF_RANGE,
+                f"message_index of the segment at {segment.start} is {segment.message_index}, of "
+                f"{num_messages} messages.",
             )
     return None
 
 
-def _check_ids(sequence: pb.Sequence, vocab_size: int) -> _Rejection | None:
-    if not sequence.token_ids:
+def _check_lengths(columns: _Columns, expected: int) -> _Rejection | None:
+    num_logprobs = columns[LOGPROBS].size
+    if num_logprobs != expected:
+        return _reject_ragged(f"{num_logprobs} log-probs for {expected} sampled tokens.")
+    for name in ("ref_logprobs", "token_advantages"):
+        size = columns[_BOUNDS[name][0]].size
+        if size not in (0, expected):
+            return _reject_ragged(f"{size} {name} for {expected} sampled tokens.")
+    return None
+
+
+def _check_ids(ids: NDArray[Any], vocab_size: int) -> _Rejection | None:
+    if not ids.size:
         return None
-    ids = np.array(sequence.token_ids)
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or (vocab_size and highest >= vocab_size):
         wrong = lowest if lowest < 0 else highest
         return _reject(
             Reason.TOKEN_OUT_OF_RANGE,
-            f"token id {wrong} is outside a vocabulary of {vocab_size or 'unknown size'}.",
+            f"token_ids has {wrong}, outside a vocabulary of {vocab_size or 'unknown size'}.",
         )
     return None
 
 
-def _check_finite(sequence: pb.Sequence) -> _Rejection | None:
-    for name in ("inference_logprobs", "ref_logprobs", "token_advantages"):
-        if not np.isfinite(np.array(getattr(sequence, name))).all():
+def _check_values(sequence: pb.Sequence, columns: _Columns) -> _Rejection | None:
+    if not _is_number(sequence.advantage):
+        reason = Reason.OUT_OF_RANGE if np.isfinite(sequence.advantage) else Reason.NON_FINITE
+        return _reject(reason, f"advantage is {sequence.advantage:g}.")
+    for name, (number, low, high) in _BOUNDS.items():
+        values = columns[number]
+        if _lies_in(values, low, high):
+            continue
+        if not np.isfinite(values).all():
             return _reject(Reason.NON_FINITE, f"{name} has a value that is not finite.")
-    if not np.isfinite(sequence.advantage):
-        return _reject(Reason.NON_FINITE, "the advantage is not finite.")
+        wrong = values.min() if values.min() < low else values.max()
+        return _reject(
+            Reason.OUT_OF_RANGE, f"{name} has {wrong:g}, and may have {low:g} to {high:g}."
+        )
     return None
-
-
-def _check_logprobs(sequence: pb.Sequence) -> _Rejection | None:
-    for name in ("inference_logprobs", "ref_logprobs"):
-        values = np.array(getattr(sequence, name))
-        if values.size and not _MIN_LOGPROB <= values.min() <= values.max() <= _MAX_LOGPROB:
-            wrong = values.min() if values.min() < _MIN_LOGPROB else values.max()
-            return _reject(
-                Reason.OUT_OF_RANGE,
-                f"{name} has {wrong:g}; log-probabilities are from {_MIN_LOGPROB:g} to 0.",
-            )
-    return None
-
-
-def _check_advantage(sequence: pb.Sequence) -> _Rejection | None:
-    if not _num_model_tokens(sequence):
-        return None
-    if sequence.HasField("advantage") or sequence.token_advantages:
-        return None
-    return _reject(Reason.NO_ADVANTAGE, "sampled tokens have no advantage.")
 
 
 def _reject_ragged(message: str) -> _Rejection:

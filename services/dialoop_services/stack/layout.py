@@ -136,7 +136,8 @@ class Layout:
         model = {"model_dir": self.run_dir.model(self.config).resolve()}
         service = service_of(name)
         if service == "replay":
-            return {"redis_url": self.redis_url} if self.config.store == "redis" else {}
+            redis = {"redis_url": self.redis_url} if self.config.store == "redis" else {}
+            return {**model, **redis}
         if service == "environment":
             return {**model, "inference_address": self.address("inference")}
         if service == "inference":

@@ -40,7 +40,7 @@ async def replay(request: pytest.FixtureRequest) -> AsyncIterator[ReplayServiceS
         if request.param == "memory"
         else RedisStore(request.getfixturevalue("redis_url"), limits)
     )
-    servicer = ReplayServicer(store, vocab_size=100)
+    servicer = ReplayServicer(store, vocab_size=lambda: 100)
     server = GrpcServer(ServerSettings(drain_s=1))
     server.add(
         add_ReplayServiceServicer_to_server,

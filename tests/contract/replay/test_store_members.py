@@ -23,6 +23,7 @@ from tests.support.samples.replay_samples import (
     Clock,
     announce,
     append_member,
+    bare_group,
     lease_tasks,
     make_task,
     offer_tasks,
@@ -175,3 +176,18 @@ async def test_an_evaluation_keeps_what_was_played_of_a_task(store: QueueStore, 
     await return_(store, run, held.lease_id, failed=True)
     (arrived,) = (await lease(store, run, Stage.EVALUATION)).leases
     assert len(arrived.group.trajectories) == 1
+
+
+async def test_a_trajectory_is_no_second_member_of_its_group(store: QueueStore, run: str) -> None:
+    held = await begin(store, run, size=2)
+    first = bare_group("a", held.lease_id, size=1).group.trajectories[0]
+
+    async def reason_for(member: int) -> str:
+        item = pb.MemberItem(lease_id=held.lease_id, member=member, trajectory=first)
+        request = pb.AppendMembersRequest(run=run, items=[item])
+        (outcome,) = (await store.apply(request, pb.AppendMembersResponse)).outcomes
+        return outcome.reason
+
+    assert [await reason_for(member) for member in (0, 1)] == ["", "TRAJECTORY_REPEATED"]
+    first.turns.add(rewards=[{"name": "r", "value": 1.0}])
+    assert await reason_for(0) == "DIGEST_MISMATCH", "the reward is another"

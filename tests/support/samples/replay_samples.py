@@ -77,6 +77,7 @@ def make_group(
             pb.Trajectory(
                 trajectory_id=f"{group_id}.{index}",
                 group_id=group_id,
+                history={"messages": [{"role": "assistant", "content": "11 12"}]},
                 sequences=[make_sequence(version, padding=padding) for version in versions],
                 turns=[pb.Turn(num_messages=1, rewards=[pb.Reward(name="right", value=1.0)])],
             )

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from dialoop.trajectory import Stage
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop_services.replay.store import group_facts, member_facts
+from dialoop_services.replay.serialised import (
+    LOGPROBS,
+    REF_LOGPROBS,
+    TOKEN_ADVANTAGES,
+    TOKEN_IDS,
+    columns_of,
+    digests_of,
+)
+from dialoop_services.replay.settings import ReplaySettings
+from dialoop_services.replay.store import digest_without_scores, pack_group, pack_member
 from dialoop_services.replay.validation import check_group
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.samples.replay_samples import (
     make_group,
@@ -77,6 +91,30 @@ def infinite_advantage(sequence: pb.Sequence) -> None:
     sequence.advantage = float("inf")
 
 
+def huge_advantage(sequence: pb.Sequence) -> None:
+    sequence.advantage = 1e30
+
+
+def huge_token_advantage(sequence: pb.Sequence) -> None:
+    sequence.token_advantages.extend([0.0, -1e30])
+
+
+def turn_far_away(sequence: pb.Sequence) -> None:
+    sequence.segments[1].turn = 2
+
+
+def turn_before_the_first(sequence: pb.Sequence) -> None:
+    sequence.segments[1].turn = -1
+
+
+def message_far_away(sequence: pb.Sequence) -> None:
+    sequence.segments[1].message_index = 10**9
+
+
+def message_before_the_first(sequence: pb.Sequence) -> None:
+    sequence.segments[0].message_index = -1
+
+
 def negative_id(sequence: pb.Sequence) -> None:
     sequence.token_ids[0] = -1
 
@@ -100,6 +138,12 @@ def large_id(sequence: pb.Sequence) -> None:
         (impossible_ref_logprob, "OUT_OF_RANGE"),
         (negative_version, "OUT_OF_RANGE"),
         (infinite_advantage, "NON_FINITE"),
+        (huge_advantage, "OUT_OF_RANGE"),
+        (huge_token_advantage, "OUT_OF_RANGE"),
+        (turn_far_away, "OUT_OF_RANGE"),
+        (turn_before_the_first, "OUT_OF_RANGE"),
+        (message_far_away, "OUT_OF_RANGE"),
+        (message_before_the_first, "OUT_OF_RANGE"),
         (negative_id, "TOKEN_OUT_OF_RANGE"),
         (large_id, "TOKEN_OUT_OF_RANGE"),
     ],
@@ -170,10 +214,10 @@ def test_a_scored_group_needs_an_advantage_on_every_sampled_sequence() -> None:
 
 def test_scoring_keeps_the_digest_and_any_other_change_breaks_it() -> None:
     group = make_group(TASK)
-    digest = group_facts(group).digest
-    assert group_facts(with_advantages(group)).digest == digest
+    digest = pack_group(group)[0].digest
+    assert pack_group(with_advantages(group))[0].digest == digest
     first_sequence(group).token_ids[0] = 6
-    assert group_facts(group).digest != digest
+    assert pack_group(group)[0].digest != digest
 
 
 def test_the_digest_ignores_the_order_of_labels() -> None:
@@ -182,10 +226,107 @@ def test_the_digest_ignores_the_order_of_labels() -> None:
         group.trajectories[0].labels[name] = name
     for name in ("z", "y", "x"):
         other.trajectories[0].labels[name] = name
-    assert group_facts(group).digest == group_facts(other).digest
+    assert pack_group(group)[0].digest == pack_group(other)[0].digest
 
 
 def test_the_facts_hold_the_oldest_and_newest_version_of_each_lineage() -> None:
     group = make_group(TASK, versions=[("main", 4), ("main", 6)])
     group.trajectories[1].sequences.append(make_sequence(("second", 0)))
-    assert member_facts(group.trajectories[1]).versions == {"main": (4, 6), "second": (0, 0)}
+    assert pack_member(group.trajectories[1])[0].versions == {"main": (4, 6), "second": (0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("start", "num"), [(0, 2), (1, 1), (-1, 1), (0, -1), (2**31 - 1, 1), (1, -1)]
+)
+def test_a_turn_of_messages_that_are_not_there_is_refused(start: int, num: int) -> None:
+    group = make_group(TASK)
+    turn = group.trajectories[0].turns[0]
+    turn.message_start, turn.num_messages = start, num
+    rejection = check_group(group, stage=Stage.UNSCORED, vocab_size=0)
+    assert rejection is not None
+    assert rejection.reason == "OUT_OF_RANGE"
+    assert "message_start" in rejection.message
+
+
+def test_an_id_twice_or_of_another_group_is_refused() -> None:
+    group = make_group(TASK)
+    group.trajectories[1].trajectory_id = group.trajectories[0].trajectory_id
+    assert reason_of(group) == "TRAJECTORY_REPEATED"
+    group = make_group(TASK)
+    group.trajectories[1].group_id = "b"
+    assert reason_of(group) == "GROUP_MISMATCH"
+
+
+def test_what_was_sampled_for_a_turn_whose_step_failed_is_taken() -> None:
+    group = make_group(TASK)
+    segment = first_sequence(group).segments[1]
+    segment.turn = segment.message_index = 1
+    assert reason_of(group) == ""
+
+
+def test_the_digest_of_a_member_covers_what_scoring_may_change() -> None:
+    """One with another reward was taken for a repetition of the first."""
+    (bare,) = make_group(make_task("a", num_trajectories=1)).trajectories
+    digests = {pack_member(bare)[0].digest}
+    for change in ("reward", "ref_logprobs", "advantage", "token_advantages"):
+        other = pb.Trajectory()
+        other.CopyFrom(bare)
+        if change == "reward":
+            other.turns[0].rewards[0].value = 0.5
+        elif change == "advantage":
+            other.sequences[0].advantage = 0.0
+        else:
+            getattr(other.sequences[0], change).extend([-0.5, -0.5])
+        digests.add(pack_member(other)[0].digest)
+    assert len(digests) == 5
+    assert len({digest_without_scores(digest) for digest in digests}) == 1
+
+
+def test_the_vocabulary_is_that_of_the_model_once_it_is_there(tmp_path: Path) -> None:
+    settings = ReplaySettings(model_dir=tmp_path)
+    assert settings.read_vocab_size() == 0
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 151936}}')
+    assert settings.read_vocab_size() == 151936
+    assert ReplaySettings(model_dir=tmp_path, vocab_size=7).read_vocab_size() == 7
+
+
+NUMBERS = st.lists(st.floats(width=32, allow_nan=False), max_size=5)
+
+
+@given(
+    ids=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=300),
+    columns=st.tuples(NUMBERS, NUMBERS, NUMBERS),
+    rewards=st.lists(NUMBERS, max_size=4),
+    labels=st.dictionaries(st.text(max_size=3), st.text(max_size=200), max_size=3),
+)
+def test_serialised_bytes_are_read_as_protobuf_reads_them(
+    ids: list[int],
+    columns: tuple[list[float], list[float], list[float]],
+    rewards: list[list[float]],
+    labels: dict[str, str],
+) -> None:
+    sequence = pb.Sequence(
+        token_ids=ids,
+        segments=[pb.Segment(length=len(ids), source=pb.SOURCE_PROMPT)],
+        inference_logprobs=columns[0],
+        ref_logprobs=columns[1],
+        token_advantages=columns[2],
+        fork_cause=pb.FORK_CAUSE_NONE,
+    )
+    read = columns_of(sequence.SerializeToString())
+    expected: dict[int, list[Any]] = {TOKEN_IDS: ids, LOGPROBS: columns[0]}
+    expected |= {REF_LOGPROBS: columns[1], TOKEN_ADVANTAGES: columns[2]}
+    assert {number: values.tolist() for number, values in read.items()} == expected
+    turns = [
+        pb.Turn(message_start=7, step_s=1.5, rewards=[pb.Reward(name="r", per_token=r)])
+        for r in rewards
+    ]
+    whole = pb.Trajectory(sequences=[sequence, sequence], turns=turns, labels=labels, seed=3)
+    raw = whole.SerializeToString(deterministic=True)
+    for turn in whole.turns:
+        turn.ClearField("rewards")
+    for member in whole.sequences:
+        member.ClearField("ref_logprobs")
+        member.ClearField("token_advantages")
+    bare = whole.SerializeToString(deterministic=True)
+    assert digests_of(raw)[0] == hashlib.blake2b(bare, digest_size=12).hexdigest()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from dialoop_services.replay.store import MemberFacts, join_digests
+from dialoop_services.replay.store import MemberFacts, digest_without_scores
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -72,7 +72,9 @@ class Assembly:
     @property
     def digest(self) -> str:
         """Return the digest of the group of all finished members."""
-        return join_digests(member.facts.digest for member in self.members if member.facts)
+        return ",".join(
+            digest_without_scores(member.facts.digest) for member in self.members if member.facts
+        )
 
     @property
     def versions(self) -> dict[str, tuple[int, int]]:

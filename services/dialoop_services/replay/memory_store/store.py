@@ -31,10 +31,9 @@ from dialoop_services.replay.refusals import refusal
 from dialoop_services.replay.store import (
     Answer,
     QueueLimits,
-    group_facts,
     group_head,
-    group_member,
-    member_facts,
+    pack_group,
+    pack_member,
 )
 
 
@@ -163,7 +162,7 @@ def _append_member(ledger: Ledger, item: pb.MemberItem) -> str:
     record = ledger.records.get(name.task_id)
     if record is None:
         return Reason.UNKNOWN_TASK
-    facts, members = member_facts(item.trajectory), record.assembly.members
+    (facts, payload), members = pack_member(item.trajectory), record.assembly.members
     if not 0 <= item.member < len(members):
         return Reason.WRONG_SIZE
     if record.is_refused:
@@ -177,7 +176,10 @@ def _append_member(ledger: Ledger, item: pb.MemberItem) -> str:
         return Reason.LEASE_LOST
     if not ledger.are_announced(facts.versions):
         return Reason.FUTURE_VERSION
-    payload = group_member(item.trajectory)
+    if any(
+        facts.trajectory_id == m.facts.trajectory_id for m in record.assembly.finished if m.facts
+    ):
+        return Reason.TRAJECTORY_REPEATED
     if record.assembly.num_bytes + len(payload) > ledger.limits.max_lease_bytes:
         return Reason.TOO_LARGE
     ledger.count_wasted(record, item.num_discarded, DropReason.MEMBER_RETRIED)
@@ -190,7 +192,7 @@ def _append_scored(ledger: Ledger, item: pb.AppendItem) -> str:
 
     Return an empty string, or why the group is not appended.
     """
-    group = group_facts(item.group)
+    group, payload = pack_group(item.group)
     record = ledger.records.get(group.group_id)
     if record is None or record.purpose is not Purpose.TRAINING:
         return Reason.UNKNOWN_TASK
@@ -206,7 +208,7 @@ def _append_scored(ledger: Ledger, item: pb.AppendItem) -> str:
         return Reason.LEASE_LOST
     record.is_scored = True
     ledger.move(record, GroupState.SCORED)
-    ledger.add_entry(record, Stage.SCORED, item.group.SerializeToString(), item.priority)
+    ledger.add_entry(record, Stage.SCORED, payload, item.priority)
     if held[2].order in ledger.ready[Stage.UNSCORED]:
         # The lease had expired and nobody took the group over; nobody needs to score it now.
         ledger.remove_entry(record, Stage.UNSCORED)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,12 @@ from redis.backoff import NoBackoff
 from dialoop_services.replay.refusals import refusal
 from dialoop_services.replay.store import (
     Answer,
+    GroupFacts,
+    MemberFacts,
     QueueLimits,
-    group_facts,
     group_head,
-    group_member,
-    member_facts,
+    pack_group,
+    pack_member,
 )
 
 log = logging.getLogger(__name__)
@@ -175,29 +178,64 @@ def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
         names = ("task_id", "purpose", "num_trajectories", "min_trajectories")
         return {name: getattr(message, name) for name in names}
     if isinstance(message, trajectory_pb2.Trajectory):
-        payloads.append(group_member(message))
-        return asdict(member_facts(message))
+        member, payload = pack_member(message)
+        payloads.append(payload)
+        return _values_of(member)
     if isinstance(message, trajectory_pb2.Group):
-        payloads.append(message.SerializeToString())
-        return asdict(group_facts(message))
+        group, payload = pack_group(message)
+        payloads.append(payload)
+        return _values_of(group)
     fields: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
+    for field in _plan_of(message.DESCRIPTOR):
         if field.is_repeated:
-            fields[field.name] = [_value(field, item, payloads) for item in value]
-        elif field.message_type or not field.has_presence or message.HasField(field.name):
-            fields[field.name] = _value(field, value, payloads)
+            values = getattr(message, field.name)
+            fields[field.name] = [_value(field, item, payloads) for item in values]
+        elif field.is_always or message.HasField(field.name):
+            fields[field.name] = _value(field, getattr(message, field.name), payloads)
     return fields
 
 
-def _value(field: Any, value: Any, payloads: list[bytes]) -> Any:
-    """Return a field's value as JSON; STAGE_SCORED is "scored"."""
-    if field.message_type:
+def _values_of(facts: MemberFacts | GroupFacts) -> dict[str, Any]:
+    return {field.name: getattr(facts, field.name) for field in dataclass_fields(facts)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """What `_fields` needs to know of a field; descriptors take long to ask."""
+
+    name: str
+    is_repeated: bool
+    is_always: bool
+    is_message: bool
+    names: Mapping[int, str]
+
+
+@cache
+def _plan_of(descriptor: Any) -> tuple[_Field, ...]:
+    return tuple(
+        _Field(
+            field.name,
+            field.is_repeated,
+            bool(field.message_type) or not field.has_presence,
+            bool(field.message_type),
+            _names_of(field.enum_type) if field.enum_type else {},
+        )
+        for field in descriptor.fields
+    )
+
+
+def _names_of(enum: Any) -> dict[int, str]:
+    """Return an enum's names as JSON has them; STAGE_SCORED is "scored"."""
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return {
+        n: value.name.removeprefix(prefix).lower() for n, value in enum.values_by_number.items()
+    }
+
+
+def _value(field: _Field, value: Any, payloads: list[bytes]) -> Any:
+    if field.is_message:
         return _fields(value, payloads)
-    if field.enum_type:
-        names = field.enum_type.values_by_number
-        return names[value].name.removeprefix(names[0].name.removesuffix("UNSPECIFIED")).lower()
-    return value
+    return field.names[value] if field.names else value
 
 
 def _payloads_of(answer: Message) -> Iterator[Message]:
@@ -214,7 +252,8 @@ def _payloads_of(answer: Message) -> Iterator[Message]:
 
 def _parts(request: Any) -> list[Any]:
     """Split an append into requests of at most `_MAX_CALL_BYTES`, if it is larger."""
-    if not isinstance(request, (pb.AppendMembersRequest, pb.AppendGroupsRequest)):
+    is_append = isinstance(request, (pb.AppendMembersRequest, pb.AppendGroupsRequest))
+    if not is_append or request.ByteSize() <= _MAX_CALL_BYTES:
         return [request]
     parts: list[Any] = []
     num_bytes = _MAX_CALL_BYTES

@@ -23,11 +23,18 @@ local function append(item, payload)
   if item.member < 0 or item.member >= rec.n then return 'WRONG_SIZE' end
   if rec.refused then return 'NO_ROOM' end
   local finished = rec.m and rec.m[item.member + 1] or ''
-  if finished ~= '' then return finished == member.digest and 'DUPLICATE' or 'DIGEST_MISMATCH' end
+  if finished ~= '' then
+    -- An older version kept no digest of the scores.
+    local is_same = finished == member.digest or finished == without_scores(member.digest)
+    return is_same and 'DUPLICATE' or 'DIGEST_MISMATCH'
+  end
   if rec.l ~= item.lease_id or (rec.s ~= 'leased' and rec.s ~= 'offered') then
     return 'LEASE_LOST'
   end
   if not are_announced(member.versions) then return 'FUTURE_VERSION' end
+  rec.i = rec.i or {}
+  if rec.i[member.trajectory_id] then return 'TRAJECTORY_REPEATED' end
+  rec.i[member.trajectory_id] = true
   if rec.b + #payload > limits.max_lease_bytes then return 'TOO_LARGE' end
   redis.call('HSET', key('members'), member_key(rec, item.member), payload)
   rec.m[item.member + 1], rec.c, rec.b, rec.ok = member.digest, rec.c + 1, rec.b + #payload, true

@@ -26,6 +26,7 @@
 --
 -- Record: id, p(urpose), n(um trajectories), k (fewest trajectories), o(rder), s(tate), a(ttempt),
 --   refused (it found no room in the queue),
+--   i(ds of finished trajectories, until the group closes),
 --   l(ast lease), ok (a member was finished under it), m(embers' digests, '' until finished),
 --   f(ailures of each member), x (members that failed as l ran out), c(ount of finished members), b(ytes of them), d(igest of the closed
 --   group), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
@@ -178,6 +179,9 @@ end
 
 local function member_key(rec, i) return string.format('%d/', i) .. rec.id end
 
+-- Return the part of a member's digest that scoring does not change.
+local function without_scores(digest) return (string.match(digest, '^[^.]*')) end
+
 -- Take the parts of a group whose members are all finished or given up; return its bytes and digest.
 local function assemble(rec)
   local parts, digests = {redis.call('HGET', key('tasks'), rec.id)}, {}
@@ -185,7 +189,7 @@ local function assemble(rec)
     if rec.m[i] ~= '' then
       parts[#parts + 1] = redis.call('HGET', key('members'), member_key(rec, i - 1))
       redis.call('HDEL', key('members'), member_key(rec, i - 1))
-      digests[#digests + 1] = rec.m[i]
+      digests[#digests + 1] = without_scores(rec.m[i])
     end
   end
   redis.call('HDEL', key('tasks'), rec.id)
@@ -199,6 +203,7 @@ local function close(rec, reason)
   end_lease(rec.l)
   count(rec.p .. ':t:waiting', -rec.c)
   local payload, digest = assemble(rec)
+  rec.i = nil
   if rec.c < rec.n and (rec.k == 0 or rec.c < rec.k) then
     drop(rec, reason)
     return true

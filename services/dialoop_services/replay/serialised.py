@@ -1,0 +1,163 @@
+"""Read serialised trajectories in place: token columns as arrays, and the bytes of their digests.
+
+ids, logprobs = (columns_of(sequence.SerializeToString())[n] for n in (TOKEN_IDS, LOGPROBS))
+
+protobuf's Python containers give one object per token. Their serialised form has the floats as they
+lie in memory, and token ids in one to three bytes each, which numpy reads at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from dialoop.v1 import trajectory_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+
+def _number(message: Any, field: str) -> int:
+    return int(message.DESCRIPTOR.fields_by_name[field].number)
+
+
+_TURNS = _number(pb.Trajectory, "turns")
+_SEQUENCES = _number(pb.Trajectory, "sequences")
+TRAJECTORIES = _number(pb.Group, "trajectories")
+TOKEN_IDS = _number(pb.Sequence, "token_ids")
+LOGPROBS = _number(pb.Sequence, "inference_logprobs")
+REF_LOGPROBS = _number(pb.Sequence, "ref_logprobs")
+TOKEN_ADVANTAGES = _number(pb.Sequence, "token_advantages")
+PER_TOKEN = _number(pb.Reward, "per_token")
+_FLOATS = (LOGPROBS, REF_LOGPROBS, TOKEN_ADVANTAGES)
+# What scoring may change, by the field of the trajectory that holds it.
+_SCORED = {
+    _TURNS: {_number(pb.Turn, "rewards")},
+    _SEQUENCES: {REF_LOGPROBS, TOKEN_ADVANTAGES, _number(pb.Sequence, "advantage")},
+}
+_VARINT, _FIXED64, _BYTES = 0, 1, 2
+_MAX_SHORT = 2
+_MORE = 0x80
+"""Set in each byte of a varint but the last."""
+
+
+def varint(number: int) -> bytes:
+    """Return a number from 0 on as protobuf writes it."""
+    written = bytearray()
+    while number >= _MORE:
+        written.append(number & 0x7F | _MORE)
+        number >>= 7
+    written.append(number)
+    return bytes(written)
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return the number at a position, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < _MORE:
+            return value, position
+        shift += 7
+
+
+def fields_in(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield each field of a serialised message: number, start, start of its value, end."""
+    position = start
+    while position < end:
+        begin, tag = position, data[position]
+        position += 1
+        if tag >= _MORE:
+            tag, position = _read_varint(data, begin)
+        kind, value = tag & 7, position
+        if kind == _BYTES:
+            size, value = data[position], position + 1
+            if size >= _MORE:
+                size, value = _read_varint(data, position)
+            position = value + size
+        elif kind == _VARINT:
+            while data[position] >= _MORE:
+                position += 1
+            position += 1
+        else:
+            position += 8 if kind == _FIXED64 else 4
+        yield tag >> 3, begin, value, position
+
+
+def floats_of(data: bytes, field: int) -> NDArray[np.float32]:
+    """Return the float column of a serialised message, float32 [N]."""
+    return next(
+        (
+            np.frombuffer(data, "<f4", (end - value) // 4, value)
+            for number, _, value, end in fields_in(data, 0, len(data))
+            if number == field
+        ),
+        _NONE,
+    )
+
+
+_NONE = np.empty(0, np.float32)
+_NO_IDS = np.empty(0, np.int64)
+
+
+def columns_of(sequence: bytes) -> Mapping[int, NDArray[Any]]:
+    """Return the token ids (int64 [L]) and float columns (float32 [M]) of a serialised sequence."""
+    columns: dict[int, NDArray[Any]] = dict.fromkeys(_FLOATS, _NONE) | {TOKEN_IDS: _NO_IDS}
+    for number, _, value, end in fields_in(sequence, 0, len(sequence)):
+        if number == TOKEN_IDS:
+            columns[number] = _varints(np.frombuffer(sequence, np.uint8, end - value, value))
+        elif number in _FLOATS:
+            columns[number] = np.frombuffer(sequence, "<f4", (end - value) // 4, value)
+    return columns
+
+
+def _varints(data: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the numbers of packed varints; negative ones take ten bytes."""
+    ends = np.flatnonzero(data < _MORE)
+    starts = np.empty_like(ends)
+    starts[:1], starts[1:] = 0, ends[:-1] + 1
+    last = ends - starts
+    if last.size and last.max() <= _MAX_SHORT:
+        # Ids of a vocabulary of up to two million: gather their first, second and third bytes.
+        numbers = (data[starts] & 0x7F).astype(np.int64)
+        for nth in range(1, int(last.max()) + 1):
+            longer = np.flatnonzero(last >= nth)
+            part = (data[starts[longer] + nth] & 0x7F).astype(np.int64)
+            numbers[longer] |= part << 7 * nth
+        return numbers
+    place = np.arange(data.size) - np.repeat(starts, last + 1)
+    parts = (data & 0x7F).astype(np.uint64) << (7 * place).astype(np.uint64)
+    return np.add.reduceat(parts, starts).astype(np.int64)
+
+
+def digests_of(trajectory: bytes) -> tuple[str, str]:
+    """Return the digest of what scoring keeps of a serialised trajectory, and that of the rest.
+
+    The first is over the trajectory as it would be serialised without what scoring may change.
+    """
+    kept, scored = hashlib.blake2b(digest_size=12), hashlib.blake2b(digest_size=4)
+    done = 0
+    for number, begin, value, end in fields_in(trajectory, 0, len(trajectory)):
+        if number not in _SCORED:
+            continue
+        inner = list(fields_in(trajectory, value, end))
+        cut = [(b, e) for n, b, _, e in inner if n in _SCORED[number]]
+        if not cut:
+            continue
+        kept.update(trajectory[done:begin])
+        done = end
+        tag = varint(number << 3 | _BYTES)
+        kept.update(tag + varint(end - value - sum(e - b for b, e in cut)))
+        scored.update(tag + varint(begin))
+        for cut_start, cut_end in cut:
+            kept.update(trajectory[value:cut_start])
+            scored.update(trajectory[cut_start:cut_end])
+            value = cut_end
+        kept.update(trajectory[value:end])
+    kept.update(trajectory[done:])
+    return kept.hexdigest(), scored.hexdigest()
