@@ -284,6 +284,15 @@ def test_advantages_and_selection_of_a_group() -> None:
         compat.TopKRewardSelector(total_dialog_turns=3, topk_size=1)(pair)
 
 
+@pytest.mark.parametrize("collate", [compat.as_nested_tensor, compat.as_padded_tensor])
+def test_rows_have_the_same_columns_and_there_is_one(collate: Any) -> None:
+    row = {"ids": torch.tensor([1])}
+    for rows in ([], [row, row | {"mask": torch.tensor([True])}], [row, {}]):
+        with pytest.raises(InvalidInput, match=f"The {len(rows)} rows") as caught:
+            collate(rows)
+        assert caught.value.reason == "RAGGED"
+
+
 def test_columns_of_rows_as_tensors() -> None:
     rows = [{"ids": torch.tensor([1, 2, 3])}, {"ids": torch.tensor([4])}]
     padded = compat.as_padded_tensor(rows, pad_value=9)

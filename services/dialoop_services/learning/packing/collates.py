@@ -14,6 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
 from dialoop_services.learning.packing.rows import OPTIONAL, TokenRow
 
@@ -52,10 +54,13 @@ def token_columns(trajectories: Iterable[Trajectory]) -> list[dict[str, Tensor]]
 
 
 def as_nested_tensor(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return each column of rows as a jagged nested tensor [B, *], its rows at their lengths."""
+    """Return each column of rows as a jagged nested tensor [B, *], its rows at their lengths.
+
+    Raise InvalidInput (RAGGED) where there is no row, or one has other columns than the first.
+    """
     return {
         name: torch.nested.nested_tensor([row[name] for row in rows], layout=torch.jagged)
-        for name in rows[0]
+        for name in _columns_of(rows)
     }
 
 
@@ -65,10 +70,11 @@ def as_padded_tensor(
     """Return each column of rows as one tensor [B, longest], padded on the right, and its lengths.
 
     The lengths of column `name` are int64 [B] under `name_lengths`: padding is never recognised
-    by its value. Masks (bool) are padded with False, whatever `pad_value` is.
+    by its value. Masks (bool) are padded with False, whatever `pad_value` is. Raise InvalidInput
+    (RAGGED) where there is no row, or one has other columns than the first.
     """
     columns: dict[str, Tensor] = {}
-    for name in rows[0]:
+    for name in _columns_of(rows):
         values = [row[name] for row in rows]
         columns[name] = torch.nn.utils.rnn.pad_sequence(
             values,
@@ -77,6 +83,17 @@ def as_padded_tensor(
         )
         columns[f"{name}_lengths"] = torch.tensor([len(value) for value in values])
     return columns
+
+
+def _columns_of(rows: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    """Return the names of the columns, which all rows have."""
+    if not rows or any(row.keys() != rows[0].keys() for row in rows):
+        raise InvalidInput(
+            f"The {len(rows)} rows have other columns than the first, or there is none.",
+            reason=Reason.RAGGED,
+            remedy="Give rows with the same columns, and one at least.",
+        )
+    return list(rows[0])
 
 
 def _on_tokens(row: TokenRow, values: Tensor) -> Tensor:
