@@ -2,7 +2,9 @@
 
 python benchmarks/replay_throughput.py --groups 2000 --kib 16 --fsync everysec
 
-Starts a redis-server and the service in processes of their own; prints one JSON line.
+Starts a redis-server and the service in processes of their own; prints one JSON line, with the CPU
+milliseconds a group of the service and of Redis. `--before PATH` measures the service of commit
+127deda, checked out there.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ RUN = "benchmark"
 UNSCORED = messages.STAGE_UNSCORED
 
 
-def _launch(settings: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
+def _launch(settings: dict[str, str], before: str) -> tuple[subprocess.Popen[str], str]:
+    path = {"PYTHONPATH": f"{before}/client:{before}"} if before else {}
     process = subprocess.Popen(
-        [sys.executable, "-m", "dialoop_services.replay"],
-        env={**os.environ, **settings},
+        [sys.executable, "-m", "services.replay" if before else "dialoop_services.replay"],
+        env={**os.environ, **settings, **path},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -43,7 +46,13 @@ def _launch(settings: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
     raise RuntimeError("the service did not start")
 
 
-def _group(task: messages.Task, attempt: int, kib: int) -> messages.Group:
+def _cpu_s(pid: int) -> float:
+    """Return the CPU seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _group(task: messages.Task, group_id: str, kib: int) -> messages.Group:
     """Return eight trajectories of one sequence; ids take two bytes and log-probs four."""
     length = kib * 1024 // 8 // 6
     version = messages.PolicyVersion(lineage="main", number=0)
@@ -51,18 +60,21 @@ def _group(task: messages.Task, attempt: int, kib: int) -> messages.Group:
     sequence = messages.Sequence(
         token_ids=[1000] * length, segments=[segment], inference_logprobs=[-0.5] * length
     )
-    group_id = f"{task.task_id}#{attempt}"
     return messages.Group(
         group_id=group_id,
         task=task,
         trajectories=[
-            messages.Trajectory(trajectory_id=f"{group_id}.{i}", sequences=[sequence])
+            messages.Trajectory(
+                trajectory_id=f"{group_id}.{i}", group_id=group_id, sequences=[sequence]
+            )
             for i in range(8)
         ],
     )
 
 
-async def _prepare(stub: ReplayServiceStub, num_groups: int, kib: int) -> list[pb.AppendItem]:
+async def _prepare(
+    stub: ReplayServiceStub, num_groups: int, kib: int, before: str
+) -> list[pb.AppendItem]:
     tasks = [
         messages.Task(task_id=f"t{i}", purpose=messages.PURPOSE_TRAINING, num_trajectories=8)
         for i in range(num_groups)
@@ -76,7 +88,10 @@ async def _prepare(stub: ReplayServiceStub, num_groups: int, kib: int) -> list[p
         pb.LeaseTasksRequest(run=RUN, worker="collector", max_tasks=num_groups)
     )
     return [
-        pb.AppendItem(group=_group(held.task, held.attempt, kib), lease_id=held.lease_id)
+        pb.AppendItem(
+            group=_group(held.task, f"{held.task.task_id}#1" if before else held.task.task_id, kib),
+            lease_id=held.lease_id,
+        )
         for held in leased.leases
     ]
 
@@ -96,11 +111,13 @@ async def _groups_per_s(
     return num_groups / (time.perf_counter() - began)
 
 
-async def _measure(address: str, options: argparse.Namespace) -> dict[str, float]:
+async def _measure(
+    address: str, options: argparse.Namespace, pids: dict[str, int]
+) -> dict[str, float]:
     limit = [("grpc.max_receive_message_length", 64 << 20)]
     async with grpc.aio.insecure_channel(address, options=limit) as channel:
         stub = ReplayServiceStub(channel)
-        items = await _prepare(stub, options.groups, options.kib)
+        items = await _prepare(stub, options.groups, options.kib, options.before)
         leases: list[str] = []
 
         async def append(start: int) -> None:
@@ -125,12 +142,14 @@ async def _measure(address: str, options: argparse.Namespace) -> dict[str, float
             ]
             await stub.Acknowledge(pb.AcknowledgeRequest(run=RUN, items=dropped))
 
-        rates = {
-            f"{work.__name__}_groups_per_s": round(
-                await _groups_per_s(work, options.groups, options.batch, options.parallel)
-            )
-            for work in (append, lease, acknowledge)
-        }
+        rates: dict[str, float] = {}
+        for work in (append, lease, acknowledge):
+            used = {name: _cpu_s(pid) for name, pid in pids.items()}
+            rate = await _groups_per_s(work, options.groups, options.batch, options.parallel)
+            rates[f"{work.__name__}_groups_per_s"] = round(rate)
+            for name, pid in pids.items():
+                cpu_ms = (_cpu_s(pid) - used[name]) / options.groups * 1e3
+                rates[f"{work.__name__}_{name}_cpu_ms"] = round(cpu_ms, 3)
         stats = (await stub.GetStats(pb.GetStatsRequest(run=RUN))).stats
         assert stats.training.num_groups_dropped["measured"] == options.groups
         return {"group_bytes": items[0].group.ByteSize(), **rates}
@@ -144,20 +163,25 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=4)
     parser.add_argument("--fsync", choices=("everysec", "always", "no"), default="everysec")
     parser.add_argument("--store", choices=("redis", "memory"), default="redis")
+    parser.add_argument("--before", default="", help="a checkout of commit 127deda")
     options = parser.parse_args()
+    load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
         redis = RedisServer(Path(directory), fsync=options.fsync)
         redis.start()
         process, address = _launch(
-            {"DIALOOP_REPLAY_STORE": options.store, "DIALOOP_REPLAY_REDIS_URL": redis.url}
+            {"DIALOOP_REPLAY_STORE": options.store, "DIALOOP_REPLAY_REDIS_URL": redis.url},
+            options.before,
         )
         try:
-            rates = asyncio.run(_measure(address, options))
+            pids = {"service": process.pid, "redis": redis.pid}
+            rates = asyncio.run(_measure(address, options, pids))
         finally:
             process.terminate()
             process.wait(timeout=20)
             redis.stop()
-    print(json.dumps({"benchmark": "replay_throughput", **vars(options), **rates}))
+    facts = vars(options) | {"before": bool(options.before), "load_before": round(load_before, 2)}
+    print(json.dumps({"benchmark": "replay_throughput", **facts, **rates}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits
 
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, own_redis  # noqa: F401
 from tests.support.replay_store_world import (
     ack,
     extend,
@@ -145,3 +145,29 @@ async def test_what_frees_memory_works_above_maxmemory(tmp_path: Path) -> None:
         stats = await stats_of(store, RUN)
         assert (stats.training.num_groups_consumed, stats.training.num_groups_training) == (1, 3)
         await store.close()
+
+
+async def test_a_lease_costs_redis_the_same_however_many_groups_wait(
+    own_redis: RedisServer,
+) -> None:
+    """It read the name of each waiting group: 39 ms of Redis at 40,000."""
+    store = RedisStore(own_redis.url, QueueLimits(), timeout_s=PATIENCE_S)
+    await announce(store, RUN)
+    await offer(store, RUN, *map(str, range(12)))
+    for _ in range(12):
+        await play(store, RUN)
+    with redis.Redis.from_url(own_redis.url) as client:
+
+        async def least_usec() -> int:
+            costs = []
+            for _ in range(6):
+                client.config_resetstat()
+                assert len((await lease(store, RUN, Stage.UNSCORED)).leases) == 1
+                costs.append(int(client.info("commandstats")["cmdstat_evalsha"]["usec"]))
+            return min(costs)
+
+        few = await least_usec()
+        waiting = {f"behind/{number}": 10**6 + number for number in range(50_000)}
+        client.zadd(f"dialoop:{{{RUN}}}:ready:unscored", waiting)
+        assert await least_usec() < 5 * few + 1000
+    await store.close()

@@ -50,6 +50,12 @@ class RedisServer:
     def url(self) -> str:
         return f"unix://{self._directory}/redis.sock"
 
+    @property
+    def pid(self) -> int:
+        """The number of the running process."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         settings = {
             "port": "0",

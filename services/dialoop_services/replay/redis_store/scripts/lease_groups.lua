@@ -10,10 +10,9 @@ local function is_stale(rec)
   return false
 end
 
--- Ledger.ready_in_turn: the ready groups in the order in which they are to be leased.
+-- Return the ready groups in another order than the oldest first: this reads the whole index.
 local function ready_in_turn()
   local ids, rank, place = redis.call('ZRANGE', ready, 0, -1), {}, {}
-  if call.selection ~= 'uniform' and call.selection ~= 'priority' then return ids end
   local token = meta('token')
   for i, id in ipairs(ids) do
     place[id] = i
@@ -28,16 +27,34 @@ local function ready_in_turn()
 end
 
 local ready_now = {}
-for _, id in ipairs(ready_in_turn()) do
-  if #ready_now == call.max_groups then break end
-  if string.sub(id, 1, #call.task_id_prefix) == call.task_id_prefix then
-    local rec = load(id)
-    if is_stale(rec) then
-      drop_entry(rec, stage, 'stale')
-    else
-      ready_now[#ready_now + 1] = rec
+-- Add the groups of these ids, and return how many of all that were looked at are still ready.
+local function take(ids)
+  local num_left = 0
+  for _, id in ipairs(ids) do
+    if #ready_now == call.max_groups then break end
+    num_left = num_left + 1
+    if string.sub(id, 1, #call.task_id_prefix) == call.task_id_prefix then
+      local rec = load(id)
+      if is_stale(rec) then
+        drop_entry(rec, stage, 'stale')
+        num_left = num_left - 1
+      else
+        ready_now[#ready_now + 1] = rec
+      end
     end
   end
+  return num_left
+end
+
+if call.selection == 'uniform' or call.selection == 'priority' then
+  take(ready_in_turn())
+else
+  -- Pages of as many as are wanted: what is not leased costs nothing.
+  local from = 0
+  repeat
+    local page = redis.call('ZRANGE', ready, from, from + call.max_groups - 1)
+    from = from + take(page)
+  until #page == 0 or #ready_now == call.max_groups
 end
 
 if #ready_now < math.max(1, call.min_groups) then
