@@ -69,23 +69,26 @@ class ScriptedPolicy:
         turn: int = 0,
         num_samples: int = 1,
     ) -> tuple[Sample, ...]:
-        self.sampling_log.append(sampling or SamplingParams())
-        text = self.answer(len(self.sampling_log))
+        texts = []
+        for _ in range(num_samples):
+            self.sampling_log.append(sampling or SamplingParams())
+            texts.append(self.answer(len(self.sampling_log)))
         await asyncio.sleep(self.delay_s)
         source = Source.PROMPT if context is None else Source.TEMPLATE
         model = {"source": Source.MODEL, "turn": turn, "policy_version": self.version}
         sequence = sequence_of(
             [([1, 2, 3], {"source": source, "turn": turn}), ([4, 5], model)], logprobs=[-0.5, -1.5]
         )
-        message = Message(role="assistant", content=text)
-        answered = ChatHistory(prompt=history).respond(message)
-        return (
+        return tuple(
             Sample(
-                history=answered,
+                history=ChatHistory(prompt=history).respond(
+                    Message(role="assistant", content=text)
+                ),
                 sequence=sequence,
                 stop_reason=StopReason.STOP,
                 sampling=sampling or SamplingParams(),
-            ),
+            )
+            for text in texts
         )
 
 
@@ -97,11 +100,12 @@ class ScriptedInference(InferenceServiceServicer):
 
     async def Generate(self, request, context):  # noqa: N802
         sampling = sampling_from_proto(request.sampling)
-        (sample,) = await self.policy.generate(
+        samples = await self.policy.generate(
             chat_history_from_proto(request.history).require_prompt(),
             context=sequence_from_proto(request.context) if request.HasField("context") else None,
             sampling=sampling,
             turn=request.turn,
+            num_samples=max(1, request.num_samples),
         )
         return inference_pb.GenerateResponse(
             samples=[
@@ -110,6 +114,7 @@ class ScriptedInference(InferenceServiceServicer):
                     sequence=sequence_to_proto(sample.sequence),
                     stop_reason=int(sample.stop_reason),
                 )
+                for sample in samples
             ],
             sampling=sampling_to_proto(sampling),
         )
