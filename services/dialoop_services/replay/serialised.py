@@ -1,6 +1,6 @@
 """Read serialised trajectories in place: token columns as arrays, and the bytes of their digests.
 
-ids, logprobs = (columns_of(sequence.SerializeToString())[n] for n in (TOKEN_IDS, LOGPROBS))
+`columns_of(sequence.SerializeToString())[TOKEN_IDS]` has the token ids of a sequence.
 
 protobuf's Python containers give one object per token. Their serialised form has the floats as they
 lie in memory, and token ids in one to three bytes each, which numpy reads at once.

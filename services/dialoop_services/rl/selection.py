@@ -2,8 +2,8 @@
 
     best_of([0.1, 0.4, 0.5, 0.9, 0.7], k=3)      # (3, 4): two are above the median 0.5
     window = TopKWindow(num_turns=64, k=8)       # of each task; the best of every 64 turns
-    window.add(trajectory)                       # () until the window is full
 
+`window.add(trajectory)` returns the best trajectories of a window that is full with it.
 A reward must be strictly above the median. Among equal rewards there is no best trajectory.
 """
 
