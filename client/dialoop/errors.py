@@ -200,7 +200,7 @@ class DataLost(DialoopError):
 
 
 class InternalError(DialoopError):
-    """A bug in Dialoop: the message holds only an error_id to look up in the service's log."""
+    """A bug in Dialoop; a service's message holds only an error_id to look up in its log."""
 
 
 ERRORS_BY_STATUS: dict[Status, type[DialoopError]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -88,7 +89,9 @@ def test_a_trainer_that_is_told_to_stop_loses_no_step(tmp_path: Path) -> None:
         ended = job.end(PATIENCE_S)
     assert ended.exit_code == 0, ended.output
     assert_accounted(ended.summary)
-    assert ended.summary["num_redelivered"] == 0
+    log = (job.run_dir / "logs" / "trainer.log").read_text("utf-8")
+    (given_back,) = re.findall(r"Stopped between two train steps\..*num_returned=(\d+)", log)
+    assert ended.summary["num_redelivered"] == int(given_back)
     rows = [json.loads(line) for line in lines_of(job.run_dir / "metrics.jsonl")]
     assert [row["kind"] for row in rows].count("restore") == 1
     steps = [row["train_step"] for row in rows if row["kind"] == "train"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -146,14 +147,22 @@ async def test_a_service_that_does_not_stop_is_killed(tmp_path: Path) -> None:
 
 
 async def test_a_killed_service_is_started_again_without_its_old_children(tmp_path: Path) -> None:
-    async with supervise(log_in(tmp_path)) as supervisor:
+    output = io.StringIO()
+    log = LogStream(Console(file=output, width=200), tmp_path / "logs")
+    async with supervise(log) as supervisor:
         await supervisor.start(spec(tmp_path, STUBBORN_CHILD))
         first, service = pid_of(supervisor), supervisor.services[0]
         (tmp_path / "probe.ready").unlink()
         os.kill(first, signal.SIGKILL)
         await until(lambda: service.num_restarts == 1 and service.ready.is_set())
-        assert pid_of(supervisor) != first
+        second = pid_of(supervisor)
+        assert second != first
         assert members({first}) == []
+        (tmp_path / "probe.ready").unlink()
+        os.kill(second, signal.SIGTERM)
+        await until(lambda: service.num_restarts == 2 and service.ready.is_set())
+        assert "ended with exit code 0" in output.getvalue()
+        assert "the last line of its log" not in output.getvalue()
 
 
 async def test_exit_code_2_ends_the_stack_with_the_services_sentence(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dialoop.clients.weights import Probe as Probe
 from dialoop.clients.weights import WeightsKind as WeightsKind
 from dialoop.clients.weights import WeightsManifest as WeightsManifest
 from dialoop.clients.weights import weights_requests
-from dialoop.errors import InvalidInput
+from dialoop.errors import InternalError, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.wire import (
@@ -151,7 +151,8 @@ class InferenceClient:
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
         with `skip_special_tokens` its response's text leaves special tokens out.
         The replica ends an answer that takes too long for its max_new_tokens (ANSWER_TIMED_OUT);
-        `deadline_s` limits the whole call, the wait in the replica's queue included.
+        `deadline_s` limits the whole call, the wait in the replica's queue included. Raises
+        InternalError for another number of samples than asked for.
         """
         question = Question(
             history=history,
@@ -170,7 +171,13 @@ class InferenceClient:
             skip_special_tokens=skip_special_tokens,
         )
         answer = await self._channel.call(GENERATE, question.to_proto(), deadline_s=deadline_s)
-        return samples_from_proto(answer)
+        samples = samples_from_proto(answer)
+        if len(samples) != num_samples:
+            raise InternalError(
+                f"The replica gave {len(samples)} of {num_samples} samples.",
+                remedy="Look for a replica or a proxy of another version of Dialoop.",
+            )
+        return samples
 
     async def generate_stream(  # noqa: PLR0913
         self,

@@ -13,6 +13,7 @@ from dialoop.clients.inference import InferenceClient, WeightsManifest
 from dialoop.clients.scorer import ScorerClient
 from dialoop.clients.trainer import Phase, TrainerClient
 from dialoop.environments import ChatEnv, KLReward, TaskData, Tokens
+from dialoop.errors import InternalError
 from dialoop.sequences import PolicyVersion
 from dialoop.testing import ScriptedPolicy, byte_tokenizer
 from dialoop.trajectory import Group, SamplingParams, StopReason, Task
@@ -186,6 +187,16 @@ async def test_a_second_turn_continues_the_context():
     (here,) = await POLICY.generate(longer, **continuation)
     assert there.sequence == here.sequence
     assert len(first.sequence.extended_by(there.sequence)) > len(first.sequence)
+
+
+async def test_too_few_samples_are_refused_in_words(monkeypatch):
+    async with inference() as (_, client):
+        generate = POLICY.generate
+        monkeypatch.setattr(
+            type(POLICY), "generate", lambda _, *a, **kw: generate(*a, **kw | {"num_samples": 1})
+        )
+        with pytest.raises(InternalError, match="gave 1 of 3 samples"):
+            await client.generate(PROMPT, sampling=SAMPLING, num_samples=3)
 
 
 async def test_a_stream_ends_with_the_whole_sample():

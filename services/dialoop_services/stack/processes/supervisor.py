@@ -272,6 +272,8 @@ class Supervisor:
             raise InvalidConfig(message, reason=Reason.SERVICE_CONFIG)
         if code < 0:
             return f"was ended by signal {-code}"
+        if code == 0:  # it was told to stop by somebody else, and its log says nothing of an error
+            return "ended with exit code 0"
         if reason is not None:
             return f"ended with exit code {code}: {reason.message}"
         return f"ended with exit code {code}; the last line of its log is: {last_line}"
