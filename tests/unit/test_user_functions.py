@@ -77,6 +77,7 @@ from dialoop.trials.game import Move
 from dialoop.trials.playing import play_trial
 from dialoop.trials.trial import Action, run_trial
 from dialoop.trials.twenty_questions import TwentyQuestions
+from dialoop_services.rl.selection import TopKWindow
 from dialoop_services.scorer.estimator import Estimator
 from dialoop_services.scorer.rewards import GroupReward, call_apart, with_reward
 
@@ -523,6 +524,12 @@ async def group_rewards(form: Form) -> None:
     assert await estimator.estimate([0.0, 1.0]) == (-0.5, 0.5)
 
 
+async def windows(form: Form) -> None:
+    window = TopKWindow(num_turns=2, k=1, key=form(lambda trajectory: "all"))
+    worse, better = make_group(0.0, 1.0).trajectories
+    assert (window.add(worse), window.add(better)) == ((), (better,))
+
+
 CASES: dict[str, tuple[Function, ...]] = {
     "rewards": (Rewards, NamedReward),
     "rubrics": (WeightedSum, Gate, InOrder, GroupRelative, each_trajectory),
@@ -562,6 +569,7 @@ CASES: dict[str, tuple[Function, ...]] = {
     "collectors": (dialoop.collect, TrajectoryCollector),
     "metrics": (jobs.train, jobs.train_async),
     "group_rewards": (GroupReward, Estimator, call_apart),
+    "windows": (TopKWindow,),
 }
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.trajectory import Owner
+from dialoop.user_functions import call_now
 
 from dialoop_services.rl.advantages import return_of
 
@@ -71,9 +72,9 @@ def task_of(trajectory: Trajectory) -> Hashable:
 class TopKWindow:
     """Choose the best trajectories of each window of turns, as they come from any groups.
 
-    Each task, or what `key` returns, has a window of its own. It is full with the trajectory that
-    brings `num_turns` turns. Then its best trajectories are chosen and the next window begins
-    empty, so that no trajectory is chosen twice.
+    Each task has a window of its own, or whatever `key`, sync or async, returns. It is full with
+    the trajectory that brings `num_turns` turns. Then its best trajectories are chosen and the next
+    window begins empty, so that no trajectory is chosen twice.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class TopKWindow:
         """
         if not trajectory.turns or any(f.owner is not Owner.POLICY for f in trajectory.failures):
             return ()
-        key = self._key(trajectory)
+        key = call_now(self._key, trajectory)
         window = self._windows.setdefault(key, [])
         window.append(trajectory)
         if sum(len(member.turns) for member in window) < self._num_turns:
