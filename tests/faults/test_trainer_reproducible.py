@@ -152,6 +152,7 @@ async def compare(
     return worlds
 
 
+@pytest.mark.heavy(reason="trains three times, half a minute")
 @pytest.mark.timeout(240)
 async def test_a_killed_trainer_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     trains = (train_through, train_with_kills)

@@ -20,6 +20,7 @@ from dialoop.cli.running_stacks import (
     require_addresses,
 )
 from dialoop.errors import DialoopError
+from dialoop_services.config.file import load_config, toml_of
 
 from tests.support.waiting import PATIENCE_S
 
@@ -349,7 +350,7 @@ def test_the_printed_config_is_whole_and_reads_back_as_itself():
     first = stack("config", "print", "job.toml")
     assert first.returncode == 0, first.stderr
     Path("again.toml").write_text(first.stdout)
-    assert stack("config", "print", "again.toml").stdout == first.stdout
+    assert toml_of(load_config(Path("again.toml"), environment={})) == first.stdout
     assert "pipeline_depth = 2" in first.stdout
     origins = stack("config", "print", "job.toml", "--origins").stdout.splitlines()
     assert 'run = "mine"  # job.toml' in origins
