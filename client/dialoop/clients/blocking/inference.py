@@ -51,7 +51,8 @@ class BlockingInferenceClient:
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
         with `skip_special_tokens` its response's text leaves special tokens out.
         The replica ends an answer that takes too long for its max_new_tokens (ANSWER_TIMED_OUT);
-        `deadline_s` limits the whole call, the wait in the replica's queue included.
+        `deadline_s` limits the whole call, the wait in the replica's queue included. Raises
+        InternalError for another number of samples than asked for.
         """
         return self._loop.run(
             self._client.generate(
