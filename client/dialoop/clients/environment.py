@@ -20,7 +20,7 @@ from dialoop.clients.environment_records import (
     step_result_from_proto,
     step_to_proto,
 )
-from dialoop.clients.errors import error_of_item
+from dialoop.clients.errors import error_of_item, require_count
 from dialoop.environments.environment import Given
 from dialoop.environments.episode import Score
 from dialoop.environments.tasks.choosing import TaskChoice
@@ -228,6 +228,7 @@ class EnvironmentClient:
         items = list(items)
         request = pb.BatchResetRequest(items=[reset_to_proto(item) for item in items])
         answer = await self._channel.call(BATCH_RESET, request)
+        require_count(len(answer.items), len(items), "resets")
         begin = self.conversations.begin
         return tuple(
             error_of_item(reset.error)
@@ -241,6 +242,7 @@ class EnvironmentClient:
         sent = [self.conversations.prepare(item) for item in items]
         request = pb.BatchStepRequest(items=[step.request for step in sent])
         answer = await self._channel.call(BATCH_STEP, request)
+        require_count(len(answer.items), len(sent), "steps")
 
         async def finish(step: SentStep, item: pb.BatchStepItem) -> StepResult | DialoopError:
             step_answer = error_of_item(item.error) if item.HasField("error") else item.response
@@ -281,6 +283,7 @@ class EnvironmentClient:
             ttl_s=ttl_s,
         )
         answer = await self._channel.call(CREATE_GROUP, request)
+        require_count(len(answer.resets), num_sessions, "sessions")
         openings = zip(answer.session_ids, answer.resets, strict=True)
         return GroupOpening(
             session_ids=tuple(answer.session_ids),

@@ -97,3 +97,12 @@ def _info_of(failure: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | Non
         if detail.Unpack(info):
             return info
     return None
+
+
+def require_count(num_given: int, num_asked: int, what: str) -> None:
+    """Raise InternalError where a service gave another number of `what` than asked for."""
+    if num_given != num_asked:
+        raise InternalError(
+            f"The service gave {num_given} of {num_asked} {what}.",
+            remedy="Look for a service or a proxy of another version of Dialoop.",
+        )

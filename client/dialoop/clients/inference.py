@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.chat import ChatHistory
 from dialoop.clients.channel import Rpc, tell_warnings
+from dialoop.clients.errors import require_count
 from dialoop.clients.inference_messages import Question, samples_from_proto, top_logprobs_from_proto
 from dialoop.clients.weights import LoadedWeights as LoadedWeights
 from dialoop.clients.weights import Probe as Probe
 from dialoop.clients.weights import WeightsKind as WeightsKind
 from dialoop.clients.weights import WeightsManifest as WeightsManifest
 from dialoop.clients.weights import weights_requests
-from dialoop.errors import InternalError, InvalidInput
+from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.wire import (
@@ -172,11 +173,7 @@ class InferenceClient:
         )
         answer = await self._channel.call(GENERATE, question.to_proto(), deadline_s=deadline_s)
         samples = samples_from_proto(answer)
-        if len(samples) != num_samples:
-            raise InternalError(
-                f"The replica gave {len(samples)} of {num_samples} samples.",
-                remedy="Look for a replica or a proxy of another version of Dialoop.",
-            )
+        require_count(len(samples), num_samples, "samples")
         return samples
 
     async def generate_stream(  # noqa: PLR0913

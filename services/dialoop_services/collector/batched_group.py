@@ -166,15 +166,15 @@ class JoinedSteps:
     async def _answer(self, batch: dict[asyncio.Future[StepResult], StepItem]) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        answers: Several[StepResult | Exception]
+        answers: list[tuple[asyncio.Future[StepResult], StepResult | Exception]]
         try:
-            answers = await self._call(list(batch.values()))
+            answers = list(zip(batch, await self._call(list(batch.values())), strict=True))
         except Exception as error:
-            answers = [error] * len(batch)
+            answers = [(place, error) for place in batch]
         finally:
             self._num_away -= len(batch)
         self._are_slow = loop.time() - started > _SLOW_STEP_S
-        for place, answer in zip(batch, answers, strict=True):
+        for place, answer in answers:
             if place.done():
                 continue  # the member was cancelled
             if isinstance(answer, Exception):

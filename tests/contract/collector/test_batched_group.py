@@ -30,7 +30,7 @@ from dialoop.trajectory import (
     Trajectory,
 )
 from dialoop_services.collector import batched_group
-from dialoop_services.collector.batched_group import JoinedCall
+from dialoop_services.collector.batched_group import JoinedCall, JoinedSteps
 from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import FailedMember, GroupPlayer, PlayedMember, Round
 
@@ -280,6 +280,16 @@ async def test_an_item_of_a_batch_that_fails_is_its_members_own_failure(
     group = await _play(environment, policy)
     assert policy.asked == [NUM, 1]
     assert len(group.trajectories) == NUM
+
+
+async def test_a_step_that_is_left_without_an_answer_fails_and_nobody_waits_for_it() -> None:
+    async def short(items: list[Any]) -> tuple[Any, ...]:
+        return ()
+
+    steps = JoinedSteps(1, short)
+    item: Any = object()
+    with pytest.raises(ValueError, match="shorter"):
+        await asyncio.wait_for(steps.join(item, wait_s=0.0), PATIENCE_S)
 
 
 async def test_an_environment_that_is_not_there_fails_the_members(environment: Counting) -> None:

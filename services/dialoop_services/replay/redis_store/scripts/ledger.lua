@@ -28,7 +28,8 @@
 --   refused (it found no room in the queue),
 --   i(ds of finished trajectories, until the group closes),
 --   l(ast lease), ok (a member was finished under it), m(embers' digests, '' until finished),
---   f(ailures of each member), x (members that failed as l ran out), c(ount of finished members), b(ytes of them), d(igest of the closed
+--   f(ailures of each member), x (members that failed as l ran out),
+--   c(ount of finished members), b(ytes of them), d(igest of the closed
 --   group), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
 --   e = {stage = {o(rder), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
 --   gone}}
