@@ -162,6 +162,13 @@ def _compile(source: str) -> jinja2.Template:
         ) from None
 
 
+@lru_cache(maxsize=256)
+def _read_source(source: str) -> tuple[str, bool]:
+    """Return the digest of a source, and whether it has generation blocks."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    return digest, _GENERATION.search(source) is not None
+
+
 class ChatTemplate:
     """A Jinja chat template, rendered as transformers renders it."""
 
@@ -180,8 +187,7 @@ class ChatTemplate:
         self._understands_parts: bool | None = None
         self.source = source
         self.name = name
-        self.digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-        self.has_generation_blocks = _GENERATION.search(source) is not None
+        self.digest, self.has_generation_blocks = _read_source(source)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:

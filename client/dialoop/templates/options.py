@@ -139,8 +139,8 @@ def apply_to_histories(
         )
     if hasattr(tokenizer, "image_processor"):
         return _apply_processor(histories, tokenizer, options)
-    for name, values in _VALUES.items():
-        _require_one_of(name, options.get(name, values[0]), values)
+    for name in options.keys() & _VALUES.keys():
+        _require_one_of(name, options.get(name), _VALUES[name])
     ours = as_tokenizer(tokenizer)
     template = choose_template(
         ours,

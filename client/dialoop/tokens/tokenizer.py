@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,7 @@ class Tokenizer:
         cut = [self._cut(text) for text in texts]
         flat = [part for parts in cut for part in parts]
         codes = iter(self._trusting.encode_batch_fast(flat, add_special_tokens=False))
-        return [[number for _ in parts for number in next(codes).ids] for parts in cut]
+        return [list(chain.from_iterable(next(codes).ids for _ in parts)) for parts in cut]
 
     def _cut(self, text: str) -> list[str]:
         """Cut the text into pieces of some thousand characters."""
