@@ -1,14 +1,20 @@
-"""Load what a user names as `module:attribute`; the only place that does.
+"""Load what a user names as `module:attribute` or `file.py:attribute`; the only place that does.
 
 load_attribute("my_env:make", what="environment", reason="ENVIRONMENT_NOT_FOUND")
+load_attribute("rewards/maths.py:compute_score", what="reward function")
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 import pkgutil
+import sys
 import traceback
+from hashlib import blake2b
+from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import DialoopError, InvalidConfig
@@ -17,6 +23,7 @@ from dialoop.user_functions import call_now, raised_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from types import ModuleType
 
 _IMPORT_MACHINERY = (__file__, pkgutil.__file__, "<frozen ", "importlib/__init__.py")
 
@@ -26,8 +33,9 @@ def load_attribute(
 ) -> Any:
     """Return the attribute at `module:attribute`; `built_in` are names that need no path.
 
-    Raises InvalidConfig with `reason`. Its message says whether the path, the module or the
-    attribute is wrong, or where the module itself raised.
+    The module may be the path of a Python file, which a process loads once. Raises InvalidConfig
+    with `reason`. Its message says whether the path, the module or the attribute is wrong, or where
+    the module itself raised.
     """
     built_in = tuple(built_in)
     names = ", ".join(built_in)
@@ -35,12 +43,14 @@ def load_attribute(
         f"Use {names and f'{names} or '}module:attribute; the module must lie beside the config, "
         "in the current folder or on PYTHONPATH."
     )
-    module, _, attribute = path.partition(":")
+    module, _, attribute = path.rpartition(":")
     if not module or not attribute:
         near = difflib.get_close_matches(path, built_in, n=1)
         hint = f"Did you mean '{near[0]}'? " if near else ""
         raise InvalidConfig(f"There is no {what} '{path}'.", reason=reason, remedy=hint + remedy)
     try:
+        if module.endswith(".py"):
+            return attrgetter(attribute)(_module_of(Path(module).expanduser().resolve()))
         return pkgutil.resolve_name(path)
     except DialoopError:
         raise
@@ -52,6 +62,25 @@ def load_attribute(
             reason=reason,
             remedy="Correct that line." if where else remedy,
         ) from error
+
+
+def _module_of(file: Path) -> ModuleType:
+    """Return the module in a file, under a name that no other file has."""
+    digest = blake2b(str(file).encode(), digest_size=6).hexdigest()
+    name = f"{file.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def make_from_options(target: Any, options: dict[str, Any], use: str) -> Any:

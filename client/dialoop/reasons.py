@@ -142,7 +142,7 @@ class Reason(_Named):
     BAD_PAGE_SIZE = "BAD_PAGE_SIZE", "page_size is out of range."
     BAD_PAGE_TOKEN = "BAD_PAGE_TOKEN", "page_token was not given out by this source."
     BAD_RECORDING_ID = "BAD_RECORDING_ID", "The recording_id cannot be part of a URL."
-    BAD_ROW = "BAD_ROW", "A row of the data set is no mapping."
+    BAD_ROW = "BAD_ROW", "A row of the data set is malformed, or lacks a column."
     BAD_RUN = "BAD_RUN", "The run's name is empty, too long or has other characters."
     BAD_SANDBOX_LEVEL = "BAD_SANDBOX_LEVEL", "No sandbox level has that name."
     BASE_MISMATCH = "BASE_MISMATCH", "The adapter was trained on other weights than the replica's."
@@ -369,6 +369,7 @@ class Reason(_Named):
     )
     REWARD_FAILED = "REWARD_FAILED", "The reward function failed."
     REWARD_NOT_FINITE = "REWARD_NOT_FINITE", "A reward is not finite."
+    REWARD_FORM = "REWARD_FORM", "The reward function has another form than its name says."
     REWARD_NOT_FOUND = "REWARD_NOT_FOUND", "The reward function cannot be imported."
     REWARD_TIMEOUT = "REWARD_TIMEOUT", "The reward function took too long."
     ROUTE_NOT_FOUND = "ROUTE_NOT_FOUND", "There is no such route."

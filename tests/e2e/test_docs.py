@@ -70,6 +70,7 @@ TESTED_HERE = frozenset(
     }
 )
 TESTED_ELSEWHERE = {
+    "bring": "tests/unit/tasks/test_rows_of_others.py",
     "collect": "tests/unit/test_collection.py",
     "compat": "tests/unit/compat/test_offered.py",
     "top_k_window": "tests/unit/rl/test_monte_carlo.py",

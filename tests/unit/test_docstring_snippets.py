@@ -43,10 +43,14 @@ RUN_ELSEWHERE = {
     "test_a_run_with_a_tool_is_a_trajectory_with_verifiers_rewards",
     "dialoop.compat.verifiers.VerifiersTasks": "tests/contract/compat/test_verifiers.py::"
     "test_the_tasks_of_a_taskset_are_listed",
+    "dialoop.import_paths": "tests/unit/test_import_paths.py::"
+    "test_a_file_of_python_is_loaded_once_and_its_errors_are_told",
     "dialoop.jobs": "tests/contract/stack/test_jobs.py::"
     "test_the_documented_job_trains_in_this_process_and_gives_rows_and_a_summary",
     "dialoop.tasks.files": "tests/unit/tasks/test_tasks.py::"
     "test_the_same_rows_come_from_json_lines_parquet_and_a_saved_data_set",
+    "dialoop.tasks.stored_tasks": "tests/unit/tasks/test_rows_of_others.py::"
+    "test_a_share_of_the_rows_is_held_out",
     "dialoop.views.torchrl": "tests/unit/views/test_tensors.py::"
     "test_turns_of_different_lengths_come_back_as_they_were",
 }

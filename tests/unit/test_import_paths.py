@@ -117,3 +117,19 @@ def test_no_other_module_imports_by_a_name():
         if names & {"import_module", "resolve_name", "__import__", "run_path", "run_module"}:
             paths.add(path.relative_to(ROOT).as_posix())
     assert paths == IMPORT_BY_NAME, "load what a user names with dialoop.import_paths"
+
+
+def test_a_file_of_python_is_loaded_once_and_its_errors_are_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("calls = []\n\ndef score():\n    return 1.0\n", "utf-8")
+    score = load_attribute("mine.py:score", what="reward function")
+    assert score() == 1.0
+    assert load_attribute(f"{tmp_path}/mine.py:score", what="reward function") is score
+    (tmp_path / "broken.py").write_text("x = 1\nraise ValueError(x)\n", "utf-8")
+    for path, words in (
+        ("broken.py:score", "broken.py, line 2: ValueError"),
+        ("none.py:score", "there is no file"),
+        ("mine.py:scores", "no attribute 'scores'"),
+    ):
+        with pytest.raises(InvalidConfig, match=words):
+            load_attribute(path, what="reward function")

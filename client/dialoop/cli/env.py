@@ -14,7 +14,7 @@ from dialoop.cli.play import import_from_here, options_of
 from dialoop.cli.running_stacks import require_addresses
 from dialoop.clients.connection import Dialoop
 from dialoop.conformance.checks import Finding, check_environment
-from dialoop.environments.loading import BUILT_IN, BUILT_IN_TEXTS, load_environment
+from dialoop.environments.loading import BUILT_IN, BUILT_IN_PATHS, load_environment
 from dialoop.errors import InvalidInput
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
@@ -87,7 +87,7 @@ def list_environments(arguments: argparse.Namespace) -> int:
         return 0
     for name, function in BUILT_IN.items():
         say(f"{name:44} {_first_line(function)}")
-    for name, use in BUILT_IN_TEXTS.items():
+    for name, use in BUILT_IN_PATHS.items():
         say(f"{name:44} {_first_line_at(use)}")
     for use in READY_MADE:
         say(f"{use:44} {_first_line_at(use)}")

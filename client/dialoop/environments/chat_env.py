@@ -233,6 +233,14 @@ class ChatEnv:
                 await self._release(self.transforms[:number])
                 raise
 
+    def rehearse(self) -> None:
+        """Raise InvalidConfig for what of the tasks or transforms would fail in episodes.
+
+        `dialoop config check` and the start of a job ask it once.
+        """
+        for transform in self.transforms:
+            transform.rehearse(self.tasks)
+
     async def release(self) -> None:
         """Stop the transforms, the last one first."""
         await self._release(self.transforms)

@@ -22,8 +22,13 @@ BUILT_IN: Mapping[str, Callable[..., Environment]] = {
     "twenty_questions": twenty_questions,
 }
 
-BUILT_IN_TEXTS: Mapping[str, str] = {"calculator": "dialoop.text_environment.setups:calculator"}
-"""Built-in text environments by name; `load_environment` returns them as environments."""
+BUILT_IN_PATHS: Mapping[str, str] = {
+    "calculator": "dialoop.text_environment.setups:calculator",
+    "messages": "dialoop.tasks.messages:messages",
+    "trl": "dialoop.tasks.trl:trl",
+    "verl": "dialoop.tasks.verl:verl",
+}
+"""Built-in environments that are imported when they are used, by name."""
 
 
 @runtime_checkable
@@ -42,10 +47,10 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
     options. Raise InvalidConfig when there is no such environment.
     """
     target = BUILT_IN.get(use) or load_attribute(
-        BUILT_IN_TEXTS.get(use, use),
+        BUILT_IN_PATHS.get(use, use),
         what="environment",
         reason=Reason.ENVIRONMENT_NOT_FOUND,
-        built_in=(*BUILT_IN, *BUILT_IN_TEXTS),
+        built_in=(*BUILT_IN, *BUILT_IN_PATHS),
     )
     made = make_from_options(target, dict(options or {}), use)
     environment: Environment = made.as_environment() if isinstance(made, MakesEnvironment) else made

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from dialoop.chat import ToolDefinition
 from dialoop.environments.episode import Episode, Opening, Outcome, Score
 from dialoop.environments.modes import RewardShape
+from dialoop.environments.tasks.source import TaskSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,9 @@ class Transform:
         reward before the end a failure (REWARD_BEFORE_END), since it would count at each step.
         """
         return Score()
+
+    def rehearse(self, tasks: TaskSource) -> None:
+        """Raise InvalidConfig for what would fail in episodes; `dialoop config check` asks it."""
 
     async def acquire(self) -> None:
         """Take what is needed before the first episode; on an error the service does not start."""

@@ -106,7 +106,8 @@ class EnvironmentSection(Section):
     """Where tasks come from and who answers the policy."""
 
     use: str = "arithmetic"
-    """Environment to load: "arithmetic", "jsonl", or your own as "module:attribute"."""
+    """Environment to load: "arithmetic", "jsonl", "verl", "trl", "messages", or your own as
+    "module:attribute"."""
     play: Literal["chat", "trial", "text"] = "chat"
     """How a task is played: "chat" as messages in a chat template; "trial" as episodes of a game in
     plain tokens; "text" as one running text in which tools answer."""

@@ -88,6 +88,8 @@ def load_environments(config: JobConfig) -> tuple[Environment, ...]:
                 remedy="Leave name out, or set it to that.",
             )
         _check_splits(config, section, environment)
+        if isinstance(environment, ChatEnv):
+            environment.rehearse()
         if config.train.mode == "rl":
             load_token_play(section, environment)
         environments.append(environment)

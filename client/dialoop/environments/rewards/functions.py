@@ -38,7 +38,7 @@ class RewardFunction(Protocol):
         ...
 
     def __call__(self, episode: Episode) -> Any:
-        """Return a number, a Reward, or None for no reward; an exception is a failure, never 0."""
+        """Return a number, a Reward or several, or None for none; an exception is a failure."""
         ...
 
 
@@ -110,6 +110,8 @@ class Rewards(Transform):
 def _components(value: Any, function: RewardCallable) -> list[Reward]:
     if value is None:
         return []
+    if isinstance(value, tuple):
+        return [part for item in value for part in _components(item, function)]
     if not isinstance(value, Reward):
         success = value if isinstance(value, bool) else None
         weight = float(getattr(function, "weight", 1.0))

@@ -1,0 +1,361 @@
+"""Tasks from rows that stay on disk, and reward functions that other libraries call with a row.
+
+    tasks = StoredTasks(joined_rows(["train.parquet"]), read_verl_row, heldout_fraction=0.1)
+    tasks.get("train", "7").row["data_source"]
+
+A task carries its row as it was read. The policy and callers never see it; reward functions do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dialoop.chat import History, Message
+from dialoop.environments.chat_env import ChatEnv
+from dialoop.environments.endings import EndWhenIncomplete, MaxTurns
+from dialoop.environments.environment import Demonstrate
+from dialoop.environments.episode import Episode, TaskData
+from dialoop.environments.rewards.functions import RewardCallable, Rewards
+from dialoop.environments.tasks.source import TaskSource, share_of, task_not_found
+from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
+from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
+from dialoop.tasks.files import Row, StoredRows, joined_rows, splits_of
+from dialoop.user_functions import call_now, name_of, raised_at
+
+_TRIAL_ANSWER = "I do not know."
+"""What a reward function is called with before anything starts."""
+
+_ASK = ("system", "developer", "user")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTask(TaskData):
+    """A task with the row that it was read from, every column with its own type."""
+
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+ReadRow = Callable[[Row, str], RowTask]
+"""Makes a task of a row and the task's key; raises InvalidInput (BAD_ROW), which names a column."""
+
+
+class StoredTasks(TaskSource):
+    """Rows on disk as split "train", and as "heldout" other rows or a share of these.
+
+    A task's key is its row's number, counted from 0. A hash of the key decides which rows are in
+    the share `heldout_fraction`.
+    """
+
+    def __init__(
+        self,
+        train: StoredRows,
+        read: ReadRow,
+        *,
+        heldout: StoredRows | None = None,
+        heldout_fraction: float = 0.0,
+    ) -> None:
+        if not 0 <= heldout_fraction < 1 or (heldout is not None and heldout_fraction):
+            raise InvalidConfig(
+                f"heldout_fraction is {heldout_fraction}, and held-out rows are "
+                f"{'named too' if heldout is not None else 'a share'}.",
+                remedy="Use a share from 0 to below 1, and only one of the two.",
+            )
+        self._read = read
+        numbers: NDArray[np.uint32] = np.arange(len(train), dtype=np.uint32)
+        self._splits = {"train": (train, numbers)}
+        if heldout is not None:
+            self._splits["heldout"] = (heldout, np.arange(len(heldout), dtype=np.uint32))
+        elif heldout_fraction:
+            is_kept = np.array([share_of(str(n)) >= heldout_fraction for n in range(len(train))])
+            self._splits["train"] = (train, numbers[is_kept])
+            self._splits["heldout"] = (train, numbers[~is_kept])
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Return ("train",) or ("train", "heldout")."""
+        return tuple(self._splits)
+
+    def keys(self, split: str) -> Sequence[str]:
+        """Return the numbers of the split's rows."""
+        return _Keys(self._splits[self.require_split(split)][1])
+
+    def get(self, split: str, key: str) -> RowTask:
+        """Return the task of a row; InvalidInput (BAD_ROW) where it is malformed."""
+        split = self.require_split(split)
+        rows, numbers = self._splits[split]
+        if key not in _Keys(numbers):
+            raise task_not_found(split, key)
+        return self._task(rows, int(key), rows[int(key)])
+
+    def require_rows(self) -> None:
+        """Read every row once; raise InvalidConfig (BAD_ROW) for the first that is malformed."""
+        for rows in {id(rows): rows for rows, _ in self._splits.values()}.values():
+            if not len(rows):
+                raise InvalidConfig(
+                    "The data set has no rows.",
+                    reason=Reason.TASK_FILE_EMPTY,
+                    remedy="Name a file or a split that has some.",
+                )
+            for number, row in enumerate(rows):
+                try:
+                    self._task(rows, number, row)
+                except InvalidInput as error:
+                    raise InvalidConfig(
+                        error.message, reason=error.reason, remedy=error.remedy
+                    ) from error
+
+    def _task(self, rows: StoredRows, number: int, row: Row) -> RowTask:
+        try:
+            return self._read(row, str(number))
+        except DialoopError as error:
+            raise InvalidInput(
+                f"{rows.place(number)}: {error.message}",
+                reason=Reason.BAD_ROW,
+                remedy=error.remedy,
+            ) from error
+
+
+class _Keys(Sequence[str]):
+    """Row numbers as keys, made as they are asked for."""
+
+    def __init__(self, numbers: NDArray[np.uint32]) -> None:
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        if isinstance(index, slice):
+            return tuple(map(str, self._numbers[index].tolist()))
+        return str(int(self._numbers[index]))
+
+    def __contains__(self, key: object) -> bool:
+        if not isinstance(key, str) or not key.isdecimal() or str(int(key)) != key:
+            return False
+        place = int(np.searchsorted(self._numbers, int(key)))
+        return place < len(self) and int(self._numbers[place]) == int(key)
+
+
+class RowReward(Protocol):
+    """A reward function of another library, called with the row of the episode's task."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the reward."""
+        ...
+
+    @property
+    def use(self) -> str:
+        """Return what the config calls the function."""
+        ...
+
+    def __call__(self, episode: Episode) -> Any:
+        """Return what `Rewards` takes."""
+        ...
+
+    def require_form(self, task: RowTask) -> None:
+        """Raise InvalidConfig (REWARD_FORM) where the function does not take such a call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowRewards(Rewards):
+    """Rewards by functions of rows. Before a job starts, every row is read and each is tried."""
+
+    def rehearse(self, tasks: TaskSource) -> None:
+        """Raise InvalidConfig for a malformed row, or a function that fails on the first one."""
+        if isinstance(tasks, StoredTasks):
+            tasks.require_rows()
+        task = tasks.get("train", tasks.keys("train")[0])
+        if not isinstance(task, RowTask):
+            return
+        answer = Message(role="assistant", content=_TRIAL_ANSWER)
+        history = History((*(task.messages or History()), answer))
+        episode = Episode(task=task, seed=0, history=history, step_index=1, answer=answer)
+        for function in self.functions:
+            if hasattr(function, "require_form"):
+                function.require_form(task)
+            use = getattr(function, "use", name_of(function))
+            try:
+                call_now(function, episode)
+            except Exception as error:
+                raise InvalidConfig(
+                    f"The reward function '{use}' fails on row {task.key} and the answer "
+                    f"{_TRIAL_ANSWER!r}: {raised_at(error)}: {error}.",
+                    reason=Reason.REWARD_FAILED,
+                    remedy="Let it return a number for every answer.",
+                ) from error
+
+
+def row_environment(  # noqa: PLR0913 - the options of the environments made of it
+    name: str,
+    *,
+    read: ReadRow,
+    columns: Iterable[str],
+    files: str | Sequence[str],
+    heldout_files: str | Sequence[str] | None,
+    heldout_fraction: float,
+    split: str,
+    heldout_split: str,
+    rewards: Sequence[RewardCallable],
+    reward_timeout_s: float,
+    demonstrate: Demonstrate | None = None,
+) -> ChatEnv:
+    """Return an environment of one turn: the row's prompt, the policy's answer, its rewards.
+
+    Raise InvalidConfig (BAD_ROW) where a file lacks one of the columns.
+    """
+    paths = [files] if isinstance(files, (str, Path)) else list(files)
+    train = _require_columns(joined_rows(paths, split=split), columns, paths)
+    heldout = None
+    if heldout_files:
+        others = [heldout_files] if isinstance(heldout_files, (str, Path)) else list(heldout_files)
+        heldout = joined_rows(others, split=heldout_split)
+    elif not heldout_fraction and len(paths) == 1 and Path(paths[0]).is_dir():
+        has_heldout = heldout_split in splits_of(Path(paths[0]))
+        heldout = joined_rows(paths, split=heldout_split) if has_heldout else None
+    if heldout is not None:
+        _require_columns(heldout, columns, heldout_files or paths)
+    return ChatEnv(
+        name=name,
+        description="Rows of a data set, each answered in one turn.",
+        tasks=StoredTasks(train, read, heldout=heldout, heldout_fraction=heldout_fraction),
+        transforms=(
+            EndWhenIncomplete(),
+            MaxTurns(1),
+            RowRewards(tuple(rewards), timeout_s=reward_timeout_s),
+        ),
+        demonstrate=demonstrate,
+    )
+
+
+def read_messages(row: Row, column: str) -> History:
+    """Return a column of chat messages; InvalidInput (BAD_ROW) names it where it is none."""
+    value = row.get(column)
+    if not isinstance(value, (list, tuple)) or not value:
+        raise wrong_value(column, value, 'a list of messages, as [{"role": "user", ...}]')
+    chats = [_without_empty(item) if isinstance(item, Mapping) else item for item in value]
+    try:
+        history: History = History.from_chats(chats)
+    except (DialoopError, TypeError, ValueError) as error:
+        text = error.message if isinstance(error, DialoopError) else str(error)
+        raise InvalidInput(
+            f"column {column!r}: {text}",
+            reason=Reason.BAD_ROW,
+            remedy='Write messages as {"role": "user", "content": "..."}.',
+        ) from error
+    empty = next((i for i, m in enumerate(history) if m.role in _ASK and not m.content), None)
+    if empty is not None:
+        raise InvalidInput(
+            f"column {column!r}: message {empty} of role {history[empty].role} has no content.",
+            reason=Reason.BAD_ROW,
+            remedy="Give it a text, or leave the row out.",
+        )
+    return history
+
+
+def wrong_value(column: str, value: Any, wanted: str) -> InvalidInput:
+    """Return the error for a value of the wrong type."""
+    is_there = value is not None
+    what = f"is {value!r:.60} (a {type(value).__name__})" if is_there else "is missing or null"
+    return InvalidInput(
+        f"column {column!r} {what}.", reason=Reason.BAD_ROW, remedy=f"Give {wanted}."
+    )
+
+
+def row_of(episode: Episode) -> RowTask:
+    """Return the episode's task with its row; InvalidInput where the caller brought a question."""
+    if isinstance(episode.task, RowTask):
+        return episode.task
+    raise InvalidInput(
+        "The question is the caller's own, so it has no row to reward it by.",
+        reason=Reason.TASK_NOT_FOUND,
+        remedy="Reset with the key of a task.",
+    )
+
+
+def sampled_text(message: Message | None) -> str:
+    """Return the policy's answer with the reasoning that a parser cut off, as <think>."""
+    if message is None:
+        return ""
+    if not message.reasoning:
+        return message.text
+    return f"<think>\n{message.reasoning}\n</think>\n\n{message.text}"
+
+
+def load_reward(use: str) -> Callable[..., Any]:
+    """Return the function at `module:function` or `file.py:function`; InvalidConfig otherwise."""
+    function = load_attribute(use, what="reward function", reason=Reason.REWARD_NOT_FOUND)
+    if not callable(function):
+        raise InvalidConfig(
+            f"The reward '{use}' is not a function.",
+            reason=Reason.REWARD_FORM,
+            remedy="Name a function, as rewards.py:compute_score.",
+        )
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+def require_arguments(
+    function: Callable[..., Any], use: str, arguments: Mapping[str, Any], form: str
+) -> None:
+    """Raise InvalidConfig (REWARD_FORM) where the function does not take these arguments."""
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise InvalidConfig(
+            f"The reward function '{use}' cannot be called with {', '.join(arguments)}: {error}.",
+            reason=Reason.REWARD_FORM,
+            remedy=f"Write it as {form}.",
+        ) from error
+    except ValueError:
+        return  # a callable without a signature
+
+
+def number_of(value: Any) -> float:
+    """Return a number that a reward function returned; TypeError for anything that is none."""
+    if isinstance(value, (str, bytes)) or not (
+        isinstance(value, Real) or hasattr(value, "__float__")
+    ):
+        raise TypeError(f"it returned {value!r:.60} (a {type(value).__name__}), not a number")
+    return float(value)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Return a function's name; of a partial, that of the function in it."""
+    while isinstance(function, partial):
+        function = function.func
+    return name_of(function)
+
+
+def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without the fields that only other rows of the column have."""
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _require_columns(
+    rows: StoredRows, columns: Iterable[str], paths: str | Sequence[str]
+) -> StoredRows:
+    missing = [name for name in columns if len(rows) and name not in rows.columns]
+    if missing:
+        raise InvalidConfig(
+            f"{paths if isinstance(paths, str) else ', '.join(map(str, paths))} "
+            f"has no column {', '.join(map(repr, missing))}.",
+            reason=Reason.BAD_ROW,
+            remedy=f"Its columns are {', '.join(rows.columns)}; name the right ones in options.",
+        )
+    return rows
