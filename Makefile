@@ -3,7 +3,7 @@ BIN := .venv/bin
 SEED ?=
 ONLY ?=
 
-.PHONY: setup demo learn up test test-heavy check proto bench
+.PHONY: setup demo learn models up test test-heavy check proto bench
 
 setup:  ## make or update .venv
 	@infra/setup.sh
@@ -14,6 +14,9 @@ demo: setup  ## the main job: a tiny model learns to use a calculator; SEED=1 fo
 learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lora takes some
 	@SEED=$(SEED) $(BIN)/python -m dialoop_services.stack.learn infra/configs/demo.toml \
 	  infra/configs/learn --only "$(ONLY)"
+
+models: setup  ## tiny random checkpoints of the model families, in runs/models
+	@$(BIN)/python -m dialoop_services.learning.model.families runs/models
 
 up: setup  ## every service on this machine, until Ctrl-C
 	@$(BIN)/python -m dialoop_services.stack

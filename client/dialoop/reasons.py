@@ -258,6 +258,10 @@ class Reason(_Named):
         "The log-prob kernel needs half precision.",
     )
     KERNEL_NOT_INSTALLED = "KERNEL_NOT_INSTALLED", "The log-prob kernel's package is missing."
+    KERNEL_NEEDS_PLAIN_HEAD = (
+        "KERNEL_NEEDS_PLAIN_HEAD",
+        "The log-prob kernel computes neither biases nor soft caps of a head.",
+    )
     KERNEL_WITHOUT_ENTROPY = "KERNEL_WITHOUT_ENTROPY", "The log-prob kernel gives no entropy."
     LEASE_LOST = "LEASE_LOST", "The lease ran out, or belongs to another attempt."
     LENGTHS_MISSING = "LENGTHS_MISSING", "Padded rows came without their lengths."

@@ -15,6 +15,7 @@ from dialoop_services.learning.model.attention import (
     takes_varlen,
     varlen_attention,
 )
+from dialoop_services.learning.model.families import make_family
 from dialoop_services.learning.model.fused_head import cut_kernel, cut_logprobs
 from dialoop_services.learning.model.logprobs import token_logprobs
 from dialoop_services.learning.model.policy import load_policy
@@ -114,6 +115,19 @@ def test_entropy_is_refused_by_the_fused_kernel() -> None:
     assert _reason(scores) == "KERNEL_WITHOUT_ENTROPY"
 
 
+@pytest.mark.parametrize(("family", "what"), [("phi2", "a bias"), ("gemma2", "soft-capped")])
+def test_heads_that_the_fused_kernel_cannot_compute_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, what: str
+) -> None:
+    installed = ModuleType("cut_cross_entropy")
+    installed.linear_cross_entropy = linear_cross_entropy  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", installed)
+    policy = load_policy(make_family(family, tmp_path), dtype="bfloat16")
+    with pytest.raises(DialoopError, match=what) as caught:
+        policy.take_kernel("cut", device=CUDA)
+    assert caught.value.reason == "KERNEL_NEEDS_PLAIN_HEAD"
+
+
 def test_float32_is_refused_by_the_fused_kernel() -> None:
     hidden, weight, targets = _problem()
     whole = lambda: cut_logprobs(  # noqa: E731
@@ -141,17 +155,22 @@ def _varlen(
 ) -> Any:
     """torch's varlen_attn, one sequence after the other."""
     assert torch.equal(ends, ends_k)
-    assert (longest, o.pop("window_size")) == (longest_k, (-1, 0))
+    before, after = o.pop("window_size")
+    assert (longest, after) == (longest_k, 0)
     parts = []
     for start, end in pairwise(ends.tolist()):
         q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **o)
+        visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        if before >= 0:
+            visible = visible.triu(-before)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, **o)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("key_heads", [4, 2])
-def test_varlen_attention_equals_that_of_buckets(key_heads: int) -> None:
+def test_varlen_attention_equals_that_of_buckets(key_heads: int, window: int | None) -> None:
     tokens, lengths = torch.tensor([1, 2, 3, 1, 2, 5, 6, 9, 9]), (3, 4, 2)
     shared = share_prefixes(tokens, lengths)
     plan = plan_attention(lengths, shared=shared)
@@ -170,11 +189,13 @@ def test_varlen_attention_equals_that_of_buckets(key_heads: int) -> None:
     )
     module = torch.nn.Module()
     expected, _ = packed_attention(
-        module, query, key, value, None, attention_plan=plan, scaling=0.3
+        module, query, key, value, None, attention_plan=plan, scaling=0.3, sliding_window=window
     )
-    actual = varlen_attention(query, key, value, flat, scale=0.3, kernel=_varlen)
+    actual = varlen_attention(query, key, value, flat, scale=0.3, window=window, kernel=_varlen)
     torch.testing.assert_close(actual, expected)
     # As under autocast: rotated queries and keys come in float32, values in half precision.
-    half = varlen_attention(query, key, value.bfloat16(), flat, scale=0.3, kernel=_varlen)
+    half = varlen_attention(
+        query, key, value.bfloat16(), flat, scale=0.3, window=window, kernel=_varlen
+    )
     assert half.dtype is torch.bfloat16
     torch.testing.assert_close(half.double(), expected, atol=0.03, rtol=0.03)

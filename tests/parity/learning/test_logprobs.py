@@ -97,6 +97,44 @@ def test_gradients_of_logprobs_and_entropy_equal_those_of_the_full_softmax(
         torch.testing.assert_close(actual, wanted, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_biased_and_soft_capped_heads_equal_the_full_softmax(
+    with_bias: bool, softcap: float | None, with_entropy: bool
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((8, 6), (11, 6), (11,))
+    )
+    targets = torch.randint(11, (8,), generator=generator)
+    temperature = torch.rand(8, generator=generator, dtype=torch.float64) + 0.5
+    leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
+    logits = hidden @ weight.T + (bias if with_bias else 0)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    full = torch.log_softmax(logits / temperature[:, None].float(), dim=-1)
+    expected = full.gather(-1, targets[:, None]).squeeze(-1)
+    scores = token_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        chunk_rows=3,
+        bias=bias if with_bias else None,
+        softcap=softcap,
+    )
+    torch.testing.assert_close(scores.logprobs, expected, atol=1e-6, rtol=0)
+    loss, own_loss = expected.cos().sum(), scores.logprobs.cos().sum()
+    if scores.entropy is not None:
+        loss = loss - (full.exp() * full).sum(-1).sin().sum()
+        own_loss = own_loss + scores.entropy.sin().sum()
+    wanted, actual = (torch.autograd.grad(x, leaves) for x in (loss, own_loss))
+    torch.testing.assert_close(actual, wanted, atol=1e-6, rtol=1e-6)
+
+
 def test_entropy_is_absent_unless_asked_for() -> None:
     assert token_logprobs(*_problem()).entropy is None
 

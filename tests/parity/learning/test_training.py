@@ -7,11 +7,11 @@ from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 from dialoop_services.learning.loss.loss_loading import load_loss
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model, tiny_config
+from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.learning.packing.rows import TokenRow, pack, pack_rows
 from dialoop_services.learning.training import loss_inputs, update
-from transformers import AutoModelForCausalLM, Gemma2Config, MambaConfig
+from transformers import AutoModelForCausalLM, CohereConfig, MambaConfig
 
 
 @pytest.fixture(scope="module")
@@ -112,38 +112,26 @@ def test_unknown_dtype_is_named(directory: Path) -> None:
         load_policy(directory, dtype="int8")
 
 
-def _small(config: type, **fields: object) -> object:
-    return config(vocab_size=64, hidden_size=32, num_hidden_layers=2, **fields)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        _small(
-            Gemma2Config,
-            intermediate_size=32,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=16,
-            final_logit_softcapping=0.1,
-        ),
-        _small(MambaConfig, state_size=4),
-    ],
-    ids=["soft caps", "state space"],
-)
-def test_model_that_is_not_plain_attention_is_refused(config: object, tmp_path: Path) -> None:
+def test_state_space_model_is_refused(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(Unsupported):
-        load_policy(tmp_path)
-
-
-def test_window_longer_than_every_sequence_is_allowed(tmp_path: Path) -> None:
-    config = tiny_config()
-    config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 16, 0
-    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    policy = load_policy(tmp_path)
-    long = pack_rows([TokenRow.from_demonstration(range(20), [False] + [True] * 19)])
     with pytest.raises(Unsupported) as caught:
-        policy(long)
-    assert caught.value.reason == "ATTENTION_NOT_PLAIN"
+        load_policy(tmp_path)
+    assert caught.value.reason == "MODEL_NOT_PACKABLE"
+
+
+def test_logits_altered_in_a_way_that_the_head_does_not_know_are_refused(tmp_path: Path) -> None:
+    config = CohereConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        logit_scale=8.0,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(Unsupported, match="log-probs are off by"):
+        load_policy(tmp_path)

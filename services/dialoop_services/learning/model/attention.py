@@ -9,6 +9,10 @@ call per sequence and a third of that of one dense block mask (one CPU core, for
 
 On a CUDA device and in half precision all sequences go through one call of torch's varlen flash
 attention instead (`takes_varlen`). That kernel does not compute float32, which goes through SDPA.
+
+A sliding window is a mask in SDPA, only in buckets that are longer than it. No kernel here has soft
+caps or sinks: layers with them compute their scores in full, [n, heads, longest, longest] for a
+bucket, as transformers' own eager attention does.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 PACKED_ATTENTION = "dialoop_packed"
 """The `attn_implementation` under which transformers finds `packed_attention`."""
 
-_ALTERING = ("softcap", "s_aux", "position_bias", "cache")
+_ALTERING = ("position_bias", "cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,42 +137,43 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers calls it: query [1, H, T, D], key and value [1, K, T, D].
 
-    Returns [1, T, H, D]. Needs `attention_plan` among the model's keyword arguments. Raises
-    Unsupported for what it cannot do exactly (masks, soft caps, sinks, windows shorter than a
-    sequence).
+    Returns [1, T, H, D]. Needs `attention_plan` among the model's keyword arguments, and follows
+    `sliding_window`, `softcap` and `s_aux` (sinks). Raises Unsupported for what it cannot do
+    exactly, such as masks.
     """
     plan = _require_plan(query, attention_mask, kwargs)
-    grouped = query.shape[1] != key.shape[1]
+    scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    plain = softcap is None and sinks is None
     # Under autocast values are in half precision, but rotated queries and keys are not.
-    if plan.varlen is not None and takes_varlen(value.device, value.dtype):
-        return varlen_attention(query, key, value, plan, scale=kwargs.get("scaling")), None
+    if plain and plan.varlen is not None and takes_varlen(value.device, value.dtype):
+        return varlen_attention(query, key, value, plan, scale=scale, window=window), None
     results = []
     for layout in plan.buckets:
-        out = scaled_dot_product_attention(
-            _lay_out(query, layout),
-            _lay_out(key, layout),
-            _lay_out(value, layout),
-            is_causal=True,
-            scale=kwargs.get("scaling"),
-            enable_gqa=grouped,
-        )
+        rows = [_lay_out(x, layout) for x in (query, key, value)]
+        if plain:
+            out = _bucket_attention(*rows, scale=scale, window=window)
+        else:
+            out = _scored_attention(*rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
         results.append(out.transpose(1, 2).flatten(0, 1))
     packed = torch.cat(results) if len(results) > 1 else results[0]
     return packed.index_select(0, plan.restore)[None], None
 
 
-def varlen_attention(
+def varlen_attention(  # noqa: PLR0913 - what a kernel takes, and the kernel
     query: Tensor,
     key: Tensor,
     value: Tensor,
     plan: AttentionPlan,
     *,
     scale: float | None,
+    window: int | None = None,
     kernel: Callable[..., Any] = varlen_attn,
 ) -> Tensor:
     """Return attention [1, T, H, D] by one call of `kernel`, in the dtype of `value`.
 
-    `kernel` is torch's varlen_attn or has its signature.
+    `kernel` is torch's varlen_attn or has its signature. With a window each token attends to that
+    many tokens, of which it is the last.
     """
     assert plan.varlen is not None
     rows = [
@@ -183,10 +188,67 @@ def varlen_attention(
         longest,
         longest,
         scale=scale,
-        window_size=(-1, 0),  # causal
+        window_size=(-1 if window is None else window - 1, 0),  # causal
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.index_select(0, plan.varlen.kept)[None]
+
+
+def _bucket_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None
+) -> Tensor:
+    """Return causal attention [n, H, L, D] by SDPA; query [n, H, L, D], key and value [n, K, L, D].
+
+    It needs a mask only where the window is shorter than the bucket.
+    """
+    length = query.shape[2]
+    windowed = window is not None and window < length
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_visible(length, window, query.device) if windowed else None,
+        is_causal=not windowed,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _scored_attention(  # noqa: PLR0913 - what attention takes, and three ways to alter it
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return causal attention [n, H, L, D] with all scores in memory.
+
+    softcap: scores s become softcap tanh(s / softcap), as in Gemma 2 (arXiv:2408.00118, 2). sinks:
+    [H], a score beside the others whose value is zero, as in gpt-oss (arXiv:2508.10925, 2).
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    # Rotated queries and keys may be wider than the values under autocast.
+    scores = (query @ key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = _visible(query.shape[2], window, query.device)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        beside = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
+        scores = torch.cat([scores, beside], dim=-1)
+    probs = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    return probs[..., : key.shape[2]] @ value
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return bool [L, L]: whether the row's token attends to the column's."""
+    steps = torch.arange(length, device=device)
+    ago = steps[:, None] - steps
+    return (ago >= 0) if window is None else (ago >= 0) & (ago < window)
 
 
 def _lay_out(packed: Tensor, layout: Tensor) -> Tensor:
@@ -198,7 +260,6 @@ def _lay_out(packed: Tensor, layout: Tensor) -> Tensor:
 
 def _require_plan(query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> AttentionPlan:
     plan: AttentionPlan | None = kwargs.get("attention_plan")
-    window = kwargs.get("sliding_window")
     if plan is None or query.shape[0] != 1 or query.shape[2] != len(plan.restore):
         raise Unsupported(
             "Packed attention needs one packed row and its attention_plan.",
@@ -208,15 +269,13 @@ def _require_plan(query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) ->
     altering = [name for name in _ALTERING if kwargs.get(name) is not None]
     if kwargs.get("dropout"):
         altering.append("dropout")
-    if window is not None and window < plan.longest:
-        altering.append("sliding_window")
     if mask is not None:
         altering.append("attention_mask")
     if altering:
         raise Unsupported(
             f"Packed attention cannot do {', '.join(altering)}.",
             reason=Reason.ATTENTION_NOT_PLAIN,
-            remedy="Use a model with plain causal attention.",
+            remedy="Use a model whose attention is causal, as those in docs/families.md.",
         )
     return plan
 

@@ -89,6 +89,17 @@ def require_half(dtype: torch.dtype) -> None:
         )
 
 
+def require_plain_head(bias: Tensor | None, softcap: float | None) -> None:
+    """Raise Unsupported (KERNEL_NEEDS_PLAIN_HEAD) for a head with a bias or soft-capped logits."""
+    if bias is not None or softcap is not None:
+        what = "a bias" if bias is not None else "soft-capped logits"
+        raise Unsupported(
+            f"The log-prob kernel cut cannot compute a head with {what}, as this model has.",
+            reason=Reason.KERNEL_NEEDS_PLAIN_HEAD,
+            remedy=f"{_CHUNKED} and computes it.",
+        )
+
+
 def refuse_entropy() -> NoReturn:
     """Raise Unsupported: the kernel never holds a distribution, so it cannot give the entropy."""
     raise Unsupported(

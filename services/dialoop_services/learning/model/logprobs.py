@@ -12,7 +12,12 @@ import torch
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 
-from dialoop_services.learning.model.fused_head import cut_kernel, cut_logprobs, refuse_entropy
+from dialoop_services.learning.model.fused_head import (
+    cut_kernel,
+    cut_logprobs,
+    refuse_entropy,
+    require_plain_head,
+)
 from dialoop_services.learning.model.products import product
 
 if TYPE_CHECKING:
@@ -50,8 +55,13 @@ def token_logprobs(  # noqa: PLR0913 - what is scored, and three ways to trade m
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
     kept_bytes: int = DEFAULT_KEPT_BYTES,
     kernel: LogprobKernel = "chunked",
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> TokenScores:
     """Return log softmax(hidden @ weight.T / temperature)[targets] [M], in float32 or better.
+
+    bias: [V], added to the logits. softcap: logits l then become softcap tanh(l / softcap), as in
+    Gemma 2 (arXiv:2408.00118, 2). Temperature comes last. Both need the kernel "chunked".
 
     hidden: [M, H]. weight: [V, H]. targets: int64 [M]. temperature: one number or [M]; it must be
     the one that the tokens were sampled with, because the policy is the tempered distribution.
@@ -63,11 +73,16 @@ def token_logprobs(  # noqa: PLR0913 - what is scored, and three ways to trade m
     if kernel == "cut":
         if with_entropy:
             refuse_entropy()
+        require_plain_head(bias, softcap)
         fused = cut_kernel(hidden.device)
         return TokenScores(cut_logprobs(hidden, weight, targets, scale, kernel=fused))
-    kept_bytes = kept_bytes if torch.is_grad_enabled() else 0  # there is no backward pass
-    options = _Options(with_entropy=with_entropy, chunk_rows=chunk_rows, kept_bytes=kept_bytes)
-    logprobs, entropy = _ChunkedLogProbs.apply(hidden, weight, targets, scale, options)  # type: ignore[no-untyped-call]
+    altered = bias is not None or softcap is not None  # then backward needs the logits themselves
+    if altered or not torch.is_grad_enabled():
+        kept_bytes = 0
+    options = _Options(
+        with_entropy=with_entropy, chunk_rows=chunk_rows, kept_bytes=kept_bytes, softcap=softcap
+    )
+    logprobs, entropy = _ChunkedLogProbs.apply(hidden, weight, bias, targets, scale, options)  # type: ignore[no-untyped-call]
     return TokenScores(logprobs, entropy if with_entropy else None)
 
 
@@ -87,6 +102,7 @@ class _Options(NamedTuple):
     with_entropy: bool
     chunk_rows: int
     kept_bytes: int
+    softcap: float | None
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -98,10 +114,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd takes tensors one by one
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         scale: Tensor,
         options: _Options,
@@ -113,7 +130,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         room = options.kept_bytes
         kept = []
         for part in _parts(rows, _chunk_rows(options, weight)):
-            logits = _logits(hidden[part], weight, scale, part)
+            logits = _logits(hidden[part], _Head(weight, bias, options.softcap), _of(scale, part))
             chosen = logits.gather(-1, targets[part, None]).squeeze(-1)
             probs, normalisers[part] = _softmax(logits)
             logprobs[part] = chosen - normalisers[part]
@@ -122,14 +139,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
             room -= probs.nbytes
             if room >= 0:
                 kept.append(probs)
-        ctx.save_for_backward(hidden, weight, targets, scale, normalisers, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, normalisers, entropy)
         ctx.options, ctx.kept = options, kept
         ctx.set_materialize_grads(False)  # an entropy that is only a metric gets no gradient
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, scale, normalisers, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, scale, normalisers, entropy = ctx.saved_tensors
+        head = _Head(weight, bias, ctx.options.softcap)
         kept, ctx.kept = ctx.kept, []  # freed as they are used; a second backward recomputes all
         kept.reverse()
         grad_hidden = torch.empty_like(hidden)
@@ -137,14 +155,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight = None  # a frozen head, as under LoRA, needs none
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=_precision(weight))
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_precision(bias))
         for part in _parts(hidden.shape[0], _chunk_rows(ctx.options, weight)):
             probs = kept.pop() if kept else None
             if probs is None or grads[1] is not None:
-                logits = _logits(hidden[part], weight, scale, part)
+                logits = _logits(hidden[part], head, _of(scale, part))
+                bend = head.bend(logits, _of(scale, part))
                 logprobs = logits.sub_(normalisers[part, None])
-                if grads[1] is not None:
+                if grads[1] is not None or not head.plain:
                     slope = _slope(logprobs, targets[part], entropy, part, grads)
-                    slope = slope.mul_(_of(scale, part)).to(weight.dtype)
+                    slope = slope.mul_(_of(scale, part) * bend)
+                    if grad_bias is not None:
+                        grad_bias += slope.sum(0)
+                    slope = slope.to(weight.dtype)
                     grad_hidden[part] = product(slope, weight)
                     _add_product(grad_weight, slope.T, hidden[part])
                     continue
@@ -152,7 +175,27 @@ class _ChunkedLogProbs(torch.autograd.Function):
             rows = _Rows(hidden[part], targets[part], grads[0][part, None] * _of(scale, part))
             grad_hidden[part] = _gradients(probs, weight, rows, grad_weight)
         whole = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, whole, None, None, None
+        of_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, whole, of_bias, None, None, None
+
+
+class _Head(NamedTuple):
+    """The head's weight [V, H], its bias [V] and the cap of its logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+
+    @property
+    def plain(self) -> bool:
+        """Return whether logits are a product and nothing else."""
+        return self.bias is None and self.softcap is None
+
+    def bend(self, tempered: Tensor, scale: Tensor) -> Tensor | float:
+        """Return the derivative of the capped logits by those before the cap, [rows, V] or 1."""
+        if self.softcap is None:
+            return 1.0
+        return 1 - (tempered / (scale * self.softcap)) ** 2
 
 
 class _Rows(NamedTuple):
@@ -235,8 +278,13 @@ def _of(scale: Tensor, part: slice) -> Tensor:
     return scale[part, None] if len(scale) > 1 else scale
 
 
-def _logits(hidden: Tensor, weight: Tensor, scale: Tensor, part: slice) -> Tensor:
-    """Return tempered logits [rows of part, V], in float32 or better."""
-    if hidden.dtype is _precision(hidden):  # then scale the hidden states, which are smaller
-        return product(hidden * _of(scale, part), weight.T)
-    return product(hidden, weight.T).to(_precision(hidden)).mul_(_of(scale, part))
+def _logits(hidden: Tensor, head: _Head, scale: Tensor) -> Tensor:
+    """Return tempered logits [rows, V], in float32 or better."""
+    if head.plain and hidden.dtype is _precision(hidden):
+        return product(hidden * scale, head.weight.T)  # hidden states are smaller than logits
+    logits = product(hidden, head.weight.T).to(_precision(hidden))
+    if head.bias is not None:
+        logits = logits.add_(head.bias)
+    if head.softcap is not None:
+        logits = logits.div_(head.softcap).tanh_().mul_(head.softcap)
+    return logits.mul_(scale)

@@ -17,7 +17,11 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dialoop_services.learning.model.attention import PACKED_ATTENTION, plan_attention
-from dialoop_services.learning.model.fused_head import cut_kernel, require_half
+from dialoop_services.learning.model.fused_head import (
+    cut_kernel,
+    require_half,
+    require_plain_head,
+)
 from dialoop_services.learning.model.logprobs import DEFAULT_CHUNK_ROWS, TokenScores, token_logprobs
 from dialoop_services.learning.model.products import linear_products
 from dialoop_services.learning.packing.prefixes import share_prefixes
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes that a setting may name."""
 
+_LONGEST_PROBE = 256
+
 
 class PolicyModel(nn.Module):
     """A causal language model whose forward returns log-probs of trained tokens.
@@ -48,6 +54,9 @@ class PolicyModel(nn.Module):
         self.chunk_rows = chunk_rows
         self.autocast: torch.dtype | None = None
         self.logprob_kernel: LogprobKernel = "chunked"
+        config = causal_lm.config.get_text_config()
+        self._logits_softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._logits_divisor = float(getattr(config, "logits_scaling", 1.0))  # Granite's
 
     def forward(
         self,
@@ -65,10 +74,12 @@ class PolicyModel(nn.Module):
             hidden,
             self.head_weight,
             batch.packed_tokens[positions],
-            temperature=temperature,
+            temperature=temperature * self._logits_divisor,
             with_entropy=with_entropy,
             chunk_rows=self.chunk_rows,
             kernel=self.logprob_kernel,
+            bias=self.causal_lm.get_output_embeddings().bias,
+            softcap=self._logits_softcap,
         )
 
     def hidden_matrices(self) -> list[nn.Parameter]:
@@ -90,6 +101,7 @@ class PolicyModel(nn.Module):
         if kernel == "cut":
             cut_kernel(device)
             require_half(self.autocast or self.head_weight.dtype)
+            require_plain_head(self.causal_lm.get_output_embeddings().bias, self._logits_softcap)
         self.logprob_kernel = kernel
 
     def checkpoint_activations(self) -> None:
@@ -164,13 +176,14 @@ def load_policy(
 def require_packable(policy: PolicyModel) -> None:
     """Compare a packed row with the model's own logits, one sequence at a time.
 
-    This notices soft caps, scaled logits, biased heads, state-space layers, and attention that is
-    not plain. With them the trainer would train another policy than the engines serve.
+    One sequence is longer than the model's windows, where they are short enough to try. This
+    notices state-space layers, altered logits that the head here does not know, and attention
+    across sequences. With them the trainer would train another policy than the engines serve.
     """
     weight = policy.causal_lm.get_output_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     rows = []
-    for length in (5, 9, 2):
+    for length in _probe_lengths(policy.causal_lm.config.get_text_config()):
         ids = torch.randint(weight.shape[0], (length,), generator=generator).tolist()
         rows.append(TokenRow.from_demonstration(ids, [False] + [True] * (length - 1)))
     packed = policy(pack_rows(rows).to(weight.device)).logprobs
@@ -178,6 +191,13 @@ def require_packable(policy: PolicyModel) -> None:
     difference = float((packed - own).abs().max())
     if not difference <= (1e-3 if weight.dtype is torch.float32 else 0.25):
         raise _not_packable(f"its packed log-probs are off by {difference:.2g} nat")
+
+
+def _probe_lengths(config: Any) -> tuple[int, ...]:
+    window = getattr(config, "sliding_window", None)
+    if isinstance(window, int) and 9 <= window <= _LONGEST_PROBE:
+        return 5, window + 3, 2
+    return 5, 9, 2
 
 
 def _own_logprobs(causal_lm: Any, rows: list[Tensor]) -> Tensor:
@@ -198,5 +218,5 @@ def _not_packable(why: str) -> Unsupported:
     return Unsupported(
         f"This model cannot be trained on packed rows: {why}.",
         reason=Reason.MODEL_NOT_PACKABLE,
-        remedy="Use a decoder with plain causal attention, as Qwen2, Qwen3 or Llama.",
+        remedy="Use a decoder of one of the families in docs/families.md.",
     )

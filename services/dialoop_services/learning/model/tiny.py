@@ -55,7 +55,7 @@ def make_tiny_model(directory: Path | str, *, seed: int = 0) -> Path:
     """Write tokenizer and seeded random weights to `directory`; make it if it is missing."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(tiny_config())
@@ -102,7 +102,8 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json to `directory`."""
     tokenizer = tiny_tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
     config = json.dumps(_tokenizer_config(tokenizer), indent=2)
