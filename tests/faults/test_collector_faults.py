@@ -18,6 +18,7 @@ from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
+from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.collector.replicas import Replicas
@@ -335,6 +336,23 @@ async def test_replicas_are_asked_in_turn_and_one_that_fails_is_left_alone():
         await replicas.generate(PROMPT)
     assert len(good.sampling_log) == 6
     assert len(bad.sampling_log) == 1
+
+
+async def test_the_replica_that_has_the_context_is_asked_first_and_another_while_it_is_away():
+    context = sequence_of([([1, 2], {"source": Source.PROMPT})])
+    holder, other = ScriptedPolicy(), ScriptedPolicy()
+    holder.seen_contexts, other.seen_contexts = [context], []
+    replicas = Replicas([other, holder], BRIEF)
+    for _ in range(4):
+        await replicas.generate(PROMPT, context=context, num_context_messages=1)
+    assert (len(holder.sampling_log), len(other.sampling_log)) == (4, 0)
+
+    async def away(*_, **__):
+        raise Unavailable("gone", reason="NOT_READY")
+
+    holder.generate = away
+    await replicas.generate(PROMPT, context=context, num_context_messages=1)
+    assert len(other.sampling_log) == 1
 
 
 async def test_sleep_is_no_outage_however_long_the_trainer_has_the_device():

@@ -21,7 +21,8 @@ from dialoop.sequences import PolicyVersion
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 from dialoop_services.config.own_data_plane import load_data_plane
-from dialoop_services.inference.engine import EngineOptions
+from dialoop_services.inference.contexts import ContextStore
+from dialoop_services.inference.engine import Engine, EngineOptions
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.device_lease import DeviceLease
 from dialoop_services.inference.replica.replica import Replica
@@ -78,10 +79,12 @@ async def world(
     lease: DeviceLease | None = None,
     data_plane: str = "chunks",
     awaits_policy: bool = False,
+    engine: Engine | None = None,
+    contexts: ContextStore | None = None,
 ) -> AsyncIterator[World]:
     """A replica that may read `root`, or is on another host; with a REST door if asked."""
     root.mkdir(exist_ok=True)
-    engine = await TransformersEngine.start(
+    engine = engine or await TransformersEngine.start(
         model_dir,
         EngineOptions(max_model_len=MAX_MODEL_LEN, max_num_seqs=16, adapters=adapters),
     )
@@ -102,7 +105,9 @@ async def world(
     )
     await replica.load_latest()
     renderer = Renderer.of(model_dir)
-    servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20)
+    servicer = InferenceServicer(
+        replica, renderer, num_parameters=7, max_new_tokens=20, contexts=contexts
+    )
     server.add(add_InferenceServiceServicer_to_server, servicer, SERVICE)
     templates = TemplateServicer(renderer, "tiny")
     server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")

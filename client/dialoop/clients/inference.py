@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.chat import ChatHistory
 from dialoop.clients.channel import Rpc, tell_warnings
+from dialoop.clients.contexts import SeenContexts
 from dialoop.clients.errors import require_count
 from dialoop.clients.inference_messages import Question, samples_from_proto, top_logprobs_from_proto
 from dialoop.clients.weights import LoadedWeights as LoadedWeights
@@ -125,6 +127,8 @@ class InferenceClient:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        # What the replica has too; `num_resends` counts the requests that were sent twice.
+        self.seen_contexts = SeenContexts()
 
     async def generate(  # noqa: PLR0913  # one question, many ways to ask it
         self,
@@ -147,7 +151,8 @@ class InferenceClient:
     ) -> tuple[Sample, ...]:
         """Answer a history, or continue a text or token ids, `num_samples` times.
 
-        `context` are the tokens known so far of the first `num_context_messages` messages. The
+        `context` are the tokens known so far of the first `num_context_messages` messages. What
+        the replica has seen of a conversation is not sent again, unless it has forgotten that. The
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
         with `skip_special_tokens` its response's text leaves special tokens out.
@@ -171,8 +176,8 @@ class InferenceClient:
             truncate_prompt=truncate_prompt,
             skip_special_tokens=skip_special_tokens,
         )
-        answer = await self._channel.call(GENERATE, question.to_proto(), deadline_s=deadline_s)
-        samples = samples_from_proto(answer)
+        send = partial(self._channel.call, GENERATE, deadline_s=deadline_s)
+        samples = await self.seen_contexts.ask(question, send)
         require_count(len(samples), num_samples, "samples")
         return samples
 

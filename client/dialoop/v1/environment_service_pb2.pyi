@@ -234,16 +234,8 @@ class ResetResponse(_message.Message):
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    prompt: PromptDigest
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., prompt: _Optional[_Union[PromptDigest, _Mapping]] = ...) -> None: ...
-
-class PromptDigest(_message.Message):
-    __slots__ = ("length", "digest")
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    length: int
-    digest: bytes
-    def __init__(self, length: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    prompt: _chat_pb2.PromptDigest
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., prompt: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ...) -> None: ...
 
 class PromptChange(_message.Message):
     __slots__ = ("num_kept", "messages", "text", "token_ids")
@@ -273,9 +265,9 @@ class StepRequest(_message.Message):
     history: _chat_pb2.ChatHistory
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
-    prompt: PromptDigest
+    prompt: _chat_pb2.PromptDigest
     whole_prompt: bool
-    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., prompt: _Optional[_Union[PromptDigest, _Mapping]] = ..., whole_prompt: bool = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., prompt: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ..., whole_prompt: bool = ...) -> None: ...
 
 class StepResponse(_message.Message):
     __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed", "info", "text", "tokens", "warnings", "change", "prompt")
@@ -313,8 +305,8 @@ class StepResponse(_message.Message):
     tokens: _chat_pb2.Tokens
     warnings: _containers.RepeatedScalarFieldContainer[str]
     change: PromptChange
-    prompt: PromptDigest
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., change: _Optional[_Union[PromptChange, _Mapping]] = ..., prompt: _Optional[_Union[PromptDigest, _Mapping]] = ...) -> None: ...
+    prompt: _chat_pb2.PromptDigest
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., change: _Optional[_Union[PromptChange, _Mapping]] = ..., prompt: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ...) -> None: ...
 
 class TaskChoice(_message.Message):
     __slots__ = ("split", "task_key", "seed", "query", "messages", "data")
@@ -518,8 +510,8 @@ class GetSessionResponse(_message.Message):
     expires_in_s: float
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
-    prompt: PromptDigest
-    def __init__(self, session_id: _Optional[str] = ..., environment: _Optional[str] = ..., episode: _Optional[int] = ..., next_step_index: _Optional[int] = ..., done: bool = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., expires_in_s: _Optional[float] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., prompt: _Optional[_Union[PromptDigest, _Mapping]] = ...) -> None: ...
+    prompt: _chat_pb2.PromptDigest
+    def __init__(self, session_id: _Optional[str] = ..., environment: _Optional[str] = ..., episode: _Optional[int] = ..., next_step_index: _Optional[int] = ..., done: bool = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., expires_in_s: _Optional[float] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., prompt: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)

@@ -131,7 +131,7 @@ class Replicas:
 
         async def generate_once() -> tuple[Sample, ...]:
             nonlocal is_suspect
-            replica = await self._next_replica()
+            replica = await self._next_replica(context)
             try:
                 samples: tuple[Sample, ...] = await replica.policy.generate(*prompt, **question)
             except DialoopError as error:
@@ -149,15 +149,18 @@ class Replicas:
             wait_s=lambda _: 0.0,
         )
 
-    async def _next_replica(self) -> _Replica:
-        """Return the next replica in turn that is not set aside, or wait for the first one back."""
+    async def _next_replica(self, context: Sequence | None) -> _Replica:
+        """Return the next replica in turn that is not set aside, or wait for the first one back.
+
+        One that has the context comes before those that have not.
+        """
         start = next(self._turn)
         count = len(self._replicas)
         ordered = [self._replicas[(start + i) % count] for i in range(count)]
         now = time.monotonic()
-        for replica in ordered:
-            if replica.back_at <= now:
-                return replica
+        present = [replica for replica in ordered if replica.back_at <= now]
+        if present:
+            return next((r for r in present if _has_seen(r.policy, context)), present[0])
         soonest = min(ordered, key=lambda replica: replica.back_at)
         await asyncio.sleep(soonest.back_at - now)
         return soonest
@@ -168,6 +171,11 @@ class Replicas:
             return  # another request of ours noticed the same outage
         replica.num_failures += 1
         replica.back_at = now + self._retry_policy.wait_s(replica.num_failures)
+
+
+def _has_seen(policy: Policy, context: Sequence | None) -> bool:
+    """Return whether a replica has answered with these tokens, where the policy knows that."""
+    return context is not None and context in getattr(policy, "seen_contexts", ())
 
 
 class CautiousGroups:

@@ -34,6 +34,7 @@ from dialoop.episode import SessionState
 from dialoop.errors import DialoopError, InvalidHistory
 from dialoop.reasons import Reason
 from dialoop.trials.trial import TrialOptions
+from dialoop.v1 import chat_pb2
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
     chat_history_from_proto,
@@ -123,8 +124,8 @@ def _whole_prompt(shown: Opening | Outcome | SessionState) -> dict[str, Any]:
     }
 
 
-def _digest_message(prompt: PromptDigest) -> pb.PromptDigest:
-    return pb.PromptDigest(length=prompt.length, digest=prompt.digest)
+def _digest_message(prompt: PromptDigest) -> chat_pb2.PromptDigest:
+    return chat_pb2.PromptDigest(length=prompt.length, digest=prompt.digest)
 
 
 def reset_response(opening: Opening, session: Session) -> pb.ResetResponse:

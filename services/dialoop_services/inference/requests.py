@@ -19,6 +19,7 @@ from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.wire import (
     chat_history_from_proto,
+    history_from_proto,
     policy_version_from_proto,
     sampling_from_proto,
     sequence_from_proto,
@@ -36,25 +37,39 @@ if TYPE_CHECKING:
     from dialoop.v1 import chat_pb2
     from dialoop.v1 import inference_service_pb2 as pb
 
+    from dialoop_services.inference.contexts import SeenContext
+
 _MAX_SAMPLES = 1024
 _TRANSFERS = (PlaneName.NCCL, PlaneName.IPC)
 _INPUTS = ("history", "text", "token_ids")
 _ROWS = ("token_ids", "histories", "texts")
 
 
-def generation_request_of(request: pb.GenerateRequest, *, max_new_tokens: int) -> GenerationRequest:
-    """Read what to continue, how to render it and how to sample; `max_new_tokens` by default."""
+def generation_request_of(
+    request: pb.GenerateRequest, *, max_new_tokens: int, seen: SeenContext | None = None
+) -> GenerationRequest:
+    """Read what to continue, how to render it and how to sample; `max_new_tokens` by default.
+
+    `seen` is the context that the request names by its digests.
+    """
     present = [name for name in _INPUTS if request.HasField(name)]
     field = require_one_of(present, _INPUTS)
     if field != "history":
         _require_no_context(request, field)
-    has_context = request.HasField("context")
+    history, context, num_context_messages = None, None, request.num_context_messages
+    if seen is not None:
+        _require_no_other_context(request)
+        history = seen.history.extend(history_from_proto(request.history.prompt))
+        context, num_context_messages = seen.sequence, len(seen.history)
+    elif field == "history":
+        history = _prompt_of(request.history)
+        context = sequence_from_proto(request.context) if request.HasField("context") else None
     return GenerationRequest(
-        history=_prompt_of(request.history) if field == "history" else None,
+        history=history,
         text=request.text if field == "text" else None,
         token_ids=tuple(request.token_ids.values) if field == "token_ids" else None,
-        context=sequence_from_proto(request.context) if has_context else None,
-        num_context_messages=request.num_context_messages,
+        context=context,
+        num_context_messages=num_context_messages,
         turn=request.turn,
         template_name=request.template_name,
         tools=tuple(tool_from_proto(tool) for tool in request.tools),
@@ -215,9 +230,19 @@ def _prompt_of(proto: chat_pb2.ChatHistory) -> History:
 
 
 def _require_no_context(request: pb.GenerateRequest, field: str) -> None:
-    if request.HasField("context") or request.num_context_messages:
+    has_context = request.HasField("context") or request.HasField("known_context")
+    if has_context or request.num_context_messages or request.keep_context:
         raise InvalidInput(
             f"Expected a history beside context, found {field}.",
             reason=Reason.BAD_CONTEXT,
             remedy=f"Leave context out: {field} is continued as it stands.",
+        )
+
+
+def _require_no_other_context(request: pb.GenerateRequest) -> None:
+    if request.HasField("context") or request.num_context_messages:
+        raise InvalidInput(
+            "Expected known_context or context, found both.",
+            reason=Reason.BAD_CONTEXT,
+            remedy="Leave context and num_context_messages out.",
         )

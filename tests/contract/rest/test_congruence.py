@@ -19,12 +19,12 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import ArithmeticTasks, arithmetic
 from dialoop.errors import DialoopError
 from dialoop.local.client import LocalEnvironmentClient
+from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.v1 import environment_service_pb2 as env
 from dialoop.v1 import inference_service_pb2 as inf
 from dialoop.v1 import replay_service_pb2 as rep
 from dialoop.v1 import scorer_service_pb2 as sco
 from dialoop.v1 import trainer_service_pb2 as tra
-from dialoop.v1 import trajectory_pb2
 from dialoop.wire import group_to_proto, trajectory_to_proto
 from google.protobuf.message import Message as Proto
 
@@ -59,7 +59,7 @@ def step(text: str, index: int = 0, session: str = "s", episode: int = 1) -> env
 
 
 def with_prompt(request: env.StepRequest, digest: bytes) -> env.StepRequest:
-    request.prompt.CopyFrom(env.PromptDigest(length=3, digest=digest))
+    request.prompt.CopyFrom(chat_pb2.PromptDigest(length=3, digest=digest))
     return request
 
 
@@ -231,6 +231,8 @@ async def inference_script(call: Call) -> None:
         inf.GenerateRequest(history=prompt, sampling={"temperature": -1.0}),
         inf.GenerateRequest(history=prompt, sampling={"stop": [""]}),
         inf.GenerateRequest(),
+        inf.GenerateRequest(history=prompt, keep_context=True),
+        inf.GenerateRequest(history=prompt, known_context={"messages": {"length": 1}}),
         inf.GenerateRequest(
             history={"prompt": {"messages": [{"role": "user", "parts": {"parts": parts}}]}}
         ),

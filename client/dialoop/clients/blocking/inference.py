@@ -46,7 +46,8 @@ class BlockingInferenceClient:
     ) -> tuple[Sample, ...]:
         """Answer a history, or continue a text or token ids, `num_samples` times.
 
-        `context` are the tokens known so far of the first `num_context_messages` messages. The
+        `context` are the tokens known so far of the first `num_context_messages` messages. What
+        the replica has seen of a conversation is not sent again, unless it has forgotten that. The
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
         with `skip_special_tokens` its response's text leaves special tokens out.
