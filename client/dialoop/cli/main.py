@@ -63,6 +63,13 @@ def parser() -> argparse.ArgumentParser:
     doctor.set_defaults(module="doctor", function="doctor")
     _add_export(commands)
     _add_config(commands)
+    imported = commands.add_parser(
+        "import", help="print the job file for a config of verl or TRL, and what it leaves out"
+    )
+    imported.add_argument(
+        "config", type=Path, help="verl's YAML, or a GRPOConfig (JSON, YAML, .py)"
+    )
+    imported.set_defaults(module="stack", function="import_config")
     return root
 
 

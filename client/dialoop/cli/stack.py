@@ -51,6 +51,11 @@ def check_config(arguments: argparse.Namespace) -> int:
     return _become(["check", str(arguments.config)])
 
 
+def import_config(arguments: argparse.Namespace) -> int:
+    """Print the job file for another trainer's config."""
+    return _become(["import", str(arguments.config)])
+
+
 def export(arguments: argparse.Namespace) -> int:
     """Write a policy as a model directory."""
     named = Path(arguments.run)

@@ -209,7 +209,7 @@ def _lines(section: BaseModel, path: str, origins: Mapping[str, str] | None) -> 
             for table in value:
                 inside += ["", f"[[{inner}]]  # {meaning}", *_lines(table, inner, origins)]
         else:
-            assignment = f"# {name} =" if value is None else f"{name} = {_text(value)}"
+            assignment = f"# {name} =" if value is None else f"{name} = {toml_value(value)}"
             comment = meaning if origins is None else _origin_of(inner, origins)
             lines.append(f"{assignment}  # {comment}")
     return lines + inside
@@ -229,12 +229,13 @@ def _origin_of(path: str, origins: Mapping[str, str]) -> str:
     return next(near, None) or next(below, "default")
 
 
-def _text(value: object) -> str:
+def toml_value(value: object) -> str:
+    """Return a value as TOML writes it."""
     if isinstance(value, dict):
-        inside = ", ".join(f"{json.dumps(key)} = {_text(item)}" for key, item in value.items())
+        inside = ", ".join(f"{json.dumps(key)} = {toml_value(item)}" for key, item in value.items())
         return f"{{ {inside} }}" if inside else "{}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, float):
         return repr(value)
     return json.dumps(value, ensure_ascii=False)

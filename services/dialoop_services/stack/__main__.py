@@ -1,6 +1,7 @@
 """Run a stack. `python -m dialoop_services.stack [CONFIG]` serves; `... train CONFIG` runs a job.
 
-`... config [CONFIG]` prints the config with all defaults; `... check CONFIG` says what is wrong.
+`... config [CONFIG]` prints the config with all defaults; `... check CONFIG` says what is wrong;
+`... import FILE` prints the job file for a config of verl or TRL.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dialoop.errors import DialoopError
 from rich.console import Console
 
 from dialoop_services.config.file import LoadedConfig, Override, load_with_origins, toml_of
+from dialoop_services.config.imported import import_config
 from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent
 from dialoop_services.stack import job, preflight
@@ -47,6 +49,7 @@ FIXED_PORTS = MappingProxyType(
 """Ports of a stack without a config: gRPC from 7001 on, REST from 8001 on."""
 _SIGNALLED = 128
 """Exit codes above it say which signal ended the job, as those of shells do."""
+_COMMANDS = ("serve", "train", "config", "check", "import", "-h", "--help")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -56,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = _with_command(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     try:
+        if options.command == "import":
+            sys.stdout.write(import_config(options.config))
+            return 0
         loaded = _config(options)
         config = loaded.config
         if options.command == "config":
@@ -82,9 +88,10 @@ def _parser() -> argparse.ArgumentParser:
         ("train", "run a job to its end and sum it up"),
         ("config", "print the config with all defaults, as TOML"),
         ("check", "say what is wrong in a config, without starting anything"),
+        ("import", "print the job file for a config of verl or TRL"),
     ):
         command = commands.add_parser(name, help=text)
-        count = None if name in ("train", "check") else "?"
+        count = None if name in ("train", "check", "import") else "?"
         command.add_argument("config", type=Path, nargs=count, help="TOML job config; -: stdin")
         command.add_argument("--folder", type=Path, default=ROOT, help="where runs are kept (runs)")
         command.add_argument("--run", default="", help="name of the run, instead of the config's")
@@ -99,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 def _with_command(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with `serve` in front when they name no command."""
     words = list(arguments)
-    if words[:1] and words[0] in ("serve", "train", "config", "check", "-h", "--help"):
+    if words[:1] and words[0] in _COMMANDS:
         return words
     return ["serve", *words]
 

@@ -1,0 +1,112 @@
+"""The keys of another trainer's config: which became ours, and why the others did not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+To = str | tuple[str, Callable[[Any], Any]]
+"""Our key, and perhaps what makes its value; ValueError from that is why the key is left out."""
+
+_NONE = "it is not set"
+
+
+@dataclass(slots=True)
+class ForeignKeys:
+    """Keys by their dotted names. `take` reads one; what nobody takes is left out."""
+
+    values: dict[str, Any]
+    mapped: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    to_fill_in: list[str] = field(default_factory=list)
+    _taken: set[str] = field(default_factory=set)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return a key's value, which counts as read; the default where it is absent or null."""
+        self._taken.add(name)
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def number(self, name: str, default: Any) -> Any:
+        """Return a key's number, as `take`; what is none is left out, and the default stands."""
+        value = self.take(name, default)
+        if value is None or isinstance(value, (int, float)):
+            return value
+        self.leave(name, f"it is no number; {default} stands in its place")
+        return default
+
+    def leave(self, name: str, reason: str) -> None:
+        """Say why a key is not mapped."""
+        if name in self.values:
+            self._taken.add(name)
+            self.left_out[name] = (self.values[name], reason)
+
+    def map(self, table: Mapping[str, To]) -> None:
+        """Map keys one by one, as a table says."""
+        for name, to in table.items():
+            if self.values.get(name) is None:
+                continue
+            path, make = (to, None) if isinstance(to, str) else to
+            value = self.take(name)
+            try:
+                if isinstance(value, str) and "${" in value:
+                    raise ValueError("it is an expression, whose value only its own program knows")
+                self.mapped[path] = value if make is None else make(value)
+            except (ValueError, TypeError) as error:
+                self.leave(name, str(error))
+
+    def finish(self, reasons: Mapping[str, str], otherwise: str) -> ForeignKeys:
+        """Leave out the rest: each for the reason of the longest name it begins with."""
+        for name, value in self.values.items():
+            if name in self._taken:
+                continue
+            near = [start for start in reasons if name == start or name.startswith(f"{start}.")]
+            reason = reasons[max(near, key=len)] if near else otherwise
+            self.left_out[name] = (value, _NONE if value is None and not near else reason)
+        return self
+
+
+def whole(value: Any) -> int:
+    """Return a whole number; ValueError for anything else."""
+    if not isinstance(value, int):
+        raise ValueError("it is no whole number, and Dialoop keeps its default")
+    return value
+
+
+def positive(value: Any) -> int:
+    """Return a number of steps; ValueError for 0 and -1, which turn something off elsewhere."""
+    if not isinstance(value, (int, float)) or value < 1:
+        raise ValueError("it is turned off, and Dialoop keeps its default")
+    return int(value)
+
+
+def choice(options: Mapping[Any, Any], meaning: str) -> Callable[[Any], Any]:
+    """Return a function from another trainer's choices to ours."""
+
+    def make(value: Any) -> Any:
+        if value not in options:
+            raise ValueError(f"Dialoop has no such {meaning}")
+        return options[value]
+
+    return make
+
+
+def run_name(value: Any) -> str:
+    """Return a name that a run's directory may have."""
+    last = str(value).rstrip("/").rpartition("/")[2]
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", last).strip("-._")[:64]
+    if not name:
+        raise ValueError("it is no name for a directory")
+    return name
+
+
+def trackers_in(keys: ForeignKeys, name: str) -> None:
+    """Map a list of trackers to the ones that Dialoop has."""
+    value = keys.take(name, ())
+    for tracker in [value] if isinstance(value, str) else value:
+        if tracker in ("wandb", "tensorboard", "trackio"):
+            keys.mapped[f"trackers.{tracker}"] = True
+        elif tracker not in ("console", "none"):
+            keys.leave(name, f"Dialoop has no tracker {tracker}; [trackers] use names your own")
