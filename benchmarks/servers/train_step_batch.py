@@ -1,8 +1,8 @@
 """Write the model and the batch on which every way of a train step is measured to a folder.
 
-Two prompts of 64 to 256 tokens, eight answers each of 16 to 1024 tokens, log-normal (median 160,
-sigma 0.9), as a GRPO step trains. The sampler's log-probs are the model's own with noise, so that
-the clip has something to do.
+Two prompts of 64 to 256 tokens, eight answers each, as a GRPO step trains. Answers are ragged, 16
+to 1024 tokens, log-normal (median 160, sigma 0.9); with `answer_tokens` all have that length. The
+sampler's log-probs are the model's own with noise, so that the clip has something to do.
 """
 
 from __future__ import annotations
@@ -40,8 +40,16 @@ class Sequence:
         return len(self.ids) - self.num_prompt
 
 
-def make(folder: Path, *, vocabulary: int, num_prompts: int, group_size: int, seed: int) -> None:
-    """Write model and batch."""
+def make(
+    folder: Path,
+    *,
+    vocabulary: int,
+    num_prompts: int,
+    group_size: int,
+    seed: int,
+    answer_tokens: int = 0,
+) -> None:
+    """Write model and batch; with `answer_tokens` every answer is that long."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -63,7 +71,9 @@ def make(folder: Path, *, vocabulary: int, num_prompts: int, group_size: int, se
     made = [
         sequence
         for prompt in range(num_prompts)
-        for sequence in _group(model, prompt, vocabulary, group_size, random.Random(seed + prompt))
+        for sequence in _group(
+            model, prompt, vocabulary, group_size, random.Random(seed + prompt), answer_tokens
+        )
     ]
     torch.save([{name: getattr(s, name) for name in s.__slots__} for s in made], folder / "batch")
 
@@ -81,7 +91,12 @@ def load_model(folder: Path, *, attention: str = "sdpa") -> Any:
 
 
 def _group(
-    model: Any, prompt: int, vocabulary: int, group_size: int, rng: random.Random
+    model: Any,
+    prompt: int,
+    vocabulary: int,
+    group_size: int,
+    rng: random.Random,
+    answer_tokens: int,
 ) -> list[Sequence]:
     beginning = torch.randint(2, vocabulary, (rng.randint(64, 256),))
     rewards = [rng.gauss(0, 1) for _ in range(group_size)]
@@ -89,7 +104,8 @@ def _group(
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / group_size)
     made = []
     for reward in rewards:
-        size = min(1024, max(16, int(rng.lognormvariate(math.log(160), 0.9))))
+        drawn = min(1024, max(16, int(rng.lognormvariate(math.log(160), 0.9))))
+        size = answer_tokens or drawn
         ids = torch.cat([beginning, torch.randint(2, vocabulary, (size,))])
         with torch.no_grad():
             logits = model(input_ids=ids[None], use_cache=False).logits[0, len(beginning) - 1 : -1]

@@ -40,7 +40,11 @@ TRL = {
 }
 TORCHRL = {"torchrl": True, "torchrl_no_entropy": False}
 OURS = ("ours", "ours_entropy", "ours_entropy_bonus")
-SORTED = {"sorted_1": 1, "sorted_2": 2, "sorted_4": 4, "sorted_1_onednn": 1, "sorted_2_onednn": 2}
+SORTED = {
+    f"sorted_{micro_batch}{products}": micro_batch
+    for micro_batch in (1, 2, 4)
+    for products in ("", "_onednn")
+}
 
 
 class OurStep:

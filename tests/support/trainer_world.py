@@ -25,7 +25,7 @@ from dialoop_services.trainer.job.parts import JobParts
 from dialoop_services.trainer.job.placement import Split
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.learner.learner import TrainStepReport
-from dialoop_services.trainer.learner.learner_state import ExportedWeights
+from dialoop_services.trainer.learner.weights_file import ExportedWeights
 from dialoop_services.trainer.publish.publisher import Published
 from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
@@ -219,8 +219,14 @@ class FakePublisher:
     def keep(self, version: PolicyVersion) -> None:
         self.kept.append(str(version))
 
-    async def publish(self, version: PolicyVersion, **_: Any) -> Published:
-        self.published.append((str(version), self._learner.weights))
+    async def capture(self, version: PolicyVersion) -> int:
+        return self._learner.weights
+
+    async def publish(
+        self, version: PolicyVersion, *, captured: int | None = None, **_: Any
+    ) -> Published:
+        weights_then = self._learner.weights if captured is None else captured
+        self.published.append((str(version), weights_then))
         await self.gate.wait()
         weights = ExportedWeights(path=Path("w"), sha256="", num_bytes=1)
         return Published(

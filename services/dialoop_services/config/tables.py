@@ -418,7 +418,8 @@ class TrainFields(Section):
     objective: ObjectiveSettings = ObjectiveSettings()
     """What goes with any loss: aggregation, KL, entropy, corrections, epochs."""
     pipeline_depth: int = Field(default=2, ge=0)
-    """Number of train steps that generation may run ahead; 0: they take turns."""
+    """Number of train steps that generation may run ahead, while policies are published beside
+    train steps; 0: all take turns."""
     max_staleness: int = Field(default=4, ge=0)
     """Number of policy versions that the oldest trained token may lag behind."""
     selection: Literal["fifo", "uniform", "priority"] = "fifo"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import PreconditionFailed
@@ -40,7 +40,8 @@ def whole_file(
             if sync:
                 sync_file(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # nothing is there, or the folder is none: the error above says so
+            temporary.unlink()
 
 
 @contextmanager

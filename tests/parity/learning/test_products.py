@@ -35,18 +35,19 @@ def watch_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("machine", "vendor", "library"),
+    ("machine", "vendor", "flags", "library"),
     [
-        ("x86_64", "AuthenticAMD", "oneDNN"),
-        ("x86_64", "GenuineIntel", "torch"),
-        ("x86_64", "", "torch"),
-        ("aarch64", "", "torch"),
+        ("x86_64", "AuthenticAMD", ("avx2", "avx512f"), "oneDNN"),
+        ("x86_64", "AuthenticAMD", ("avx2",), "torch"),  # MKL leaves nothing unused there
+        ("x86_64", "GenuineIntel", ("avx2", "avx512f"), "torch"),
+        ("x86_64", "", (), "torch"),
+        ("aarch64", "", (), "torch"),
     ],
 )
 def test_the_processor_decides_whose_products_are_faster(
-    machine: str, vendor: str, library: str
+    machine: str, vendor: str, flags: tuple[str, ...], library: str
 ) -> None:
-    assert products.faster_library(machine, vendor) == library
+    assert products.faster_library(machine, vendor, flags) == library
 
 
 def test_where_torchs_products_are_faster_they_are_taken_and_named(

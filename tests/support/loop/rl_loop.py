@@ -126,12 +126,12 @@ class QueuePublisher(FakePublisher):
         )
 
     async def publish(
-        self, version: PolicyVersion, *, trained_lease_ids: Any = (), **_: Any
+        self, version: PolicyVersion, *, trained_lease_ids: Any = (), **named: Any
     ) -> Published:
         await asyncio.sleep(PUBLISH_S)
         self._policy.version = version
         await self.announce(version, trained_lease_ids)
-        return await super().publish(version)
+        return await super().publish(version, **named)
 
 
 @dataclass(kw_only=True)

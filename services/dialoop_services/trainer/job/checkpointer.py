@@ -15,7 +15,7 @@ from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore, 
 from dialoop_services.trainer.recovery.journal import Journal, JournalEntry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable
     from pathlib import Path
 
     from dialoop_services.trainer.data.batches import Batch
@@ -40,6 +40,8 @@ class Checkpointer:
         self.timer = PhaseTimer(state)
         self.journal = Journal(parts.checkpoints)
         self.held = HeldLeases(settings.run, parts.replay, lease_s=settings.lease_s)
+        self.before_saving: Callable[[], Awaitable[None]] | None = None
+        """Awaited before a checkpoint: until the publish of the newest train step has ended."""
 
     async def restore(self) -> bool:
         """Load the newest checkpoint and acknowledge its groups; return False without one."""
@@ -92,6 +94,8 @@ class Checkpointer:
 
     async def checkpoint(self) -> Path:
         """Save everything, then acknowledge what the checkpoint contains."""
+        if self.before_saving is not None:
+            await self.before_saving()
         state, has_published = self.state, self.state.num_policy_versions > 0
         if has_published:  # in a warm start the queue may not be there yet
             state.cursor = await self._cursor()

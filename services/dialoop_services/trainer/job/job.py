@@ -4,6 +4,9 @@
                                        |                                           |
                                        +<------ checkpoint, then acknowledge <-----+
 
+With `pipeline_depth` above 0 a publish runs beside the lease and the train step that follow. A
+checkpoint, an evaluation and the next publish wait for its end.
+
 The queue leases tasks as soon as the first publish announced a policy, so collectors already play
 while the first evaluation runs. SFT takes its batches from demonstrations instead, and publishes
 when it evaluates and at its end.
@@ -85,6 +88,12 @@ class TrainingJob:
 
     async def run(self) -> None:
         """Run to the end and write trainer.json, or to the next step once the job is stopped."""
+        try:
+            await self._run()
+        finally:
+            await self.versions.close()
+
+    async def _run(self) -> None:
         phases = (self._begin, self._evaluate_before, self._train, self._evaluate_after)
         for phase in phases:
             await phase()
@@ -200,6 +209,8 @@ class TrainingJob:
             if to_evaluate and self._supervised is not None:
                 await self._evaluate_supervised(self._supervised)
             due = self.schedule.schedule_evaluation(since=since)
+            if due is not None:
+                await self.versions.wait_for_publish()  # it evaluates this step's policy
             # Last, because SFT has no journal: its checkpoint must hold the evaluation's result.
             if self.schedule.is_due(self._settings.checkpoint_every, since=since):
                 await self.checkpointer.checkpoint()

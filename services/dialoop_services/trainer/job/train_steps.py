@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.job.parts import JobParts
     from dialoop_services.trainer.job.policy_versions import VersionedPublisher
     from dialoop_services.trainer.learner.learner import TrainStepReport
+    from dialoop_services.trainer.publish.publisher import Published
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class LeasedBatch:
 
 
 class TrainSteps:
-    """The RL train steps. Each ends with a publish."""
+    """The RL train steps. Each ends with a publish, which may run beside the next."""
 
     def __init__(
         self,
@@ -142,6 +143,8 @@ class TrainSteps:
                 selection=Selection[self._settings.selection.upper()],
             )
             if not answer.leases:
+                # Its groups' credits return with it, and what follows announces the policy again.
+                await self._versions.wait_for_publish()
                 stats = await self._replay.get_stats(self._settings.run)
                 if self._is_collected(stats.training):
                     turns = self._settings.total_turns
@@ -318,9 +321,12 @@ class TrainSteps:
         row, self._candidates = self._candidates.row(), Candidates()
         rows = leased.rows_of(batch, self._state.policy_version)
         row |= await self.learn(batch, rows) | {"lease_s": lease_s}
-        published = await self._versions.publish_next(batch)
-        row["publish_s"] = published.publish_s
-        await self.record(batch, row)
+
+        async def record(published: Published, step: int, version: PolicyVersion) -> None:
+            row["publish_s"] = published.publish_s
+            await self._record(batch, row, step, version)
+
+        await self._versions.publish_trained(batch, record)
 
     async def learn(self, batch: Batch, rows: list[TokenRow] | None = None) -> dict[str, Any]:
         """Train a batch as the next train step and return its metrics row; publish nothing.
@@ -377,17 +383,29 @@ class TrainSteps:
             )
         return {"fresh_mismatch_kl": kl, "fresh_mismatch_alarm": is_off}
 
-    async def record(
-        self, batch: Batch, row: dict[str, Any], *, is_recovered: bool = False
+    async def record_recovered(self, batch: Batch, row: dict[str, Any]) -> None:
+        """Write what is missing of a recovered batch's trajectories, and its row."""
+        state = self._state
+        await self._record(
+            batch, row, state.num_train_steps, state.policy_version, is_recovered=True
+        )
+
+    async def _record(
+        self,
+        batch: Batch,
+        row: dict[str, Any],
+        step: int,
+        version: PolicyVersion,
+        *,
+        is_recovered: bool = False,
     ) -> None:
-        """Write the newest batch's trajectories and row; of a recovered one, what is missing.
+        """Write a batch's trajectories and row; step and version are those after it.
 
         The row comes last, so a batch that has a row is recorded whole. A batch of which every
         update was refused has its own kind, since the train step's number is of the step before.
         """
         kind, outcome = ("train", "trained") if row["num_updates"] else ("refused", "refused")
-        await self._record_groups(batch.groups, outcome, is_recovered=is_recovered)
-        version, step = self._state.policy_version, self._state.num_train_steps
+        await self._record_groups(batch.groups, outcome, step=step, is_recovered=is_recovered)
         self._records.metric(kind, train_step=step, policy_version=version, **row)
 
     async def drop(self, batch: Batch) -> None:
@@ -396,7 +414,8 @@ class TrainSteps:
             lease_ids = [lease.lease_id for lease in leases]
             await self._replay.drop(self._settings.run, lease_ids, reason)
             self._held.release(lease_ids)
-            await self._record_groups([lease.group for lease in leases], reason)
+            groups = [lease.group for lease in leases]
+            await self._record_groups(groups, reason, step=self._state.num_train_steps)
 
     def _count(self, batch: Batch, report: TrainStepReport, version: PolicyVersion) -> None:
         state = self._state
@@ -414,9 +433,8 @@ class TrainSteps:
         state.num_trained_tokens += report.num_trained_tokens
 
     async def _record_groups(
-        self, groups: Sequence[Group], outcome: str, *, is_recovered: bool = False
+        self, groups: Sequence[Group], outcome: str, *, step: int, is_recovered: bool = False
     ) -> None:
-        step = self._state.num_train_steps
         fate: dict[str, Any] = {"outcome": outcome, "label": "training", "train_step": step}
         written = await asyncio.to_thread(self._records.ids_of, **fate) if is_recovered else ()
         trajectories = [t for g in groups for t in g.trajectories if t.trajectory_id not in written]

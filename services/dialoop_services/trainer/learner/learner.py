@@ -45,11 +45,7 @@ from dialoop_services.learning.training import (
     forward_backward,
     whiten_sequences,
 )
-from dialoop_services.trainer.learner.learner_state import (
-    ExportedWeights,
-    LearnerState,
-    move_training,
-)
+from dialoop_services.trainer.learner.learner_state import LearnerState, move_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +59,7 @@ if TYPE_CHECKING:
     from dialoop_services.learning.model.policy import PolicyModel
     from dialoop_services.learning.optim import StepReport
     from dialoop_services.trainer.data.batches import TrainedSequence
+    from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
     from dialoop_services.trainer.settings import TrainerSettings
 
 Kind = Literal["warm_start", "sft", "rl"]
@@ -294,9 +291,17 @@ class Learner:
             move_training(self._reference, (), device)
 
     @collective()
-    def export(self, path: Path) -> ExportedWeights:
-        """Write the weights as they are now; the file appears whole or not at all."""
-        return self.state.write_weights(path)
+    def export(self, path: Path, *copies: Path) -> ExportedWeights:
+        """Write the weights as they are now, also to `copies`; a file appears whole or not at all.
+
+        Bytes are read once.
+        """
+        return self.state.write_weights(path, *copies)
+
+    @collective()
+    def capture(self, path: Path) -> CapturedWeights:
+        """Copy the weights as they are now; the copy can be written beside the next train step."""
+        return self.state.capture(path)
 
     @collective()
     def snapshot(self, directory: Path) -> None:

@@ -10,16 +10,13 @@ import ast
 import gc
 import hashlib
 import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.clients.weights import WeightsKind
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dialoop_services.learning.lora.base_weights import BASE_DIGEST, BaseWeights, require_base
 from dialoop_services.learning.lora.layers import (
@@ -42,11 +39,18 @@ from dialoop_services.learning.parallel.parallel_state import (
     save_sharded,
 )
 from dialoop_services.learning.parallel.ranks import ALONE, Ranks, reshard
-from dialoop_services.runtime.durable import read_failed, whole_file, why_unread
+from dialoop_services.runtime.durable import (
+    named_failures,
+    read_failed,
+    whole_file,
+    why_unread,
+)
+from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -56,18 +60,6 @@ if TYPE_CHECKING:
 WEIGHTS, _STATE, _PARTS = "model.safetensors", "learner.pt", "parts"
 _DIGESTS = "digests.json"
 """The file of a checkpoint that has the SHA-256 of each other one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportedWeights:
-    """A safetensors file of the whole policy, or of the adapter to add to the base."""
-
-    path: Path
-    sha256: str
-    num_bytes: int
-    kind: WeightsKind = WeightsKind.WHOLE
-    adapter_config_json: str = ""
-    base_digest: str = ""
 
 
 class LearnerState:
@@ -91,26 +83,44 @@ class LearnerState:
         self._ranks = ranks
         self._base_digest = ""
 
-    def write_weights(self, path: Path) -> ExportedWeights:
-        """Write the weights as they are now; the file appears whole or not at all.
+    def write_weights(self, path: Path, *copies: Path) -> ExportedWeights:
+        """Write the weights as they are now, also to `copies`; a file appears whole or not at all.
 
         With LoRA, a path with PEFT's file name gets the adapter alone, in a directory for PEFT.
         """
-        is_adapter = path.name == ADAPTER
-        tensors = self._adapter() if is_adapter else self._whole_weights()
+        captured = self.capture(path, copy=False)
         facts = b""
         if self._ranks.is_first:
-            # The caller brings it to the disk, where something relies on that.
-            with whole_file(path, sync=False, errors=(SafetensorError,)) as temporary:
-                adapter = self._write_adapter_config(path.parent) if is_adapter else {}
-                # One entry only: safetensors writes several in any order, so bytes would differ.
-                metadata = {BASE_DIGEST: adapter["base_digest"]} if is_adapter else {"format": "pt"}
-                save_file(tensors, temporary, metadata=metadata)
-            facts = json.dumps(
-                {"sha256": _sha256(path), "num_bytes": path.stat().st_size, **adapter}
-            ).encode()
-        kind = WeightsKind.ADAPTER if is_adapter else WeightsKind.WHOLE
-        return ExportedWeights(path=path, kind=kind, **json.loads(self._ranks.broadcast(facts)))
+            exported = captured.write(*copies)
+            facts = json.dumps([exported.sha256, exported.num_bytes]).encode()
+        sha256, num_bytes = json.loads(self._ranks.broadcast(facts))
+        return ExportedWeights(
+            path=path, sha256=sha256, num_bytes=num_bytes, kind=captured.kind, **captured.adapter
+        )
+
+    def capture(self, path: Path, *, copy: bool = True) -> CapturedWeights:
+        """Return the weights as they are now, on the first rank's host, to be written to `path`.
+
+        With `copy` no later train step changes them. Of an adapter the config is written here.
+        """
+        is_adapter = path.name == ADAPTER
+        tensors = self._adapter() if is_adapter else self._whole_weights()
+        if copy:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        if not is_adapter:
+            return CapturedWeights(path=path, tensors=tensors, metadata={"format": "pt"})
+        adapter = b""
+        if self._ranks.is_first:
+            with named_failures(path):
+                adapter = json.dumps(self._write_adapter_config(path.parent)).encode()
+        facts = json.loads(self._ranks.broadcast(adapter))
+        return CapturedWeights(
+            path=path,
+            tensors=tensors,
+            metadata={BASE_DIGEST: facts["base_digest"]},
+            kind=WeightsKind.ADAPTER,
+            adapter=facts,
+        )
 
     def read_weights(self, path: Path) -> None:
         """Load weights that `write_weights` wrote; raise InvalidConfig for another model's."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
 
     from dialoop_services.config.own_data_plane import OwnDataPlane
-    from dialoop_services.trainer.learner.learner_state import ExportedWeights
+    from dialoop_services.trainer.learner.weights_file import ExportedWeights
     from dialoop_services.trainer.settings import TrainerSettings
 
 _CHUNK_BYTES = 1 << 20
@@ -45,6 +45,10 @@ class WeightsSender(Protocol):
     name: str
     is_fetched: bool
     """Whether a replica that missed a publish can fetch it by itself."""
+
+    def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
+        """Return where the exported file of that name is to be written as well."""
+        ...
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
         """Prepare a publish once, before replicas are called to load it."""
@@ -72,10 +76,14 @@ class FileSender:
         self._root = memory or policies
         self._is_copied = memory is not None
 
+    def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
+        """Return the file's place in memory, if there is one: the export writes both at once."""
+        return (self._root / str(version) / name,) if self._is_copied else ()
+
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
-        """Copy the file to memory, and name it in latest.json for replicas that start later."""
+        """Name the copy in latest.json for replicas that start later, and delete old copies."""
         if self._is_copied:
-            await asyncio.to_thread(self._copy, manifest, weights)
+            await asyncio.to_thread(self._point_to, manifest, weights)
 
     async def send(
         self,
@@ -89,13 +97,8 @@ class FileSender:
         with_path = replace(manifest, path=_path(manifest, weights))
         await replica.load_weights(with_path, deadline_s=deadline_s)
 
-    def _copy(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
+    def _point_to(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
         path, version = _path(manifest, weights), manifest.policy_version
-        target = self._root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_suffix(".tmp")
-        shutil.copyfile(weights.path, temporary)
-        temporary.replace(target)
         write_json(self._root / "latest.json", pointer_of(version, path, weights))
         policies = [path for path in self._root.iterdir() if path.is_dir()]
         policies.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -108,6 +111,10 @@ class ChunkSender:
 
     name = "chunks"
     is_fetched = False
+
+    def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
+        """Return nothing: `send` reads the file itself."""
+        return ()
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
         """Do nothing: `send` streams the bytes to each replica."""
@@ -133,6 +140,10 @@ class OwnSender:
         self.name = own.name
         self._own = own
         self._address = ""
+
+    def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
+        """Return nothing: `offer` reads the file itself."""
+        return ()
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
         """Put the file there once, for all replicas."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.trainer.job.placement import Placement
     from dialoop_services.trainer.learner.learner import Learner
-    from dialoop_services.trainer.learner.learner_state import ExportedWeights
+    from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,14 @@ class Published:
     publish_s: float
     max_logprob_difference: float
     num_replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedPolicy:
+    """The learner's weights of one moment, and its log-probs of the probes then."""
+
+    weights: CapturedWeights
+    probes: Sequence[Floats]
 
 
 class Publisher:
@@ -85,10 +93,25 @@ class Publisher:
         shape = (_NUM_PROBES, _PROBE_TOKENS)
         self._probes = generator.integers(0, learner.vocab_size, size=shape).tolist()
 
+    async def capture(self, version: PolicyVersion) -> CapturedPolicy:
+        """Copy the learner's weights and take its probes, for a publish beside the next step."""
+        path = self._path(version)
+        return CapturedPolicy(
+            weights=await asyncio.to_thread(self._learner.capture, path),
+            probes=await asyncio.to_thread(self._learner.logprobs, self._probes),
+        )
+
+    def _path(self, version: PolicyVersion) -> Path:
+        return self._root / str(version) / self._file
+
     async def publish(
-        self, version: PolicyVersion, *, trained_lease_ids: Sequence[str] = ()
+        self,
+        version: PolicyVersion,
+        *,
+        trained_lease_ids: Sequence[str] = (),
+        captured: CapturedPolicy | None = None,
     ) -> Published:
-        """Publish the learner's current weights as the policy `version` to all replicas.
+        """Publish the learner's current weights, or captured ones, as the policy `version`.
 
         It returns when every replica has the policy and answered the probes, or failed, or took
         longer than `publish_deadline_s`. Later publishes do not wait for those that failed, until
@@ -96,9 +119,14 @@ class Publisher:
         replica has the policy in that time; a call with the same version continues.
         """
         started = time.perf_counter()
-        path = self._root / str(version) / self._file
-        weights = await asyncio.to_thread(self._learner.export, path)
-        own = await asyncio.to_thread(self._learner.logprobs, self._probes)
+        path = self._path(version)
+        copies = self._sender.copies(version, self._file)
+        if captured is None:
+            weights = await asyncio.to_thread(self._learner.export, path, *copies)
+            own: Sequence[Floats] = await asyncio.to_thread(self._learner.logprobs, self._probes)
+        else:
+            weights = await asyncio.to_thread(captured.weights.write, *copies)
+            own = captured.probes
         await self._placement.leave()  # replicas wake on the device that the trainer used
         # Announced first: its tokens may reach the queue before all replicas have loaded it. Before
         # the first policy is live there are no credits: an answer that began now would begin with

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.clients.inference import InferenceClient, WeightsManifest
+    from dialoop.sequences import PolicyVersion
 
-    from dialoop_services.trainer.learner.learner_state import ExportedWeights
+    from dialoop_services.trainer.learner.weights_file import ExportedWeights
 
 Backend = Literal["nccl", "ipc"]
 
@@ -92,6 +93,10 @@ class VllmTransfer:
         self.name: str = backend
         self._backend, self._num_workers = backend, num_workers
         self._engines: dict[int, tuple[StepClient, Any, _FileSource]] = {}
+
+    def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
+        """Return nothing: tensors go directly from device to device."""
+        return ()
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
         """Do nothing: tensors go directly from device to device."""

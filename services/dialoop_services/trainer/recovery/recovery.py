@@ -124,7 +124,7 @@ class Recovery:
             state.policy_version = entry.policy_version
             state.num_policy_versions += 1
         if row and not is_recorded:
-            await self._steps.record(batch, row, is_recovered=True)
+            await self._steps.record_recovered(batch, row)
         await self._steps.drop(batch)
         return True
 

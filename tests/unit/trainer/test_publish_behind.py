@@ -1,0 +1,127 @@
+"""A publish beside the next train step: its bytes, its order, and who learns of its failure."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dialoop.errors import PreconditionFailed
+from dialoop_services.trainer.learner.weights_file import CapturedWeights
+from safetensors.torch import load_file, save_file
+
+from tests.support.trainer_world import World, worlds
+from tests.support.waiting import PATIENCE_S, until
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    with worlds(tmp_path) as make:
+        yield make
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Tensors of several dtypes, one of them larger than a chunk, one transposed, one empty."""
+    numbers = torch.arange(300_000, dtype=torch.float32)
+    return {
+        "large": numbers,
+        "turned": numbers[:12].view(3, 4).T,
+        "half": numbers[:5].bfloat16(),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+        "flags": torch.tensor([True, False]),
+        "counts": torch.arange(3),
+        "naïve": numbers[:1].half(),
+    }
+
+
+def test_one_pass_writes_the_bytes_of_safetensors_and_their_digest(tmp_path: Path) -> None:
+    tensors, path, copy = weights(), tmp_path / "own" / "w", tmp_path / "memory" / "w"
+    exported = CapturedWeights(path=path, tensors=tensors, metadata={"format": "pt"}).write(copy)
+    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(plain, tmp_path / "theirs", metadata={"format": "pt"})
+    content = path.read_bytes()
+    assert content == (tmp_path / "theirs").read_bytes() == copy.read_bytes()
+    assert exported.sha256 == hashlib.sha256(content).hexdigest()
+    assert exported.num_bytes == len(content)
+    assert torch.equal(load_file(path)["turned"], tensors["turned"])
+
+
+def test_a_copy_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "blocked").write_text("a file where a folder is needed")
+    captured = CapturedWeights(path=tmp_path / "own" / "w", tensors=weights(), metadata={})
+    with pytest.raises(PreconditionFailed, match="could not be written"):
+        captured.write(tmp_path / "blocked" / "w")
+    assert not (tmp_path / "own" / "w").exists()
+
+
+async def test_the_next_step_trains_while_a_publish_waits_for_replicas(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_steps=3, checkpoint_every=2)
+    for names in ("ab", "cd", "ef"):
+        here.offer(*names)
+    async with asyncio.timeout(PATIENCE_S):
+        running = asyncio.create_task(here.job.run())
+        await until(lambda: here.publisher.published)
+        here.publisher.gate.clear()
+        await until(lambda: here.learner.weights == 2)
+        # The second step has ended. Its publish and the checkpoint wait for the first's.
+        await asyncio.sleep(0.05)
+        assert here.publisher.published == [("main-1", 0), ("main-2", 1)]
+        assert here.board.newest is not None
+        assert here.board.newest.policy_version.number == 1
+        assert [e.policy_version.number for e in here.job.checkpointer.journal.entries()] == [2]
+        here.publisher.gate.set()
+        await running
+    assert here.publisher.published == [(f"main-{n + 1}", n) for n in range(4)]
+    trained = [row for row in here.rows if row["kind"] == "train"]
+    assert [(row["train_step"], row["policy_version"]) for row in trained] == [
+        (1, 2),
+        (2, 3),
+        (3, 4),
+    ]
+
+
+async def test_without_staleness_a_publish_stays_before_the_next_step(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_steps=2, pipeline_depth=0)
+    here.offer(*"ab")
+    here.offer(*"cd")
+    live: list[int] = []
+
+    def note() -> None:
+        assert here.board.newest is not None
+        live.append(here.board.newest.policy_version.number)
+
+    here.learner.while_training = note
+    await here.run()
+    assert live == [1, 2]
+
+
+async def test_a_publish_that_fails_beside_a_step_ends_the_job_and_is_not_saved(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_steps=3, checkpoint_every=1)
+    publish = here.publisher.publish
+
+    async def fail(version: Any, **named: Any) -> Any:
+        if version.number == 2:
+            raise PreconditionFailed("The disk is full.", reason="WRITE_FAILED")
+        return await publish(version, **named)
+
+    here.publisher.publish = fail  # type: ignore[method-assign]
+    here.offer(*"ab")
+    here.offer(*"cd")
+    with pytest.raises(ExceptionGroup) as caught:
+        await here.run()
+    assert caught.group_contains(PreconditionFailed, match="disk is full")
+    assert here.checkpoints.newest is not None
+    # No checkpoint holds the step: a restarted trainer repeats it from the journal.
+    assert [e.policy_version.number for e in here.job.checkpointer.journal.entries()] == [2]
+    assert here.replay.acknowledged == []
