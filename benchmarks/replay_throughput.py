@@ -21,6 +21,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
+import numpy as np
+
+if "--before" in sys.argv:
+    # The queue of that commit speaks its own protos.
+    sys.path.insert(0, f"{sys.argv[sys.argv.index('--before') + 1]}/client")
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2 as messages
 from dialoop.v1.replay_service_pb2_grpc import ReplayServiceStub
@@ -53,13 +58,8 @@ def _cpu_s(pid: int) -> float:
 
 
 def _group(task: messages.Task, group_id: str, kib: int) -> messages.Group:
-    """Return eight trajectories of one sequence; ids take two bytes and log-probs four."""
-    length = kib * 1024 // 8 // 6
-    version = messages.PolicyVersion(lineage="main", number=0)
-    segment = messages.Segment(length=length, source=messages.SOURCE_MODEL, policy_version=version)
-    sequence = messages.Sequence(
-        token_ids=[1000] * length, segments=[segment], inference_logprobs=[-0.5] * length
-    )
+    """Return eight trajectories of one sequence."""
+    sequence = _sequence(kib * 1024 // 8 // 6)
     return messages.Group(
         group_id=group_id,
         task=task,
@@ -69,6 +69,31 @@ def _group(task: messages.Task, group_id: str, kib: int) -> messages.Group:
             )
             for i in range(8)
         ],
+    )
+
+
+def _sequence(length: int) -> messages.Sequence:
+    """Return sampled tokens with their log-probs, in the form of the protos that were loaded."""
+    version = messages.PolicyVersion(lineage="main", number=0)
+    place = {"length": length, "source": messages.SOURCE_MODEL}
+    if not hasattr(messages, "Column"):
+        return messages.Sequence(
+            token_ids=[1000] * length,
+            segments=[messages.Segment(policy_version=version, **place)],
+            inference_logprobs=[-0.5] * length,
+        )
+    ids, logprobs = np.full(length, 1000, "<i4"), np.full(length, -0.5, "<f4")
+    columns = [
+        messages.Column(name=name, data_type=kind, along=along, shape=[length], data=data.tobytes())
+        for name, kind, along, data in (
+            ("token_ids", messages.DATA_TYPE_INT32, messages.ALONG_TOKENS, ids),
+            ("inference_logprobs", messages.DATA_TYPE_FLOAT32, messages.ALONG_SAMPLED, logprobs),
+        )
+    ]
+    return messages.Sequence(
+        columns=columns,
+        segments=[messages.Segment(policy_version_index=0, **place)],
+        policy_versions=[version],
     )
 
 

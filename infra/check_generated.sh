@@ -1,5 +1,5 @@
 #!/bin/sh
-# Fail unless client/dialoop/v1 is what proto/ generates today.
+# Fail unless client/dialoop/v1 and the image of v1 are what proto/ generates today.
 set -eu
 cd "$(dirname "$0")/.."
 fresh=$(mktemp -d)
@@ -7,5 +7,9 @@ trap 'rm -rf "$fresh"' EXIT
 infra/generate_protos.sh "$fresh"
 if ! diff -r --exclude=__pycache__ --exclude=__init__.py "$fresh/dialoop/v1" client/dialoop/v1; then
   echo "client/dialoop/v1 is not what proto/ generates: run \`make proto\` and commit the result." >&2
+  exit 1
+fi
+if ! cmp -s "$fresh/v1.binpb" proto/v1.binpb; then
+  echo "proto/v1.binpb is not the image of proto/: run \`make proto\` and commit the result." >&2
   exit 1
 fi

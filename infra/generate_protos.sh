@@ -1,6 +1,7 @@
 #!/bin/sh
 # Generate the Python code of proto/ into client/ (or into $1, for the check that it is up to date),
-# and the comments of the protos, which are the texts of REST's documents.
+# the comments of the protos, which are the texts of REST's documents, and the image of v1 that later
+# protos may only add to: a change that breaks it is refused here.
 set -eu
 out=${1:-client}
 python=${PYTHON:-.venv/bin/python}
@@ -10,3 +11,8 @@ trap 'rm -f "$descriptors"' EXIT
 "$python" -m grpc_tools.protoc -I proto --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" \
   --descriptor_set_out="$descriptors" --include_source_info proto/dialoop/v1/*.proto
 "$python" infra/proto_comments.py "$descriptors" > "$out/dialoop/v1/comments.json"
+buf=$(dirname "$python")/buf
+"$buf" breaking proto --against proto/v1.binpb
+image=proto/v1.binpb
+[ "$out" = client ] || image=$out/v1.binpb
+"$buf" build proto --exclude-source-info -o "$image"

@@ -134,6 +134,10 @@ class Reason(_Named):
     )
     BAD_ANSWER = "BAD_ANSWER", "The task's reference answer is malformed."
     BAD_COMPAT = "BAD_COMPAT", "`compat` names no known format."
+    BAD_COLUMN = (
+        "BAD_COLUMN",
+        "A column of a sequence has bytes, a shape or a name that do not fit.",
+    )
     BAD_CONTEXT = "BAD_CONTEXT", "num_context_messages is out of range."
     BAD_EXTRA = "BAD_EXTRA", "The request's extra field is malformed."
     BAD_GZIP = "BAD_GZIP", "The body is not one whole gzip member."
@@ -413,6 +417,7 @@ class Reason(_Named):
     STILL_RUNNING = "STILL_RUNNING", "The program was still running when its time ran out."
     STILL_STOPPING = "STILL_STOPPING", "The stack is still stopping."
     STOPPING = "STOPPING", "The service is stopping."
+    STORE_FORMAT = "STORE_FORMAT", "The queue's store has the run in another version's format."
     STORE_FULL = "STORE_FULL", "The queue's store is out of memory."
     STORE_UNAVAILABLE = "STORE_UNAVAILABLE", "The queue's store does not answer."
     STREAM_ENDED = "STREAM_ENDED", "The stream ended."

@@ -12,7 +12,8 @@ Every mask is derived from the table, and nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from hashlib import blake2b
@@ -94,6 +95,46 @@ class Segment:
         return replace(self, start=self.start + offset)
 
 
+class Along(IntEnum):
+    """Which tokens of a sequence the rows of a column belong to."""
+
+    TOKENS = 1
+    SAMPLED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Column:
+    """Further numbers of a sequence's tokens, which travel with it.
+
+    values: [N, ...] of bool, uint8, uint16, int32, int64 or a float, with a row for each token of
+    the sequence or, along SAMPLED, for each MODEL token in order.
+
+    Column(values=np.zeros((9, 2, 4), np.uint8), along=Along.TOKENS)
+    """
+
+    values: NDArray[Any]
+    along: Along
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Column):
+            return NotImplemented
+        return (
+            self.along is other.along
+            and self.values.dtype == other.values.dtype
+            and np.array_equal(self.values, other.values)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # holds an array
+
+
+_COLUMN_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+def is_column_name(name: str) -> bool:
+    """Return whether a further column may have the name; fields of Sequence have theirs."""
+    return bool(_COLUMN_NAME.fullmatch(name)) and name not in Sequence.__slots__
+
+
 def _no_floats() -> Floats:
     return np.empty(0, dtype=np.float32)
 
@@ -103,7 +144,8 @@ class Sequence:
     """One flat token row of a trajectory.
 
     token_ids int32 [L]; inference_logprobs, ref_logprobs and token_advantages float32 [M], where M
-    is the number of MODEL tokens, in order; empty means unknown.
+    is the number of MODEL tokens, in order; empty means unknown. columns: further arrays by name,
+    such as routed_experts.
     """
 
     token_ids: Ids
@@ -113,9 +155,12 @@ class Sequence:
     advantage: float | None = None
     token_advantages: Floats = field(default_factory=_no_floats)
     fork_cause: ForkCause = ForkCause.NONE
+    columns: Mapping[str, Column] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._require_tiling()
+        for name, column in self.columns.items():
+            self._require_column(name, column)
         for name in ("inference_logprobs", "ref_logprobs", "token_advantages"):
             self._require_one_per_model_token(name)
         for segment in self.segments:
@@ -152,6 +197,22 @@ class Sequence:
                 remedy="Give one value per MODEL token, and none for others.",
             )
 
+    def _require_column(self, name: str, column: Column) -> None:
+        if not is_column_name(name):
+            raise InvalidSequence(
+                f"A column is named '{name[:64]}'.",
+                reason=Reason.BAD_COLUMN,
+                remedy="Use up to 64 of a-z, 0-9 and _, and no name of a field of Sequence.",
+            )
+        num_rows = len(self) if column.along is Along.TOKENS else self.num_model_tokens
+        if column.values.shape[:1] != (num_rows,):
+            raise InvalidSequence(
+                f"Column {name} has shape {list(column.values.shape)}, along "
+                f"{column.along.name} of {num_rows} tokens.",
+                reason=Reason.RAGGED,
+                remedy="Give one row for each of them.",
+            )
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -166,6 +227,7 @@ class Sequence:
             and np.array_equal(self.inference_logprobs, other.inference_logprobs)
             and np.array_equal(self.ref_logprobs, other.ref_logprobs)
             and np.array_equal(self.token_advantages, other.token_advantages)
+            and self.columns == other.columns
         )
 
     __hash__ = None  # type: ignore[assignment]  # holds arrays
@@ -202,7 +264,10 @@ class Sequence:
         return tuple(versions)
 
     def extended_by(self, appended: Sequence) -> Sequence:
-        """Return this sequence followed by new tokens, whose segments count from 0."""
+        """Return this sequence followed by new tokens, whose segments count from 0.
+
+        Both have the same columns; one that has no rows yet may lack them.
+        """
         return replace(
             self,
             token_ids=np.concatenate([self.token_ids, appended.token_ids]),
@@ -210,7 +275,17 @@ class Sequence:
             inference_logprobs=np.concatenate(
                 [self.inference_logprobs, appended.inference_logprobs]
             ),
+            columns=self._columns_with(appended),
         )
+
+    def _columns_with(self, appended: Sequence) -> dict[str, Column]:
+        joined: dict[str, Column] = {}
+        for name in {**self.columns, **appended.columns}:
+            some = [s.columns[name] for s in (self, appended) if name in s.columns]
+            values = np.concatenate([column.values for column in some])
+            # The check of the joined sequence refuses a column with too few rows.
+            joined[name] = Column(values=values, along=some[0].along)
+        return joined
 
     def as_context(self, num_tokens: int | None = None) -> Sequence:
         """Return the same (or the first) tokens as a fork's context, which is not trained again."""
@@ -225,8 +300,16 @@ class Sequence:
             for s in self.segments
             if s.start < end
         )
+        columns = {
+            name: replace(column, values=column.values[:end])
+            for name, column in self.columns.items()
+            if column.along is Along.TOKENS
+        }
         return Sequence(
-            token_ids=self.token_ids[:end], segments=segments, fork_cause=self.fork_cause
+            token_ids=self.token_ids[:end],
+            segments=segments,
+            fork_cause=self.fork_cause,
+            columns=columns,
         )
 
     def of_turns(self, start: int, end: int) -> Sequence | None:
@@ -257,6 +340,15 @@ class Sequence:
             inference_logprobs=values_of(self.inference_logprobs),
             ref_logprobs=values_of(self.ref_logprobs),
             token_advantages=values_of(self.token_advantages),
+            columns={
+                name: replace(
+                    column,
+                    values=column.values[:cut]
+                    if column.along is Along.TOKENS
+                    else column.values[keeps],
+                )
+                for name, column in self.columns.items()
+            },
         )
 
 

@@ -1,27 +1,23 @@
-"""Records that an older version of the queue wrote into Redis."""
+"""Records in Redis that this version of the queue does not read."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
 import redis
-from dialoop.trajectory import Stage
+from dialoop.errors import PreconditionFailed
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits
 
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
-from tests.support.replay_store_world import ack, extend, lease, lease_task, score
+from tests.support.replay_store_world import lease_task
 from tests.support.samples.replay_samples import (
     Clock,
     announce,
-    append_member,
     make_task,
     offer,
-    play,
     purge,
     stats_of,
 )
@@ -42,22 +38,25 @@ async def store(redis_url: str, clock: Clock) -> AsyncIterator[RedisStore]:
 
 
 class OldRecords:
-    """Rewrites the records of a run as an older version wrote them."""
+    """Changes the records of a run behind the store's back."""
 
     def __init__(self, url: str, run: str) -> None:
+        self.run = run
         self._client = redis.Redis.from_url(url)
         self._prefix = f"dialoop:{{{run}}}:"
 
-    def change(
-        self, task_id: str, *, without: Iterable[str] = (), add: Mapping[str, Any] | None = None
-    ) -> None:
-        key = f"{self._prefix}ledger"
-        record = json.loads(self._client.hget(key, task_id) or b"")
-        record = {k: v for k, v in record.items() if k not in set(without)} | dict(add or {})
-        self._client.hset(key, task_id, json.dumps(record))
+    def set_format(self, written: str | None) -> None:
+        """Write the format's name; None: as before it had one."""
+        if written is None:
+            self._client.hdel(f"{self._prefix}meta", "format")
+        else:
+            self._client.hset(f"{self._prefix}meta", "format", written)
 
-    def put_bare_task(self, task_id: str) -> None:
-        self._client.hset(f"{self._prefix}tasks", task_id, make_task(task_id).SerializeToString())
+    def close(self) -> None:
+        self._client.close()
+
+    def dump(self) -> dict[bytes, bytes | None]:
+        return {key: self._client.dump(key) for key in self.keys()}
 
     def damage(self, task_id: str) -> None:
         self._client.hset(f"{self._prefix}ledger", task_id, "no record")
@@ -66,56 +65,39 @@ class OldRecords:
         return list(self._client.keys(self._prefix.replace("{", "?").replace("}", "?") + "*"))
 
 
-async def test_fields_that_a_record_lacks_have_defaults(
-    store: RedisStore,
-    redis_url: str,
-    clock: Clock,
+@pytest.fixture
+def old(redis_url: str) -> Iterator[OldRecords]:
+    made = OldRecords(redis_url, new_run())
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("written", [None, "1", "3"])
+async def test_a_run_in_another_format_is_refused_and_can_be_purged(
+    store: RedisStore, old: OldRecords, written: str | None
 ) -> None:
-    run = new_run()
+    run = old.run
     await announce(store, run)
-    await offer(store, run, "a", "b")
-    await play(store, run)
-    held = await lease_task(store, run)
-    old = OldRecords(redis_url, run)
-    old.change("a", without=["k", "x", "v"])
-    old.change("b", without=["k", "x", "v"])
-    await score(store, run)
-    (group,) = (await lease(store, run, Stage.SCORED, max_staleness=1)).leases
-    assert await ack(store, run, group.lease_id) == ""
-    clock.pass_s(61)
-    assert await extend(store, run, held.lease_id) == []
-    await append_member(store, run, held.lease_id, 0)
-    await append_member(store, run, held.lease_id, 1)
-    assert (await stats_of(store, run)).training.num_groups_unscored == 1
+    await offer(store, run, "a")
+    old.set_format(written)
+    kept = old.dump()
+    for request in (lease_task(store, run), offer(store, run, "b"), stats_of(store, run)):
+        with pytest.raises(PreconditionFailed, match="Purge the run") as caught:
+            await request
+        assert caught.value.reason == "STORE_FORMAT"
+    assert old.dump() == kept
+    await purge(store, run)
+    await announce(store, run)
+    await offer(store, run, "a")
+    assert (await lease_task(store, run)).task == make_task("a")
     await purge(store, run)
 
 
-async def test_a_task_from_before_members_is_played(store: RedisStore, redis_url: str) -> None:
-    run = new_run()
-    await announce(store, run)
-    long = "b" * 200
-    await offer(store, run, "a", long)
-    old = OldRecords(redis_url, run)
-    for task_id in ("a", long):
-        old.change(task_id, without=["m", "x", "c", "b", "k", "v"], add={"f": 0, "g": ""})
-        old.put_bare_task(task_id)
-    for task_id in ("a", long):
-        held = await lease_task(store, run)
-        assert held.task == make_task(task_id)
-        assert list(held.members) == [0, 1]
-        for member in range(2):
-            await append_member(store, run, held.lease_id, member)
-    groups = (await lease(store, run, Stage.UNSCORED, num=2)).leases
-    assert [lease.group.task.task_id for lease in groups] == ["a", long]
-    await purge(store, run)
-
-
-async def test_purge_reads_no_record(store: RedisStore, redis_url: str, clock: Clock) -> None:
-    run = new_run()
+async def test_purge_reads_no_record(store: RedisStore, old: OldRecords, clock: Clock) -> None:
+    run = old.run
     await announce(store, run)
     await offer(store, run, "a")
     await lease_task(store, run)
-    old = OldRecords(redis_url, run)
     old.damage("a")
     assert old.keys()
     clock.pass_s(61)

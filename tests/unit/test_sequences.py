@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from dialoop.errors import InvalidSequence
-from dialoop.sequences import PolicyVersion, Segment, Sequence, Source, sequence_of
+from dialoop.reasons import Reason
+from dialoop.sequences import (
+    Along,
+    Column,
+    PolicyVersion,
+    Segment,
+    Sequence,
+    Source,
+    sequence_of,
+)
 
 V4 = PolicyVersion(lineage="main", number=4)
 V5 = PolicyVersion(lineage="main", number=5)
@@ -35,6 +46,56 @@ def test_an_extension_shifts_its_segments():
     longer = example().extended_by(added)
     assert longer.segments[-1] == Segment(start=7, length=1, source=Source.TEMPLATE)
     assert longer.inference_logprobs.tolist() == example().inference_logprobs.tolist()
+
+
+def with_columns(sequence: Sequence) -> Sequence:
+    """Number the tokens, and the sampled tokens."""
+    return replace(
+        sequence,
+        columns={
+            "place": Column(values=np.arange(len(sequence)), along=Along.TOKENS),
+            "teacher_logprobs": Column(
+                values=-np.arange(sequence.num_model_tokens, dtype=np.float32), along=Along.SAMPLED
+            ),
+        },
+    )
+
+
+def numbers(sequence: Sequence, name: str) -> list[float]:
+    return [float(value) for value in sequence.columns[name].values]
+
+
+def test_columns_follow_their_tokens():
+    whole = with_columns(example())
+    context = whole.as_context(5)
+    assert numbers(context, "place") == [0, 1, 2, 3, 4]
+    assert "teacher_logprobs" not in context.columns
+    longer = context.extended_by(with_columns(example()))
+    assert numbers(longer, "place") == [0, 1, 2, 3, 4, *range(7)]
+    assert numbers(longer, "teacher_logprobs") == [0, -1, -2]
+    two_turns = replace(
+        whole, segments=(*whole.segments[:2], replace(whole.segments[2], turn=1), whole.segments[3])
+    )
+    first, second = two_turns.of_turns(0, 1), two_turns.of_turns(1, 2)
+    assert (numbers(first, "place"), numbers(first, "teacher_logprobs")) == (
+        [0, 1, 2, 3, 4],
+        [0, -1],
+    )
+    assert (numbers(second, "place"), numbers(second, "teacher_logprobs")) == (
+        [0, 1, 2, 3, 4, 5],
+        [-2],
+    )
+    with pytest.raises(InvalidSequence, match="place") as caught:
+        whole.extended_by(example())  # nobody knows its places
+    assert caught.value.reason is Reason.RAGGED
+
+
+@pytest.mark.parametrize("name", ["token_ids", "advantage", "Routed", "", "a" * 65])
+def test_a_column_has_a_name_of_its_own(name):
+    column = Column(values=np.zeros(7), along=Along.TOKENS)
+    with pytest.raises(InvalidSequence) as caught:
+        replace(example(), columns={name: column})
+    assert caught.value.reason is Reason.BAD_COLUMN
 
 
 def test_as_context_nothing_is_trained_again():

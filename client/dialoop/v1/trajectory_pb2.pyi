@@ -17,6 +17,24 @@ class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_ENVIRONMENT: _ClassVar[Source]
     SOURCE_TOOL: _ClassVar[Source]
 
+class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
+    DATA_TYPE_BOOL: _ClassVar[DataType]
+    DATA_TYPE_UINT8: _ClassVar[DataType]
+    DATA_TYPE_UINT16: _ClassVar[DataType]
+    DATA_TYPE_INT32: _ClassVar[DataType]
+    DATA_TYPE_INT64: _ClassVar[DataType]
+    DATA_TYPE_FLOAT16: _ClassVar[DataType]
+    DATA_TYPE_FLOAT32: _ClassVar[DataType]
+    DATA_TYPE_FLOAT64: _ClassVar[DataType]
+
+class Along(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ALONG_UNSPECIFIED: _ClassVar[Along]
+    ALONG_TOKENS: _ClassVar[Along]
+    ALONG_SAMPLED: _ClassVar[Along]
+
 class ForkCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FORK_CAUSE_UNSPECIFIED: _ClassVar[ForkCause]
@@ -75,6 +93,18 @@ SOURCE_TEMPLATE: Source
 SOURCE_MODEL: Source
 SOURCE_ENVIRONMENT: Source
 SOURCE_TOOL: Source
+DATA_TYPE_UNSPECIFIED: DataType
+DATA_TYPE_BOOL: DataType
+DATA_TYPE_UINT8: DataType
+DATA_TYPE_UINT16: DataType
+DATA_TYPE_INT32: DataType
+DATA_TYPE_INT64: DataType
+DATA_TYPE_FLOAT16: DataType
+DATA_TYPE_FLOAT32: DataType
+DATA_TYPE_FLOAT64: DataType
+ALONG_UNSPECIFIED: Along
+ALONG_TOKENS: Along
+ALONG_SAMPLED: Along
 FORK_CAUSE_UNSPECIFIED: ForkCause
 FORK_CAUSE_NONE: ForkCause
 FORK_CAUSE_TEMPLATE_REWRITES_PAST: ForkCause
@@ -120,7 +150,7 @@ class PolicyVersion(_message.Message):
     def __init__(self, lineage: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("start", "length", "source", "turn", "message_index", "char_start", "char_length", "policy_version")
+    __slots__ = ("start", "length", "source", "turn", "message_index", "char_start", "char_length", "policy_version_index")
     START_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -128,7 +158,7 @@ class Segment(_message.Message):
     MESSAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     CHAR_START_FIELD_NUMBER: _ClassVar[int]
     CHAR_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_INDEX_FIELD_NUMBER: _ClassVar[int]
     start: int
     length: int
     source: Source
@@ -136,26 +166,36 @@ class Segment(_message.Message):
     message_index: int
     char_start: int
     char_length: int
-    policy_version: PolicyVersion
-    def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., source: _Optional[_Union[Source, str]] = ..., turn: _Optional[int] = ..., message_index: _Optional[int] = ..., char_start: _Optional[int] = ..., char_length: _Optional[int] = ..., policy_version: _Optional[_Union[PolicyVersion, _Mapping]] = ...) -> None: ...
+    policy_version_index: int
+    def __init__(self, start: _Optional[int] = ..., length: _Optional[int] = ..., source: _Optional[_Union[Source, str]] = ..., turn: _Optional[int] = ..., message_index: _Optional[int] = ..., char_start: _Optional[int] = ..., char_length: _Optional[int] = ..., policy_version_index: _Optional[int] = ...) -> None: ...
+
+class Column(_message.Message):
+    __slots__ = ("name", "data_type", "along", "shape", "data")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    ALONG_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    data_type: DataType
+    along: Along
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, name: _Optional[str] = ..., data_type: _Optional[_Union[DataType, str]] = ..., along: _Optional[_Union[Along, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Sequence(_message.Message):
-    __slots__ = ("token_ids", "segments", "inference_logprobs", "ref_logprobs", "advantage", "token_advantages", "fork_cause")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("columns", "segments", "policy_versions", "advantage", "fork_cause")
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
-    INFERENCE_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    REF_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     ADVANTAGE_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
     FORK_CAUSE_FIELD_NUMBER: _ClassVar[int]
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    columns: _containers.RepeatedCompositeFieldContainer[Column]
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
-    inference_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    ref_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    policy_versions: _containers.RepeatedCompositeFieldContainer[PolicyVersion]
     advantage: float
-    token_advantages: _containers.RepeatedScalarFieldContainer[float]
     fork_cause: ForkCause
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., inference_logprobs: _Optional[_Iterable[float]] = ..., ref_logprobs: _Optional[_Iterable[float]] = ..., advantage: _Optional[float] = ..., token_advantages: _Optional[_Iterable[float]] = ..., fork_cause: _Optional[_Union[ForkCause, str]] = ...) -> None: ...
+    def __init__(self, columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., policy_versions: _Optional[_Iterable[_Union[PolicyVersion, _Mapping]]] = ..., advantage: _Optional[float] = ..., fork_cause: _Optional[_Union[ForkCause, str]] = ...) -> None: ...
 
 class Reward(_message.Message):
     __slots__ = ("name", "value", "weight", "success", "per_token")

@@ -35,10 +35,6 @@ from dialoop.wire.records import (
     reward_to_proto,
     sampling_from_proto,
     sampling_to_proto,
-    segment_from_proto,
-    segment_to_proto,
-    sequence_from_proto,
-    sequence_to_proto,
     task_from_proto,
     task_to_proto,
     token_values_from_proto,
@@ -48,10 +44,18 @@ from dialoop.wire.records import (
     turn_from_proto,
     turn_to_proto,
 )
+from dialoop.wire.sequences import (
+    column_to_proto,
+    columns_of,
+    sequence_from_proto,
+    sequence_to_proto,
+)
 
 __all__ = [
     "chat_history_from_proto",
     "chat_history_to_proto",
+    "column_to_proto",
+    "columns_of",
     "failure_from_proto",
     "failure_to_proto",
     "group_from_proto",
@@ -72,8 +76,6 @@ __all__ = [
     "reward_to_proto",
     "sampling_from_proto",
     "sampling_to_proto",
-    "segment_from_proto",
-    "segment_to_proto",
     "sequence_from_proto",
     "sequence_to_proto",
     "task_from_proto",

@@ -1,4 +1,4 @@
-"""Sequences, tasks, trajectories and groups to protobuf and back.
+"""Tasks, trajectories and groups to protobuf and back.
 
 A new field needs a row only where `codec` cannot tell what it is by its name alone.
 """
@@ -9,7 +9,7 @@ import numpy as np
 
 from dialoop.chat import History
 from dialoop.errors import InvalidHistory
-from dialoop.sequences import ForkCause, PolicyVersion, Segment, Sequence, Source, TokenValues
+from dialoop.sequences import TokenValues
 from dialoop.trajectory import (
     DoneReason,
     Failure,
@@ -27,6 +27,7 @@ from dialoop.v1 import scorer_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, array, enum, many, submessage
 from dialoop.wire.messages import HISTORY
+from dialoop.wire.sequences import POLICY_VERSION, sequence_from_proto, sequence_to_proto
 
 
 def _history(proto: pb.Trajectory) -> History:
@@ -37,18 +38,6 @@ def _history(proto: pb.Trajectory) -> History:
     return HISTORY.from_proto(proto.history)
 
 
-POLICY_VERSION = Codec(PolicyVersion, pb.PolicyVersion)
-SEGMENT = Codec(Segment, pb.Segment, source=enum(Source), policy_version=submessage(POLICY_VERSION))
-SEQUENCE = Codec(
-    Sequence,
-    pb.Sequence,
-    token_ids=array(np.int32),
-    segments=many(SEGMENT),
-    inference_logprobs=array(np.float32),
-    ref_logprobs=array(np.float32),
-    token_advantages=array(np.float32),
-    fork_cause=enum(ForkCause, unspecified=ForkCause.NONE),
-)
 TOKEN_VALUES = Codec(
     TokenValues,
     scorer_service_pb2.TokenValues,
@@ -67,7 +56,7 @@ TRAJECTORY = Codec(
         lambda history: {"history": HISTORY.to_proto(history)}, _history, spreads=True
     ),
     turns=many(TURN),
-    sequences=many(SEQUENCE),
+    sequences=FieldRow(sequence_to_proto, sequence_from_proto, is_many=True),
     failures=many(FAILURE),
     sampling=submessage(SAMPLING),
     done_reason=enum(DoneReason),
@@ -78,8 +67,6 @@ policy_version_to_proto, policy_version_from_proto = (
     POLICY_VERSION.to_proto,
     POLICY_VERSION.from_proto,
 )
-segment_to_proto, segment_from_proto = SEGMENT.to_proto, SEGMENT.from_proto
-sequence_to_proto, sequence_from_proto = SEQUENCE.to_proto, SEQUENCE.from_proto
 token_values_to_proto, token_values_from_proto = TOKEN_VALUES.to_proto, TOKEN_VALUES.from_proto
 sampling_to_proto, sampling_from_proto = SAMPLING.to_proto, SAMPLING.from_proto
 task_to_proto, task_from_proto = TASK.to_proto, TASK.from_proto

@@ -10,7 +10,8 @@ from dialoop.trials.trial import Action, MaskScope, PlayedEpisode, PlayedStep, T
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage, wire_name
 from dialoop.wire.messages import HISTORY, message_to_proto
-from dialoop.wire.records import FAILURE, POLICY_VERSION
+from dialoop.wire.records import FAILURE
+from dialoop.wire.sequences import POLICY_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

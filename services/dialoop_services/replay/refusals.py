@@ -50,6 +50,11 @@ _REFUSALS: Mapping[Reason, tuple[type[DialoopError], str, str]] = MappingProxyTy
             "The queue's store does not answer.",
             "Try again: the service reconnects by itself.",
         ),
+        Reason.STORE_FORMAT: (
+            PreconditionFailed,
+            "Another version of Dialoop wrote the queue of this run, in a format that is not read.",
+            "Purge the run, or end it with the version that began it.",
+        ),
         Reason.STORE_FULL: (
             CapacityExhausted,
             "The queue's store is out of memory.",

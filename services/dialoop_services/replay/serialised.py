@@ -1,9 +1,6 @@
-"""Read serialised trajectories in place: token columns as arrays, and the bytes of their digests.
+"""Read serialised trajectories in place: the bytes of their digests, and floats as arrays.
 
-`columns_of(sequence.SerializeToString())[TOKEN_IDS]` has the token ids of a sequence.
-
-protobuf's Python containers give one object per token. Their serialised form has the floats as they
-lie in memory, and token ids in one to three bytes each, which numpy reads at once.
+kept, scored = digests_of(trajectory.SerializeToString(deterministic=True))
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import numpy as np
 from dialoop.v1 import trajectory_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -27,19 +24,16 @@ def _number(message: Any, field: str) -> int:
 _TURNS = _number(pb.Trajectory, "turns")
 _SEQUENCES = _number(pb.Trajectory, "sequences")
 TRAJECTORIES = _number(pb.Group, "trajectories")
-TOKEN_IDS = _number(pb.Sequence, "token_ids")
-LOGPROBS = _number(pb.Sequence, "inference_logprobs")
-REF_LOGPROBS = _number(pb.Sequence, "ref_logprobs")
-TOKEN_ADVANTAGES = _number(pb.Sequence, "token_advantages")
 PER_TOKEN = _number(pb.Reward, "per_token")
-_FLOATS = (LOGPROBS, REF_LOGPROBS, TOKEN_ADVANTAGES)
+_COLUMNS = _number(pb.Sequence, "columns")
+_NAME = _number(pb.Column, "name")
 # What scoring may change, by the field of the trajectory that holds it.
 _SCORED = {
     _TURNS: {_number(pb.Turn, "rewards")},
-    _SEQUENCES: {REF_LOGPROBS, TOKEN_ADVANTAGES, _number(pb.Sequence, "advantage")},
+    _SEQUENCES: {_number(pb.Sequence, "advantage")},
 }
+_SCORED_COLUMNS = (b"ref_logprobs", b"token_advantages", b"teacher_logprobs")
 _VARINT, _FIXED64, _BYTES = 0, 1, 2
-_MAX_SHORT = 2
 _MORE = 0x80
 """Set in each byte of a varint but the last."""
 
@@ -102,37 +96,6 @@ def floats_of(data: bytes, field: int) -> NDArray[np.float32]:
 
 
 _NONE = np.empty(0, np.float32)
-_NO_IDS = np.empty(0, np.int64)
-
-
-def columns_of(sequence: bytes) -> Mapping[int, NDArray[Any]]:
-    """Return the token ids (int64 [L]) and float columns (float32 [M]) of a serialised sequence."""
-    columns: dict[int, NDArray[Any]] = dict.fromkeys(_FLOATS, _NONE) | {TOKEN_IDS: _NO_IDS}
-    for number, _, value, end in fields_in(sequence, 0, len(sequence)):
-        if number == TOKEN_IDS:
-            columns[number] = _varints(np.frombuffer(sequence, np.uint8, end - value, value))
-        elif number in _FLOATS:
-            columns[number] = np.frombuffer(sequence, "<f4", (end - value) // 4, value)
-    return columns
-
-
-def _varints(data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the numbers of packed varints; negative ones take ten bytes."""
-    ends = np.flatnonzero(data < _MORE)
-    starts = np.empty_like(ends)
-    starts[:1], starts[1:] = 0, ends[:-1] + 1
-    last = ends - starts
-    if last.size and last.max() <= _MAX_SHORT:
-        # Ids of a vocabulary of up to two million: gather their first, second and third bytes.
-        numbers = (data[starts] & 0x7F).astype(np.int64)
-        for nth in range(1, int(last.max()) + 1):
-            longer = np.flatnonzero(last >= nth)
-            part = (data[starts[longer] + nth] & 0x7F).astype(np.int64)
-            numbers[longer] |= part << 7 * nth
-        return numbers
-    place = np.arange(data.size) - np.repeat(starts, last + 1)
-    parts = (data & 0x7F).astype(np.uint64) << (7 * place).astype(np.uint64)
-    return np.add.reduceat(parts, starts).astype(np.int64)
 
 
 def digests_of(trajectory: bytes) -> tuple[str, str]:
@@ -146,7 +109,12 @@ def digests_of(trajectory: bytes) -> tuple[str, str]:
         if number not in _SCORED:
             continue
         inner = list(fields_in(trajectory, value, end))
-        cut = [(b, e) for n, b, _, e in inner if n in _SCORED[number]]
+        cut = [
+            (b, e)
+            for n, b, v, e in inner
+            if n in _SCORED[number]
+            or (n == _COLUMNS and number == _SEQUENCES and _is_scored(trajectory, v, e))
+        ]
         if not cut:
             continue
         kept.update(trajectory[done:begin])
@@ -161,3 +129,11 @@ def digests_of(trajectory: bytes) -> tuple[str, str]:
         kept.update(trajectory[value:end])
     kept.update(trajectory[done:])
     return kept.hexdigest(), scored.hexdigest()
+
+
+def _is_scored(data: bytes, start: int, end: int) -> bool:
+    """Return whether scoring writes the column that the bytes are."""
+    return any(
+        number == _NAME and data[value:stop] in _SCORED_COLUMNS
+        for number, _, value, stop in fields_in(data, start, end)
+    )

@@ -152,8 +152,6 @@ def digest_without_scores(member_digest: str) -> str:
 def _versions(trajectory: trajectory_pb2.Trajectory) -> dict[str, tuple[int, int]]:
     numbers: dict[str, list[int]] = {}
     for sequence in trajectory.sequences:
-        for segment in sequence.segments:
-            if segment.HasField("policy_version"):
-                version = segment.policy_version
-                numbers.setdefault(version.lineage, []).append(version.number)
+        for version in sequence.policy_versions:
+            numbers.setdefault(version.lineage, []).append(version.number)
     return {lineage: (min(all_), max(all_)) for lineage, all_ in sorted(numbers.items())}

@@ -7,39 +7,37 @@ Columns of tokens are checked as arrays.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from dialoop.errors import InvalidSequence
 from dialoop.reasons import Reason
+from dialoop.sequences import Along, Column
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
+from dialoop.wire import columns_of
 from numpy.typing import NDArray
 
-from dialoop_services.replay.serialised import (
-    LOGPROBS,
-    PER_TOKEN,
-    REF_LOGPROBS,
-    TOKEN_ADVANTAGES,
-    TOKEN_IDS,
-    columns_of,
-    floats_of,
-)
+from dialoop_services.replay.serialised import PER_TOKEN, floats_of
 
 _Rejection = replay_service_pb2.AppendOutcome
-_Columns = Mapping[int, NDArray[Any]]
+_Columns = Mapping[str, Column]
 
 # A log-softmax in float32 rounds to at most a little above 0.
 _MAX_LOGPROB = 1e-3
 _MIN_LOGPROB = -1e4
+_NO_IDS = np.empty(0, np.int32)
 # Beyond this, squares and sums lose all digits that tell rewards or advantages apart in float32.
 _MAX_SIZE = 1e9
 _PROBABILITY = (_MIN_LOGPROB, _MAX_LOGPROB)
+_FINITE = (-sys.float_info.max, sys.float_info.max)
 _BOUNDS = {
-    "inference_logprobs": (LOGPROBS, *_PROBABILITY),
-    "ref_logprobs": (REF_LOGPROBS, *_PROBABILITY),
-    "token_advantages": (TOKEN_ADVANTAGES, -_MAX_SIZE, _MAX_SIZE),
+    "inference_logprobs": _PROBABILITY,
+    "ref_logprobs": _PROBABILITY,
+    "token_advantages": (-_MAX_SIZE, _MAX_SIZE),
 }
 
 
@@ -125,7 +123,7 @@ def _is_number(value: float) -> bool:
 
 def _lies_in(values: NDArray[Any], low: float, high: float) -> bool:
     # With a NaN both are NaN, which is in no order with the bounds.
-    return not values.size or bool(low <= values.min() and values.max() <= high)
+    return not values.size or (low <= float(values.min()) and float(values.max()) <= high)
 
 
 def _num_model_tokens(sequence: pb.Sequence) -> int:
@@ -133,21 +131,43 @@ def _num_model_tokens(sequence: pb.Sequence) -> int:
 
 
 def _check_sequence(sequence: pb.Sequence, stage: Stage, vocab_size: int) -> _Rejection | None:
-    columns = columns_of(sequence.SerializeToString())
+    try:
+        columns = columns_of(sequence)
+    except InvalidSequence as error:
+        return _reject(Reason(error.reason), str(error))
     num_model_tokens = _num_model_tokens(sequence)
+    ids = columns["token_ids"].values if "token_ids" in columns else _NO_IDS
     return (
-        _check_segments(sequence, columns[TOKEN_IDS].size)
-        or _check_lengths(columns, num_model_tokens)
-        or _check_ids(columns[TOKEN_IDS], vocab_size)
+        _check_versions(sequence)
+        or _check_segments(sequence, ids.size)
+        or _check_rows(columns, ids.size, num_model_tokens)
+        or _check_ids(ids, vocab_size)
         or _check_values(sequence, columns)
         or (
             _reject(Reason.NO_ADVANTAGE, "sampled tokens have no advantage.")
             if stage is Stage.SCORED
             and num_model_tokens
-            and not (sequence.HasField("advantage") or columns[TOKEN_ADVANTAGES].size)
+            and not (sequence.HasField("advantage") or "token_advantages" in columns)
             else None
         )
     )
+
+
+def _check_versions(sequence: pb.Sequence) -> _Rejection | None:
+    """Reject versions that no segment names, which would count for staleness all the same."""
+    places = {
+        s.policy_version_index for s in sequence.segments if s.HasField("policy_version_index")
+    }
+    if places != set(range(len(sequence.policy_versions))):
+        return _reject(
+            Reason.OUT_OF_RANGE,
+            f"policy_version_index of its segments has {sorted(places)}, of "
+            f"{len(sequence.policy_versions)} policy_versions.",
+        )
+    for place, version in enumerate(sequence.policy_versions):
+        if version.number < 0:
+            return _reject(Reason.OUT_OF_RANGE, f"policy version {place} is {version.number}.")
+    return None
 
 
 def _check_segments(sequence: pb.Sequence, num_tokens: int) -> _Rejection | None:
@@ -157,14 +177,9 @@ def _check_segments(sequence: pb.Sequence, num_tokens: int) -> _Rejection | None
             return _reject_ragged(f"segments leave a gap or overlap at token {position}.")
         if segment.source == 0:
             return _reject_ragged(f"the segment at {position} has no source.")
-        if (segment.source == pb.SOURCE_MODEL) != segment.HasField("policy_version"):
+        if (segment.source == pb.SOURCE_MODEL) != segment.HasField("policy_version_index"):
             return _reject_ragged(
                 f"at {position}: sampled tokens need a policy version, others must have none."
-            )
-        if segment.policy_version.number < 0:
-            return _reject(
-                Reason.OUT_OF_RANGE,
-                f"policy_version of the segment at {position} is {segment.policy_version.number}.",
             )
         position += segment.length
     if position != num_tokens:
@@ -192,14 +207,16 @@ def _check_places(sequence: pb.Sequence, num_turns: int, num_messages: int) -> _
     return None
 
 
-def _check_lengths(columns: _Columns, expected: int) -> _Rejection | None:
-    num_logprobs = columns[LOGPROBS].size
-    if num_logprobs != expected:
-        return _reject_ragged(f"{num_logprobs} log-probs for {expected} sampled tokens.")
-    for name in ("ref_logprobs", "token_advantages"):
-        size = columns[_BOUNDS[name][0]].size
-        if size not in (0, expected):
-            return _reject_ragged(f"{size} {name} for {expected} sampled tokens.")
+def _check_rows(columns: _Columns, num_tokens: int, num_sampled: int) -> _Rejection | None:
+    if num_sampled and "inference_logprobs" not in columns:
+        return _reject_ragged(f"0 log-probs for {num_sampled} sampled tokens.")
+    for name, column in columns.items():
+        expected = num_tokens if column.along is Along.TOKENS else num_sampled
+        num_rows = len(column.values)
+        if num_rows != expected:
+            what = "log-probs" if name == "inference_logprobs" else name
+            kind = "tokens" if column.along is Along.TOKENS else "sampled tokens"
+            return _reject_ragged(f"{num_rows} {what} for {expected} {kind}.")
     return None
 
 
@@ -220,9 +237,9 @@ def _check_values(sequence: pb.Sequence, columns: _Columns) -> _Rejection | None
     if not _is_number(sequence.advantage):
         reason = Reason.OUT_OF_RANGE if np.isfinite(sequence.advantage) else Reason.NON_FINITE
         return _reject(reason, f"advantage is {sequence.advantage:g}.")
-    for name, (number, low, high) in _BOUNDS.items():
-        values = columns[number]
-        if _lies_in(values, low, high):
+    for name, column in columns.items():
+        values, (low, high) = column.values, _BOUNDS.get(name, _FINITE)
+        if values.dtype.kind != "f" or _lies_in(values, low, high):
             continue
         if not np.isfinite(values).all():
             return _reject(Reason.NON_FINITE, f"{name} has a value that is not finite.")

@@ -19,7 +19,10 @@ _TASK = {
     "num_trajectories": 8,
 }
 _SEQUENCE = {
-    "token_ids": [12, 7, 9],
+    "columns": [
+        {"name": "token_ids", "data": [12, 7, 9]},
+        {"name": "inference_logprobs", "data": [-0.5, -1.25]},
+    ],
     "segments": [
         {"length": 1, "source": "SOURCE_PROMPT"},
         {
@@ -27,10 +30,10 @@ _SEQUENCE = {
             "length": 2,
             "source": "SOURCE_MODEL",
             "message_index": 1,
-            "policy_version": {"lineage": "a", "number": 3},
+            "policy_version_index": 0,
         },
     ],
-    "inference_logprobs": [-0.5, -1.25],
+    "policy_versions": [{"lineage": "a", "number": 3}],
 }
 _TRAJECTORY = {
     "trajectory_id": "t-1",

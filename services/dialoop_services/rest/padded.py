@@ -20,7 +20,7 @@ from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.views.padding import PaddedOutput, PaddedRows, pad_output
 from dialoop.views.views import LogProbRow, LogProbs, Masks, Tokens, TurnView
-from dialoop.wire import logprobs_from_proto, sequence_from_proto
+from dialoop.wire import columns_of, logprobs_from_proto, sequence_from_proto
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dialoop_services.rest.problems import fields_refused
@@ -90,7 +90,9 @@ def _rows_of_samples(request: Any, answer: Any) -> list[TurnView]:
 
 
 def _rows_of_logprobs(request: Any, answer: Any) -> list[TurnView]:
-    rows = [row.values for row in request.token_ids] or [s.token_ids for s in answer.sequences]
+    rows = [row.values for row in request.token_ids] or [
+        columns_of(s)["token_ids"].values.tolist() for s in answer.sequences
+    ]
     return [
         TurnView(
             tokens=Tokens(full=tuple(ids)),

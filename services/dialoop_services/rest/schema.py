@@ -6,9 +6,9 @@ encode = models().encoder(pb.StepResponse.DESCRIPTOR)
 pydantic_core.to_json(encode(response))
 
 The JSON has field names as in the protos, int64 as numbers, bytes as base64, and enums by their
-proto names ("STAGE_SCORED"). Optional fields, messages and members of a oneof are left out while
-they are unset; other fields are always there. A float that is not finite is left out too, because
-absent means unknown.
+proto names ("STAGE_SCORED"); the bytes of a token column are the list of its numbers. Optional
+fields, messages and members of a oneof are left out while they are unset; other fields are always
+there. A float that is not finite is left out too, because absent means unknown.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from functools import cache, partial
 from importlib import resources
 from typing import Annotated, Any, Literal, TypeAlias
 
+from dialoop.v1.trajectory_pb2 import Column
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, Field, create_model, model_validator
+
+from dialoop_services.rest.columns import CONFIG, ColumnBody, encode_column
 
 Encoder: TypeAlias = Callable[[Any], Any]
 # Name, whether the field can be unset, and how its value is encoded (None: unchanged).
@@ -32,14 +35,6 @@ _Plan: TypeAlias = list[tuple[str, bool, Encoder | None]]
 
 _F = FieldDescriptor
 _MAX_FLOAT32 = 3.4028234663852886e38
-_CONFIG = ConfigDict(
-    extra="forbid",
-    strict=True,
-    val_json_bytes="base64",
-    allow_inf_nan=False,
-    hide_input_in_errors=True,
-    protected_namespaces=(),
-)
 
 
 @cache
@@ -83,6 +78,8 @@ class Models:
 
     def encoder(self, descriptor: Descriptor) -> Encoder:
         """Return a function from a message to a value that can be written as JSON."""
+        if descriptor is Column.DESCRIPTOR:
+            return encode_column
         return partial(_encode, self._plan(descriptor))
 
     def _make(self, descriptor: Descriptor, without: frozenset[str]) -> type[BaseModel]:
@@ -91,10 +88,16 @@ class Models:
             for field in descriptor.fields
             if field.name not in without
         }
+        if descriptor is Column.DESCRIPTOR:
+            data = ColumnBody.model_fields["data"].annotation
+            text = self._comments.get(f"{descriptor.full_name}.data")
+            fields["data"] = (data, Field(default_factory=list, description=text))
+            doc = self._comments.get(descriptor.full_name)
+            return create_model(descriptor.name, __base__=ColumnBody, __doc__=doc, **fields)
         oneofs = {o.name: [f.name for f in o.fields] for o in descriptor.oneofs if _is_real(o)}
         return create_model(
             descriptor.name + ("Body" if without else ""),
-            __config__=_CONFIG,
+            __config__=CONFIG,
             __doc__=self._comments.get(descriptor.full_name),
             __validators__={f"one_{n}": _at_most_one(n, members) for n, members in oneofs.items()},
             **fields,

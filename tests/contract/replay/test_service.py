@@ -11,14 +11,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
+from dialoop.sequences import Along
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from dialoop.v1.replay_service_pb2_grpc import (
     ReplayServiceStub,
     add_ReplayServiceServicer_to_server,
 )
+from dialoop.wire import column_to_proto
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.servicer import ReplayServicer
@@ -28,7 +31,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
-from tests.support.samples.replay_samples import make_group, make_task, with_advantages
+from tests.support.samples.replay_samples import make_group, make_task, set_values, with_advantages
 from tests.support.waiting import PATIENCE_S
 
 
@@ -135,6 +138,35 @@ def pb_stage(name: str) -> int:
     return trajectory_pb2.Stage.Value(f"STAGE_{name}")
 
 
+async def test_a_column_of_any_name_comes_out_at_the_lease(
+    replay: ReplayServiceStub, run: str
+) -> None:
+    task = make_task("a")
+    await replay.AdvancePolicy(
+        pb.AdvancePolicyRequest(
+            run=run,
+            policy_version=trajectory_pb2.PolicyVersion(lineage="main", number=0),
+            max_outstanding_groups=4,
+        )
+    )
+    await replay.OfferTasks(pb.OfferTasksRequest(run=run, tasks=[task]))
+    held = await replay.LeaseTasks(pb.LeaseTasksRequest(run=run, worker="w", max_tasks=1))
+    group = make_group(task)
+    experts = column_to_proto(
+        "routed_experts", Along.TOKENS, np.arange(10, dtype="u1").reshape(5, 2)
+    )
+    for trajectory in group.trajectories:
+        trajectory.sequences[0].columns.append(experts)
+    outcome = await append(replay, run, pb_stage("UNSCORED"), group, held.leases[0].lease_id)
+    assert outcome.status == pb.APPEND_STATUS_APPENDED
+    leased = await replay.LeaseGroups(
+        pb.LeaseGroupsRequest(run=run, stage=pb_stage("UNSCORED"), worker="w", max_groups=1)
+    )
+    for trajectory in leased.leases[0].group.trajectories:
+        assert trajectory.sequences[0].columns[-1] == experts
+    await replay.Purge(pb.PurgeRequest(run=run, confirm=run))
+
+
 async def test_a_rejected_group_comes_back_with_its_reason_and_words(
     replay: ReplayServiceStub, run: str
 ) -> None:
@@ -142,7 +174,7 @@ async def test_a_rejected_group_comes_back_with_its_reason_and_words(
     outcome = await append(replay, run, pb_stage("UNSCORED"), group, "task/1/a")
     assert (outcome.status, outcome.reason) == (pb.APPEND_STATUS_REJECTED, "UNKNOWN_TASK")
     assert outcome.message
-    group.trajectories[0].sequences[0].token_ids[0] = 100
+    set_values(group.trajectories[0].sequences[0], "token_ids", [100, 8, 2, 11, 12])
     outcome = await append(replay, run, pb_stage("UNSCORED"), group, "task/1/a")
     assert outcome.reason == "TOKEN_OUT_OF_RANGE"
 

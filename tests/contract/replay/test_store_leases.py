@@ -38,6 +38,7 @@ from tests.support.samples.replay_samples import (
     offer,
     play,
     purge,
+    set_values,
     stats_of,
 )
 from tests.support.samples.staleness_samples import CASES
@@ -99,7 +100,9 @@ async def test_a_group_that_scoring_made_too_large_is_leased_alone(
     await play(store, run)
     await play(store, run)
     (held,) = (await lease(store, run, Stage.UNSCORED)).leases
-    held.group.trajectories[0].sequences[0].ref_logprobs.extend([0.5] * LIMITS.max_lease_bytes)
+    set_values(
+        held.group.trajectories[0].sequences[0], "ref_logprobs", [0.5] * LIMITS.max_lease_bytes
+    )
     item = pb.AppendItem(group=held.group, lease_id=held.lease_id)
     assert (await append(store, run, Stage.SCORED, item))[0].reason == ""
     await score(store, run)

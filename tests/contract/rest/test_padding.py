@@ -50,7 +50,7 @@ async def test_padded_samples_are_the_sparse_ones_whatever_the_pad_id_is(
         plain = (await http.post("/v1/generate", json=body)).json()
         pad = {
             "end of turn": w.renderer.tokenizer.end_of_turn_ids[0],
-            "a sampled token": plain["samples"][0]["sequence"]["token_ids"][-1],
+            "a sampled token": columns_of(plain["samples"][0])["token_ids"][-1],
             "no token": 10**6,
         }[padding]
         answer = await post_padded(http, "/v1/generate", body, pad_token_id=pad)
@@ -62,7 +62,7 @@ async def test_padded_samples_are_the_sparse_ones_whatever_the_pad_id_is(
     lengths = set(tokens["response"]["lengths"])
     assert len(lengths) > 1  # else nothing is padded
     for index, sample in enumerate(plain["samples"]):
-        row = sample["sequence"]
+        row = columns_of(sample)
         assert unpad(tokens["full"], index) == row["token_ids"]
         num_model = len(row["inference_logprobs"])
         assert unpad(tokens["response"], index) == row["token_ids"][-num_model:]
@@ -77,6 +77,11 @@ async def test_padded_samples_are_the_sparse_ones_whatever_the_pad_id_is(
         assert all(v == pad for v, is_token in zip(values, real, strict=True) if not is_token)
         is_known = [value is not None for value in log_probs["full"]["values"][index]]
         assert is_known == masks["all_assistant_mask"][index]
+
+
+def columns_of(sample):
+    """Return the numbers of the columns of an answer's sequence by name."""
+    return {column["name"]: column["data"] for column in sample["sequence"]["columns"]}
 
 
 async def test_a_continued_context_is_part_of_the_padded_row(model_dir, tmp_path):
@@ -100,7 +105,7 @@ async def test_a_continued_context_is_part_of_the_padded_row(model_dir, tmp_path
         refused = await http.post("/v1/generate", json=named, params=query)
         assert (refused.status_code, refused.json()["reason"]) == (400, "BAD_PADDING")
     (sample,) = answer["samples"]
-    whole = first.sequence.token_ids.tolist() + sample["sequence"]["token_ids"]
+    whole = first.sequence.token_ids.tolist() + columns_of(sample)["token_ids"]
     assert unpad(answer["padded"]["tokens"]["full"], 0) == whole
 
 

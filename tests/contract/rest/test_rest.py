@@ -207,8 +207,10 @@ async def test_a_generation_streams_its_tokens_and_ends_with_the_whole_sample():
     (sample,) = last["completed"]["samples"]
     sampled = [token for piece in pieces for token in piece["token_ids"]]
     assert sampled
-    assert sampled == sample["sequence"]["token_ids"][-len(sampled) :]
-    assert len(sample["sequence"]["inference_logprobs"]) == len(sampled)
+    columns = {column["name"]: column for column in sample["sequence"]["columns"]}
+    assert sampled == columns["token_ids"]["data"][-len(sampled) :]
+    assert columns["inference_logprobs"]["shape"] == [len(sampled)]
+    assert len(columns["inference_logprobs"]["data"]) == len(sampled)
     assert refusal(refused) == (400, "PROMPT_MISSING")
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from dialoop.sequences import Along
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as rep
 from dialoop.v1 import trajectory_pb2 as pb
+from dialoop.wire import column_to_proto, columns_of
 from dialoop_services.replay.servicer import members_of_groups, outcomes_of_groups
 from dialoop_services.replay.store import QueueStore
 
@@ -47,18 +50,47 @@ def make_sequence(version: tuple[str, int] = ("main", 0), *, padding: int = 0) -
     """Three prompt tokens and two sampled ones."""
     lineage, number = version
     return pb.Sequence(
-        token_ids=[5, 8, 2, *([3] * padding), 11, 12],
+        columns=[
+            column("token_ids", [5, 8, 2, *([3] * padding), 11, 12]),
+            column("inference_logprobs", [-0.5, -1.25]),
+        ],
         segments=[
             pb.Segment(start=0, length=3 + padding, source=pb.SOURCE_PROMPT),
             pb.Segment(
                 start=3 + padding,
                 length=2,
                 source=pb.SOURCE_MODEL,
-                policy_version=pb.PolicyVersion(lineage=lineage, number=number),
+                policy_version_index=0,
             ),
         ],
-        inference_logprobs=[-0.5, -1.25],
+        policy_versions=[pb.PolicyVersion(lineage=lineage, number=number)],
     )
+
+
+def column(name: str, values: Sequence[float]) -> pb.Column:
+    """Return a column of fixed name."""
+    is_ids = name == "token_ids"
+    return column_to_proto(
+        name,
+        Along.TOKENS if is_ids else Along.SAMPLED,
+        np.array(values, np.int32 if is_ids else np.float32),
+    )
+
+
+def values_of(sequence: pb.Sequence, name: str) -> list[float]:
+    """Return the numbers of a column."""
+    values: list[float] = columns_of(sequence)[name].values.tolist()
+    return values
+
+
+def set_values(sequence: pb.Sequence, name: str, values: Sequence[float]) -> None:
+    """Put a column of fixed name in the place of the one of that name, or add it."""
+    new = column(name, values)
+    for old in sequence.columns:
+        if old.name == name:
+            old.CopyFrom(new)
+            return
+    sequence.columns.append(new)
 
 
 def make_group(
@@ -92,7 +124,7 @@ def with_advantages(group: pb.Group, *, advantage: float = 0.5) -> pb.Group:
     for trajectory in copy.trajectories:
         trajectory.turns[0].rewards.add(name="length", value=-0.1)
         for sequence in trajectory.sequences:
-            sequence.ref_logprobs.extend([-0.5, -1.0])
+            set_values(sequence, "ref_logprobs", [-0.5, -1.0])
             sequence.advantage = advantage
     return copy
 
@@ -114,9 +146,8 @@ def bare_group(
     for lineage, span in versions.items():
         for number in span:
             version = pb.PolicyVersion(lineage=lineage, number=number)
-            segment = pb.Segment(source=pb.SOURCE_MODEL, policy_version=version)
             for trajectory in group.trajectories:
-                trajectory.sequences.add(segments=[segment])
+                trajectory.sequences.add(policy_versions=[version])
     return rep.AppendItem(group=group, lease_id=lease_id, num_discarded=num_discarded)
 
 

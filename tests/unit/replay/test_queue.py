@@ -19,7 +19,14 @@ from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 
-from tests.support.samples.replay_samples import announce, make_group, make_task, offer, stats_of
+from tests.support.samples.replay_samples import (
+    announce,
+    make_group,
+    make_task,
+    offer,
+    set_values,
+    stats_of,
+)
 from tests.support.waiting import PATIENCE_S
 
 RUN = "run"
@@ -112,7 +119,7 @@ async def test_valid_and_invalid_groups_of_one_call_are_judged_one_by_one(
     await announce(queue.store, RUN)
     leases = (await lease(queue, 0, 2)).leases
     items = [pb.AppendItem(group=make_group(x.task), lease_id=x.lease_id) for x in leases]
-    del items[0].group.trajectories[0].sequences[0].inference_logprobs[:]
+    set_values(items[0].group.trajectories[0].sequences[0], "inference_logprobs", [])
     request = pb.AppendGroupsRequest(run=RUN, stage=1, items=items)  # type: ignore[arg-type]
     outcomes = (await queue.AppendGroups(request, CONTEXT)).outcomes
     assert [(outcome.status, outcome.reason) for outcome in outcomes] == [

@@ -5,19 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
+from dialoop.sequences import Along
 from dialoop.trajectory import Stage
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop_services.replay.serialised import (
-    LOGPROBS,
-    REF_LOGPROBS,
-    TOKEN_ADVANTAGES,
-    TOKEN_IDS,
-    columns_of,
-    digests_of,
-)
+from dialoop.wire import column_to_proto
+from dialoop_services.replay.serialised import PER_TOKEN, digests_of, floats_of
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.replay.store import digest_without_scores, pack_group, pack_member
 from dialoop_services.replay.validation import check_group
@@ -25,9 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.samples.replay_samples import (
+    column,
     make_group,
     make_sequence,
     make_task,
+    set_values,
+    values_of,
     with_advantages,
 )
 
@@ -44,11 +42,11 @@ def reason_of(group: pb.Group, stage: Stage = Stage.UNSCORED, vocab_size: int = 
 
 
 def drop_logprob(sequence: pb.Sequence) -> None:
-    del sequence.inference_logprobs[-1]
+    set_values(sequence, "inference_logprobs", [-0.5])
 
 
 def add_token(sequence: pb.Sequence) -> None:
-    sequence.token_ids.append(1)
+    set_values(sequence, "token_ids", [*values_of(sequence, "token_ids"), 1])
 
 
 def leave_gap(sequence: pb.Sequence) -> None:
@@ -60,7 +58,8 @@ def empty_segment(sequence: pb.Sequence) -> None:
 
 
 def forget_version(sequence: pb.Sequence) -> None:
-    sequence.segments[1].ClearField("policy_version")
+    sequence.segments[1].ClearField("policy_version_index")
+    sequence.ClearField("policy_versions")
 
 
 def forget_source(sequence: pb.Sequence) -> None:
@@ -68,23 +67,55 @@ def forget_source(sequence: pb.Sequence) -> None:
 
 
 def add_ref_logprob(sequence: pb.Sequence) -> None:
-    sequence.ref_logprobs.append(-1.0)
+    set_values(sequence, "ref_logprobs", [-1.0])
 
 
 def nan_logprob(sequence: pb.Sequence) -> None:
-    sequence.inference_logprobs[0] = float("nan")
+    set_values(sequence, "inference_logprobs", [float("nan"), -1.0])
 
 
 def positive_logprob(sequence: pb.Sequence) -> None:
-    sequence.inference_logprobs[0] = 0.5
+    set_values(sequence, "inference_logprobs", [0.5, -1.0])
 
 
 def impossible_ref_logprob(sequence: pb.Sequence) -> None:
-    sequence.ref_logprobs.extend([-1e5, -1.0])
+    set_values(sequence, "ref_logprobs", [-1e5, -1.0])
 
 
 def negative_version(sequence: pb.Sequence) -> None:
-    sequence.segments[1].policy_version.number = -1
+    sequence.policy_versions[0].number = -1
+
+
+def version_of_nobody(sequence: pb.Sequence) -> None:
+    sequence.policy_versions.add(lineage="main", number=0)
+
+
+def version_that_is_not_there(sequence: pb.Sequence) -> None:
+    sequence.segments[1].policy_version_index = 1
+
+
+def twice_the_same(sequence: pb.Sequence) -> None:
+    sequence.columns.append(sequence.columns[0])
+
+
+def other_type(sequence: pb.Sequence) -> None:
+    sequence.columns[1].data_type = pb.DATA_TYPE_INT32
+
+
+def missing_bytes(sequence: pb.Sequence) -> None:
+    sequence.columns[1].data = sequence.columns[1].data[:-1]
+
+
+def bad_name(sequence: pb.Sequence) -> None:
+    sequence.columns.append(pb.Column(name="Routed experts", shape=[0]))
+
+
+def experts_of(*values: float, rows: int = 5) -> Callable[[pb.Sequence], None]:
+    def add(sequence: pb.Sequence) -> None:
+        experts = np.resize(np.array(values, np.float16), (rows, 2, 1))
+        sequence.columns.append(column_to_proto("routed_experts", Along.TOKENS, experts))
+
+    return add
 
 
 def infinite_advantage(sequence: pb.Sequence) -> None:
@@ -96,7 +127,7 @@ def huge_advantage(sequence: pb.Sequence) -> None:
 
 
 def huge_token_advantage(sequence: pb.Sequence) -> None:
-    sequence.token_advantages.extend([0.0, -1e30])
+    set_values(sequence, "token_advantages", [0.0, -1e30])
 
 
 def turn_far_away(sequence: pb.Sequence) -> None:
@@ -116,11 +147,11 @@ def message_before_the_first(sequence: pb.Sequence) -> None:
 
 
 def negative_id(sequence: pb.Sequence) -> None:
-    sequence.token_ids[0] = -1
+    set_values(sequence, "token_ids", [-1, *values_of(sequence, "token_ids")[1:]])
 
 
 def large_id(sequence: pb.Sequence) -> None:
-    sequence.token_ids[0] = 100
+    set_values(sequence, "token_ids", [100, *values_of(sequence, "token_ids")[1:]])
 
 
 @pytest.mark.parametrize(
@@ -137,6 +168,14 @@ def large_id(sequence: pb.Sequence) -> None:
         (positive_logprob, "OUT_OF_RANGE"),
         (impossible_ref_logprob, "OUT_OF_RANGE"),
         (negative_version, "OUT_OF_RANGE"),
+        (version_of_nobody, "OUT_OF_RANGE"),
+        (version_that_is_not_there, "OUT_OF_RANGE"),
+        (twice_the_same, "BAD_COLUMN"),
+        (other_type, "BAD_COLUMN"),
+        (missing_bytes, "BAD_COLUMN"),
+        (bad_name, "BAD_COLUMN"),
+        (experts_of(1, rows=4), "RAGGED"),
+        (experts_of(1, float("inf")), "NON_FINITE"),
         (infinite_advantage, "NON_FINITE"),
         (huge_advantage, "OUT_OF_RANGE"),
         (huge_token_advantage, "OUT_OF_RANGE"),
@@ -182,7 +221,7 @@ def test_a_reward_that_cannot_be_trained_is_refused_by_name(
 
 def test_a_log_probability_that_rounding_put_above_zero_is_taken() -> None:
     group = make_group(TASK)
-    first_sequence(group).inference_logprobs[0] = 1e-6
+    set_values(first_sequence(group), "inference_logprobs", [1e-6, -1.0])
     assert reason_of(group) == ""
 
 
@@ -208,7 +247,7 @@ def test_a_scored_group_needs_an_advantage_on_every_sampled_sequence() -> None:
     assert reason_of(group, Stage.SCORED) == ""
     first_sequence(group).ClearField("advantage")
     assert reason_of(group, Stage.SCORED) == "NO_ADVANTAGE"
-    first_sequence(group).token_advantages.extend([0.1, 0.2])
+    set_values(first_sequence(group), "token_advantages", [0.1, 0.2])
     assert reason_of(group, Stage.SCORED) == ""
 
 
@@ -216,7 +255,7 @@ def test_scoring_keeps_the_digest_and_any_other_change_breaks_it() -> None:
     group = make_group(TASK)
     digest = pack_group(group)[0].digest
     assert pack_group(with_advantages(group))[0].digest == digest
-    first_sequence(group).token_ids[0] = 6
+    set_values(first_sequence(group), "token_ids", [6, 8, 2, 11, 12])
     assert pack_group(group)[0].digest != digest
 
 
@@ -276,7 +315,7 @@ def test_the_digest_of_a_member_covers_what_scoring_may_change() -> None:
         elif change == "advantage":
             other.sequences[0].advantage = 0.0
         else:
-            getattr(other.sequences[0], change).extend([-0.5, -0.5])
+            set_values(other.sequences[0], change, [-0.5, -0.5])
         digests.add(pack_member(other)[0].digest)
     assert len(digests) == 5
     assert len({digest_without_scores(digest) for digest in digests}) == 1
@@ -299,34 +338,31 @@ NUMBERS = st.lists(st.floats(width=32, allow_nan=False), max_size=5)
     rewards=st.lists(NUMBERS, max_size=4),
     labels=st.dictionaries(st.text(max_size=3), st.text(max_size=200), max_size=3),
 )
-def test_serialised_bytes_are_read_as_protobuf_reads_them(
+def test_a_digest_is_over_what_protobuf_writes_without_the_scores(
     ids: list[int],
     columns: tuple[list[float], list[float], list[float]],
     rewards: list[list[float]],
     labels: dict[str, str],
 ) -> None:
+    scored = ("ref_logprobs", "token_advantages")
     sequence = pb.Sequence(
-        token_ids=ids,
+        columns=map(column, ("token_ids", "inference_logprobs", *scored), (ids, *columns)),
         segments=[pb.Segment(length=len(ids), source=pb.SOURCE_PROMPT)],
-        inference_logprobs=columns[0],
-        ref_logprobs=columns[1],
-        token_advantages=columns[2],
         fork_cause=pb.FORK_CAUSE_NONE,
     )
-    read = columns_of(sequence.SerializeToString())
-    expected: dict[int, list[Any]] = {TOKEN_IDS: ids, LOGPROBS: columns[0]}
-    expected |= {REF_LOGPROBS: columns[1], TOKEN_ADVANTAGES: columns[2]}
-    assert {number: values.tolist() for number, values in read.items()} == expected
     turns = [
         pb.Turn(message_start=7, step_s=1.5, rewards=[pb.Reward(name="r", per_token=r)])
         for r in rewards
     ]
+    for turn, numbers in zip(turns, rewards, strict=True):
+        assert floats_of(turn.rewards[0].SerializeToString(), PER_TOKEN).tolist() == numbers
     whole = pb.Trajectory(sequences=[sequence, sequence], turns=turns, labels=labels, seed=3)
     raw = whole.SerializeToString(deterministic=True)
     for turn in whole.turns:
         turn.ClearField("rewards")
     for member in whole.sequences:
-        member.ClearField("ref_logprobs")
-        member.ClearField("token_advantages")
+        kept = [each for each in member.columns if each.name not in scored]
+        member.ClearField("columns")
+        member.columns.extend(kept)
     bare = whole.SerializeToString(deterministic=True)
     assert digests_of(raw)[0] == hashlib.blake2b(bare, digest_size=12).hexdigest()

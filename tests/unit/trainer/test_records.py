@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dialoop import testing
 from dialoop.chat import History, Message
-from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop.sequences import Along, Column, PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Trajectory
 from dialoop.views.run_files import trajectory_files
 from dialoop_services.stack.report.summary import count_outcomes
@@ -43,6 +43,25 @@ def write(run_dir: Path, text: str, **labels: str) -> None:
     )
     records.metric("train", train_step=1, policy_version=VERSION, reward=1.0)
     records.close()
+
+
+def test_further_columns_are_recorded(tmp_path: Path) -> None:
+    made = trajectory("x")
+    experts = Column(values=np.array([[1, 2], [3, 4], [5, 6]], np.uint8), along=Along.TOKENS)
+    row = replace(made.sequences[0], columns={"routed_experts": experts})
+    records = RunRecords(tmp_path)
+    records.trajectories(
+        [replace(made, sequences=(row,))], outcome="trained", label="training", train_step=1
+    )
+    records.close()
+    (line,) = (tmp_path / "trajectories.jsonl").read_text("utf-8").splitlines()
+    assert json.loads(line)["sequences"][0]["columns"] == {
+        "routed_experts": {
+            "data_type": "uint8",
+            "along": "TOKENS",
+            "data": [[1, 2], [3, 4], [5, 6]],
+        }
+    }
 
 
 def test_the_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:

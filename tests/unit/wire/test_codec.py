@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from dialoop.chat import Message
 from dialoop.errors import InvalidInput
-from dialoop.sequences import Source
+from dialoop.trajectory import Purpose
 from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.wire import messages, records, runs, templates
 from dialoop.wire.codec import Codec, enum, many, submessage, wire_name
@@ -51,11 +51,10 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
-    start: int
-    length: int
-    source: Source
-    policy_version: Version | None = None
+class Plan:
+    task_id: str
+    purpose: Purpose
+    sampling: Settings | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +64,7 @@ class Record:
 
 
 VERSION = Codec(Version, trajectory_pb2.PolicyVersion)
+SETTINGS = Codec(Settings, trajectory_pb2.SamplingParams)
 
 
 def test_numbers_texts_lists_and_maps_need_no_row():
@@ -90,29 +90,27 @@ def test_defaults_are_left_out_where_that_is_asked_for():
 
 
 def test_a_nested_message_and_an_enum_have_rows():
-    codec = Codec(
-        Stretch, trajectory_pb2.Segment, source=enum(Source), policy_version=submessage(VERSION)
-    )
-    for version in (None, Version(lineage="a", number=1)):
-        value = Stretch(start=1, length=2, source=Source.TOOL, policy_version=version)
+    codec = Codec(Plan, trajectory_pb2.Task, purpose=enum(Purpose), sampling=submessage(SETTINGS))
+    for settings in (None, Settings(temperature=0.5)):
+        value = Plan(task_id="a", purpose=Purpose.TRAINING, sampling=settings)
         assert codec.from_proto(codec.to_proto(value)) == value
     for number in (0, 99):
-        proto = trajectory_pb2.Segment(start=1, source=number)
-        with pytest.raises(InvalidInput, match=rf"source is unspecified or unknown \({number}\)"):
+        proto = trajectory_pb2.Task(purpose=number)
+        with pytest.raises(InvalidInput, match=rf"purpose is unspecified or unknown \({number}\)"):
             codec.from_proto(proto)
 
 
 @pytest.mark.parametrize(
     ("domain", "rows", "text"),
     [
-        (Stretch, {"source": enum(Source)}, "policy_version is a message or an enum"),
-        (Stretch, {"policy_version": submessage(VERSION)}, "source is a message or an enum"),
+        (Plan, {"purpose": enum(Purpose)}, "sampling is a message or an enum"),
+        (Plan, {"sampling": submessage(SETTINGS)}, "purpose is a message or an enum"),
         (Version, {"nunber": wire_name("number")}, "nunber"),
         (Record, {}, "trajectory_id"),
     ],
 )
 def test_a_table_that_does_not_fit_is_noticed_when_it_is_made(domain, rows, text):
-    message = trajectory_pb2.PolicyVersion if domain is Record else trajectory_pb2.Segment
+    message = trajectory_pb2.PolicyVersion if domain is Record else trajectory_pb2.Task
     if domain is Version:
         message = trajectory_pb2.PolicyVersion
     with pytest.raises((TypeError, KeyError), match=text):

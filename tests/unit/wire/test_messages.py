@@ -1,10 +1,20 @@
 from __future__ import annotations
 
 import numpy as np
+import pydantic_core
 import pytest
 from dialoop.chat import ChatHistory, ContentPart, History, Message, ToolCall
 from dialoop.errors import InvalidHistory, InvalidInput, InvalidSequence
-from dialoop.sequences import ForkCause, PolicyVersion, Source, sequence_of
+from dialoop.sequences import (
+    Along,
+    Column,
+    ForkCause,
+    PolicyVersion,
+    Segment,
+    Sequence,
+    Source,
+    sequence_of,
+)
 from dialoop.trajectory import (
     DoneReason,
     Failure,
@@ -22,6 +32,7 @@ from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.wire import (
     chat_history_from_proto,
     chat_history_to_proto,
+    column_to_proto,
     group_from_proto,
     group_to_proto,
     message_from_proto,
@@ -29,13 +40,16 @@ from dialoop.wire import (
     sampling_from_proto,
     sampling_to_proto,
     sequence_from_proto,
+    sequence_to_proto,
     task_from_proto,
     trajectory_from_proto,
 )
+from dialoop_services.rest.schema import decode, models
 from hypothesis import given
 from hypothesis import strategies as st
 
 TEXT = st.text(max_size=8)
+VERSION = PolicyVersion(lineage="main", number=3)
 PARTS = st.builds(
     ContentPart,
     type=st.sampled_from(["text", "image"]),
@@ -155,7 +169,7 @@ def test_an_absent_is_complete_is_true_and_an_absent_weight_is_1():
 
 def test_arrays_arrive_in_the_domains_types():
     proto = trajectory_pb2.Sequence(
-        token_ids=[1, 2],
+        columns=[column_to_proto("token_ids", Along.TOKENS, np.array([1, 2], np.int32))],
         segments=[trajectory_pb2.Segment(start=0, length=2, source=1)],
     )
     sequence = sequence_from_proto(proto)
@@ -165,9 +179,49 @@ def test_arrays_arrive_in_the_domains_types():
     assert sequence.advantage is None
 
 
+@pytest.mark.parametrize("dtype", ["?", "u1", "u2", "i4", "i8", "f2", "f4", "f8", ">i4", ">f8"])
+def test_columns_of_every_type_keep_their_bits(dtype):
+    values = np.array([[0, 1], [2, 3], [255, 7]]).astype(dtype)
+    segments = (Segment(start=0, length=3, source=Source.PROMPT),)
+    sent = Sequence(
+        token_ids=np.arange(3, dtype=np.int32),
+        segments=segments,
+        columns={"mine": Column(values=values, along=Along.TOKENS)},
+    )
+    proto = sequence_to_proto(sent)
+    again = trajectory_pb2.Sequence.FromString(proto.SerializeToString())
+    got = sequence_from_proto(again).columns["mine"]
+    assert got.values.shape == (3, 2)
+    assert got.values.dtype == values.dtype.newbyteorder("<")
+    assert np.array_equal(got.values, values)
+    encode = models().encoder(proto.DESCRIPTOR)
+    body = pydantic_core.to_json(encode(proto))
+    model = models().model(proto.DESCRIPTOR)
+    assert decode(model.model_validate_json(body), trajectory_pb2.Sequence) == proto
+
+
+def test_a_type_that_the_wire_does_not_have_is_refused():
+    with pytest.raises(InvalidSequence, match="Column 'mine' has values of type complex128"):
+        column_to_proto("mine", Along.TOKENS, np.zeros(3, np.complex128))
+
+
+def test_versions_stand_once_in_a_table():
+    sequence = sequence_of(
+        [([i], {"source": Source.MODEL, "policy_version": VERSION}) for i in range(50)],
+        logprobs=[-1.0] * 50,
+    )
+    proto = sequence_to_proto(sequence)
+    assert len(proto.policy_versions) == 1
+    assert sequence_from_proto(proto) == sequence
+    proto.segments[3].policy_version_index = 1
+    with pytest.raises(InvalidSequence, match="policy_version_index 1, of 1 versions"):
+        sequence_from_proto(proto)
+
+
 def test_contradictions_are_refused_at_the_edge():
+    ids = column_to_proto("token_ids", Along.TOKENS, np.array([1], np.int32))
     with pytest.raises(InvalidSequence):
-        sequence_from_proto(trajectory_pb2.Sequence(token_ids=[1]))
+        sequence_from_proto(trajectory_pb2.Sequence(columns=[ids]))
     with pytest.raises(InvalidInput, match="purpose"):
         task_from_proto(trajectory_pb2.Task(task_id="t"))
     with pytest.raises(InvalidInput):

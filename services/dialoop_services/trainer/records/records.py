@@ -239,6 +239,14 @@ def _sequence_row(sequence: Sequence) -> dict[str, Any]:
         "advantage": sequence.advantage,
         "token_advantages": sequence.token_advantages.tolist(),
         "fork_cause": sequence.fork_cause.name,
+        "columns": {
+            name: {
+                "data_type": column.values.dtype.name,
+                "along": column.along.name,
+                "data": column.values.tolist(),
+            }
+            for name, column in sequence.columns.items()
+        },
     }
 
 

@@ -24,9 +24,7 @@ local function append(item, payload)
   if rec.refused then return 'NO_ROOM' end
   local finished = rec.m and rec.m[item.member + 1] or ''
   if finished ~= '' then
-    -- An older version kept no digest of the scores.
-    local is_same = finished == member.digest or finished == without_scores(member.digest)
-    return is_same and 'DUPLICATE' or 'DIGEST_MISMATCH'
+    return finished == member.digest and 'DUPLICATE' or 'DIGEST_MISMATCH'
   end
   if rec.l ~= item.lease_id or (rec.s ~= 'leased' and rec.s ~= 'offered') then
     return 'LEASE_LOST'

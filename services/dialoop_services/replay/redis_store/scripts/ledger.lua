@@ -12,7 +12,7 @@
 -- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order.
 -- If it refuses the request it returns {refused = reason, detail}.
 --
--- meta      hash: cursor, lineage, number, max_outstanding, order, token
+-- meta      hash: format, cursor, lineage, number, max_outstanding, order, token
 -- lineages  hash: lineage -> highest number announced
 -- counts    hash: "<purpose>:<state>", "<purpose>:dropped:<reason>", "<purpose>:t:...", ...
 -- tasks     hash: task id -> beginning of its serialised group, with the task, until it closes
@@ -49,39 +49,15 @@ end
 local function meta(field) return redis.call('HGET', key('meta'), field) or '' end
 local function set_meta(field, value) redis.call('HSET', key('meta'), field, value) end
 
--- Return the length as a protobuf varint.
-local function varint(length)
-  local bytes = ''
-  while length > 127 do
-    bytes, length = bytes .. string.char(length % 128 + 128), math.floor(length / 128)
-  end
-  return bytes .. string.char(length)
-end
-
--- Give a record of an older version the fields that it lacks. Before members were recorded, `f` was a
--- number, a group was played as a whole, and `tasks` had the bare task without its group.
-local function complete(rec)
-  rec.k, rec.v, rec.e, rec.x = rec.k or 0, rec.v or {}, rec.e or {}, rec.x or {}
-  rec.l, rec.d = rec.l or '', rec.d or ''
-  for _, entry in pairs(rec.e) do
-    entry.l, entry.n, entry.f, entry.b = entry.l or '', entry.n or 0, entry.f or 0, entry.b or 0
-  end
-  if rec.m then return rec end
-  local failures, is_played = tonumber(rec.f) or 0, rec.d ~= ''
-  rec.m, rec.f, rec.c, rec.b = {}, {}, is_played and rec.n or 0, 0
-  for i = 1, rec.n do rec.m[i], rec.f[i] = is_played and rec.d or '', failures end
-  local task = redis.call('HGET', key('tasks'), rec.id)
-  if task then
-    redis.call('HSET', key('tasks'), rec.id,
-               '\10' .. varint(#rec.id) .. rec.id .. '\18' .. varint(#task) .. task)
-  end
-  redis.call('HSET', key('ledger'), rec.id, cjson.encode(rec))
-  return rec
+-- Groups are kept as protobuf wrote them, so what another format wrote cannot be read.
+local FORMAT = '2'
+if meta('format') ~= FORMAT and redis.call('EXISTS', key('ledger')) == 1 then
+  return {cjson.encode({refused = 'STORE_FORMAT'})}
 end
 
 local function load(task_id)
   local raw = redis.call('HGET', key('ledger'), task_id)
-  return raw and complete(cjson.decode(raw)) or nil
+  return raw and cjson.decode(raw) or nil
 end
 
 local function save(rec) redis.call('HSET', key('ledger'), rec.id, cjson.encode(rec)) end
@@ -315,14 +291,9 @@ local function uncount_dead(rec)
   count(rec.p .. ':t:dropped:dead_letter', -rec.c)
 end
 
--- Return the record of a dead letter; an older version named its group "<task id>#<attempt>".
-local function dead_record(group)
-  return load(group) or load(string.match(group, '^(.*)#%d+$') or '')
-end
-
 -- Delete a dead letter; its group stays dropped, with dead_letter_forgotten as reason.
 local function forget_letter(item)
-  local rec = dead_record(item[2][2])
+  local rec = load(item[2][2])
   redis.call('XDEL', key('dead'), item[1])
   uncount_dead(rec)
   count(rec.p .. ':dropped:dead_letter_forgotten', 1)

@@ -5,6 +5,7 @@ if call.expected_cursor ~= '' or call.next_cursor ~= '' then
   cursor = call.next_cursor
   set_meta('cursor', cursor)
 end
+if #call.tasks > 0 then set_meta('format', FORMAT) end
 local num_new = 0
 for i, task in ipairs(call.tasks) do
   if redis.call('HEXISTS', key('ledger'), task.task_id) == 0 then
