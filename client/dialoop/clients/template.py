@@ -103,10 +103,11 @@ class TemplateClient:
         if add_generation_prompt is not None:
             request.add_generation_prompt = add_generation_prompt
         answer = await self._channel.call(RENDER, request)
-        has_mask = len(answer.assistant_mask) == len(answer.sequence.token_ids)
+        sequence = sequence_from_proto(answer.sequence)
+        has_mask = len(answer.assistant_mask) == len(sequence)
         return RenderedConversation(
             text=answer.text,
-            sequence=sequence_from_proto(answer.sequence),
+            sequence=sequence,
             assistant_mask=np.array(answer.assistant_mask, np.bool_) if has_mask else None,
         )
 

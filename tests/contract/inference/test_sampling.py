@@ -32,7 +32,8 @@ async def test_a_repetition_penalty_is_applied_recorded_and_named(model_dir, tmp
         assert np.abs(scored[mask] - sample.sequence.inference_logprobs).max() > 1e-3
         answer = await http.post("/v1/generate", json={"history": PROMPT, "sampling": sampling})
         (document,) = answer.json()["samples"]
-        assert document["sequence"]["token_ids"] == sample.sequence.token_ids.tolist()
+        columns = {each["name"]: each["data"] for each in document["sequence"]["columns"]}
+        assert columns["token_ids"] == sample.sequence.token_ids.tolist()
         assert answer.json()["distribution"] == "DISTRIBUTION_PROCESSED"
 
 
