@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 # Functions that take a function of Dialoop's own, or one that only tests replace: by the start of
 # their names.
 NOT_A_USERS = {
+    "dialoop_services.config.foreign_keys": "how a foreign key becomes ours",
     "dialoop.clients.retry:": "its call is a client's",
     "dialoop.environments.rewards.rubrics:value_of": "the rubrics' own step",
     "dialoop.environments.sessions.engine:": "a clock, for tests",

@@ -1,6 +1,6 @@
 """Read another trainer's config and write ours: verl's YAML, or a TRL GRPOConfig.
 
-print(import_config(Path("ppo_trainer.yaml")))       # TOML, then a comment for each key left out
+`import_config` returns TOML, and then a comment for each key that is left out.
 
 A GRPOConfig may be JSON, YAML, or Python that calls `GRPOConfig(...)` or writes a dict; the Python
 is read and never run.

@@ -1,6 +1,6 @@
 """Read serialised trajectories in place: the bytes of their digests, and floats as arrays.
 
-kept, scored = digests_of(trajectory.SerializeToString(deterministic=True))
+kept, scored = digests_of(pb.Trajectory(seed=3).SerializeToString(deterministic=True))
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights on their way to a file: captured at one moment, written and digested in one pass.
 
-captured = learner.capture(path)      # a copy, between two train steps
-exported = captured.write()           # in another thread, beside the next train step
+`Learner.capture` copies the weights between two train steps. `write` of what it returns may run in
+another thread, beside the next train step.
 """
 
 from __future__ import annotations
