@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from google.protobuf.message import Message
 
@@ -142,6 +143,15 @@ def pack_group(group: trajectory_pb2.Group) -> tuple[GroupFacts, bytes]:
         if number == TRAJECTORIES
     )
     return GroupFacts(group_id=group.group_id, digest=",".join(digests)), raw
+
+
+def append_outcome(reason: str) -> pb.AppendOutcome:
+    """Return the outcome of an append: no reason is appended, "DUPLICATE" was there before."""
+    if not reason:
+        return pb.AppendOutcome(status=pb.APPEND_STATUS_APPENDED)
+    if reason == "DUPLICATE":
+        return pb.AppendOutcome(status=pb.APPEND_STATUS_DUPLICATE)
+    return pb.AppendOutcome(status=pb.APPEND_STATUS_REJECTED, reason=reason)
 
 
 def digest_without_scores(member_digest: str) -> str:

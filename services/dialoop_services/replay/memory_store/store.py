@@ -31,6 +31,7 @@ from dialoop_services.replay.refusals import refusal
 from dialoop_services.replay.store import (
     Answer,
     QueueLimits,
+    append_outcome,
     group_head,
     pack_group,
     pack_member,
@@ -145,13 +146,11 @@ def _append_groups(ledger: Ledger, request: pb.AppendGroupsRequest) -> pb.Append
 
 def _outcome(ledger: Ledger, refusal_reason: str) -> pb.AppendOutcome:
     """Return the outcome of an append, and count it unless it was appended (no reason)."""
-    if not refusal_reason:
-        return pb.AppendOutcome(status=pb.APPEND_STATUS_APPENDED)
     if refusal_reason == "DUPLICATE":
         ledger.num_duplicates += 1
-        return pb.AppendOutcome(status=pb.APPEND_STATUS_DUPLICATE)
-    ledger.num_rejected += 1
-    return pb.AppendOutcome(status=pb.APPEND_STATUS_REJECTED, reason=refusal_reason)
+    elif refusal_reason:
+        ledger.num_rejected += 1
+    return append_outcome(refusal_reason)
 
 
 def _append_member(ledger: Ledger, item: pb.MemberItem) -> str:

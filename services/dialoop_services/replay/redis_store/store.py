@@ -37,6 +37,7 @@ from dialoop_services.replay.store import (
     GroupFacts,
     MemberFacts,
     QueueLimits,
+    append_outcome,
     group_head,
     pack_group,
     pack_member,
@@ -68,11 +69,8 @@ class RedisStore:
         )
         self.limits = limits
         self._clock = clock
-        prelude = (_SCRIPTS / "ledger.lua").read_text()
         self._scripts = {
-            path.stem: self._client.register_script(
-                ("" if path.stem == "purge" else prelude) + path.read_text()
-            )
+            path.stem: self._client.register_script(_script_of(path))
             for path in sorted(_SCRIPTS.glob("*.lua"))
             if path.stem != "ledger"
         }
@@ -144,6 +142,8 @@ class RedisStore:
             if reason is Reason.STORE_FULL:
                 log.warning("Redis is nearly full: no new work is taken.", extra={"reason": reason})
             raise refusal(reason, reply.get("detail", ""))
+        if "reasons" in reply:
+            return _appended(reply, answer)
         # Lua writes an empty list as {}.
         response = ParseDict(
             {name: value for name, value in reply.items() if value != {}}, answer()
@@ -154,6 +154,15 @@ class RedisStore:
             else:
                 message.ParseFromString(blob)
         return response
+
+
+def _script_of(path: Path) -> str:
+    """Return a request's script: the ledger, what the request does, and the writing of it."""
+    if path.stem == "purge":
+        return path.read_text()
+    ledger = (_SCRIPTS / "ledger.lua").read_text()
+    return f"{ledger}\nlocal function reply()\n{path.read_text()}\nend\nlocal answer = reply()\n\
+flush()\nreturn answer\n"
 
 
 def _prefix(run: str) -> str:
@@ -236,6 +245,16 @@ def _value(field: _Field, value: Any, payloads: list[bytes]) -> Any:
     if field.is_message:
         return _fields(value, payloads)
     return field.names[value] if field.names else value
+
+
+def _appended(reply: Mapping[str, Any], answer: type[Answer]) -> Answer:
+    """Return the answer to an append, of each item's reason: "" is appended."""
+    outcomes = [append_outcome(reason) for reason in reply["reasons"]]
+    response: Any = answer(outcomes=outcomes)  # type: ignore[call-arg]
+    for dropped in dict(reply["overflows"]).values():
+        for reason, num_groups in dropped.items():
+            response.num_overflowed[reason] += num_groups
+    return response  # type: ignore[no-any-return]
 
 
 def _payloads_of(answer: Message) -> Iterator[Message]:

@@ -15,6 +15,7 @@ local function merge(versions, more)
   end
 end
 
+local has_written = false
 local function append(item, payload)
   local kind, id = parse_lease(item.lease_id)
   if kind ~= 'task' then return 'LEASE_LOST' end
@@ -32,9 +33,12 @@ local function append(item, payload)
   if not are_announced(member.versions) then return 'FUTURE_VERSION' end
   rec.i = rec.i or {}
   if rec.i[member.trajectory_id] then return 'TRAJECTORY_REPEATED' end
-  rec.i[member.trajectory_id] = true
   if rec.b + #payload > limits.max_lease_bytes then return 'TOO_LARGE' end
-  redis.call('HSET', key('members'), member_key(rec, item.member), payload)
+  -- Above maxmemory Redis refuses this, while the call has written nothing.
+  if not has_written then redis.call('HINCRBY', key('counts'), 'duplicates', 0) end
+  has_written = true
+  rec.i[member.trajectory_id] = true
+  new_members[member_key(rec, item.member)] = payload
   rec.m[item.member + 1], rec.c, rec.b, rec.ok = member.digest, rec.c + 1, rec.b + #payload, true
   merge(rec.v, member.versions)
   count(rec.p .. ':t:generated', 1 + item.num_discarded)

@@ -8,6 +8,7 @@ local FIELDS = {
 local function empty() return {num_groups_dropped = {}, num_trajectories_dropped = {}} end
 local ledgers = {[TRAINING] = empty(), [EVALUATION] = empty()}
 
+flush() -- what expired leases changed
 local flat = redis.call('HGETALL', key('counts'))
 for i = 1, #flat, 2 do
   local purpose, name = string.match(flat[i], '^(%d):(.*)$')

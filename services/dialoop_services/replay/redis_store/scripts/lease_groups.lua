@@ -30,6 +30,7 @@ local ready_now = {}
 -- Add the groups of these ids, and return how many of all that were looked at are still ready.
 local function take(ids)
   local num_left = 0
+  preload(ids)
   for _, id in ipairs(ids) do
     if #ready_now == call.max_groups then break end
     num_left = num_left + 1
@@ -62,24 +63,35 @@ if #ready_now < math.max(1, call.min_groups) then
   return {cjson.encode({empty_reason = empty, num_ready = redis.call('ZCARD', ready)})}
 end
 
-local leases, reply = {}, {''}
+local leases, reply, ids, entry_ids = {}, {''}, {}, {}
 local num_fitting = count_fitting(ready_now, function(rec) return rec.e[stage].b end)
 for i = 1, num_fitting do
+  ids[i], entry_ids[i] = ready_now[i].id, entry_id(ready_now[i].e[stage])
+end
+for first = 1, num_fitting, PAGE do -- before other writes: see "Above maxmemory" in ledger.lua
+  redis.call('ZREM', ready, unpack(ids, first, math.min(num_fitting, first + PAGE - 1)))
+end
+for i, lease_id in ipairs(new_leases(stage, ids)) do
   local rec = ready_now[i]
   local entry = rec.e[stage]
-  redis.call('ZREM', ready, rec.id)
-  entry.l = new_lease(stage, rec.id)
+  entry.l = lease_id
   entry.w = call.worker
   entry.i = nil
   entry.n = entry.n + 1
   if entry.n > 1 then count('redelivered', 1) end
   if stage ~= 'unscored' then move(rec, 'training') end
   save(rec)
-  -- FORCE makes the entry pending under this worker, even if it was not pending before.
-  local claimed = redis.call(
-    'XCLAIM', key(stage), WORKERS, call.worker, 0, entry_id(entry), 'FORCE')
   leases[i] = {lease_id = entry.l, num_deliveries = entry.n, expires_in_s = call.lease_s}
-  reply[i + 1] = claimed[1][2][4]
+end
+for first = 1, num_fitting, PAGE do
+  local last = math.min(num_fitting, first + PAGE - 1)
+  -- FORCE makes entries pending under this worker, even those that were not pending before.
+  local arguments = {unpack(entry_ids, first, last)}
+  arguments[#arguments + 1] = 'FORCE'
+  for _, claimed in ipairs(
+      redis.call('XCLAIM', key(stage), WORKERS, call.worker, 0, unpack(arguments))) do
+    reply[#reply + 1] = claimed[2][4]
+  end
 end
 reply[1] = cjson.encode({leases = leases, empty_reason = 'EMPTY_REASON_NOT_EMPTY',
                          num_ready = redis.call('ZCARD', ready), is_cut = num_fitting < #ready_now})

@@ -2,16 +2,18 @@ local leases, reply = {}, {''}
 local function lease(purpose, allowed)
   local waiting = key('offered:' .. purpose)
   local wanted = math.min(allowed, call.max_tasks - #leases)
-  for _ = 1, wanted do
-    local id = redis.call('ZPOPMIN', waiting)[1]
-    if not id then return end
-    local rec = load(id)
+  if wanted < 1 then return end
+  local popped, ids = redis.call('ZPOPMIN', waiting, wanted), {}
+  for i = 1, #popped, 2 do ids[#ids + 1] = popped[i] end
+  preload(ids)
+  for i, lease_id in ipairs(new_leases('task', ids)) do
+    local rec = load(ids[i])
     move(rec, 'leased')
-    rec.l, rec.ok, rec.x = new_lease('task', id), nil, {}
+    rec.l, rec.ok, rec.x = lease_id, nil, {}
     save(rec)
     leases[#leases + 1] = {lease_id = rec.l, attempt = rec.a, expires_in_s = call.lease_s,
                             members = open_members(rec)}
-    reply[#reply + 1] = redis.call('HGET', key('tasks'), id)
+    reply[#reply + 1] = redis.call('HGET', key('tasks'), ids[i])
   end
 end
 lease(EVALUATION, call.max_tasks)

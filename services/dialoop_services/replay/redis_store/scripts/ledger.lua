@@ -6,6 +6,10 @@
 -- ARGV[2]   the request's fields as JSON, with `limits` (QueueLimits) and `store`; of a task,
 --           trajectory or group it has the facts, and ARGV[3] and later have the raw bytes
 --
+-- Records, counts and bytes of members are read once and written once: they change in Lua's tables,
+-- and `flush` writes them when the script has ended. A group that one call brings whole never has
+-- its members written apart.
+--
 -- Above maxmemory Redis refuses what may need memory, but not in a script that has written before. So
 -- a script that shall work then begins its writes with a deletion, and offers and appends do not.
 --
@@ -55,17 +59,71 @@ if meta('format') ~= FORMAT and redis.call('EXISTS', key('ledger')) == 1 then
   return {cjson.encode({refused = 'STORE_FORMAT'})}
 end
 
+-- Most arguments of one command; Lua's stack ends at 8,000.
+local PAGE = 1000
+-- By task id, false where there is none; those that `flush` writes; what it adds to counts.
+local records, changed, added = {}, {}, {}
+-- Bytes of members that came with this call, by their key.
+local new_members = {}
+
+-- Read the records of these tasks with one command, so that `load` finds them.
+local function preload(ids)
+  for first = 1, #ids, PAGE do
+    local last = math.min(#ids, first + PAGE - 1)
+    local raws = redis.call('HMGET', key('ledger'), unpack(ids, first, last))
+    for i = first, last do
+      local raw = raws[i - first + 1]
+      if records[ids[i]] == nil then records[ids[i]] = raw and cjson.decode(raw) end
+    end
+  end
+end
+
+-- Return the one record of a task in this call; changes to it are written if `save` is called.
 local function load(task_id)
-  local raw = redis.call('HGET', key('ledger'), task_id)
-  return raw and cjson.decode(raw) or nil
+  local rec = records[task_id]
+  if rec == nil then
+    local raw = redis.call('HGET', key('ledger'), task_id)
+    rec = raw and cjson.decode(raw)
+    records[task_id] = rec
+  end
+  return rec or nil
 end
 
-local function save(rec) redis.call('HSET', key('ledger'), rec.id, cjson.encode(rec)) end
+local function save(rec) records[rec.id], changed[rec.id] = rec, rec end
 
-local function count(field, by)
-  if by ~= 0 then redis.call('HINCRBY', key('counts'), field, by) end
+local function forget(task_id)
+  records[task_id], changed[task_id] = false, nil
+  redis.call('HDEL', key('ledger'), task_id)
 end
-local function counted(field) return tonumber(redis.call('HGET', key('counts'), field) or '0') end
+
+local function count(field, by) added[field] = (added[field] or 0) + by end
+local function counted(field)
+  return tonumber(redis.call('HGET', key('counts'), field) or '0') + (added[field] or 0)
+end
+
+local function write_pairs(name, values)
+  for first = 1, #values, PAGE do
+    redis.call('HSET', key(name), unpack(values, first, math.min(#values, first + PAGE - 1)))
+  end
+end
+
+-- Write what the script has changed.
+local function flush()
+  local values = {}
+  for member, payload in pairs(new_members) do
+    values[#values + 1], values[#values + 2] = member, payload
+  end
+  write_pairs('members', values)
+  values = {}
+  for id, rec in pairs(changed) do
+    values[#values + 1], values[#values + 2] = id, cjson.encode(rec)
+  end
+  write_pairs('ledger', values)
+  for field, by in pairs(added) do
+    if by ~= 0 then redis.call('HINCRBY', key('counts'), field, by) end
+  end
+  new_members, changed, added = {}, {}, {}
+end
 
 local function move(rec, state)
   count(rec.p .. ':' .. rec.s, -1)
@@ -96,13 +154,21 @@ end
 
 local function deadline(lease_s) return now + math.floor(lease_s * 1000 + 0.5) end
 
-local function new_lease(kind, task_id)
+-- Return a lease of each task, in order.
+local function new_leases(kind, task_ids)
+  if #task_ids == 0 then return {} end
   -- Tokens start at the clock, so that leases of a purged run are never used again.
   redis.call('HSETNX', key('meta'), 'token', string.format('%.0f', now * 1000))
-  local token = redis.call('HINCRBY', key('meta'), 'token', 1)
-  local lease = kind .. '/' .. string.format('%.0f', token) .. '/' .. task_id
-  redis.call('ZADD', key('deadlines'), deadline(call.lease_s), lease)
-  return lease
+  local token = redis.call('HINCRBY', key('meta'), 'token', #task_ids) - #task_ids
+  local leases, scored, ends = {}, {}, deadline(call.lease_s)
+  for i, id in ipairs(task_ids) do
+    leases[i] = kind .. '/' .. string.format('%.0f', token + i) .. '/' .. id
+    scored[2 * i - 1], scored[2 * i] = ends, leases[i]
+  end
+  for first = 1, #scored, PAGE do
+    redis.call('ZADD', key('deadlines'), unpack(scored, first, math.min(#scored, first + PAGE - 1)))
+  end
+  return leases
 end
 
 local function parse_lease(lease) return string.match(lease, '^(%a+)/%d+/(.*)$') end
@@ -164,8 +230,14 @@ local function assemble(rec)
   local parts, digests = {redis.call('HGET', key('tasks'), rec.id)}, {}
   for i = 1, rec.n do
     if rec.m[i] ~= '' then
-      parts[#parts + 1] = redis.call('HGET', key('members'), member_key(rec, i - 1))
-      redis.call('HDEL', key('members'), member_key(rec, i - 1))
+      local member = member_key(rec, i - 1)
+      if new_members[member] then
+        parts[#parts + 1] = new_members[member]
+        new_members[member] = nil
+      else
+        parts[#parts + 1] = redis.call('HGET', key('members'), member)
+        redis.call('HDEL', key('members'), member)
+      end
       digests[#digests + 1] = without_scores(rec.m[i])
     end
   end
@@ -275,7 +347,7 @@ finish = function(rec)
       for stage, entry in pairs(oldest.e) do
         if not entry.gone then remove_entry(oldest, stage) end
       end
-      redis.call('HDEL', key('ledger'), id)
+      forget(id)
     end
   end
 end
@@ -396,22 +468,18 @@ local function is_ready(rec, stage)
   return redis.call('ZSCORE', key('ready:' .. stage), rec.id) and true or false
 end
 
--- Append every item of the call, whose bytes begin at ARGV[3]; `append` returns why not, or ''.
+-- Append every item of the call, whose bytes begin at ARGV[3]; `append` returns why not, or '';
+-- return those reasons, and by item the groups that were dropped for want of room.
 local function append_all(append)
-  local outcomes = {}
+  local reasons, overflows = {}, {}
   for i, item in ipairs(call.items) do
     local reason = append(item, ARGV[2 + i])
-    if reason == '' then
-      outcomes[i] = {status = 'APPEND_STATUS_APPENDED'}
-    elseif reason == 'DUPLICATE' then
-      count('duplicates', 1)
-      outcomes[i] = {status = 'APPEND_STATUS_DUPLICATE'}
-    else
-      count('rejected', 1)
-      outcomes[i] = {status = 'APPEND_STATUS_REJECTED', reason = reason}
-    end
+    if reason == 'DUPLICATE' then count('duplicates', 1)
+    elseif reason ~= '' then count('rejected', 1) end
+    reasons[i] = reason
+    if next(overflowed) then overflows[tostring(i)], overflowed = overflowed, {} end
   end
-  return {cjson.encode({outcomes = outcomes, num_overflowed = overflowed})}
+  return {cjson.encode({reasons = reasons, overflows = overflows})}
 end
 
 for _, lease in ipairs(redis.call('ZRANGEBYSCORE', key('deadlines'), '-inf', now)) do

@@ -1,10 +1,17 @@
-local entries = {}
-for _, lease in ipairs(redis.call('ZRANGE', key('deadlines'), 0, -1)) do
-  local rec, stage, entry = held_group(lease)
-  if rec and stage == call.stage and entry.w == call.worker then
-    entries[#entries + 1] = {o = entry.o, l = lease}
+local entries, from = {}, 0
+repeat
+  local page, ids, leases = redis.call('ZRANGE', key('deadlines'), from, from + PAGE - 1), {}, {}
+  for _, lease in ipairs(page) do
+    local kind, id = parse_lease(lease)
+    if kind == call.stage then leases[#leases + 1], ids[#ids + 1] = lease, id end
   end
-end
+  preload(ids)
+  for _, lease in ipairs(leases) do
+    local rec, _, entry = held_group(lease)
+    if rec and entry.w == call.worker then entries[#entries + 1] = {o = entry.o, l = lease} end
+  end
+  from = from + PAGE
+until #page < PAGE
 table.sort(entries, function(a, b) return a.o < b.o end)
 local leases = {}
 for i, entry in ipairs(entries) do leases[i] = entry.l end

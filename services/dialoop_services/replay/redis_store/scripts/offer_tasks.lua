@@ -6,9 +6,11 @@ if call.expected_cursor ~= '' or call.next_cursor ~= '' then
   set_meta('cursor', cursor)
 end
 if #call.tasks > 0 then set_meta('format', FORMAT) end
-local num_new = 0
+local num_new, ids = 0, {}
+for i, task in ipairs(call.tasks) do ids[i] = task.task_id end
+preload(ids)
 for i, task in ipairs(call.tasks) do
-  if redis.call('HEXISTS', key('ledger'), task.task_id) == 0 then
+  if not load(task.task_id) then
     local rec = {id = task.task_id, p = task.purpose, n = task.num_trajectories,
                  k = task.min_trajectories, o = next_order(), s = 'offered', a = 1, l = '',
                  m = {}, f = {}, x = {}, c = 0, b = 0, d = '', v = {}, e = {}}
