@@ -119,7 +119,18 @@ class Schedule:
             )
             for task_id, lease_id in picked
         ]
-        return members_of_groups(self.run, items)
+        return pb.AppendMembersRequest(
+            run=self.run,
+            items=[
+                pb.MemberItem(
+                    lease_id=member.lease_id,
+                    member=member.member,
+                    trajectory=member.trajectory,
+                    num_discarded=member.num_discarded,
+                )
+                for member in members_of_groups(items)
+            ],
+        )
 
     def append_members(self) -> pb.AppendMembersRequest:
         """Some members of groups that are being played, and some that are not."""

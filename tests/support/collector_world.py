@@ -22,7 +22,6 @@ from dialoop.v1.inference_service_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
-from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 from dialoop.wire import (
     chat_history_from_proto,
     chat_history_to_proto,
@@ -40,7 +39,7 @@ from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.servicer import ReplayServicer
+from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings
 
@@ -139,7 +138,7 @@ async def serving_replay(
     store = store or MemoryStore(limits or QueueLimits(lease_s=60))
     servicer = ReplayServicer(store, poll_s=0.02)
     server = GrpcServer(ServerSettings(port=port, drain_s=0))
-    server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
+    server.add(add_replay_to_server, servicer, "dialoop.v1.ReplayService")
     async with server:
         yield server
         servicer.stop_waiting()

@@ -7,11 +7,10 @@ from contextlib import AsyncExitStack
 
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
-from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
-from dialoop_services.replay.servicer import ReplayServicer
+from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.replay.store import QueueStore
 from dialoop_services.runtime.hosting import Host, OwnProcess
@@ -42,7 +41,7 @@ async def serve_in(host: Host, settings: ReplaySettings) -> None:
             "reason",
             lambda: servicer.num_overflowed,
         )
-        server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
+        server.add(add_replay_to_server, servicer, "dialoop.v1.ReplayService")
         async with server:
             await server.wait_until_stopped()
             servicer.stop_waiting()

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def _number(message: Any, field: str) -> int:
+def number_of(message: Any, field: str) -> int:
     return int(message.DESCRIPTOR.fields_by_name[field].number)
 
 
-_TURNS = _number(pb.Trajectory, "turns")
-_SEQUENCES = _number(pb.Trajectory, "sequences")
-TRAJECTORIES = _number(pb.Group, "trajectories")
-PER_TOKEN = _number(pb.Reward, "per_token")
-_COLUMNS = _number(pb.Sequence, "columns")
-_NAME = _number(pb.Column, "name")
+_TURNS = number_of(pb.Trajectory, "turns")
+_SEQUENCES = number_of(pb.Trajectory, "sequences")
+TRAJECTORIES = number_of(pb.Group, "trajectories")
+PER_TOKEN = number_of(pb.Reward, "per_token")
+_COLUMNS = number_of(pb.Sequence, "columns")
+_NAME = number_of(pb.Column, "name")
 # What scoring may change, by the field of the trajectory that holds it.
 _SCORED = {
-    _TURNS: {_number(pb.Turn, "rewards")},
-    _SEQUENCES: {_number(pb.Sequence, "advantage")},
+    _TURNS: {number_of(pb.Turn, "rewards")},
+    _SEQUENCES: {number_of(pb.Sequence, "advantage")},
 }
 _SCORED_COLUMNS = (b"ref_logprobs", b"token_advantages", b"teacher_logprobs")
 _VARINT, _FIXED64, _BYTES = 0, 1, 2

@@ -11,7 +11,16 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableSequence,
+    Sequence,
+)
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -25,7 +34,7 @@ from dialoop.v1 import trajectory_pb2
 
 from dialoop_services.replay.leases import Kind, parse_lease
 from dialoop_services.replay.refusals import APPEND_MESSAGES
-from dialoop_services.replay.store import Answer, QueueStore
+from dialoop_services.replay.store import Answer, FinishedMember, GroupsHandedOut, QueueStore
 from dialoop_services.replay.validation import check_group, check_trajectory
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -37,7 +46,7 @@ _MAX_VERSION = 10**12
 _DEFAULT_PAGE = 20
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Leases = TypeVar("_Leases", pb.LeaseTasksResponse, pb.LeaseGroupsResponse)
+_Leases = TypeVar("_Leases", pb.LeaseTasksResponse, GroupsHandedOut)
 _Item = TypeVar("_Item", pb.AppendItem, pb.MemberItem)
 _BY_WEIGHT = (pb.APPEND_STATUS_REJECTED, pb.APPEND_STATUS_APPENDED, pb.APPEND_STATUS_DUPLICATE)
 
@@ -78,7 +87,9 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         self._check_lease_s(request)
         _check_worker(request.worker)
         _check_count("max_tasks", request.max_tasks)
-        return await self._lease(request, pb.LeaseTasksResponse)
+        return await self._lease(
+            request, lambda: self._apply(request, pb.LeaseTasksResponse), lambda answer: answer
+        )
 
     async def AppendMembers(
         self, request: pb.AppendMembersRequest, context: _Context
@@ -86,25 +97,25 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         _check_run(request.run)
         for item in request.items:
             _check_count("num_discarded", item.num_discarded, least=0)
+        vocab_size = self._vocab_size()
         rejections = [
             check_trajectory(
                 item.trajectory,
                 group_id=_group_of(item),
                 stage=Stage.UNSCORED,
-                vocab_size=self._vocab_size(),
+                vocab_size=vocab_size,
             )
             for item in request.items
         ]
-        append = request
-        if any(rejections):
-            valid = _valid(request.items, rejections)
-            append = pb.AppendMembersRequest(run=request.run, items=valid)
-        appended = await self._append_members(append)
+        appended = await self._append_members(request.run, _valid(request.items, rejections))
         outcomes = await self._outcomes(request.run, rejections, appended.outcomes)
         return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=appended.num_overflowed)
 
-    async def _append_members(self, request: pb.AppendMembersRequest) -> pb.AppendMembersResponse:
-        appended = await self._change(request, pb.AppendMembersResponse)
+    async def _append_members(
+        self, run: str, members: Sequence[FinishedMember | pb.MemberItem]
+    ) -> pb.AppendMembersResponse:
+        appended = await self.store.append_members(run, members)
+        self._changes.signal(run)
         self.num_overflowed.update(appended.num_overflowed)
         return appended
 
@@ -116,9 +127,10 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         for item in request.items:
             _check_num_discarded(item, stage)
             _check_priority(item, stage)
+        vocab_size = self._vocab_size()
         rejections = [
             _check_played(item, stage)
-            or check_group(item.group, stage=stage, vocab_size=self._vocab_size())
+            or check_group(item.group, stage=stage, vocab_size=vocab_size)
             for item in request.items
         ]
         valid = _valid(request.items, rejections)
@@ -128,7 +140,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
                 append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
             appended = list((await self._change(append, pb.AppendGroupsResponse)).outcomes)
         else:
-            members = await self._append_members(members_of_groups(request.run, valid))
+            members = await self._append_members(request.run, members_of_groups(valid))
             appended = list(outcomes_of_groups(valid, members))
         outcomes = await self._outcomes(request.run, rejections, appended)
         return pb.AppendGroupsResponse(outcomes=outcomes)
@@ -152,9 +164,17 @@ class ReplayServicer(rpc.ReplayServiceServicer):
     async def LeaseGroups(
         self, request: pb.LeaseGroupsRequest, context: _Context
     ) -> pb.LeaseGroupsResponse:
+        return pb.LeaseGroupsResponse.FromString(await self.lease_serialised(request, context))
+
+    async def lease_serialised(self, request: pb.LeaseGroupsRequest, context: _Context) -> bytes:
+        """Return LeaseGroups' serialised answer, with the groups as they were stored."""
         self._check_lease_s(request)
         _check_query(request)
-        return await self._lease(request, pb.LeaseGroupsResponse)
+        _check_run(request.run)
+        leased = await self._lease(
+            request, lambda: self.store.lease_groups(request), lambda leased: leased.answer
+        )
+        return leased.serialize()
 
     async def Acknowledge(
         self, request: pb.AcknowledgeRequest, context: _Context
@@ -263,16 +283,21 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         self._changes.signal(request.run)
         return response
 
-    async def _lease(self, request: Any, answer: type[_Leases]) -> _Leases:
+    async def _lease(
+        self,
+        request: Any,
+        attempt: Callable[[], Awaitable[_Leases]],
+        answer_of: Callable[[_Leases], pb.LeaseTasksResponse | pb.LeaseGroupsResponse],
+    ) -> _Leases:
         """Lease as soon as there is enough, or return the reason why not after `wait_s`."""
         _check_seconds("wait_s", request.wait_s)
         clock = asyncio.get_running_loop().time
         end = clock() + request.wait_s
         while True:
             change = self._changes.next_of(request.run)
-            response = await self._apply(request, answer)
+            response = await attempt()
             remaining = end - clock()
-            if response.empty_reason == pb.EMPTY_REASON_NOT_EMPTY:
+            if answer_of(response).empty_reason == pb.EMPTY_REASON_NOT_EMPTY:
                 # A lease changes the stats that Watch calls wait for.
                 self._changes.signal(request.run)
                 return response
@@ -284,6 +309,34 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         """Raise InvalidInput for an impossible `lease_s`; replace 0 by the default."""
         _check_seconds("lease_s", request.lease_s)
         request.lease_s = request.lease_s or self.store.limits.lease_s
+
+
+def add_replay_to_server(servicer: ReplayServicer, server: Any) -> None:
+    """Register the servicer as the generated function does, with leases that are not parsed."""
+    register: Callable[[ReplayServicer, Any], None] = rpc.add_ReplayServiceServicer_to_server
+    register(servicer, _Serialised(servicer, server))
+
+
+class _Serialised:
+    """A server for the generated function, at which LeaseGroups answers with bytes."""
+
+    def __init__(self, servicer: ReplayServicer, server: Any) -> None:
+        self._servicer = servicer
+        self._server = server
+
+    def add_generic_rpc_handlers(self, _: Any) -> None:
+        """Do nothing: the same methods are registered by name."""
+
+    def add_registered_method_handlers(self, service: str, methods: Mapping[str, Any]) -> None:
+        """Register the methods of the service."""
+        lease_groups = grpc.unary_unary_rpc_method_handler(
+            self._servicer.lease_serialised,
+            request_deserializer=pb.LeaseGroupsRequest.FromString,
+            response_serializer=bytes,
+        )
+        self._server.add_registered_method_handlers(
+            service, {**methods, "LeaseGroups": lease_groups}
+        )
 
 
 class _Changes:
@@ -319,21 +372,13 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
 
 
-def members_of_groups(run: str, items: Iterable[pb.AppendItem]) -> pb.AppendMembersRequest:
-    """Return the append of all members of played groups."""
-    return pb.AppendMembersRequest(
-        run=run,
-        items=[
-            pb.MemberItem(
-                lease_id=item.lease_id,
-                member=member,
-                trajectory=trajectory,
-                num_discarded=0 if member else item.num_discarded,
-            )
-            for item in items
-            for member, trajectory in enumerate(item.group.trajectories)
-        ],
-    )
+def members_of_groups(items: Iterable[pb.AppendItem]) -> list[FinishedMember]:
+    """Return all members of played groups."""
+    return [
+        FinishedMember(item.lease_id, member, trajectory, 0 if member else item.num_discarded)
+        for item in items
+        for member, trajectory in enumerate(item.group.trajectories)
+    ]
 
 
 def outcomes_of_groups(

@@ -26,14 +26,24 @@ from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from google.protobuf.message import Message
 
-from dialoop_services.replay.serialised import TRAJECTORIES, digests_of, fields_in, varint
+from dialoop_services.replay.serialised import (
+    TRAJECTORIES,
+    digests_of,
+    fields_in,
+    number_of,
+    varint,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from dialoop_services.config.tables import Overflow
 
 Answer = TypeVar("Answer", bound=Message)
+
+# Tags of messages inside a serialised one.
+_LEASES = varint(number_of(pb.LeaseGroupsResponse, "leases") << 3 | 2)
+_GROUP = varint(number_of(pb.GroupLease, "group") << 3 | 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +84,16 @@ class QueueStore(Protocol):
         """
         ...
 
+    async def append_members(
+        self, run: str, members: Sequence[FinishedMember | pb.MemberItem]
+    ) -> pb.AppendMembersResponse:
+        """Apply an append of members, as `AppendMembers` in the proto says."""
+        ...
+
+    async def lease_groups(self, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
+        """Apply a lease of groups, whose bytes stay as they were stored."""
+        ...
+
     async def count_rejected(self, run: str, num_groups: int) -> None:
         """Count groups that the servicer rejected before they reached the store."""
         ...
@@ -85,6 +105,37 @@ class QueueStore(Protocol):
     async def close(self) -> None:
         """Close the connections."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsHandedOut:
+    """The answer to LeaseGroups: its leases lack their groups, whose bytes lie beside them."""
+
+    answer: pb.LeaseGroupsResponse
+    payloads: Sequence[bytes]
+
+    def serialize(self) -> bytes:
+        """Return the serialised answer; no group is parsed for it."""
+        parts: list[bytes] = []
+        for lease, payload in zip(self.answer.leases, self.payloads, strict=True):
+            head = lease.SerializeToString() + _GROUP + varint(len(payload))
+            parts += (_LEASES, varint(len(head) + len(payload)), head, payload)
+        rest = pb.LeaseGroupsResponse(
+            empty_reason=self.answer.empty_reason,
+            num_ready=self.answer.num_ready,
+            is_cut=self.answer.is_cut,
+        )
+        return b"".join((*parts, rest.SerializeToString()))
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedMember:
+    """A MemberItem whose trajectory is still part of its group: copying one takes long."""
+
+    lease_id: str
+    member: int
+    trajectory: trajectory_pb2.Trajectory
+    num_discarded: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

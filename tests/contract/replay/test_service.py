@@ -19,12 +19,11 @@ from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from dialoop.v1.replay_service_pb2_grpc import (
     ReplayServiceStub,
-    add_ReplayServiceServicer_to_server,
 )
 from dialoop.wire import column_to_proto
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
-from dialoop_services.replay.servicer import ReplayServicer
+from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings
 from google.rpc import error_details_pb2
@@ -46,7 +45,7 @@ async def replay(request: pytest.FixtureRequest) -> AsyncIterator[ReplayServiceS
     servicer = ReplayServicer(store, vocab_size=lambda: 100)
     server = GrpcServer(ServerSettings(drain_s=1))
     server.add(
-        add_ReplayServiceServicer_to_server,
+        add_replay_to_server,
         servicer,
         "dialoop.v1.ReplayService",
     )

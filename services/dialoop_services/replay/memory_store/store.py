@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +30,8 @@ from dialoop_services.replay.memory_store.ledger import (
 from dialoop_services.replay.refusals import refusal
 from dialoop_services.replay.store import (
     Answer,
+    FinishedMember,
+    GroupsHandedOut,
     QueueLimits,
     append_outcome,
     group_head,
@@ -54,6 +56,16 @@ class MemoryStore:
         response = _TRANSITIONS[type(request)](self._ledger(request.run), request)
         assert isinstance(response, answer)
         return response
+
+    async def append_members(
+        self, run: str, members: Sequence[FinishedMember | pb.MemberItem]
+    ) -> pb.AppendMembersResponse:
+        """Apply an append of members, as `QueueStore.append_members` says."""
+        return _append_members(self._ledger(run), members)
+
+    async def lease_groups(self, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
+        """Apply a lease of groups, as `QueueStore.lease_groups` says."""
+        return _lease_groups(self._ledger(request.run), request)
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
         """Count groups that the servicer rejected."""
@@ -131,9 +143,11 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
     return answer
 
 
-def _append_members(ledger: Ledger, request: pb.AppendMembersRequest) -> pb.AppendMembersResponse:
+def _append_members(
+    ledger: Ledger, members: Iterable[FinishedMember | pb.MemberItem]
+) -> pb.AppendMembersResponse:
     ledger.num_overflowed.clear()
-    outcomes = [_outcome(ledger, _append_member(ledger, item)) for item in request.items]
+    outcomes = [_outcome(ledger, _append_member(ledger, item)) for item in members]
     return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=ledger.num_overflowed)
 
 
@@ -153,7 +167,7 @@ def _outcome(ledger: Ledger, refusal_reason: str) -> pb.AppendOutcome:
     return append_outcome(refusal_reason)
 
 
-def _append_member(ledger: Ledger, item: pb.MemberItem) -> str:
+def _append_member(ledger: Ledger, item: FinishedMember | pb.MemberItem) -> str:
     """Append a finished member; return an empty string, or why it is not appended."""
     name = parse_lease(item.lease_id)
     if name is None or name.kind is not Kind.TASK:
@@ -214,7 +228,7 @@ def _append_scored(ledger: Ledger, item: pb.AppendItem) -> str:
     return ""
 
 
-def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGroupsResponse:
+def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
     stage = Stage(request.stage)
     max_staleness = request.max_staleness if request.HasField("max_staleness") else None
     ready, ready_now = ledger.ready[stage], list[Record]()
@@ -230,7 +244,7 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGro
     answer = pb.LeaseGroupsResponse(empty_reason=pb.EMPTY_REASON_NOT_EMPTY, num_ready=len(ready))
     if len(ready_now) < max(1, request.min_groups):
         answer.empty_reason = pb.EMPTY_REASON_TOO_FEW if ready_now else pb.EMPTY_REASON_NO_GROUPS
-        return answer
+        return GroupsHandedOut(answer, [])
     fitting = ledger.fitting([record.entries[stage] for record in ready_now])
     answer.is_cut = len(fitting) < len(ready_now)
     chosen = ready_now[: len(fitting)]
@@ -244,18 +258,21 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGro
         ledger.num_redelivered += entry.num_deliveries > 1
         if stage is not Stage.UNSCORED:
             ledger.move(record, GroupState.TRAINING)
-        answer.leases.append(_group_lease(entry, request.lease_s))
+        answer.leases.append(_bare_lease(entry, request.lease_s))
     answer.num_ready = len(ready)
-    return answer
+    return GroupsHandedOut(answer, [record.entries[stage].payload for record in chosen])
+
+
+def _bare_lease(entry: StagedGroup, lease_s: float) -> pb.GroupLease:
+    return pb.GroupLease(
+        lease_id=entry.lease_id, num_deliveries=entry.num_deliveries, expires_in_s=lease_s
+    )
 
 
 def _group_lease(entry: StagedGroup, lease_s: float) -> pb.GroupLease:
-    return pb.GroupLease(
-        lease_id=entry.lease_id,
-        group=trajectory_pb2.Group.FromString(entry.payload),
-        num_deliveries=entry.num_deliveries,
-        expires_in_s=lease_s,
-    )
+    lease = _bare_lease(entry, lease_s)
+    lease.group.ParseFromString(entry.payload)
+    return lease
 
 
 def _acknowledge(ledger: Ledger, request: pb.AcknowledgeRequest) -> pb.AcknowledgeResponse:
@@ -435,9 +452,11 @@ _TRANSITIONS: Mapping[type[Message], Callable[[Ledger, Any], Message]] = Mapping
     {
         pb.OfferTasksRequest: _offer_tasks,
         pb.LeaseTasksRequest: _lease_tasks,
-        pb.AppendMembersRequest: _append_members,
+        pb.AppendMembersRequest: lambda ledger, request: _append_members(ledger, request.items),
         pb.AppendGroupsRequest: _append_groups,
-        pb.LeaseGroupsRequest: _lease_groups,
+        pb.LeaseGroupsRequest: lambda ledger, request: pb.LeaseGroupsResponse.FromString(
+            _lease_groups(ledger, request).serialize()
+        ),
         pb.AcknowledgeRequest: _acknowledge,
         pb.ReturnRequest: _return,
         pb.ExtendRequest: _extend,

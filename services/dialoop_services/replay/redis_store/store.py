@@ -9,10 +9,12 @@ second. Then work is done again, but never counted twice.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
@@ -34,7 +36,9 @@ from redis.backoff import NoBackoff
 from dialoop_services.replay.refusals import refusal
 from dialoop_services.replay.store import (
     Answer,
+    FinishedMember,
     GroupFacts,
+    GroupsHandedOut,
     MemberFacts,
     QueueLimits,
     append_outcome,
@@ -75,13 +79,58 @@ class RedisStore:
             if path.stem != "ledger"
         }
         self._description = "redis"
+        self._appends: dict[str, deque[tuple[_Append, dict[str, Any], bytes]]] = {}
+        self._appending: dict[str, asyncio.Task[None]] = {}
 
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
         """Apply a request, as `QueueStore.apply` says."""
+        if isinstance(request, pb.AppendMembersRequest):
+            appended = await self.append_members(request.run, request.items)
+            assert isinstance(appended, answer)
+            return appended
+        if isinstance(request, pb.LeaseGroupsRequest):
+            return answer.FromString((await self.lease_groups(request)).serialize())
         response = answer()
         for part in _parts(request):
             response.MergeFrom(await self._call(part, answer))
         return response
+
+    async def append_members(
+        self, run: str, members: Sequence[FinishedMember | pb.MemberItem]
+    ) -> pb.AppendMembersResponse:
+        """Apply an append of members, as `QueueStore.append_members` says.
+
+        Appends that arrive while one is under way go to Redis together, in one call.
+        """
+        if not members:
+            return pb.AppendMembersResponse()
+        append = _Append(len(members))
+        waiting = self._appends.setdefault(run, deque())
+        waiting.extend((append, *_packed(member)) for member in members)
+        if run not in self._appending:
+            self._appending[run] = asyncio.create_task(self._append_waiting(run))
+        return await append.done
+
+    async def _append_waiting(self, run: str) -> None:
+        """Append what waits for this run, until nothing does."""
+        while batch := _take_batch(self._appends[run]):
+            appends, items, payloads = zip(*batch, strict=True)
+            try:
+                reply, _ = await self._run_script("append_members", run, {"items": items}, payloads)
+            except Exception as error:
+                for append in appends:
+                    append.fail(error)
+                continue
+            overflows = dict(reply["overflows"])
+            for number, (append, reason) in enumerate(zip(appends, reply["reasons"], strict=True)):
+                append.add(reason, overflows.get(str(number + 1), {}))
+        del self._appends[run], self._appending[run]
+
+    async def lease_groups(self, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
+        """Apply a lease of groups, as `QueueStore.lease_groups` says."""
+        fields = _fields(request, [])
+        reply, payloads = await self._run_script("lease_groups", request.run, fields, [])
+        return GroupsHandedOut(ParseDict(_without_empty(reply), pb.LeaseGroupsResponse()), payloads)
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
         """Count groups that the servicer rejected."""
@@ -126,34 +175,88 @@ class RedisStore:
 
     async def _call(self, request: Any, answer: type[Answer]) -> Answer:
         payloads: list[bytes] = []
-        now = "" if self._clock is None else str(round(self._clock() * 1000))
-        call = {
-            **_fields(request, payloads),
-            "limits": asdict(self.limits),
-            "store": self._description,
-        }
-        async with map_errors(self._client):
-            raw, *blobs = await self._scripts[_script_name(request)](
-                keys=[_prefix(request.run)], args=[now, json.dumps(call), *payloads]
-            )
-        reply = json.loads(raw)
-        if "refused" in reply:
-            reason = Reason(reply["refused"])
-            if reason is Reason.STORE_FULL:
-                log.warning("Redis is nearly full: no new work is taken.", extra={"reason": reason})
-            raise refusal(reason, reply.get("detail", ""))
+        fields = _fields(request, payloads)
+        reply, blobs = await self._run_script(_script_name(request), request.run, fields, payloads)
         if "reasons" in reply:
-            return _appended(reply, answer)
-        # Lua writes an empty list as {}.
-        response = ParseDict(
-            {name: value for name, value in reply.items() if value != {}}, answer()
-        )
+            outcomes = [append_outcome(reason) for reason in reply["reasons"]]
+            return answer(outcomes=outcomes)
+        response = ParseDict(_without_empty(reply), answer())
         for message, blob in zip(_payloads_of(response), blobs, strict=True):
             if isinstance(message, trajectory_pb2.Task):
                 message.CopyFrom(trajectory_pb2.Group.FromString(blob).task)
             else:
                 message.ParseFromString(blob)
         return response
+
+    async def _run_script(
+        self, name: str, run: str, fields: Mapping[str, Any], payloads: Sequence[bytes]
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Return a script's reply and the bytes beside it; raise what it refuses."""
+        now = "" if self._clock is None else str(round(self._clock() * 1000))
+        call = json.dumps({**fields, "limits": asdict(self.limits), "store": self._description})
+        async with map_errors(self._client):
+            raw, *blobs = await self._scripts[name](
+                keys=[_prefix(run)], args=[now, call, *payloads]
+            )
+        reply: dict[str, Any] = json.loads(raw)
+        if "refused" in reply:
+            reason = Reason(reply["refused"])
+            if reason is Reason.STORE_FULL:
+                log.warning("Redis is nearly full: no new work is taken.", extra={"reason": reason})
+            raise refusal(reason, reply.get("detail", ""))
+        return reply, blobs
+
+
+class _Append:
+    """An append of some members; `done` has its answer once each of them has one."""
+
+    def __init__(self, num_members: int) -> None:
+        self._num_members = num_members
+        self._answer = pb.AppendMembersResponse()
+        self.done: asyncio.Future[pb.AppendMembersResponse] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    def add(self, reason: str, overflowed: Mapping[str, int]) -> None:
+        """Take the next member's outcome, and the groups that were dropped for it."""
+        self._answer.outcomes.append(append_outcome(reason))
+        for name, num_groups in overflowed.items():
+            self._answer.num_overflowed[name] += num_groups
+        if len(self._answer.outcomes) == self._num_members and not self.done.done():
+            self.done.set_result(self._answer)
+
+    def fail(self, error: Exception) -> None:
+        """End the append; the caller may have gone."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+def _packed(member: FinishedMember | pb.MemberItem) -> tuple[dict[str, Any], bytes]:
+    facts, payload = pack_member(member.trajectory)
+    item = {
+        "lease_id": member.lease_id,
+        "member": member.member,
+        "num_discarded": member.num_discarded,
+        "trajectory": _values_of(facts),
+    }
+    return item, payload
+
+
+def _take_batch(
+    waiting: deque[tuple[_Append, dict[str, Any], bytes]],
+) -> list[tuple[_Append, dict[str, Any], bytes]]:
+    """Take the next members that fit one call; the first one does whatever its size."""
+    batch: list[tuple[_Append, dict[str, Any], bytes]] = []
+    num_bytes = 0
+    while waiting and (not batch or num_bytes + len(waiting[0][2]) <= _MAX_CALL_BYTES):
+        batch.append(waiting.popleft())
+        num_bytes += len(batch[-1][2])
+    return batch
+
+
+def _without_empty(reply: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a reply's fields without empty lists, which Lua writes as {}."""
+    return {name: value for name, value in reply.items() if value != {}}
 
 
 def _script_of(path: Path) -> str:
@@ -186,10 +289,6 @@ def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
         payloads.append(group_head(message))
         names = ("task_id", "purpose", "num_trajectories", "min_trajectories")
         return {name: getattr(message, name) for name in names}
-    if isinstance(message, trajectory_pb2.Trajectory):
-        member, payload = pack_member(message)
-        payloads.append(payload)
-        return _values_of(member)
     if isinstance(message, trajectory_pb2.Group):
         group, payload = pack_group(message)
         payloads.append(payload)
@@ -247,16 +346,6 @@ def _value(field: _Field, value: Any, payloads: list[bytes]) -> Any:
     return field.names[value] if field.names else value
 
 
-def _appended(reply: Mapping[str, Any], answer: type[Answer]) -> Answer:
-    """Return the answer to an append, of each item's reason: "" is appended."""
-    outcomes = [append_outcome(reason) for reason in reply["reasons"]]
-    response: Any = answer(outcomes=outcomes)  # type: ignore[call-arg]
-    for dropped in dict(reply["overflows"]).values():
-        for reason, num_groups in dropped.items():
-            response.num_overflowed[reason] += num_groups
-    return response  # type: ignore[no-any-return]
-
-
 def _payloads_of(answer: Message) -> Iterator[Message]:
     """Yield the empty tasks and groups of an answer's leases, dead letters or groups, in order."""
     for field in answer.DESCRIPTOR.fields:
@@ -270,8 +359,8 @@ def _payloads_of(answer: Message) -> Iterator[Message]:
 
 
 def _parts(request: Any) -> list[Any]:
-    """Split an append into requests of at most `_MAX_CALL_BYTES`, if it is larger."""
-    is_append = isinstance(request, (pb.AppendMembersRequest, pb.AppendGroupsRequest))
+    """Split an append of groups into requests of at most `_MAX_CALL_BYTES`, if it is larger."""
+    is_append = isinstance(request, pb.AppendGroupsRequest)
     if not is_append or request.ByteSize() <= _MAX_CALL_BYTES:
         return [request]
     parts: list[Any] = []
@@ -279,9 +368,7 @@ def _parts(request: Any) -> list[Any]:
     for item in request.items:
         size = item.ByteSize()
         if num_bytes + size > _MAX_CALL_BYTES:
-            parts.append(type(request)(run=request.run))
-            if isinstance(request, pb.AppendGroupsRequest):
-                parts[-1].stage = request.stage
+            parts.append(pb.AppendGroupsRequest(run=request.run, stage=request.stage))
             num_bytes = 0
         parts[-1].items.append(item)
         num_bytes += size

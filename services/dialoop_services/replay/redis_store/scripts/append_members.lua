@@ -1,9 +1,11 @@
 -- Keep finished members, and close the groups of which no other member is to be played.
+local has_policy, highest = meta('max_outstanding') ~= '', {}
 local function are_announced(versions)
-  if meta('max_outstanding') == '' then return true end
+  if not has_policy then return true end
   for lineage, span in pairs(versions) do
-    local highest = tonumber(redis.call('HGET', key('lineages'), lineage) or '-1')
-    if span[2] > highest then return false end
+    highest[lineage] = highest[lineage]
+      or tonumber(redis.call('HGET', key('lineages'), lineage) or '-1')
+    if span[2] > highest[lineage] then return false end
   end
   return true
 end

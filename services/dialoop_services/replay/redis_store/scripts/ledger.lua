@@ -220,6 +220,13 @@ local function open_members(rec)
   return open
 end
 
+local function has_open_member(rec)
+  for i = 1, rec.n do
+    if rec.m[i] == '' and rec.f[i] < limits.max_attempts then return true end
+  end
+  return false
+end
+
 local function member_key(rec, i) return string.format('%d/', i) .. rec.id end
 
 -- Return the part of a member's digest that scoring does not change.
@@ -247,7 +254,7 @@ end
 
 -- Close the group if the rule says so (Assembly.closing), or drop it; return whether it ended.
 local function close(rec, reason)
-  if #open_members(rec) > 0 then return false end
+  if has_open_member(rec) then return false end
   if rec.s == 'offered' then pull_task(rec) end -- the lease had run out, and nobody took over
   end_lease(rec.l)
   count(rec.p .. ':t:waiting', -rec.c)

@@ -1,0 +1,81 @@
+"""What the queue asks of Redis: few calls, few writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import redis
+from dialoop.trajectory import Stage
+from dialoop.v1 import replay_service_pb2 as pb
+from dialoop_services.replay.redis_store.store import RedisStore
+from dialoop_services.replay.store import QueueLimits
+
+from tests.support.redis_server import RedisServer, new_run, own_redis  # noqa: F401
+from tests.support.samples.replay_samples import (
+    announce,
+    append,
+    append_member,
+    bare_group,
+    lease_tasks,
+    make_task,
+    offer_tasks,
+)
+
+pytestmark = pytest.mark.redis
+NUM_GROUPS = 6
+
+
+@pytest_asyncio.fixture
+async def store(own_redis: RedisServer) -> AsyncIterator[RedisStore]:
+    made = RedisStore(own_redis.url, QueueLimits(lease_s=60))
+    yield made
+    await made.close()
+
+
+def calls_of(server: RedisServer) -> dict[str, int]:
+    """Return how often each command ran since the last look."""
+    with redis.Redis.from_url(server.url) as client:
+        stats = client.info("commandstats")
+        client.config_resetstat()
+    return {name.removeprefix("cmdstat_"): values["calls"] for name, values in stats.items()}
+
+
+async def lease_all(store: RedisStore, run: str) -> list[pb.TaskLease]:
+    await announce(store, run)
+    tasks = [make_task(f"t{i}", num_trajectories=2) for i in range(NUM_GROUPS)]
+    await offer_tasks(store, run, tasks)
+    return list((await lease_tasks(store, run, NUM_GROUPS)).leases)
+
+
+async def test_appends_that_wait_go_to_redis_in_one_call(
+    store: RedisStore,
+    own_redis: RedisServer,
+) -> None:
+    """Each concurrent append was a call of its own."""
+    run = new_run()
+    leases = await lease_all(store, run)
+    await append_member(store, run, leases[0].lease_id, 0)  # loads the script
+    calls_of(own_redis)
+    wanted = [(lease.lease_id, member) for lease in leases[1:] for member in (0, 1, 1)]
+    outcomes = await asyncio.gather(*(append_member(store, run, *item) for item in wanted))
+    appended, duplicate = pb.APPEND_STATUS_APPENDED, pb.APPEND_STATUS_DUPLICATE
+    assert [o.status for o in outcomes] == [appended, appended, duplicate] * (NUM_GROUPS - 1)
+    assert calls_of(own_redis)["evalsha"] <= 2
+
+
+async def test_a_whole_group_is_written_once(
+    store: RedisStore,
+    own_redis: RedisServer,
+) -> None:
+    """Its record was written per member, and the members beside the group."""
+    run = new_run()
+    leases = await lease_all(store, run)
+    await append(store, run, Stage.UNSCORED, bare_group("t0", leases[0].lease_id, size=2))
+    calls_of(own_redis)
+    items = [bare_group(lease.task.task_id, lease.lease_id, size=2) for lease in leases[1:]]
+    await append(store, run, Stage.UNSCORED, *items)
+    calls = calls_of(own_redis)
+    assert (calls["hset"], calls["xadd"]) == (1, NUM_GROUPS - 1)
