@@ -4,7 +4,9 @@ python benchmarks/replay_throughput.py --groups 2000 --kib 16 --fsync everysec
 
 Starts a redis-server and the service in processes of their own; prints one JSON line, with the CPU
 milliseconds a group of the service and of Redis. `--before PATH` measures the service of commit
-127deda, checked out there.
+127deda, checked out there. `--raw` appends the same bytes with XADD from as many clients, without
+the service, to a stream of the same redis-server. `--waiting N` leases 64 groups while N wait, of
+one trajectory of one token each, and prints the CPU milliseconds a lease.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import redis.asyncio
 
 if "--before" in sys.argv:
     # The queue of that commit speaks its own protos.
@@ -180,6 +183,89 @@ async def _measure(
         return {"group_bytes": items[0].group.ByteSize(), **rates}
 
 
+async def _append_raw(url: str, options: argparse.Namespace, pid: int) -> dict[str, float]:
+    """Return the groups per second of XADD alone, and its CPU milliseconds a group of Redis."""
+    task = messages.Task(task_id="t", purpose=messages.PURPOSE_TRAINING, num_trajectories=8)
+    content = _group(task, "t", options.kib).SerializeToString()
+    async with redis.asyncio.Redis.from_url(url) as client:
+
+        async def append(_: int) -> None:
+            await client.xadd("raw", {"b": content})
+
+        used = _cpu_s(pid)
+        rate = await _groups_per_s(append, options.groups, 1, options.parallel)
+        cpu_ms = (_cpu_s(pid) - used) / options.groups * 1e3
+    return {"xadd_groups_per_s": round(rate), "xadd_redis_cpu_ms": round(cpu_ms, 3)}
+
+
+_WAITING_LEASES = 20
+_LEASE = 64
+
+
+async def _lease_among_many(
+    address: str, options: argparse.Namespace, pids: dict[str, int]
+) -> dict[str, float]:
+    """Return the CPU milliseconds of a lease of 64 groups while `options.waiting` wait."""
+    num_groups = options.waiting + _WAITING_LEASES * _LEASE
+    limit = [("grpc.max_receive_message_length", 64 << 20)]
+    async with grpc.aio.insecure_channel(address, options=limit) as channel:
+        stub = ReplayServiceStub(channel)
+        version = messages.PolicyVersion(lineage="main", number=0)
+        await stub.AdvancePolicy(
+            pb.AdvancePolicyRequest(
+                run=RUN, policy_version=version, max_outstanding_groups=num_groups
+            )
+        )
+        for start in range(0, num_groups, 1000):
+            names = [f"t{i}" for i in range(start, min(start + 1000, num_groups))]
+            await _append_small(stub, names, options.before)
+        request = pb.LeaseGroupsRequest(
+            run=RUN, stage=UNSCORED, worker="scorer", max_groups=_LEASE, lease_s=3600
+        )
+        used = {name: _cpu_s(pid) for name, pid in pids.items()}
+        for _ in range(_WAITING_LEASES):
+            assert len((await stub.LeaseGroups(request)).leases) == _LEASE
+        return {
+            f"lease_64_{name}_cpu_ms": round((_cpu_s(pid) - used[name]) / _WAITING_LEASES * 1e3, 3)
+            for name, pid in pids.items()
+        }
+
+
+async def _append_small(stub: ReplayServiceStub, names: list[str], before: str) -> None:
+    tasks = [
+        messages.Task(task_id=name, purpose=messages.PURPOSE_TRAINING, num_trajectories=1)
+        for name in names
+    ]
+    await stub.OfferTasks(pb.OfferTasksRequest(run=RUN, tasks=tasks))
+    leased = await stub.LeaseTasks(
+        pb.LeaseTasksRequest(run=RUN, worker="collector", max_tasks=len(names), lease_s=3600)
+    )
+    items = []
+    for held in leased.leases:
+        group = _group(held.task, held.task.task_id + "#1" * bool(before), 1)
+        del group.trajectories[1:]
+        items.append(pb.AppendItem(group=group, lease_id=held.lease_id))
+    request = pb.AppendGroupsRequest(run=RUN, stage=UNSCORED, items=items)
+    outcomes = (await stub.AppendGroups(request)).outcomes
+    assert all(o.status == pb.APPEND_STATUS_APPENDED for o in outcomes)
+
+
+def _rates(server: RedisServer, options: argparse.Namespace) -> dict[str, float]:
+    if options.raw:
+        return asyncio.run(_append_raw(server.url, options, server.pid))
+    process, address = _launch(
+        {"DIALOOP_REPLAY_STORE": options.store, "DIALOOP_REPLAY_REDIS_URL": server.url},
+        options.before,
+    )
+    try:
+        pids = {"service": process.pid, "redis": server.pid}
+        measure = _lease_among_many if options.waiting else _measure
+        return asyncio.run(measure(address, options, pids))
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--groups", type=int, default=2000)
@@ -189,22 +275,17 @@ def main() -> None:
     parser.add_argument("--fsync", choices=("everysec", "always", "no"), default="everysec")
     parser.add_argument("--store", choices=("redis", "memory"), default="redis")
     parser.add_argument("--before", default="", help="a checkout of commit 127deda")
+    parser.add_argument("--raw", action="store_true", help="XADD alone, without the service")
+    parser.add_argument("--waiting", type=int, default=0, help="groups that wait beside a lease")
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
-        redis = RedisServer(Path(directory), fsync=options.fsync)
-        redis.start()
-        process, address = _launch(
-            {"DIALOOP_REPLAY_STORE": options.store, "DIALOOP_REPLAY_REDIS_URL": redis.url},
-            options.before,
-        )
+        server = RedisServer(Path(directory), fsync=options.fsync)
+        server.start()
         try:
-            pids = {"service": process.pid, "redis": redis.pid}
-            rates = asyncio.run(_measure(address, options, pids))
+            rates = _rates(server, options)
         finally:
-            process.terminate()
-            process.wait(timeout=20)
-            redis.stop()
+            server.stop()
     facts = vars(options) | {"before": bool(options.before), "load_before": round(load_before, 2)}
     print(json.dumps({"benchmark": "replay_throughput", **facts, **rates}))
 

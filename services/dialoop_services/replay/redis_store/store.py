@@ -106,7 +106,7 @@ class RedisStore:
             return pb.AppendMembersResponse()
         append = _Append(len(members))
         waiting = self._appends.setdefault(run, deque())
-        waiting.extend((append, *_packed(member)) for member in members)
+        waiting.extend((append, *_pack_item(member)) for member in members)
         if run not in self._appending:
             self._appending[run] = asyncio.create_task(self._append_waiting(run))
         return await append.done
@@ -231,7 +231,7 @@ class _Append:
             self.done.set_exception(error)
 
 
-def _packed(member: FinishedMember | pb.MemberItem) -> tuple[dict[str, Any], bytes]:
+def _pack_item(member: FinishedMember | pb.MemberItem) -> tuple[dict[str, Any], bytes]:
     facts, payload = pack_member(member.trajectory)
     item = {
         "lease_id": member.lease_id,
