@@ -296,10 +296,11 @@ class ChatHistory:
     full: History | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "response", "full"):
-            part = getattr(self, name)
-            if part is not None and not isinstance(part, History):
-                object.__setattr__(self, name, _history(_as_messages(part, name)))
+        if not {type(self.prompt), type(self.response), type(self.full)} <= _PARTS:
+            for name in ("prompt", "response", "full"):
+                part = getattr(self, name)
+                if part is not None and not isinstance(part, History):
+                    object.__setattr__(self, name, _history(_as_messages(part, name)))
         if self.prompt is None or self.response is None or self.full is None:
             return
         if self.full.messages != self.prompt.messages + self.response.messages:
@@ -318,12 +319,7 @@ class ChatHistory:
                 reason=Reason.PROMPT_MISSING,
                 remedy="Reset the environment first: its answer carries the prompt.",
             )
-        answer = History(tuple(response))
-        answered = object.__new__(ChatHistory)  # full is made of both: there is nothing to check
-        object.__setattr__(answered, "prompt", self.prompt)
-        object.__setattr__(answered, "response", answer)
-        object.__setattr__(answered, "full", self.prompt.extend(answer))
-        return answered
+        return _as_answer(self.prompt, History(tuple(response)))
 
     def require_full(self) -> History:
         """Return the whole conversation; InvalidHistory (FULL_MISSING) where it is not set."""
@@ -390,7 +386,7 @@ class ChatHistory:
         (HISTORY_REWRITTEN) when `full` does not begin with `prompt`.
         """
         if self.full is None and self.response is not None:
-            return ChatHistory(prompt=prompt).respond(*self.response)
+            return _as_answer(prompt, self.response)
         full = self.require_full()
         if not full.starts_with(prompt):
             raise PreconditionFailed(
@@ -398,7 +394,19 @@ class ChatHistory:
                 reason=Reason.HISTORY_REWRITTEN,
                 remedy="Send the prompt unchanged, followed by the response.",
             )
-        return ChatHistory(prompt=prompt).respond(*full[len(prompt) :])
+        return _as_answer(prompt, full[len(prompt) :])
+
+
+_PARTS = {History, type(None)}
+
+
+def _as_answer(prompt: History, response: History) -> ChatHistory:
+    """Return prompt, response and full; full is made of both, so there is nothing to check."""
+    answered = object.__new__(ChatHistory)
+    object.__setattr__(answered, "prompt", prompt)
+    object.__setattr__(answered, "response", response)
+    object.__setattr__(answered, "full", _history(prompt.messages + response.messages))
+    return answered
 
 
 def _promote(chats: Any) -> Any:

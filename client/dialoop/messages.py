@@ -98,6 +98,8 @@ class Message:
     name: str = ""
 
     def __post_init__(self) -> None:
+        if self._is_plain():
+            return
         _expect(self.role, str, "role", "a string")
         if not self.role:
             raise InvalidHistory("A message has no role.", remedy="Set role, for example 'user'.")
@@ -117,6 +119,18 @@ class Message:
         if self.tool_responses != ():
             responses = _tool_responses(self.tool_responses, "tool_responses")
             object.__setattr__(self, "tool_responses", responses)
+
+    def _is_plain(self) -> bool:
+        """Return whether it is a text of a usual role, which needs no further check."""
+        return (
+            type(self.content) is str
+            and type(self.role) is str
+            and self.role in _USUAL_ROLES
+            and self.is_complete is True
+            and self.tool_calls == ()
+            and self.tool_responses == ()
+            and self.reasoning == self.tool_call_id == self.name == ""
+        )
 
     def __repr__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -198,7 +212,10 @@ def message_to_chat(message: Message) -> dict[str, Any]:
         chat["tool_responses"] = list(message.tool_responses)
     if not message.is_complete:
         chat["is_complete"] = False
-    return chat | {key: getattr(message, key) for key in _TEXT_FIELDS if getattr(message, key)}
+    for key in _TEXT_FIELDS:
+        if value := getattr(message, key):
+            chat[key] = value
+    return chat
 
 
 def chat_for_template(message: Message, *, as_parts: bool = False) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class ChatEnv:
     demonstrate: Demonstrate | None = None
     _viewer: Any = field(init=False, repr=False, compare=False, default=None)
     _stops: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
+    _is_immediate: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -101,6 +102,9 @@ class ChatEnv:
         set_(self, "input_mode", mode)
         set_(self, "_viewer", _viewer(self, mode))
         set_(self, "_stops", traits.stop)
+        kinds = [type(transform) for transform in self.transforms]
+        waits = any(k.step is not Transform.step or k.score is not Transform.score for k in kinds)
+        set_(self, "_is_immediate", not waits)
         if isinstance(self.tasks, NoTasks) and self.primer is not None:
             set_(self, "tasks", self.primer.tasks)
 
@@ -186,10 +190,7 @@ class ChatEnv:
 
     async def step(self, episode: Episode, answered: Answered) -> Outcome:
         """Add the policy's response, let each transform answer it, then compute rewards."""
-        if episode.done:
-            raise PreconditionFailed(
-                "The episode is over.", reason=Reason.EPISODE_DONE, remedy="Reset to start another."
-            )
+        self._require_running(episode)
         start = self._add_response(episode, answered)
         outcome = await self._apply_transforms(start)
         if self._viewer is not None:
@@ -197,6 +198,16 @@ class ChatEnv:
         if not (outcome.is_scorable and outcome.is_rewarded):
             return outcome
         return outcome.with_score(await self._score(_as_sent(outcome.episode, start.episode)))
+
+    @property
+    def is_immediate(self) -> bool:
+        """Return whether `step` awaits nothing: no transform answers or scores."""
+        return self._is_immediate and type(self).step is ChatEnv.step
+
+    def step_at_once(self, episode: Episode, answered: Answered) -> Outcome:
+        """Do what `step` does where the environment is immediate."""
+        self._require_running(episode)
+        return self._add_response(episode, answered)
 
     async def score(self, task: TaskData, trajectory: Trajectory) -> tuple[Score, ...]:
         """Return the rewards of a finished trajectory; `Episode.state` is empty here."""
@@ -264,6 +275,12 @@ class ChatEnv:
             except Exception as error:
                 _failure_of(error, transform)
 
+    def _require_running(self, episode: Episode) -> None:
+        if episode.done:
+            raise PreconditionFailed(
+                "The episode is over.", reason=Reason.EPISODE_DONE, remedy="Reset to start another."
+            )
+
     def _first_messages(self, task: TaskData) -> History:
         if task.messages:
             messages = task.messages.messages
@@ -297,12 +314,7 @@ class ChatEnv:
                 reason=Reason.RESPONSE_MISSING,
                 remedy="Append the policy's message to the prompt.",
             )
-        after = replace(
-            episode,
-            history=completed.require_full(),
-            step_index=episode.step_index + 1,
-            answer=answers[-1],
-        )
+        after = episode.with_answer(completed.require_full(), answers[-1])
         return Outcome(episode=after, response=response)
 
     def _add_to_view(self, episode: Episode, answered: Answered) -> Outcome:

@@ -68,6 +68,18 @@ class Episode:
         """Return a generator seeded by the seed, the step and the purpose, as in every replay."""
         return random.Random(f"{self.seed}:{self.step_index}:{purpose}")
 
+    def with_answer(self, history: History, answer: Message) -> Episode:
+        """Return the episode after one more answer of the policy."""
+        # `dataclasses.replace` takes several times as long, and each step needs it.
+        after = object.__new__(Episode)
+        put = object.__setattr__
+        for name in Episode.__slots__:
+            put(after, name, getattr(self, name))
+        put(after, "history", history)
+        put(after, "step_index", self.step_index + 1)
+        put(after, "answer", answer)
+        return after
+
     @property
     def done(self) -> bool:
         """Return whether the episode was terminated or truncated."""

@@ -85,19 +85,21 @@ def following_reset(request: pb.StepAndResetRequest) -> ResetCall:
 
 def step_call(request: pb.StepRequest) -> StepCall:
     """Return the call for a step; raise InvalidHistory when the request has several views."""
-    prompt = PromptDigest(request.prompt.length, request.prompt.digest)
+    prompt = request.prompt
     return StepCall(
         session_id=request.session_id,
         episode=request.episode,
         step_index=request.step_index,
         answered=_response_of(request),
-        prompt=prompt if request.HasField("prompt") else None,
+        prompt=PromptDigest(prompt.length, prompt.digest) if request.HasField("prompt") else None,
     )
 
 
 def _response_of(request: pb.StepRequest) -> Answered:
     """Return the one view that was sent."""
     views = [view for view in _VIEWS if request.HasField(view)]
+    if views == ["history"]:
+        return chat_history_from_proto(request.history)
     if len(views) > 1:
         raise InvalidHistory(
             f"The step holds {' and '.join(views)}.",
@@ -147,21 +149,28 @@ def _step_response(outcome: Outcome, change: PromptChange | None, **fields: Any)
         fields["change"] = _change_message(change)
         if episode.view is None and (outcome.text or outcome.tokens):
             fields |= _whole_prompt(outcome) | {"history": None}
+    # Naming a field costs as much as the rest, so those that most steps leave empty are not named.
+    if episode.done:
+        fields |= {"terminated": episode.terminated, "truncated": episode.truncated}
+    if outcome.rewards:
+        fields["rewards"] = [reward_to_proto(reward) for reward in outcome.rewards]
+    if outcome.failures:
+        fields["failures"] = [failure_to_proto(failure) for failure in outcome.failures]
+    if outcome.num_tool_calls:
+        fields["num_tool_calls"] = outcome.num_tool_calls
+    if outcome.info:
+        fields["info"] = outcome.info
     return pb.StepResponse(
         **fields,
-        rewards=[reward_to_proto(reward) for reward in outcome.rewards],
-        terminated=episode.terminated,
-        truncated=episode.truncated,
         done_reason=int(episode.done_reason),  # type: ignore[arg-type]  # enums are ints
-        failures=[failure_to_proto(failure) for failure in outcome.failures],
-        num_tool_calls=outcome.num_tool_calls,
-        info=outcome.info,
     )
 
 
 def _change_message(change: PromptChange) -> pb.PromptChange:
     added = change.added
     if isinstance(added, History):
+        if not added:
+            return pb.PromptChange(num_kept=change.num_kept)
         return pb.PromptChange(num_kept=change.num_kept, messages=map(message_to_proto, added))
     if isinstance(added, str):
         return pb.PromptChange(num_kept=change.num_kept, text=added)

@@ -55,7 +55,9 @@ if TYPE_CHECKING:
 
 _KEEP_ALIVE_S = 75
 
-_Parts: TypeAlias = tuple[str | None, ...]
+# Places in a path of the parts that are given, and of those that are parameters.
+_Fixed: TypeAlias = tuple[tuple[int, str], ...]
+_Parameters: TypeAlias = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
         endpoint: Any = Endpoint(
             route,
             getattr(servicer, route.rpc.name),
+            at_once=getattr(servicer, "at_once", {}).get(route.rpc.name),
             calls=options.calls,
             max_body_bytes=options.max_body_bytes,
         )
@@ -120,27 +123,28 @@ class _Dispatch:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        # By method and number of parts of the path: parts, None where a parameter stands.
-        self._routes: dict[tuple[str, int], list[tuple[_Parts, list[str], App]]] = {}
+        # By method and number of parts of the path.
+        self._routes: dict[tuple[str, int], list[tuple[_Fixed, _Parameters, App]]] = {}
 
     def add(self, route: Route, endpoint: App) -> None:
         """Serve a route; of two that match, the one that was added first."""
         split = route.path.split("/")
-        names = [part[1:-1] for part in split if part.startswith("{")]
-        parts = tuple(None if part.startswith("{") else part for part in split)
-        self._routes.setdefault((route.method, len(split)), []).append((parts, names, endpoint))
+        parameters = tuple((i, p[1:-1]) for i, p in enumerate(split) if p.startswith("{"))
+        fixed = tuple((i, part) for i, part in enumerate(split) if not part.startswith("{"))
+        routes = self._routes.setdefault((route.method, len(split)), [])
+        routes.append((fixed, parameters, endpoint))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http":
             split = scope["path"].split("/")
-            for parts, names, endpoint in self._routes.get((scope["method"], len(split)), ()):
-                pairs = zip(parts, split, strict=True)
-                if all(part == own or (part is None and own) for part, own in pairs):
-                    values = [own for part, own in zip(parts, split, strict=True) if part is None]
-                    scope["path_params"] = dict(zip(names, values, strict=True))
-                    await endpoint(scope, receive, send)
-                    return
+            for fixed, parameters, endpoint in self._routes.get((scope["method"], len(split)), ()):
+                if all(split[i] == part for i, part in fixed):
+                    values = {name: split[i] for i, name in parameters}
+                    if all(values.values()):
+                        scope["path_params"] = values
+                        await endpoint(scope, receive, send)
+                        return
         await self._app(scope, receive, send)
 
 

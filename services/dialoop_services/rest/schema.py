@@ -30,8 +30,9 @@ from pydantic import BaseModel, Field, create_model, model_validator
 from dialoop_services.rest.columns import CONFIG, ColumnBody, encode_column
 
 Encoder: TypeAlias = Callable[[Any], Any]
-# Name, whether the field can be unset, and how its value is encoded (None: unchanged).
-_Plan: TypeAlias = list[tuple[str, bool, Encoder | None]]
+# Name, what an empty field is encoded as (None: left out; a type is called), and how another
+# value is encoded (None: unchanged).
+_Plan: TypeAlias = list[tuple[str, Any, Encoder | None]]
 
 _F = FieldDescriptor
 _MAX_FLOAT32 = 3.4028234663852886e38
@@ -128,7 +129,7 @@ class Models:
     def _plan(self, descriptor: Descriptor) -> _Plan:
         if descriptor.full_name not in self._plans:
             self._plans[descriptor.full_name] = [
-                (field.name, field.has_presence, self._encoder_of(field))
+                (field.name, _empty_of(field), self._encoder_of(field))
                 for field in descriptor.fields
             ]
         return self._plans[descriptor.full_name]
@@ -157,16 +158,28 @@ class Models:
 
 
 def _encode(plan: _Plan, message: Message) -> dict[str, Any]:
+    # Reading an empty field of the message would cost as much as reading one that is set.
+    present = {field.name: value for field, value in message.ListFields()}
     encoded = {}
-    for name, has_presence, convert in plan:
-        if has_presence and not message.HasField(name):
-            continue
-        value = getattr(message, name)
-        if convert is not None:
-            value = convert(value)
+    for name, default, convert in plan:
+        if name in present:
+            value = present[name] if convert is None else convert(present[name])
+        else:
+            value = default() if callable(default) else default
         if value is not None:
             encoded[name] = value
     return encoded
+
+
+def _empty_of(field: FieldDescriptor) -> Any:
+    """Return what a field that is not set is encoded as."""
+    if field.has_presence:
+        return None
+    if field.is_repeated:
+        return dict if _is_map(field) else list
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[field.default_value].name
+    return "" if field.type == _F.TYPE_BYTES else field.default_value
 
 
 def _encode_all(convert: Encoder, values: Any) -> list[Any]:

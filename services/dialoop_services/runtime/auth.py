@@ -21,7 +21,8 @@ class Token:
         """Raise Unauthenticated unless the call's metadata have the token."""
         if not self._expected:
             return
-        authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
+        metadata = context.invocation_metadata() or ()
+        authorization = next((value for key, value in metadata if key == "authorization"), "")
         # Comparing takes the same time whatever was sent, so that nobody can guess step by step.
         if not hmac.compare_digest(str(authorization).encode(), self._expected):
             raise Unauthenticated(

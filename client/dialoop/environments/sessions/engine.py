@@ -24,8 +24,10 @@ from dialoop.environments.sessions.environment_calls import (
     close_episode,
     cut_step,
     failed_step,
+    immediate,
     open_within,
     try_step,
+    try_step_at_once,
 )
 from dialoop.environments.sessions.records import (
     AnsweredStep,
@@ -179,28 +181,42 @@ class SessionEngine:
 
     async def step(self, call: StepCall) -> AnsweredStep:
         """Take the policy's answer; a retry returns the first outcome and runs no tool twice."""
+        played = self.step_at_once(call)
+        if played is not None:
+            return played
         session = self.get(call.session_id)
         record = session.record_for(call)
         stored = record.steps.get(call.step_index)
         replayed = stored is not None
         if stored is None:
             self._require_room()
-            work = asyncio.create_task(self._play(session, record, call))
-            stored = record.steps[call.step_index] = StoredStep(record.content_of(call), work)
-        stored.num_waiting += 1
-        try:
-            await asyncio.sleep(0)  # a quick environment has answered by now: it needs no timer
-            if not stored.work.done():
-                stored.limit(self._limits.step_timeout_s)
-                await asyncio.wait((stored.work,))  # and not the work itself: see `reset`
-        finally:
-            stored.num_waiting -= 1
-            if not stored.num_waiting and not stored.work.done():
-                loop = asyncio.get_running_loop()
-                loop.call_later(self._limits.abandon_s, stored.abandon)
-        outcome = _result_of(stored.work, session)
+            stored = record.steps[call.step_index] = StoredStep(record.content_of(call))
+            stored.work = asyncio.create_task(self._play(session, record, call))
+        outcome = stored.outcome or await self._wait_for(stored, session)
         self._touch(session)
         return AnsweredStep(call=call, record=record, outcome=outcome, replayed=replayed)
+
+    def step_at_once(self, call: StepCall) -> AnsweredStep | None:
+        """Take a step as `step` does if nothing in its environment has to wait, else return None.
+
+        Such a step needs no task. Raises what `step` raises; with None nothing has happened.
+        """
+        session = self.get(call.session_id)
+        environment = immediate(session.environment)
+        if environment is None:
+            return None
+        record = session.record_for(call)
+        stored = record.steps.get(call.step_index)
+        replayed = stored is not None
+        if stored is None:
+            self._require_room()
+            content = record.content_of(call)
+            outcome = try_step_at_once(environment, record.episode, call.answered)
+            stored = record.steps[call.step_index] = StoredStep(content, outcome)
+            self._end_step(session, record, outcome)
+        assert stored.outcome is not None  # steps of such an environment never wait
+        self._touch(session)
+        return AnsweredStep(call=call, record=record, outcome=stored.outcome, replayed=replayed)
 
     async def step_and_reset(
         self, call: StepCall, following: ResetCall
@@ -258,7 +274,7 @@ class SessionEngine:
             session.slow_reset[1].cancel()
         if session.current is not None:
             running = session.current.running
-            if running is not None:
+            if running is not None and running.work is not None:
                 running.work.cancel()
             self._close_episode(session.environment, session.current, running)
         return True
@@ -280,6 +296,23 @@ class SessionEngine:
         while True:
             await asyncio.sleep(self._limits.reap_interval_s)
             self.reap()
+
+    async def _wait_for(self, stored: StoredStep, session: Session) -> Outcome:
+        """Wait for a step under way; it goes on if the caller is cancelled meanwhile."""
+        work = stored.work
+        assert work is not None
+        stored.num_waiting += 1
+        try:
+            await asyncio.sleep(0)  # a quick environment has answered by now: it needs no timer
+            if not work.done():
+                stored.limit(self._limits.step_timeout_s)
+                await asyncio.wait((work,))  # and not the work itself: see `reset`
+        finally:
+            stored.num_waiting -= 1
+            if not stored.num_waiting and not work.done():
+                loop = asyncio.get_running_loop()
+                loop.call_later(self._limits.abandon_s, stored.abandon)
+        return _result_of(work, session)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -381,6 +414,7 @@ class SessionEngine:
     ) -> Outcome | DialoopError:
         """Do the work of one step; a bad request changes nothing."""
         environment = session.environment
+        stored = record.steps[call.step_index]
         self._num_working += 1
         try:
             outcome = await try_step(environment, record.episode, call.answered)
@@ -388,7 +422,7 @@ class SessionEngine:
             del record.steps[call.step_index]
             return error
         except asyncio.CancelledError as cancelled:
-            task, cut_reason = asyncio.current_task(), record.steps[call.step_index].cut_reason
+            task, cut_reason = asyncio.current_task(), stored.cut_reason
             if task is None or not cut_reason:
                 raise
             task.uncancel()
@@ -401,11 +435,15 @@ class SessionEngine:
             )
         finally:
             self._num_working -= 1
-        record.episode = outcome.episode
-        if outcome.episode.done:
-            self._close_episode(environment, record)
+        stored.outcome = outcome
+        self._end_step(session, record, outcome)
         self._touch(session)
         return outcome
+
+    def _end_step(self, session: Session, record: EpisodeRecord, outcome: Outcome) -> None:
+        record.episode = outcome.episode
+        if outcome.episode.done:
+            self._close_episode(session.environment, record)
 
     def _close_episode(
         self,
@@ -421,7 +459,7 @@ class SessionEngine:
             return
 
         async def close() -> None:
-            if running is not None:
+            if running is not None and running.work is not None:
                 await asyncio.wait((running.work,))
             await close_episode(environment, record.episode)
 

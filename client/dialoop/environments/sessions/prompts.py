@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from hashlib import blake2b
+from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from dialoop.chat import History
 
 if TYPE_CHECKING:
+    from dialoop.chat import Message
     from dialoop.environments.episode import Episode
     from dialoop.environments.modes import Answered
 
@@ -116,8 +118,9 @@ def full_of(prompt: Prompt, answered: Answered) -> Prompt:
 
 def change_of(full: Prompt, after: Prompt) -> PromptChange:
     """Return the next prompt `after` as a difference from the step's full."""
-    if starts_with(after, full):
-        return PromptChange(len(full), after[len(full) :])
+    num_full = len(full)
+    if _equal(after[:num_full], full):
+        return PromptChange(num_full, after[num_full:])
     shared = min(len(full), len(after))
     same = (i for i in range(shared) if not _equal(full[i : i + 1], after[i : i + 1]))
     num_kept = next(same, shared)
@@ -126,6 +129,8 @@ def change_of(full: Prompt, after: Prompt) -> PromptChange:
 
 def starts_with(prompt: Prompt, start: Prompt) -> bool:
     """Return whether a prompt begins with another one."""
+    if isinstance(prompt, History) and isinstance(start, History):
+        return prompt.starts_with(start)
     return _equal(prompt[: len(start)], start)
 
 
@@ -139,6 +144,8 @@ def join(prompt: Prompt, added: Prompt) -> Prompt:
 
 
 def _equal(left: Prompt, right: Prompt) -> bool:
+    if isinstance(left, History) and isinstance(right, History):
+        return left.messages == right.messages
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         return np.array_equal(left, right)
     return bool(_tuple(left) == _tuple(right))
@@ -149,10 +156,19 @@ def _tuple(values: Prompt) -> Any:
     return tuple(values.tolist()) if isinstance(values, np.ndarray) else values
 
 
+def _line_of(message: Message) -> str:
+    """Return a message's chat dict as a line of JSON with sorted keys."""
+    chat = message.to_chat()
+    if len(chat) == 2 and isinstance(message.content, str):  # as nearly always: a third of the time
+        content = encode_basestring_ascii(message.content)
+        return f'{{"content":{content},"role":{encode_basestring_ascii(message.role)}}}\n'
+    return _to_json(chat) + "\n"
+
+
 def _bytes_of(part: Prompt) -> bytes:
     """Return what the digest covers of a part; `PromptDigest` in the proto says the same."""
     if isinstance(part, History):
-        return "".join([_to_json(message.to_chat()) + "\n" for message in part]).encode()
+        return "".join([_line_of(message) for message in part.messages]).encode()
     if isinstance(part, str):
         return part.encode("utf-8", "surrogatepass")
     return np.asarray(part, dtype="<i4").tobytes()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dialoop.environments.modes import Answered
     from dialoop.environments.sessions.prompts import PromptChange, PromptDigest
     from dialoop.environments.tasks.choosing import TaskChoice
-from dialoop.errors import DialoopError
+    from dialoop.errors import DialoopError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,22 +85,28 @@ class AnsweredStep:
 
 @dataclass(slots=True)
 class StoredStep:
-    """The first request of a step index: what the policy sent, and its work, done or under way.
+    """The first request of a step index: what the policy sent, and its outcome or its work.
 
-    The work returns a bad request's error instead of raising it, since no caller may be left.
-    `num_waiting` counts the callers that wait for its outcome. `cut_reason` says why the work was
-    cancelled: STEP_TIMEOUT or STEP_CANCELLED.
+    A step that is answered at once has no work. The work returns a bad request's error instead of
+    raising it, since no caller may be left. `num_waiting` counts the callers that wait for its
+    outcome. `cut_reason` says why the work was cancelled: STEP_TIMEOUT or STEP_CANCELLED.
     """
 
     content: Any
-    work: asyncio.Task[Outcome | DialoopError]
+    outcome: Outcome | None = None
+    work: asyncio.Task[Outcome | DialoopError] | None = None
     num_waiting: int = 0
     cut_reason: Reason | None = None
     has_timer: bool = False
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether its work is under way."""
+        return self.work is not None and not self.work.done()
+
     def limit(self, timeout_s: float) -> None:
         """Cancel the work after `timeout_s` seconds; later calls change nothing."""
-        if not self.has_timer:
+        if not self.has_timer and self.work is not None:
             self.has_timer = True
             timer = asyncio.get_running_loop().call_later(timeout_s, self._cut, Reason.STEP_TIMEOUT)
             self.work.add_done_callback(lambda _: timer.cancel())
@@ -111,7 +117,7 @@ class StoredStep:
             self._cut(Reason.STEP_CANCELLED)
 
     def _cut(self, reason: Reason) -> None:
-        if not (self.work.done() or self.cut_reason):
+        if self.work is not None and not (self.work.done() or self.cut_reason):
             self.cut_reason = reason
             self.work.cancel()
 
@@ -139,17 +145,20 @@ class EpisodeRecord:
     def running(self) -> StoredStep | None:
         """Return the step under way, which is the last one, or None."""
         last = self.steps.get(len(self.steps) - 1)
-        return None if last is None or last.work.done() else last
+        return last if last is not None and last.is_running else None
 
     def episode_before(self, step_index: int) -> Episode:
         """Return the episode as it was before a step that is stored, or that comes next."""
         stored = self.steps.get(step_index - 1)
-        outcome = None if stored is None else stored.work.result()
-        assert not isinstance(outcome, DialoopError)  # a step that was refused is not stored
-        return self.opening.episode if outcome is None else outcome.episode
+        if stored is None:
+            return self.opening.episode
+        assert stored.outcome is not None  # a step that was refused is not stored
+        return stored.outcome.episode
 
     def digest_before(self, step_index: int) -> PromptDigest:
         """Return the digest of the prompt before a step that is stored, or that comes next."""
+        if step_index < len(self._digests):
+            return self._digests[step_index]
         for number in range(len(self._digests), step_index + 1):
             prompt = prompt_of_episode(self.episode_before(number))
             before = prompt_of_episode(self.episode_before(max(0, number - 1)))
@@ -248,7 +257,7 @@ class Session:
         if record is None:
             raise refusals.step_gap(f"Episode {call.episode}", self.episode_number + 1)
         stored = record.steps.get(call.step_index)
-        if record.stored_for(call) is not None:
+        if stored is not None and record.stored_for(call) is not None:
             return record
         if record.running is not None:
             raise refusals.session_busy(self.session_id)
@@ -262,5 +271,7 @@ class Session:
         return record
 
     def _record_of(self, episode: int) -> EpisodeRecord | None:
-        records = (self.current, self.previous)
-        return next((r for r in records if r is not None and r.number == episode), None)
+        for record in (self.current, self.previous):
+            if record is not None and record.reset_call.episode == episode:
+                return record
+        return None
