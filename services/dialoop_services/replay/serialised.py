@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 def number_of(message: Any, field: str) -> int:
+    """Return the number of a field of a message."""
     return int(message.DESCRIPTOR.fields_by_name[field].number)
 
 

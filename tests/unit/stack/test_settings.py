@@ -220,8 +220,8 @@ def test_a_loss_is_named_in_the_table_and_nowhere_else() -> None:
     names = set(LOSSES) - {"sft"}
     for folder in ("services/dialoop_services", "client/dialoop"):
         for path in (ROOT / folder).rglob("*.py"):
-            # A preset chooses a loss, as a user's file does; the others have names of torchrl, TRL and
-            # verl.
+            # A preset chooses a loss, as a user's file does; the others have names of torchrl, TRL
+            # and verl.
             if path.name in (
                 "losses.py",
                 "presets.py",
