@@ -157,12 +157,20 @@ def _add_show(commands: Commands) -> None:
     show.add_argument("path", type=Path, help="a run's directory or a trajectories.jsonl")
     show.add_argument("--task", default="", help="only trajectories of this task key")
     show.add_argument("--id", default="", help="only those whose id begins with this")
-    show.add_argument(
-        "--label", default="", help="only those with this label, such as after_greedy"
-    )
-    show.add_argument(
-        "--outcome", default="", help="only those with this outcome: trained, evaluation, ..."
-    )
+    for name, text in (
+        ("--label", "only those with this label, such as after_greedy"),
+        ("--outcome", "only those with this outcome: trained, evaluation, ..."),
+        ("--environment", "only those of this environment"),
+        ("--stop-reason", "only those of which a turn ended so: STOP, LENGTH, CONTEXT_FULL, ..."),
+        ("--owner", "only those with a failure of this owner: TOOL, INFERENCE, ...; ANY"),
+        ("--text", "only those whose messages contain this"),
+        ("--reward", "only those with a reward in this range: 1, 0.5:, :0, or 0:0.5"),
+        ("--staleness", "range of policy versions by which the oldest token lagged"),
+        ("--version", "range of policy versions that sampled it"),
+        ("--length", "range of sampled tokens"),
+        ("--step", "range of train steps"),
+    ):
+        show.add_argument(name, default="", help=text)
     which = show.add_mutually_exclusive_group()
     which.add_argument(
         "--index", type=int, default=-1, help="show the n-th of those (-1, the newest)"
@@ -170,6 +178,9 @@ def _add_show(commands: Commands) -> None:
     which.add_argument("--best", action="store_true", help="show the one with the highest reward")
     which.add_argument("--worst", action="store_true", help="show the one with the lowest reward")
     show.add_argument("--tokens", action="store_true", help="add a line for each token")
+    show.add_argument("--list", action="store_true", help="print a line for each that matches")
+    show.add_argument("--group", action="store_true", help="print its whole group, a line each")
+    show.add_argument("--json", action="store_true", help="print JSON, a trajectory a line")
     show.set_defaults(module="show", function="show")
 
 

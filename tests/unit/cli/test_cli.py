@@ -208,6 +208,37 @@ def test_show_finds_a_trajectory(arguments, shown, capsys):
     assert shown in capsys.readouterr().out
 
 
+def test_show_has_the_consoles_filters_and_lists_as_json(capsys):
+    tool = {"owner": "TOOL", "reason": "TOOL_TIMEOUT", "message": "late"}
+    other = row(trajectory_id="ffe1", reward=0.0, failures=[tool], environment="web")
+    write_rows(row(), other, row(trajectory_id="last", messages=[]))
+    for words, ids in (
+        (["--reward", ":0.5"], ["ffe1"]),
+        (["--owner", "ANY"], ["ffe1"]),
+        (["--environment", "arithmetic", "--length", "1"], ["abc", "last"]),
+        (["--version", "5:"], []),
+        (["--text", "1+2"], ["abc", "ffe1"]),
+    ):
+        assert main(["show", ".", "--list", "--json", *words]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [line["trajectory_id"] for line in lines] == ids
+    assert main(["show", ".", "--reward", "much"]) == 2
+    assert "reward is 'much'" in capsys.readouterr().err
+    assert main(["show", ".", "--json", "--worst"]) == 0
+    assert json.loads(capsys.readouterr().out) == other
+
+
+def test_show_prints_a_group_and_nothing_that_steers_the_terminal(capsys):
+    answer = [{"role": "assistant", "content": "\x1b]0;title\x07red"}]
+    group = [row(trajectory_id=name, group_id="g/1", messages=answer) for name in ("a1", "b2")]
+    write_rows(*group, row(trajectory_id="c3", group_id="g/2"))
+    assert main(["show", ".", "--group", "--id", "a1"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert "advantage" in head
+    assert [line.split()[1] for line in lines] == ["a1", "b2"]
+    assert all("\x1b" not in line and "red" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from dialoop.runs.metric_rows import is_kept
+
 if TYPE_CHECKING:
     from pathlib import Path
 
-_ONCE = ("before_", "after_")
 _LABELS = ("before_sampled", "running", "after_sampled")
 
 
@@ -68,14 +69,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if row["kind"] == "restore":
-            rows = [earlier for earlier in rows if _is_kept(earlier, row)]
+            rows = [earlier for earlier in rows if is_kept(earlier, row)]
         rows.append(row)
     return rows
-
-
-def _is_kept(row: dict[str, Any], restore: dict[str, Any]) -> bool:
-    """Return whether the restored checkpoint contains the step of a row."""
-    if row["kind"] == "warm_start":
-        return bool(row["train_step"] <= restore["num_warm_start_steps"])
-    again = row.get("label", "").startswith(_ONCE) and row["label"] not in restore["evaluations"]
-    return bool(row["train_step"] <= restore["train_step"] and not again)

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
+from dialoop.runs.metric_rows import numbers_of
 from dialoop.user_functions import loop_of_users, raised_at, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from dialoop_services.trainer.settings import TrainerSettings
@@ -181,22 +182,6 @@ def _start(name: str, maker: Callable[[TrackedRun], Tracker], run: TrackedRun) -
                 "dialoop_services.trainer.records.trackers says.",
             )
     return tracker
-
-
-def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return a row's numbers as {"train/reward": 0.5, "train/by_staleness/0/ratio": 1.0}."""
-    label = f"{row['kind']}/{row['label']}" if "label" in row else str(row["kind"])
-    skipped = ("time", "train_step", "kind", "label")
-    return dict(_numbers({k: v for k, v in row.items() if k not in skipped}, label))
-
-
-def _numbers(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        path = f"{prefix}/{name}"
-        if isinstance(value, dict):
-            yield from _numbers(value, path)
-        elif isinstance(value, (int, float)):
-            yield path, float(value)
 
 
 def _public_settings(settings: TrainerSettings) -> dict[str, Any]:
