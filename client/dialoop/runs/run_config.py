@@ -1,0 +1,73 @@
+"""What a run was started with: run.json as flat keys, and where several runs differ."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import DialoopError
+from dialoop.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+RUN_FILE = "run.json"
+SUMMARY_FILE = "summary.json"
+MISSING = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigLine:
+    """One key, its value in each run as JSON text ("-" where it has none), and if they differ."""
+
+    key: str
+    values: tuple[str, ...]
+    differs: bool
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """Return run.json; {} where it is missing or torn."""
+    return _read_object(run_dir / RUN_FILE)
+
+
+def flat_config(run_dir: Path) -> dict[str, str]:
+    """Return each key of the run's config with its value as JSON, then the packages' versions."""
+    config = dict(_flat(read_run(run_dir).get("config", {}), ""))
+    versions = _read_object(run_dir / SUMMARY_FILE).get("versions", {})
+    return config | dict(_flat(versions, "versions."))
+
+
+def compare_configs(configs: Sequence[Mapping[str, str]]) -> tuple[ConfigLine, ...]:
+    """Return a line for each key of any config, in the order of the first that has it."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    lines = ((key, tuple(config.get(key, MISSING) for config in configs)) for key in keys)
+    return tuple(
+        ConfigLine(key=key, values=values, differs=len(set(values)) > 1) for key, values in lines
+    )
+
+
+def tokenizer_of(run_dir: Path) -> Tokenizer | None:
+    """Return the tokenizer of the run's model, or None where it is gone."""
+    try:
+        config = json.loads((run_dir / RUN_FILE).read_text("utf-8"))["config"]
+        return Tokenizer.from_directory(Path(config["model"]["directory"] or run_dir / "model"))
+    except (OSError, ValueError, KeyError, TypeError, DialoopError):
+        return None
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value, ensure_ascii=False)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
