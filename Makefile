@@ -3,7 +3,7 @@ BIN := .venv/bin
 SEED ?=
 ONLY ?=
 
-.PHONY: setup demo learn models up test test-heavy check proto bench
+.PHONY: setup demo learn models up test test-heavy check proto console bench
 
 setup:  ## make or update .venv
 	@infra/setup.sh
@@ -27,7 +27,7 @@ test: setup  ## all tests but the heavy ones, which are listed first; the slowes
 test-heavy: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m heavy
 
-check: setup  ## format, lint, types, layers, protos, generated code, rooms
+check: setup  ## format, lint, types, layers, protos, generated code, the console's page, rooms
 	$(BIN)/ruff format --check --exclude '*.md' .  # snippets align their comments by hand
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -35,11 +35,15 @@ check: setup  ## format, lint, types, layers, protos, generated code, rooms
 	$(BIN)/buf lint proto
 	$(BIN)/buf format proto --diff --exit-code
 	infra/check_generated.sh
+	infra/check_console.sh
 	$(BIN)/python infra/check_rooms.py
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 
 proto: setup  ## generate client/dialoop/v1 from proto/
 	infra/generate_protos.sh
+
+console:  ## build the console's page from console/ (needs npm; its result is committed)
+	cd console && npm ci --no-audit --no-fund && npm run build
 
 bench: setup  ## every benchmark; the figures go to runs/bench/<name>.json
 	@mkdir -p runs/bench

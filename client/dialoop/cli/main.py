@@ -57,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
     _add_play(commands)
     _add_env(commands)
     _add_show(commands)
+    console = commands.add_parser("console", help="serve a page that shows runs, token by token")
+    console.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
+    console.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    console.add_argument("--port", default="0", help="port to listen on (a free one)")
+    console.set_defaults(module="stack", function="console", root=ROOT)
     doctor = commands.add_parser(
         "doctor", help="show what this machine can run and what is missing"
     )

@@ -1,4 +1,4 @@
-"""Run `dialoop up`, `down`, `train`, `export`, `config`: commands with their own process."""
+"""Run `dialoop up`, `down`, `train`, `export`, `config`, `console` in their own processes."""
 
 from __future__ import annotations
 
@@ -64,6 +64,13 @@ def export(arguments: argparse.Namespace) -> int:
     words += ["--merged"] if arguments.merged else []
     words += ["--base", arguments.base] if arguments.base else []
     return _become(words, module="dialoop_services.trainer.publish.export")
+
+
+def console(arguments: argparse.Namespace) -> int:
+    """Serve the console of runs."""
+    run_dirs = (run if Path(run).is_dir() else str(arguments.root / run) for run in arguments.runs)
+    words = ["--host", arguments.host, "--port", arguments.port, "--", *run_dirs]
+    return _become(words, module="dialoop_services.console")
 
 
 def down(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,7 @@
 """Which trajectories of a run somebody wants to see: the same words on the console and in `show`.
 
-filters = Filters.of({"outcome": "trained", "reward": ":0.5", "owner": "TOOL", "text": "import"})
-filters.accepts(summary, text)      # a plain pass over trajectories.jsonl
-filters.where()                     # ("outcome = ? AND reward <= ? AND ...", [...]): the index
+`Filters.of({"outcome": "trained", "reward": ":0.5"})` is asked by `accepts` in a plain pass over
+trajectories.jsonl, and by `where` in the index.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The index of a run: SQLite beside it, made from the run's files and never the other way round.
 
-index = RunIndex(Path("runs/demo"))
-index.catch_up()
-index.page(Filters.of({"outcome": "trained"}), sort="-reward", limit=50)
-
-It holds a summary of each trajectory, the words of its messages, the numbers of metrics.jsonl, and
-where each line lies. Token numbers stay in trajectories.jsonl and are read from there by offset.
+`RunIndex(run_dir).catch_up()` makes it or reads on; `page(Filters())` asks it. It holds a summary
+of each trajectory, the words of its messages, the numbers of metrics.jsonl, and where each line
+lies. Token numbers stay in trajectories.jsonl and are read from there by offset.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 RUN_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
 MISSING = "-"
+HIDDEN = '"(hidden)"'
+_SECRET = re.compile(r"(?:^|[._])(?:token|secret|password|api_?key)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,8 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")
+        elif value and isinstance(value, str) and _SECRET.search(name):
+            yield f"{prefix}{name}", HIDDEN
         else:
             yield f"{prefix}{name}", json.dumps(value, ensure_ascii=False)
 

@@ -1,7 +1,7 @@
 """What a list shows of a trajectory: one line of trajectories.jsonl without its tokens.
 
-summary = summary_of(json.loads(line), number=1)
-summary.reward, summary.stop_reasons, summary.num_sampled    # 1.0, ("STOP",), 6
+`summary_of(json.loads(line), number=1)` has the reward, the stop reasons, the number of sampled
+tokens, and what else a filter asks for.
 """
 
 from __future__ import annotations

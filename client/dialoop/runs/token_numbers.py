@@ -1,7 +1,7 @@
 """What engine and trainer know of each token of a trajectory, as columns of equal length.
 
-page = token_page(row, tokenizer=tokenizer, debug_rows=index.debug_rows(row["trajectory_id"]))
-page.texts[5], page.logprobs[5], page.trainer_logprobs[5]     # " 12", -0.25, -0.24
+`token_page(row)` reads them from a line of trajectories.jsonl, and the trainer's log-probs from the
+lines of debug_table.jsonl that it is handed.
 """
 
 from __future__ import annotations

@@ -37,11 +37,15 @@ _POLICY_VIOLATION = 1008
 class Guard:
     """An ASGI application around another that lets only allowed requests in.
 
-    `refuse` answers the others, by default with problem documents.
+    `refuse` answers the others, by default with problem documents. Paths that begin with `assets`
+    are open without a token.
     """
 
-    def __init__(self, app: App, token: str, refuse: Refuse | None = None) -> None:
+    def __init__(
+        self, app: App, token: str, refuse: Refuse | None = None, *, assets: str = ASSETS
+    ) -> None:
         self._app = app
+        self._assets = assets
         self._refuse = refuse or _send_problem
         self._expected = f"Bearer {token}".encode() if token else b""
 
@@ -65,7 +69,7 @@ class Guard:
         self, scope: Scope, headers: Mapping[bytes, bytes]
     ) -> Unauthenticated | None:
         path = scope["path"]
-        if path in HEALTH or path in DOCUMENTS or path.startswith(ASSETS):
+        if path in HEALTH or path in DOCUMENTS or path.startswith(self._assets):
             return None
         authorization = headers.get(b"authorization", b"")
         if scope["type"] == "websocket":

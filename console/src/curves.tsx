@@ -1,0 +1,203 @@
+// Metrics of one or several runs over each other, by step, by time or by policy version.
+
+import { useEffect, useRef } from "preact/hooks";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import { query, type Run, type Series } from "./api";
+import { go, useAnswer, useKeys, type Address } from "./hooks";
+import { number, Problem } from "./texts";
+
+const AXES: [string, string][] = [
+  ["step", "train step"],
+  ["time", "time since the run's first row"],
+  ["version", "policy version"],
+];
+const FIRST = [
+  "train/reward",
+  "evaluation/running/mean_reward",
+  "train/staleness_mean",
+  "train/fresh_mismatch_kl",
+  "train/entropy",
+  "train/response_tokens_mean",
+];
+const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+// Lines differ in their dashes as well, so that no colour has to be told from another.
+const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [1, 5]];
+
+type Props = { runs: Run[]; run: Run; address: Address; theme: string };
+
+export function Curves({ runs, run, address, theme }: Props) {
+  const { values } = address;
+  const chosen = values.getAll("run").filter((name) => runs.some((each) => each.name === name));
+  const shown = chosen.length ? chosen : [run.name];
+  const version = runs.map((each) => each.progress.num_bytes).join();
+  const path = `runs/${encodeURIComponent(run.name)}/metrics`;
+  const names = useAnswer<{ names: string[] }>(path, version).value?.names ?? [];
+  const wanted = values.getAll("name");
+  const picked = wanted.length ? wanted : FIRST.filter((name) => names.includes(name));
+  const axis = values.get("x") ?? "step";
+  const asked = query([
+    ...shown.map((name): [string, string] => ["run", name]),
+    ...picked.map((name): [string, string] => ["name", name]),
+  ]);
+  const curves = useAnswer<{ series: Series[] }>(picked.length ? `curves?${asked}` : null, version);
+  const set = (name: string, all: string[]) => {
+    const next = new URLSearchParams(values);
+    next.delete(name);
+    for (const each of all) next.append(name, each);
+    go("curves", next);
+  };
+  const flip = (all: string[], name: string) =>
+    all.includes(name) ? all.filter((each) => each !== name) : [...all, name];
+  const nextAxis = () => {
+    const place = AXES.findIndex(([name]) => name === axis);
+    set("x", [AXES[(place + 1) % AXES.length][0]]);
+  };
+  useKeys({ x: nextAxis, "/": () => document.getElementById("series-0")?.focus() });
+  return (
+    <main class="with-side">
+      <aside class="side">
+        <fieldset>
+          <legend>Runs</legend>
+          {runs.map((each) => (
+            <label>
+              <input
+                type="checkbox"
+                checked={shown.includes(each.name)}
+                onChange={() => set("run", flip(shown, each.name))}
+              />
+              {each.name}
+            </label>
+          ))}
+        </fieldset>
+        <fieldset>
+          <legend>Over (x)</legend>
+          {AXES.map(([name, title]) => (
+            <label>
+              <input
+                type="radio"
+                name="axis"
+                checked={axis === name}
+                onChange={() => set("x", [name])}
+              />
+              {title}
+            </label>
+          ))}
+        </fieldset>
+        <fieldset>
+          <legend>Metrics (/)</legend>
+          {names.map((name, index) => (
+            <label>
+              <input
+                id={`series-${index}`}
+                type="checkbox"
+                checked={picked.includes(name)}
+                onChange={() => set("name", flip(picked, name))}
+              />
+              {name}
+            </label>
+          ))}
+        </fieldset>
+      </aside>
+      <div class="charts">
+        {curves.error && <Problem text={curves.error.message} />}
+        {names.length === 0 && <p>The run has no metrics yet.</p>}
+        {picked.map((name) => (
+          <Chart
+            key={name}
+            name={name}
+            axis={axis}
+            theme={theme}
+            runs={shown}
+            series={(curves.value?.series ?? []).filter((each) => each.name === name)}
+          />
+        ))}
+      </div>
+    </main>
+  );
+}
+
+type ChartProps = { name: string; axis: string; theme: string; runs: string[]; series: Series[] };
+
+function Chart({ name, axis, theme, runs, series }: ChartProps) {
+  const place = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    const element = place.current;
+    if (!element || series.every((each) => each.value.length === 0)) return;
+    const style = getComputedStyle(document.documentElement);
+    const ink = style.getPropertyValue("--ink").trim();
+    const line = style.getPropertyValue("--line").trim();
+    const ticks: uPlot.Axis = {
+      stroke: ink,
+      grid: { stroke: line, width: 1 },
+      ticks: { stroke: line },
+      values: (_, splits) => splits.map((value) => number(value, 3)),
+    };
+    const chart = new uPlot(
+      {
+        width: element.clientWidth || 600,
+        height: 240,
+        scales: { x: { time: false } },
+        axes: [ticks, { ...ticks, size: 70 }],
+        series: [
+          { label: AXES.find(([each]) => each === axis)?.[1] ?? axis },
+          ...series.map((each) => {
+            const index = runs.indexOf(each.run);
+            return {
+              label: each.run,
+              stroke: COLOURS[index % COLOURS.length],
+              dash: DASHES[index % DASHES.length],
+              width: 2,
+              value: (_: uPlot, value: number | null) => number(value, 5),
+              spanGaps: true,
+              points: { show: each.value.length < 60 },
+            };
+          }),
+        ],
+      },
+      joined(series, axis),
+      element,
+    );
+    const resize = new ResizeObserver(() =>
+      chart.setSize({ width: element.clientWidth, height: 240 }),
+    );
+    resize.observe(element);
+    return () => {
+      resize.disconnect();
+      chart.destroy();
+    };
+  }, [series, axis, theme, runs.join()]);
+  return (
+    <section class="chart" aria-label={name}>
+      <h2>{name}</h2>
+      <p class="last">
+        {series
+          .filter((each) => each.value.length)
+          .map((each) => `${each.run}: ${number(each.value[each.value.length - 1])}`)
+          .join(", ") || "no values"}
+      </p>
+      <div ref={place} />
+    </section>
+  );
+}
+
+/** Return uPlot's columns: all x in order, and each run's values there; the last of equal x counts. */
+function joined(series: Series[], axis: string): uPlot.AlignedData {
+  const maps = series.map((each) => {
+    const start = each.time[0] ?? 0;
+    const xs = each.value.map((_, index) => {
+      if (axis === "time") return each.time[index] - start;
+      return axis === "version" ? each.policy_version[index] : each.train_step[index];
+    });
+    return new Map(xs.map((x, index) => [x, each.value[index]]));
+  });
+  const all = new Set(maps.flatMap((map) => [...map.keys()]));
+  const xs = [...all].filter((x): x is number => x !== null).sort((a, b) => a - b);
+  const columns = maps.map((map) =>
+    xs.map((x) => {
+      const value = map.get(x);
+      return typeof value === "number" ? value : null;
+    }),
+  );
+  return [xs, ...columns];
+}

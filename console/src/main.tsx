@@ -1,0 +1,154 @@
+// The console: its head, its pages by address, and the keys that work everywhere.
+
+import { render } from "preact";
+import { useState } from "preact/hooks";
+import { setToken, type Run } from "./api";
+import { Config } from "./config";
+import { Curves } from "./curves";
+import { change, go, linkTo, useAddress, useAnswer, useKeys, useTheme, useTicks } from "./hooks";
+import "./style.css";
+import { Problem } from "./texts";
+import { Trajectories } from "./trajectories";
+import { TrajectoryPage } from "./trajectory";
+
+const PAGES: [string, string][] = [
+  ["trajectories", "Trajectories"],
+  ["curves", "Curves"],
+  ["config", "Config"],
+];
+const HELP: [string, string][] = [
+  ["1, 2, 3", "Trajectories, Curves, Config"],
+  ["r", "next run"],
+  ["t", "dark or light"],
+  ["?", "this help"],
+  ["/", "first field to search in"],
+  ["Esc", "leave a field; back to the list"],
+  ["j, k, ↓, ↑", "list: next and previous row"],
+  ["Enter", "list: open the row"],
+  ["n, p", "next and previous page, of the list or of tokens"],
+  ["x", "list: clear filters; curves: next axis"],
+  ["j, k", "trajectory: next and previous of the list"],
+  ["g, G", "trajectory: next and previous of its group"],
+  ["u", "trajectory: back to the list"],
+  ["←, →", "tokens: previous and next"],
+  ["m, M", "tokens: next and previous colouring"],
+  ["s", "tokens: next sequence"],
+  ["d", "config: only differences"],
+];
+
+function Console() {
+  const address = useAddress();
+  const ticks = useTicks(2);
+  const [attempt, setAttempt] = useState(0);
+  const [isHelping, setHelping] = useState(false);
+  const [theme, flipTheme] = useTheme();
+  const { value, error } = useAnswer<{ runs: Run[] }>("runs", `${ticks}/${attempt}`);
+  const [last, setLast] = useState<Run[]>([]);
+  const runs = value?.runs ?? last;
+  if (value && value.runs !== last) setLast(value.runs);
+  const name = address.values.get("run") ?? "";
+  const run = runs.find((each) => each.name === name) ?? runs[0];
+  const switchRun = (next: string) =>
+    address.page === "trajectory" ? go("trajectories", { run: next }) : change({ run: next });
+  useKeys({
+    "?": () => setHelping(!isHelping),
+    t: flipTheme,
+    r: () => runs.length > 1 && switchRun(runs[(runs.indexOf(run) + 1) % runs.length].name),
+    ...Object.fromEntries(
+      PAGES.map(([page], index) => [`${index + 1}`, () => run && go(page, { run: run.name })]),
+    ),
+  });
+  if (error?.status === 401) return <AskToken onToken={() => setAttempt(attempt + 1)} />;
+  const isUnknown = name !== "" && run !== undefined && run.name !== name;
+  return (
+    <>
+      <header class="head">
+        <b>Dialoop console</b>
+        <nav>
+          {PAGES.map(([page, title], index) => (
+            <a
+              href={linkTo(page, run ? { run: run.name } : {})}
+              aria-current={address.page.startsWith(page.slice(0, 8)) ? "page" : undefined}
+            >
+              {title} <kbd>{index + 1}</kbd>
+            </a>
+          ))}
+        </nav>
+        <label>
+          Run
+          <select value={run?.name} onChange={(event) => switchRun(event.currentTarget.value)}>
+            {runs.map((each) => (
+              <option value={each.name}>{each.name}</option>
+            ))}
+          </select>
+        </label>
+        {run && <Reading run={run} />}
+        <span class="space" />
+        <button type="button" onClick={flipTheme}>
+          {theme === "dark" ? "Light" : "Dark"} <kbd>t</kbd>
+        </button>
+        <button type="button" aria-expanded={isHelping} onClick={() => setHelping(!isHelping)}>
+          Keys <kbd>?</kbd>
+        </button>
+      </header>
+      {isHelping && (
+        <dl class="help">
+          {HELP.map(([keys, text]) => (
+            <div>
+              <dt>
+                <kbd>{keys}</kbd>
+              </dt>
+              <dd>{text}</dd>
+            </div>
+          ))}
+        </dl>
+      )}
+      {error && <Problem text={error.message} />}
+      {isUnknown && <Problem text={`There is no run '${name}' here; this is ${run.name}.`} />}
+      {run && address.page === "trajectories" && <Trajectories run={run} address={address} />}
+      {run && address.page === "trajectory" && <TrajectoryPage run={run} address={address} />}
+      {run && address.page === "curves" && (
+        <Curves runs={runs} run={run} address={address} theme={theme} />
+      )}
+      {run && address.page === "config" && <Config runs={runs} run={run} address={address} />}
+    </>
+  );
+}
+
+function Reading({ run }: { run: Run }) {
+  const { num_bytes, num_bytes_of_run, num_bad_lines } = run.progress;
+  const percent = num_bytes_of_run ? Math.floor((100 * num_bytes) / num_bytes_of_run) : 100;
+  return (
+    <span class="reading" role="status">
+      {percent < 100 && `reading: ${percent} %`}
+      {num_bad_lines > 0 && ` ${num_bad_lines} lines cannot be read`}
+    </span>
+  );
+}
+
+function AskToken({ onToken }: { onToken: () => void }) {
+  const [token, set] = useState("");
+  return (
+    <form
+      class="ask"
+      onSubmit={(event) => {
+        event.preventDefault();
+        setToken(token);
+        onToken();
+      }}
+    >
+      <label>
+        The console's token (DIALOOP_TOKEN)
+        <input
+          type="password"
+          autocomplete="off"
+          value={token}
+          onInput={(event) => set(event.currentTarget.value)}
+        />
+      </label>
+      <button type="submit">Open</button>
+    </form>
+  );
+}
+
+render(<Console />, document.getElementById("page") as HTMLElement);

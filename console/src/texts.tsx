@@ -1,0 +1,49 @@
+// How values and model text are shown. Text of a model becomes text nodes and nothing else.
+
+import type { Summary, Value } from "./api";
+
+export function number(value: Value | undefined, digits = 4): string {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "string") return value;
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  return Number(value.toPrecision(digits)).toString();
+}
+
+export function policy(summary: Summary): string {
+  if (summary.oldest === null) return "–";
+  const range = summary.oldest === summary.newest ? "" : `…${summary.newest}`;
+  return `${summary.lineage}-${summary.oldest}${range}`;
+}
+
+export function contentText(content: unknown): string {
+  if (typeof content === "string") return content;
+  if (content === null || content === undefined) return "";
+  return JSON.stringify(content, null, 1);
+}
+
+// Characters without a shape of their own, or that turn the text around them.
+const HIDDEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+
+export function visible(text: string): string {
+  return text
+    .replace(HIDDEN, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`)
+    .replace(/\t/g, "→\t")
+    .replace(/ /g, "·")
+    .replace(/\n/g, "⏎\n");
+}
+
+export function plain(text: string): string {
+  return text.replace(
+    HIDDEN,
+    (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`,
+  );
+}
+
+export function Problem({ text }: { text: string }) {
+  return (
+    <p class="problem" role="alert">
+      {text}
+    </p>
+  );
+}

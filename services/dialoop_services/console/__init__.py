@@ -1,0 +1,5 @@
+"""The console: one local page over finished and running runs, and the JSON that it reads.
+
+Directories of runs enter; GET answers leave, never anything that changes a run. The page is built
+from `console/` at the repository's root (`make console`) and lies in `page/`.
+"""

@@ -1,0 +1,61 @@
+"""`python -m dialoop_services.console RUN...`: serve the console of runs until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dialoop.errors import DialoopError, InvalidInput, NotFound
+
+from dialoop_services.console.app import console_app
+from dialoop_services.console.watched_runs import WatchedRuns
+from dialoop_services.rest.app import RestDoor
+from dialoop_services.runtime.listening import address_of, bound_socket, require_safe_address
+from dialoop_services.runtime.process import die_with_parent
+from dialoop_services.runtime.settings import ServerSettings, load
+from dialoop_services.runtime.shutdown import StopSignal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0 after a stop, 2 for a wrong argument, 1 for any other failure."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog="dialoop console", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, help="port (0: a free one)")
+    options = parser.parse_args(arguments)
+    try:
+        settings = load(ServerSettings, host=options.host, port=options.port)
+        require_safe_address(settings)
+        with WatchedRuns(options.runs) as runs:
+            asyncio.run(_serve(settings, runs))
+    except DialoopError as error:
+        sys.stderr.write(f"dialoop: {' '.join(str(error).split())}\n")
+        return 2 if isinstance(error, (InvalidInput, NotFound)) else 1
+    return 0
+
+
+async def _serve(settings: ServerSettings, runs: WatchedRuns) -> None:
+    bound = bound_socket(settings.host, settings.port)
+    port = bound.getsockname()[1]
+    app = console_app(runs, token=settings.token.get_secret_value())
+    door = RestDoor(app, drain_s=1.0)
+    async with StopSignal() as stop:
+        await door.open(bound)
+        sys.stdout.write(f"console of {', '.join(runs.indexes)}: ")
+        sys.stdout.write(f"http://{address_of(settings.host, port)}/ (Ctrl-C stops it)\n")
+        sys.stdout.flush()
+        try:
+            await stop.wait()
+        finally:
+            await door.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""The console's routes: the page, and JSON about runs. Every one of them only reads.
+
+`console_app(runs, token="")` makes the application. Errors are problem documents, as those of the
+services. Numbers that are not finite travel as the texts "NaN", "Infinity" and "-Infinity", because
+JSON has none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import DialoopError, InvalidInput
+from dialoop.reasons import Reason
+from dialoop.runs import Filters
+from dialoop.runs.run_config import compare_configs, flat_config, read_run
+from dialoop.runs.token_numbers import MAX_TOKENS, token_page
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dialoop_services.rest.guard import Guard
+from dialoop_services.rest.problems import (
+    MethodNotAllowed,
+    RouteNotFound,
+    problem_body,
+    problem_headers,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from starlette.requests import Request
+
+    from dialoop_services.console.watched_runs import WatchedRuns
+    from dialoop_services.rest.guard import App, Receive, Scope, Send
+
+ASSETS = "/assets/"
+_MAX_GROUP = 64
+_PAGING = ("sort", "offset", "limit")
+_TYPES = {
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".html": "text/html",
+    ".svg": "image/svg+xml",
+}
+_HEADERS = [
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        b"img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cache-control", b"no-cache"),
+]
+
+
+def console_app(runs: WatchedRuns, *, token: str) -> App:
+    """Return the application behind the services' guard; the page itself needs no token."""
+    routes = _Routes(runs)
+    one_run = "/api/runs/{run}"
+    one_trajectory = f"{one_run}/trajectories/{{number}}"
+    served: dict[str, Callable[[Request], Any]] = {
+        "/api/runs": routes.runs,
+        f"{one_run}/choices": routes.choices,
+        f"{one_run}/trajectories": routes.trajectories,
+        one_trajectory: routes.trajectory,
+        f"{one_trajectory}/tokens": routes.tokens,
+        f"{one_trajectory}/group": routes.group,
+        f"{one_run}/metrics": routes.metrics,
+        "/api/curves": routes.curves,
+        "/api/config": routes.config,
+    }
+    app: Any = Starlette(
+        routes=[
+            *(Route(path, _answering(make)) for path, make in served.items()),
+            *(Route(path, _serving(*content)) for path, content in _page().items()),
+        ],
+        exception_handlers={
+            DialoopError: _refuse,
+            404: lambda _, __: _problem(_NO_ROUTE),
+            405: lambda _, __: _problem(_READ_ONLY),
+        },
+    )
+    app.router.redirect_slashes = False
+    return _with_headers(Guard(app, token, assets=ASSETS))
+
+
+_NO_ROUTE = RouteNotFound("The console has no such route.", remedy="Open / in a browser.")
+_READ_ONLY = MethodNotAllowed("The console only reads.", remedy="Use GET.")
+
+
+class _Routes:
+    """What each route answers, as values for JSON."""
+
+    def __init__(self, runs: WatchedRuns) -> None:
+        self._runs = runs
+
+    def runs(self, _: Request) -> Any:
+        """List the runs with what they are and how far their indexes are."""
+        listed = []
+        for name, index in self._runs.indexes.items():
+            facts = read_run(index.run_dir)
+            listed.append(
+                {
+                    "name": name,
+                    "path": str(index.run_dir),
+                    "run_id": facts.get("run_id", ""),
+                    "started": facts.get("started"),
+                    "progress": asdict(index.progress()),
+                }
+            )
+        return {"runs": listed}
+
+    def choices(self, request: Request) -> Any:
+        """List the values that filters of a run can have."""
+        return self._runs.index_of(request.path_params["run"]).choices()
+
+    def trajectories(self, request: Request) -> Any:
+        """Return a page of the trajectories that match the query."""
+        query = request.query_params
+        filters = Filters.of({k: v for k, v in query.items() if k not in _PAGING})
+        page = self._runs.index_of(request.path_params["run"]).page(
+            filters,
+            sort=query.get("sort", "-number"),
+            offset=_whole(query, "offset", 0),
+            limit=_whole(query, "limit", 50),
+        )
+        return asdict(page)
+
+    def trajectory(self, request: Request) -> Any:
+        """Return a trajectory without its tokens."""
+        index = self._runs.index_of(request.path_params["run"])
+        number = _whole(request.path_params, "number", 0)
+        row = index.row(number)
+        return {
+            "summary": asdict(index.summary(number)),
+            **{k: v for k, v in row.items() if k != "sequences"},
+            "sequences": [
+                {
+                    "num_tokens": len(sequence["token_ids"]),
+                    "fork_cause": sequence.get("fork_cause", "NONE"),
+                    "advantage": sequence.get("advantage"),
+                }
+                for sequence in row["sequences"]
+            ],
+        }
+
+    def tokens(self, request: Request) -> Any:
+        """Return what is known of each token of a sequence."""
+        name, query = request.path_params["run"], request.query_params
+        index = self._runs.index_of(name)
+        row = index.row(_whole(request.path_params, "number", 0))
+        page = token_page(
+            row,
+            sequence=_whole(query, "sequence", 0),
+            start=_whole(query, "start", 0),
+            limit=_whole(query, "limit", MAX_TOKENS),
+            tokenizer=self._runs.tokenizer_of(name),
+            debug_rows=index.debug_rows(row["trajectory_id"]),
+        )
+        return asdict(page)
+
+    def group(self, request: Request) -> Any:
+        """Return the trajectories of the same group and outcome, with their messages."""
+        index = self._runs.index_of(request.path_params["run"])
+        summary = index.summary(_whole(request.path_params, "number", 0))
+        # A group that was played again in a later epoch may have the same id.
+        filters = Filters.of(
+            {"group_id": summary.group_id, "step": str(summary.train_step)}
+            if summary.group_id
+            else {"trajectory_id": summary.trajectory_id}
+        )
+        page = index.page(filters, sort="number", limit=_MAX_GROUP)
+        members = []
+        for member in page.summaries:
+            row = index.row(member.number)
+            chosen = {name: row.get(name, []) for name in ("messages", "turns", "failures")}
+            members.append({"summary": asdict(member), **chosen})
+        return {"total": page.total, "members": members}
+
+    def metrics(self, request: Request) -> Any:
+        """List the names of a run's series."""
+        return {"names": self._runs.index_of(request.path_params["run"]).metric_names()}
+
+    def curves(self, request: Request) -> Any:
+        """Return series of several runs, a column per number."""
+        query = request.query_params
+        series = []
+        for run, index in self._runs.indexes_of(query.getlist("run")).items():
+            for name in query.getlist("name"):
+                points = index.points(name)
+                columns = ("time", "train_step", "policy_version", "value")
+                values = {c: [getattr(point, c) for point in points] for c in columns}
+                series.append({"run": run, "name": name, **values})
+        return {"series": series}
+
+    def config(self, request: Request) -> Any:
+        """Return the configs of runs, key by key, and where they differ."""
+        indexes = self._runs.indexes_of(request.query_params.getlist("run"))
+        lines = compare_configs([flat_config(index.run_dir) for index in indexes.values()])
+        return {"runs": list(indexes), "lines": [asdict(line) for line in lines]}
+
+
+def _whole(values: Mapping[str, Any], name: str, default: int) -> int:
+    text = str(values.get(name, default))
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise InvalidInput(
+            f"{name} is '{text[:40]}'.",
+            reason=Reason.INVALID_FIELD,
+            remedy="Give a whole number from 0 on.",
+        )
+    return int(text)
+
+
+def _answering(make: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """Return an endpoint, which Starlette runs in a thread since it waits for files."""
+
+    def answer(request: Request) -> Response:
+        return Response(_json(make(request)), media_type="application/json")
+
+    return answer
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_spelled_out(value), separators=(",", ":")).encode()
+
+
+def _spelled_out(value: Any) -> Any:
+    """Return the value with numbers that are not finite as texts that JavaScript reads."""
+    if isinstance(value, dict):
+        return {key: _spelled_out(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelled_out(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _page() -> dict[str, tuple[bytes, str]]:
+    """Return path -> content and type of the page's files; nothing else can be asked for."""
+    folder = resources.files("dialoop_services.console") / "page"
+    files = {"/": folder / "index.html"}
+    assets = folder / "assets"
+    files |= {f"{ASSETS}{file.name}": file for file in assets.iterdir()}
+    return {
+        path: (file.read_bytes(), _TYPES.get(f".{file.name.rpartition('.')[2]}", "text/plain"))
+        for path, file in files.items()
+    }
+
+
+def _serving(content: bytes, media_type: str) -> Callable[[Request], Response]:
+    def serve(_: Request) -> Response:
+        return Response(content, media_type=media_type)
+
+    return serve
+
+
+def _refuse(_: Request, error: Exception) -> Response:
+    return _problem(error)
+
+
+def _problem(error: Any) -> Response:
+    headers = {name.decode(): value.decode() for name, value in problem_headers(error)}
+    return Response(problem_body(error), status_code=int(error.http_status), headers=headers)
+
+
+def _with_headers(app: App) -> App:
+    """Return the application with the headers that keep a browser from anything but this page."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *_HEADERS]}
+            await send(message)
+
+        await app(scope, receive, send_with_headers)
+
+    return serve
