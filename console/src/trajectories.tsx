@@ -120,7 +120,7 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
         </button>
       </p>
       <div class="scroll">
-        <table ref={table} class="list">
+        <table ref={table} class="list" aria-busy={page.isLoading}>
           <thead>
             <tr>
               {COLUMNS.map(([name, title]) => (

@@ -1,0 +1,341 @@
+"""The console's page in a browser, over a finished run and one that grows.
+
+DIALOOP_TEST_BROWSER names the program of a Chromium; playwright has to be installed beside it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from dialoop.runs import Filters
+from dialoop.runs.summaries import summary_of, text_of, versions_by_step
+from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_services.learning.model.tiny import write_tokenizer
+
+PROGRAM = os.environ.get("DIALOOP_TEST_BROWSER", "")
+pytestmark = [
+    pytest.mark.heavy(reason="a browser opens every page: a minute"),
+    pytest.mark.skipif(
+        not PROGRAM or importlib.util.find_spec("playwright") is None,
+        reason="needs playwright, and a Chromium's path in DIALOOP_TEST_BROWSER",
+    ),
+]
+
+XSS = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e<b>bold</b>'
+METRICS = [
+    {"time": float(step), "kind": "train", "train_step": step, "lineage": "main"}
+    | {"policy_version": step + 1, "reward": step / 9, "entropy": 1 / step}
+    for step in range(1, 10)
+]
+
+
+def make_rows(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    chance = random.Random(0)
+    rows = []
+    for number in range(160):
+        answer = XSS if number == 157 else f"Result={number}"
+        prompt = tokenizer.encode("<|im_start|>user\n1+2<|im_end|>\n", trusted=True).ids
+        sampled = (*tokenizer.encode(answer).ids, *tokenizer.encode("<|im_end|>", trusted=True).ids)
+        version = chance.randint(1, 6)
+        segments = [
+            {"start": 0, "length": len(prompt), "source": "PROMPT", "turn": 0, "message_index": 0}
+            | {"lineage": None, "policy_version": None},
+            {"start": len(prompt), "length": len(sampled), "source": "MODEL", "turn": 0}
+            | {"message_index": 1, "lineage": "main", "policy_version": version},
+        ]
+        sequence = {
+            "token_ids": [*prompt, *sampled],
+            "segments": segments,
+            "inference_logprobs": [-chance.random() for _ in sampled],
+            "advantage": chance.choice((-0.5, 1.25)),
+            "fork_cause": "NONE",
+        }
+        failure = {"owner": "TOOL", "reason": "TOOL_TIMEOUT", "message": XSS}
+        rows.append(
+            {
+                "outcome": chance.choice(("trained", "evaluation", "uniform_reward")),
+                "label": "training",
+                "train_step": chance.randint(1, 9),
+                "trajectory_id": f"{number:04x}",
+                "group_id": f"g/{number // 4}",
+                "task_key": f"task-{number % 3}",
+                "environment": ("arithmetic", "web")[number % 2],
+                "reward": chance.choice((0.0, 0.5, 1.0)),
+                "messages": [
+                    {"role": "user", "content": "1+2"},
+                    {"role": "assistant", "content": answer},
+                ],
+                "turns": [
+                    {"message_start": 1, "num_messages": 1, "rewards": {}}
+                    | {"stop_reason": chance.choice(("STOP", "LENGTH"))}
+                ],
+                "sequences": [sequence],
+                "failures": [failure] if number % 5 == 0 else [],
+            }
+        )
+    for row in rows[:8]:  # a group of the same step is shown side by side
+        row["train_step"] = 1
+    return rows
+
+
+def write_run(folder: Path, *, loss: str) -> list[dict[str, Any]]:
+    (folder / "model").mkdir(parents=True)
+    write_tokenizer(folder / "model")
+    rows = make_rows(Tokenizer.from_directory(folder / "model"))
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / "trajectories.jsonl").write_text(lines, "utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
+    config = {"model": {"directory": ""}, "train": {"loss": loss}, "seed": 0}
+    (folder / "run.json").write_text(json.dumps({"run_id": loss, "started": 0, "config": config}))
+    sequence = rows[0]["sequences"][0]
+    start, length = sequence["segments"][1]["start"], sequence["segments"][1]["length"]
+    debug = {
+        "trajectory_id": rows[0]["trajectory_id"],
+        "num_tokens": start + length,
+        "response_positions": list(range(start, start + length)),
+        "response_tokens": sequence["token_ids"][start:],
+        "policy_logprobs": [x - 0.125 for x in sequence["inference_logprobs"]],
+    }
+    (folder / "debug_table.jsonl").write_text(json.dumps(debug) + "\n")
+    return rows
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Iterator[Any]:
+    """A console of two runs in a process of its own, and a browser."""
+    from playwright.sync_api import sync_playwright
+
+    root = tmp_path_factory.mktemp("runs")
+    rows = write_run(root / "a", loss="grpo")
+    write_run(root / "b", loss="dapo")
+    command = [sys.executable, "-m", "dialoop_services.console", str(root / "a"), str(root / "b")]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+        sync_playwright() as playwright,
+    ):
+        assert process.stdout is not None
+        address = process.stdout.readline().split(": ")[1].split(" ")[0]
+        options: Any = {"executable_path": PROGRAM, "args": ["--no-sandbox"]}
+        browser = playwright.chromium.launch(**options)
+        try:
+            yield SimpleNamespace(address=address, browser=browser, rows=rows, root=root)
+        finally:
+            browser.close()
+            process.terminate()
+
+
+@pytest.fixture
+def page(site) -> Iterator[Any]:
+    """A fresh page; it fails for any error and any request that leaves this machine."""
+    context = site.browser.new_context(viewport={"width": 1300, "height": 900})
+    page = context.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    page.on(
+        "request",
+        lambda r: None if r.url.startswith(site.address) else errors.append(f"asked {r.url}"),
+    )
+    yield page
+    context.close()
+    assert errors == []
+
+
+def open_page(page: Any, site: Any, address: str) -> None:
+    page.goto(f"{site.address}#/{address}")
+
+
+def total(page: Any) -> int:
+    page.wait_for_selector("table.list[aria-busy=false]")
+    return int(page.inner_text("#total").replace(",", ""))
+
+
+FILTERS = [
+    ("text", "Result=12"),
+    ("task_key", "task-1"),
+    ("trajectory_id", "000"),
+    ("group_id", "g/3"),
+    ("environment", "web"),
+    ("outcome", "evaluation"),
+    ("label", "training"),
+    ("stop_reason", "LENGTH"),
+    ("owner", "ANY"),
+    ("reward", "0.5:"),
+    ("staleness", "2:"),
+    ("version", ":3"),
+    ("length", "6:"),
+    ("step", "4:5"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), FILTERS)
+def test_every_filter_shows_what_a_plain_pass_accepts(name, value, page, site):
+    filters, versions = Filters.of({name: value}), versions_by_step(METRICS)
+    summaries = [
+        (summary_of(row, number=n, versions=versions), text_of(row))
+        for n, row in enumerate(site.rows, start=1)
+    ]
+    expected = [s.number for s, text in summaries if filters.accepts(s, text)]
+    open_page(page, site, "trajectories?run=a")
+    page.wait_for_selector("table.list tbody tr")
+    field = page.locator(f"#filter-{name}")
+    with page.expect_response(lambda answer: f"{name}=" in answer.url):
+        if field.evaluate("element => element.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    assert total(page) == len(expected)
+    shown = page.locator("table.list tbody td:first-child").all_inner_texts()
+    assert list(map(int, shown)) == sorted(expected, reverse=True)[:50]
+
+
+def test_a_filter_that_means_nothing_is_explained(site):
+    page = site.browser.new_page()  # the browser reports the refused request as an error
+    open_page(page, site, "trajectories?run=a&reward=high")
+    page.wait_for_selector("[role=alert]")
+    assert "reward is 'high'" in page.inner_text("[role=alert]")
+    page.close()
+
+
+def test_the_list_by_keys_alone(page, site):
+    open_page(page, site, "trajectories?run=a&sort=number")
+    assert total(page) == 160
+    page.keyboard.press("n")
+    page.wait_for_function("() => document.querySelector('tbody a').textContent === '51'")
+    page.keyboard.press("p")
+    page.wait_for_function("() => document.querySelector('tbody a').textContent === '1'")
+    for key in "jjk":
+        page.keyboard.press(key)
+    assert page.inner_text("tr.chosen td:first-child") == "2"
+    page.keyboard.press("Enter")
+    page.wait_for_selector("h1:has-text('Trajectory 2 ')")
+    page.keyboard.press("j")
+    page.wait_for_selector("h1:has-text('Trajectory 3 ')")
+    page.keyboard.press("k")
+    page.wait_for_selector("h1:has-text('Trajectory 2 ')")
+    page.wait_for_selector(".member.chosen")
+    page.keyboard.press("g")
+    page.wait_for_selector("h1:has-text('Trajectory 3 ')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("table.list tbody tr")
+    page.keyboard.press("/")
+    page.keyboard.type("Result=99")
+    page.wait_for_function("() => document.getElementById('total').textContent === '1'")
+    page.keyboard.press("Escape")
+    page.keyboard.press("x")
+    page.wait_for_function("() => document.getElementById('total').textContent === '160'")
+    for key, head in (("2", ".chart"), ("3", "table.config"), ("1", "table.list")):
+        page.keyboard.press(key)
+        page.wait_for_selector(head)
+    page.keyboard.press("?")
+    assert "this help" in page.inner_text(".help")
+
+
+def test_a_group_stands_side_by_side_with_rewards_and_advantages(page, site):
+    open_page(page, site, "trajectory?run=a&number=1")
+    page.wait_for_selector(".member")
+    members = page.locator(".member .numbers").all_inner_texts()
+    expected = [
+        f"reward {row['reward']:g} advantage {row['sequences'][0]['advantage']:g}"
+        for row in site.rows[:4]
+    ]
+    assert members == expected
+
+
+def test_tokens_have_their_numbers_and_a_link(page, site):
+    sequence = site.rows[0]["sequences"][0]
+    start = sequence["segments"][1]["start"]
+    open_page(page, site, f"trajectory?run=a&number=1&token={start}")
+    page.wait_for_selector(".numbers-of td")
+    cells = dict(
+        page.locator(".numbers-of tr").evaluate_all(
+            "rows => rows.map(r => [r.children[0].textContent, r.children[1].textContent])"
+        )
+    )
+    engine = sequence["inference_logprobs"][0]
+    assert float(cells["log-prob, engine"]) == pytest.approx(engine, rel=1e-5)
+    assert float(cells["trainer \u2212 engine"]) == pytest.approx(-0.125, rel=1e-3)
+    assert float(cells["advantage"]) == sequence["advantage"]
+    assert cells["id"] == str(sequence["token_ids"][start])
+    assert page.locator(".tokens .special").all_inner_texts() == [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    ]
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function(f"() => location.hash.includes('token={start + 1}')")
+    page.hover(f"[data-token='{start + 2}']")
+    assert f"{start + 2} of" in page.inner_text(".numbers-of")
+    for mode in ("difference", "advantage", "mask", "version", "source"):
+        page.keyboard.press("m")
+        page.wait_for_function(f"() => location.hash.includes('by={mode}')")
+        colours = page.locator(".tokens .sampled").evaluate_all(
+            "spans => spans.map(span => span.style.backgroundColor)"
+        )
+        assert any(colours), mode
+
+
+def test_text_of_a_model_stays_text(page, site):
+    for address in ("trajectories?run=a&text=window.hacked", "trajectory?run=a&number=158"):
+        open_page(page, site, address)
+        page.wait_for_selector("table.list tbody tr, .message.assistant pre")
+        page.wait_for_timeout(300)
+        assert page.evaluate("() => window.hacked") is None
+        assert page.locator("main img, main script, main b:text('bold')").count() == 0
+    text = page.inner_text(".message.assistant pre")
+    assert text == XSS.replace("\u202e", "\\u202e")
+    open_page(page, site, "trajectory?run=a&number=156")
+    page.wait_for_selector("p.failure")
+    assert "<script>" in page.inner_text("p.failure")
+    assert page.evaluate("() => window.hacked") is None
+
+
+def test_curves_of_two_runs_lie_over_each_other(page, site):
+    open_page(page, site, "curves?run=a&run=b&name=train/reward")
+    page.wait_for_selector(".chart canvas")
+    assert page.inner_text(".chart .last") == "a: 1, b: 1"
+    assert page.locator(".u-legend .u-series").count() == 3
+    page.keyboard.press("x")
+    page.wait_for_function("() => location.hash.includes('x=time')")
+    page.wait_for_selector(".u-legend:has-text('time since')")
+
+
+def test_configs_are_compared(page, site):
+    open_page(page, site, "config?run=a&run=b")
+    page.wait_for_selector("table.config tbody tr")
+    page.keyboard.press("d")
+    page.wait_for_function("() => document.querySelectorAll('.config tbody tr').length === 1")
+    assert page.inner_text(".config tbody tr").split() == ["train.loss", '"grpo"', '"dapo"']
+
+
+def test_dark_and_light_follow_the_system_and_the_switch(site):
+    for scheme, other in (("dark", "light"), ("light", "dark")):
+        context = site.browser.new_context(color_scheme=scheme)
+        page = context.new_page()
+        open_page(page, site, "trajectories?run=a")
+        page.wait_for_selector(f"html[data-theme={scheme}]", state="attached")
+        page.wait_for_selector("table.list tbody tr")
+        page.keyboard.press("t")
+        page.wait_for_selector(f"html[data-theme={other}]", state="attached")
+        page.reload()
+        page.wait_for_selector(f"html[data-theme={other}]", state="attached")
+        context.close()
+
+
+def test_a_run_that_grows_is_followed_within_five_seconds(page, site):
+    open_page(page, site, "trajectories?run=b")
+    assert total(page) == 160
+    row = site.rows[0] | {"trajectory_id": "new", "task_key": "fresh"}
+    with (site.root / "b" / "trajectories.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    page.wait_for_selector("td:text('fresh')", timeout=5000)
