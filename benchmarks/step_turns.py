@@ -8,6 +8,9 @@ of the rounds. An episode begins with the messages of the turns before, so that 
 them. Steps alone are measured: all sessions are reset first. `cpu_ms` is the CPU time of all
 threads of the service for one step; bytes are those of bodies (HTTP) and messages (gRPC). Token
 and idempotency are on.
+
+With `--openenv-python PYTHON` every round also measures openenv-core's minimal environment, whose
+steps have neither a token nor idempotency.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from google.protobuf.message import Message
 
-from benchmarks.environment_doors import ROOT, TOKEN, http
+from benchmarks.environment_doors import ROOT, TOKEN, http, openenv_service
 
 DOORS = ("rest_json", "rest_protobuf", "grpc_unary", "grpc_stream", "grpc_batch")
 TURNS = (1, 100, 400)
@@ -248,6 +251,53 @@ async def measure(
     cell.cpu_ms.append(spent_ns / steps / 1e6)
 
 
+async def measure_openenv(
+    pid: int, address: str, cells: dict[str, Cell], options: argparse.Namespace
+) -> None:
+    """Play the same number of steps at openenv-core's two doors; a socket is a session."""
+    posted = json.dumps({"action": {"message": TEXT}}).encode()
+    sent = json.dumps({"type": "step", "data": {"message": TEXT}})
+
+    async def post(connection: Any) -> None:
+        for _ in range(STEPS):
+            await connection.post("/step", posted)
+
+    async def step(connection: Any) -> None:
+        for _ in range(STEPS):
+            await connection.send(sent)
+            answer = json.loads(await connection.recv())
+            assert answer["type"] == "observation", answer
+
+    async with openenv_connections(address, options.sessions) as (posting, sockets):
+        for is_measured in (False, True):
+            for name, play, connections in (
+                ("openenv_http", post, posting),
+                ("openenv_websocket", step, sockets),
+            ):
+                before = cpu_ns(pid)
+                for _ in range(options.episodes):
+                    await asyncio.gather(*map(play, connections))
+                steps = options.episodes * options.sessions * STEPS
+                if is_measured:
+                    cells[name].cpu_ms.append((cpu_ns(pid) - before) / steps / 1e6)
+
+
+@asynccontextmanager
+async def openenv_connections(address: str, sessions: int) -> AsyncIterator[tuple[list[Any], ...]]:
+    """Yield connections to POST on, and sockets whose session has begun."""
+    from websockets.asyncio.client import connect
+
+    async with AsyncExitStack() as exits:
+        posting, sockets = [], []
+        for _ in range(sessions):
+            posting.append(await exits.enter_async_context(http(address)))
+            socket = connect(f"ws://{address}/ws", compression=None)
+            sockets.append(await exits.enter_async_context(socket))
+            await sockets[-1].send(json.dumps({"type": "reset", "data": {}}))
+            await sockets[-1].recv()
+        yield posting, sockets
+
+
 @asynccontextmanager
 async def open_door(service: Service, door: str, sessions: int) -> AsyncIterator[Sender]:
     """Yield the sender of a door, with its sessions created."""
@@ -270,7 +320,11 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
         name: {door: {turn: Cell() for turn in options.turns} for door in options.doors}
         for name in checkouts
     }
+    openenv = {"openenv_http": Cell(), "openenv_websocket": Cell()}
     for _ in range(options.rounds):
+        if options.openenv_python:
+            with openenv_service(options.openenv_python) as (pid, address):
+                await measure_openenv(pid, address, openenv, options)
         for door in options.doors:
             for name, root in checkouts.items():
                 options.next_episode = 1
@@ -279,7 +333,30 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
                         await measure(running, send, Cell(), options, 1)
                         for turn in options.turns:
                             await measure(running, send, cells[name][door][turn], options, turn)
-    return {name: _figures(doors) for name, doors in cells.items()} | _ratios(cells, options.turns)
+    figures = {name: _figures(doors) for name, doors in cells.items()}
+    figures |= _ratios(cells, options.turns)
+    if options.openenv_python:
+        figures |= _beside_openenv(cells["now"], openenv, options.turns[0])
+    return figures
+
+
+def _beside_openenv(
+    cells: dict[str, dict[int, Cell]], openenv: dict[str, Cell], turn: int
+) -> dict[str, Any]:
+    """Return openenv-core's figures, and each door's CPU at the first turn as a share of them."""
+    peers = {name: statistics.median(cell.cpu_ms) for name, cell in openenv.items()}
+    rounds = {
+        name: {"cpu_ms": round(peers[name], 3), "rounds_ms": [round(v, 3) for v in cell.cpu_ms]}
+        for name, cell in openenv.items()
+    }
+    shares = {
+        door: {
+            name: round(statistics.median(turns[turn].cpu_ms) / cpu_ms, 2)
+            for name, cpu_ms in peers.items()
+        }
+        for door, turns in cells.items()
+    }
+    return rounds | {"cpu_of_openenv": shares}
 
 
 def _figures(doors: dict[str, dict[int, Cell]]) -> dict[str, Any]:
@@ -315,6 +392,7 @@ def main() -> None:
     """Print JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
+    parser.add_argument("--openenv-python", default="", help="a python that has openenv-core")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--episodes", type=int, default=2, help="episodes of a session and cell")

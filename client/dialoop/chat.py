@@ -58,8 +58,7 @@ class History(Sequence[Message]):
     messages: tuple[Message, ...] = ()
 
     def __post_init__(self) -> None:
-        is_sound = type(self.messages) is tuple and all(type(m) is Message for m in self.messages)
-        if not is_sound:
+        if type(self.messages) is not tuple or not {type(m) for m in self.messages} <= _MESSAGE:
             object.__setattr__(self, "messages", _as_messages(self.messages, "messages"))
 
     @overload
@@ -398,14 +397,16 @@ class ChatHistory:
 
 
 _PARTS = {History, type(None)}
+_MESSAGE = {Message}
+_new, _put = object.__new__, object.__setattr__
 
 
 def _as_answer(prompt: History, response: History) -> ChatHistory:
     """Return prompt, response and full; full is made of both, so there is nothing to check."""
-    answered = object.__new__(ChatHistory)
-    object.__setattr__(answered, "prompt", prompt)
-    object.__setattr__(answered, "response", response)
-    object.__setattr__(answered, "full", _history(prompt.messages + response.messages))
+    answered = _new(ChatHistory)
+    _put(answered, "prompt", prompt)
+    _put(answered, "response", response)
+    _put(answered, "full", _history(prompt.messages + response.messages))
     return answered
 
 
@@ -423,8 +424,8 @@ def _promote(chats: Any) -> Any:
 
 def _history(messages: tuple[Message, ...]) -> History:
     """Make a history of messages that are known to be messages, without looking at each again."""
-    history = object.__new__(History)
-    object.__setattr__(history, "messages", messages)
+    history = _new(History)
+    _put(history, "messages", messages)
     return history
 
 

@@ -132,6 +132,19 @@ class Message:
             and self.reasoning == self.tool_call_id == self.name == ""
         )
 
+    @property
+    def only_text(self) -> str | None:
+        """Return the content of a message that has a role and a text and nothing else, or None."""
+        has_more = (
+            self.tool_calls
+            or self.reasoning
+            or self.tool_responses
+            or self.tool_call_id
+            or self.name
+            or not self.is_complete
+        )
+        return None if has_more or not isinstance(self.content, str) else self.content
+
     def __repr__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {k: v for k, v in shown.items() if k in ("role", "content") or v != _DEFAULTS[k]}

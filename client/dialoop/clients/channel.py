@@ -21,7 +21,7 @@ from dialoop.errors import DialoopWarning, Unavailable
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
     from types import TracebackType
     from typing import Any, Self
 
@@ -141,7 +141,7 @@ class Channel:
 
     async def stream(
         self, rpc: Rpc[Q, A], request: Q, *, deadline_s: float | None = None
-    ) -> AsyncIterator[A]:
+    ) -> AsyncGenerator[A, None]:
         """Send one request and yield its answers; there is no deadline by default."""
         method = self._channel.unary_stream(
             rpc.path,

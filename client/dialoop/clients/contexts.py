@@ -8,6 +8,7 @@ context says so, and gets the request once more in full.
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
     from dialoop.clients.inference_messages import Question
     from dialoop.episode import Sample
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dialoop.v1 import inference_service_pb2 as pb
 
     Send = Callable[[pb.GenerateRequest], Awaitable[pb.GenerateResponse]]
+    Stream = Callable[[pb.GenerateRequest], AsyncGenerator[pb.GenerateStreamResponse, None]]
 
 _MAX_CONTEXTS = 4096
 
@@ -59,29 +61,54 @@ class SeenContexts:
 
         A question of text or token ids is sent as it is.
         """
-        if question.history is None:
-            return samples_from_proto(await send(question.to_proto()))
-        context = question.context
-        tokens = None if context is None else PromptChain.of(context.token_ids)
-        seen = None if tokens is None else self._find(question, tokens)
+        tokens = _tokens_of(question)
+        seen = self._find(question, tokens)
         try:
             answer = await send(_request_of(question, seen, tokens))
         except DialoopError as error:
-            if seen is None or tokens is None or error.reason != Reason.CONTEXT_UNKNOWN:
-                raise
-            self.num_resends += 1
-            self._seen.pop(tokens.digest, None)
+            self._forget(seen, tokens, error)
             seen = None
             answer = await send(_request_of(question, None, tokens))
         return self._samples_of(question, answer, seen, tokens)
 
-    def _find(self, question: Question, tokens: PromptChain) -> _Seen | None:
+    async def ask_stream(
+        self, question: Question, send: Stream
+    ) -> AsyncIterator[tuple[pb.GenerateStreamResponse, tuple[Sample, ...]]]:
+        """Send a question as `ask` does; yield the answers, and with the last one the samples."""
+        tokens = _tokens_of(question)
+        seen = self._find(question, tokens)
+        answers = send(_request_of(question, seen, tokens))
+        try:
+            first = await anext(answers, None)
+        except DialoopError as error:  # a context is refused before anything is answered
+            self._forget(seen, tokens, error)
+            seen = None
+            answers = send(_request_of(question, None, tokens))
+            first = await anext(answers, None)
+        async with aclosing(answers):
+            answer = first
+            while answer is not None:
+                has_ended = answer.HasField("completed")
+                samples = (
+                    self._samples_of(question, answer.completed, seen, tokens) if has_ended else ()
+                )
+                yield answer, samples
+                answer = await anext(answers, None)
+
+    def _forget(self, seen: _Seen | None, tokens: PromptChain | None, error: DialoopError) -> None:
+        """Forget a context that the replica does not have; raise any other error again."""
+        if seen is None or tokens is None or error.reason != Reason.CONTEXT_UNKNOWN:
+            raise error
+        self.num_resends += 1
+        self._seen.pop(tokens.digest, None)
+
+    def _find(self, question: Question, tokens: PromptChain | None) -> _Seen | None:
         """Return the context's messages where the question continues them."""
-        seen = self._seen.get(tokens.digest)
+        seen = None if tokens is None else self._seen.get(tokens.digest)
         if seen is None or len(seen.history) != question.num_context_messages:
             return None
         history = question.history
-        assert history is not None
+        assert history is not None  # a question without one has no tokens here
         is_continued = history.messages[: len(seen.history)] == seen.history.messages
         return seen if is_continued else None
 
@@ -94,7 +121,8 @@ class SeenContexts:
     ) -> tuple[Sample, ...]:
         """Return the samples with their whole histories, and remember their contexts."""
         prompt = question.history
-        assert prompt is not None
+        if prompt is None:
+            return samples_from_proto(answer)
         chain = PromptChain.of(prompt) if seen is None else _extend(seen, prompt)
         samples = []
         for sample, proto in zip(samples_from_proto(answer), answer.samples, strict=True):
@@ -119,14 +147,22 @@ class SeenContexts:
             del self._seen[next(iter(self._seen))]
 
 
+def _tokens_of(question: Question) -> PromptChain | None:
+    """Return the chain of the context's tokens; None without one, and for text or token ids."""
+    if question.history is None or question.context is None:
+        return None
+    return PromptChain.of(question.context.token_ids)
+
+
 def _request_of(
     question: Question, seen: _Seen | None, tokens: PromptChain | None
 ) -> pb.GenerateRequest:
     """Return the request: the messages after the context, or all of them."""
+    if question.history is None:
+        return question.to_proto()
     if seen is None or tokens is None:
         request = question.to_proto()
     else:
-        assert question.history is not None
         added = question.history[len(seen.history) :]
         request = replace(question, history=added, context=None, num_context_messages=0).to_proto()
         named = request.known_context

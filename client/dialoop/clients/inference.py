@@ -12,7 +12,7 @@ from dialoop.chat import ChatHistory
 from dialoop.clients.channel import Rpc, tell_warnings
 from dialoop.clients.contexts import SeenContexts
 from dialoop.clients.errors import require_count
-from dialoop.clients.inference_messages import Question, samples_from_proto, top_logprobs_from_proto
+from dialoop.clients.inference_messages import Question, top_logprobs_from_proto
 from dialoop.clients.weights import LoadedWeights as LoadedWeights
 from dialoop.clients.weights import Probe as Probe
 from dialoop.clients.weights import WeightsKind as WeightsKind
@@ -30,7 +30,7 @@ from dialoop.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
 
     from dialoop.chat import History, ToolDefinition
     from dialoop.clients.channel import Channel
@@ -215,18 +215,19 @@ class InferenceClient:
             truncate_prompt=truncate_prompt,
             skip_special_tokens=skip_special_tokens,
         )
-        stream = pb.GenerateStreamRequest(request=question.to_proto())
-        answers = self._channel.stream(GENERATE_STREAM, stream, deadline_s=deadline_s)
-        async for answer in answers:
+
+        def send(request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+            stream = pb.GenerateStreamRequest(request=request)
+            return self._channel.stream(GENERATE_STREAM, stream, deadline_s=deadline_s)
+
+        async for answer, samples in self.seen_contexts.ask_stream(question, send):
             tell_warnings(answer.completed)
             yield SampleChunk(
                 token_ids=tuple(answer.token_ids),
                 inference_logprobs=tuple(answer.inference_logprobs),
                 policy_version=_version_of(answer),
                 text=answer.text,
-                samples=samples_from_proto(answer.completed)
-                if answer.HasField("completed")
-                else (),
+                samples=samples,
                 top_logprobs=top_logprobs_from_proto(answer.top_logprobs),
             )
 

@@ -97,9 +97,10 @@ def step_call(request: pb.StepRequest) -> StepCall:
 
 def _response_of(request: pb.StepRequest) -> Answered:
     """Return the one view that was sent."""
-    views = [view for view in _VIEWS if request.HasField(view)]
-    if views == ["history"]:
+    has = request.HasField
+    if has("history") and not has("text") and not has("tokens"):
         return chat_history_from_proto(request.history)
+    views = [view for view in _VIEWS if has(view)]
     if len(views) > 1:
         raise InvalidHistory(
             f"The step holds {' and '.join(views)}.",
@@ -140,51 +141,53 @@ def reset_response(opening: Opening, session: Session) -> pb.ResetResponse:
     )
 
 
-def _step_response(outcome: Outcome, change: PromptChange | None, **fields: Any) -> pb.StepResponse:
-    """Return the answer to a step, with the whole prompt where there is no change."""
+def put_step(response: pb.StepResponse, played: AnsweredStep, *, whole_prompt: bool) -> None:
+    """Write the answer to a step of a session into an empty message.
+
+    It is written in its place, because protobuf copies a message that becomes part of another.
+    """
+    _put_outcome(response, played.outcome, None if whole_prompt else played.change)
+    digest = played.prompt
+    response.prompt.length = digest.length
+    response.prompt.digest = digest.digest
+    if played.replayed:
+        response.replayed = True
+
+
+def _put_outcome(response: pb.StepResponse, outcome: Outcome, change: PromptChange | None) -> None:
+    """Write what a step led to, with the whole prompt where there is no change."""
     episode = outcome.episode
     if change is None:
-        fields |= _whole_prompt(outcome)
+        response.MergeFrom(pb.StepResponse(**_whole_prompt(outcome)))
     else:
-        fields["change"] = _change_message(change)
+        _put_change(response.change, change)
         if episode.view is None and (outcome.text or outcome.tokens):
-            fields |= _whole_prompt(outcome) | {"history": None}
-    # Naming a field costs as much as the rest, so those that most steps leave empty are not named.
+            shown = _whole_prompt(outcome) | {"history": None}
+            response.MergeFrom(pb.StepResponse(**shown))
+    response.done_reason = int(episode.done_reason)  # type: ignore[assignment]  # enums are ints
     if episode.done:
-        fields |= {"terminated": episode.terminated, "truncated": episode.truncated}
+        response.terminated, response.truncated = episode.terminated, episode.truncated
     if outcome.rewards:
-        fields["rewards"] = [reward_to_proto(reward) for reward in outcome.rewards]
+        response.rewards.extend(map(reward_to_proto, outcome.rewards))
     if outcome.failures:
-        fields["failures"] = [failure_to_proto(failure) for failure in outcome.failures]
+        response.failures.extend(map(failure_to_proto, outcome.failures))
     if outcome.num_tool_calls:
-        fields["num_tool_calls"] = outcome.num_tool_calls
+        response.num_tool_calls = outcome.num_tool_calls
     if outcome.info:
-        fields["info"] = outcome.info
-    return pb.StepResponse(
-        **fields,
-        done_reason=int(episode.done_reason),  # type: ignore[arg-type]  # enums are ints
-    )
+        response.info.update(outcome.info)
 
 
-def _change_message(change: PromptChange) -> pb.PromptChange:
+def _put_change(message: pb.PromptChange, change: PromptChange) -> None:
     added = change.added
+    message.num_kept = change.num_kept
     if isinstance(added, History):
-        if not added:
-            return pb.PromptChange(num_kept=change.num_kept)
-        return pb.PromptChange(num_kept=change.num_kept, messages=map(message_to_proto, added))
-    if isinstance(added, str):
-        return pb.PromptChange(num_kept=change.num_kept, text=added)
-    return pb.PromptChange(num_kept=change.num_kept, token_ids={"values": added})
-
-
-def played_response(played: AnsweredStep, *, whole_prompt: bool) -> pb.StepResponse:
-    """Return the answer to a step of a session."""
-    return _step_response(
-        played.outcome,
-        None if whole_prompt else played.change,
-        prompt=_digest_message(played.prompt),
-        replayed=played.replayed,
-    )
+        if added:
+            message.messages.extend(map(message_to_proto, added))
+    elif isinstance(added, str):
+        message.text = added
+    else:
+        message.token_ids.values.extend(added)
+        message.token_ids.SetInParent()
 
 
 def stateless_response(
@@ -193,7 +196,9 @@ def stateless_response(
     """Return the answer to a step without a session."""
     full = full_of(History(), answered)
     change = change_of(full, prompt_of_episode(outcome.episode))
-    return _step_response(outcome, None if whole_prompt else change)
+    response = pb.StepResponse()
+    _put_outcome(response, outcome, None if whole_prompt else change)
+    return response
 
 
 def group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResponse:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 _ITEMS_A_TURN = 64
 
 _Request = TypeVar("_Request")
-_Item = TypeVar("_Item")
 _Played = TypeVar("_Played")
 
 
@@ -94,20 +92,32 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return encoding.reset_response(opening, self._sessions.get(request.session_id))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        answer = self._step_at_once(request)
-        if answer is not None:
-            return answer
-        played = await self._count_mismatch(self._sessions.step(encoding.step_call(request)))
-        return self._answer_to(request, played)
+        response = pb.StepResponse()
+        if not self._put_at_once(request, response):
+            await self._put_step(request, response)
+        return response
 
     def _step_at_once(self, request: pb.StepRequest) -> pb.StepResponse | None:
         """Return what `Step` does where nothing has to wait, else None."""
+        response = pb.StepResponse()
+        return response if self._put_at_once(request, response) else None
+
+    def _put_at_once(self, request: pb.StepRequest, response: pb.StepResponse) -> bool:
+        """Write the answer where nothing has to wait; return whether it was so."""
         try:
             played = self._sessions.step_at_once(encoding.step_call(request))
         except PreconditionFailed as error:
             self._count_refusal(error)
             raise
-        return None if played is None else self._answer_to(request, played)
+        if played is None:
+            return False
+        self._put_answer(request, played, response)
+        return True
+
+    async def _put_step(self, request: pb.StepRequest, response: pb.StepResponse) -> None:
+        """Take the step and write its answer."""
+        played = await self._count_mismatch(self._sessions.step(encoding.step_call(request)))
+        self._put_answer(request, played, response)
 
     async def StepAndReset(
         self, request: pb.StepAndResetRequest, context: Any
@@ -116,7 +126,8 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             encoding.step_call(request.step), encoding.following_reset(request)
         )
         played, opening = await self._count_mismatch(playing)
-        response = pb.StepAndResetResponse(step=self._answer_to(request.step, played))
+        response = pb.StepAndResetResponse()
+        self._put_answer(request.step, played, response.step)
         if opening is not None:
             session = self._sessions.get(request.step.session_id)
             response.reset.CopyFrom(encoding.reset_response(opening, session))
@@ -125,63 +136,47 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def BatchReset(
         self, request: pb.BatchResetRequest, context: Any
     ) -> pb.BatchResetResponse:
-        async def answer(item: pb.ResetRequest) -> pb.BatchResetItem:
-            return pb.BatchResetItem(response=await self.Reset(item, context))
+        async def answer(item: pb.ResetRequest, answered: pb.BatchResetItem) -> None:
+            answered.response.CopyFrom(await self.Reset(item, context))
 
-        items = await self._each(request.items, answer, lambda e: pb.BatchResetItem(error=e))
-        return pb.BatchResetResponse(items=items)
+        batch = pb.BatchResetResponse()
+        await self._each(request.items, batch.items, answer)
+        return batch
 
     async def BatchStep(self, request: pb.BatchStepRequest, context: Any) -> pb.BatchStepResponse:
-        async def answer(item: pb.StepRequest) -> pb.BatchStepItem:
-            return pb.BatchStepItem(response=await self.Step(item, context))
+        async def answer(item: pb.StepRequest, answered: pb.BatchStepItem) -> None:
+            await self._put_step(item, answered.response)
 
-        def answer_at_once(item: pb.StepRequest) -> pb.BatchStepItem | None:
-            response = self._step_at_once(item)
-            return None if response is None else pb.BatchStepItem(response=response)
+        def answer_at_once(item: pb.StepRequest, answered: pb.BatchStepItem) -> bool:
+            return self._put_at_once(item, answered.response)
 
-        def fail(error: pb.ItemError) -> pb.BatchStepItem:
-            return pb.BatchStepItem(error=error)
-
-        items = await self._each(request.items, answer, fail, answer_at_once)
-        return pb.BatchStepResponse(items=items)
+        batch = pb.BatchStepResponse()
+        await self._each(request.items, batch.items, answer, answer_at_once)
+        return batch
 
     async def Interact(self, requests: AsyncIterator[pb.InteractRequest], context: Any) -> None:
-        # Each request takes a place until its answer is written. Without a free place nothing is
-        # read, so the client has to wait. `context.write` and not `yield`, because answers also
-        # come from tasks: those to requests that have to wait. One task writes them all.
+        # What can be answered at once is answered before the next request is read, so it needs no
+        # task. A request that has to wait takes one of `places` until its answer is written, and
+        # without a free place nothing more is read: the client has to wait then. `context.write`
+        # and not `yield`, because answers come from several tasks.
         places = asyncio.Semaphore(self._max_concurrent_items)
-        outbox: deque[pb.InteractResponse] = deque()
-        has_news = asyncio.Event()
-        has_ended = False
-
-        def put(response: pb.InteractResponse) -> None:
-            outbox.append(response)
-            has_news.set()
+        writing = asyncio.Lock()
 
         async def answer(request: pb.InteractRequest) -> None:
-            put(await self._interact(request, context))
+            response = await self._interact(request, context)
+            async with writing:
+                await context.write(response)
+            places.release()
 
-        async def write() -> None:
-            while outbox or not has_ended:
-                if outbox:
-                    await context.write(outbox.popleft())
-                    places.release()
-                else:
-                    has_news.clear()
-                    await has_news.wait()
-
-        async with asyncio.TaskGroup() as writing:
-            writing.create_task(write())
-            async with asyncio.TaskGroup() as answers:
-                async for request in requests:
+        async with asyncio.TaskGroup() as answers:
+            async for request in requests:
+                response = self._interact_at_once(request)
+                if response is None:
                     await places.acquire()
-                    response = self._interact_at_once(request)
-                    if response is None:
-                        answers.create_task(answer(request))
-                    else:
-                        put(response)
-            has_ended = True
-            has_news.set()
+                    answers.create_task(answer(request))
+                else:
+                    async with writing:
+                        await context.write(response)
 
     async def StepHistory(
         self, request: pb.StepHistoryRequest, context: Any
@@ -254,9 +249,13 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     def _count_refusal(self, error: PreconditionFailed) -> None:
         self.num_resends["step"] += error.reason == Reason.PROMPT_MISMATCH
 
-    def _answer_to(self, request: pb.StepRequest, played: AnsweredStep) -> pb.StepResponse:
-        self.num_resends["answer"] += request.whole_prompt and played.replayed
-        return encoding.played_response(played, whole_prompt=request.whole_prompt)
+    def _put_answer(
+        self, request: pb.StepRequest, played: AnsweredStep, response: pb.StepResponse
+    ) -> None:
+        whole_prompt = request.whole_prompt
+        if whole_prompt and played.replayed:
+            self.num_resends["answer"] += 1
+        encoding.put_step(response, played, whole_prompt=whole_prompt)
 
     async def _interact(self, request: pb.InteractRequest, context: Any) -> pb.InteractResponse:
         """Return the answer to one request of a stream, or its error."""
@@ -275,49 +274,45 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         """Return the answer, or the error, of a step for which nothing has to wait; else None."""
         if request.WhichOneof("request") != "step":
             return None
+        response = pb.InteractResponse(request_id=request.request_id)
         try:
-            answer = self._step_at_once(request.step)
+            return response if self._put_at_once(request.step, response.step) else None
         except Exception as error:
-            item_error = encoding.item_error(public_error(error))
-            return pb.InteractResponse(request_id=request.request_id, error=item_error)
-        if answer is None:
-            return None
-        return pb.InteractResponse(request_id=request.request_id, step=answer)
+            response.error.CopyFrom(encoding.item_error(public_error(error)))
+            return response
 
     async def _each(
         self,
         requests: Sequence[_Request],
-        answer: Callable[[_Request], Awaitable[_Item]],
-        make_failed: Callable[[pb.ItemError], _Item],
-        answer_at_once: Callable[[_Request], _Item | None] = lambda _: None,
-    ) -> list[_Item]:
-        """Answer `max_concurrent_items` of a batch at a time; an error concerns its item only.
+        answers: Any,
+        answer: Callable[[_Request, Any], Awaitable[None]],
+        answer_at_once: Callable[[_Request, Any], bool] = lambda *_: False,
+    ) -> None:
+        """Add an item to `answers` for each request of a batch; an error concerns its item only.
 
-        Items that `answer_at_once` returns None for get tasks.
+        Items for which `answer_at_once` returns False get tasks, `max_concurrent_items` at a time.
         """
         places = asyncio.Semaphore(self._max_concurrent_items)
 
-        def fail(error: Exception) -> _Item:
-            return make_failed(encoding.item_error(public_error(error)))
+        def fail(item: Any, error: Exception) -> None:
+            item.error.CopyFrom(encoding.item_error(public_error(error)))
 
-        async def answer_item(number: int, request: _Request) -> None:
+        async def answer_later(request: _Request, item: Any) -> None:
             async with places:
                 try:
-                    items[number] = await answer(request)
+                    await answer(request, item)
                 except Exception as error:
-                    items[number] = fail(error)
+                    fail(item, error)
 
-        items: dict[int, _Item] = {}
         async with asyncio.TaskGroup() as waiting:
             for number, request in enumerate(requests):
+                item = answers.add()
                 try:
-                    item = answer_at_once(request)
+                    is_answered = answer_at_once(request, item)
                 except Exception as error:
-                    item = fail(error)
-                if item is None:
-                    waiting.create_task(answer_item(number, request))
+                    fail(item, error)
                 else:
-                    items[number] = item
+                    if not is_answered:
+                        waiting.create_task(answer_later(request, item))
                 if number % _ITEMS_A_TURN == _ITEMS_A_TURN - 1:
                     await asyncio.sleep(0)
-        return [items[number] for number in range(len(items))]

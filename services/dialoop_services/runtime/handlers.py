@@ -53,9 +53,12 @@ class Handlers:
         }
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register all methods at a server."""
-        for service, methods in self._by_service.items():
-            server.add_registered_method_handlers(service, methods)
+        """Register all methods at a server, before it starts.
+
+        They are found by one generic handler. For methods that are registered by name grpc.aio has
+        a future each, and for every call it waits for all of them twice: 0.1 ms with 20 methods.
+        """
+        server.add_generic_rpc_handlers((_Methods(self.find),))
 
     def find(self, path: str) -> Handler | None:
         """Return the method at a path such as `/dialoop.v1.EnvironmentService/Step`, or None."""
@@ -80,6 +83,17 @@ class Handlers:
             response_serializer=handler.response_serializer,
         )
         return made
+
+
+class _Methods(grpc.GenericRpcHandler):
+    """Finds the method of a call."""
+
+    def __init__(self, find: Callable[[str], Handler | None]) -> None:
+        self._find = find
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Return the method; None if there is none at that path."""
+        return self._find(handler_call_details.method)
 
 
 class Observed(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ from dialoop_services.runtime.shutdown import owns_process
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+log = logging.getLogger(__name__)
+
 PARENT_VARIABLE = "DIALOOP_PARENT_PID"
 RESTARTS_VARIABLE = "DIALOOP_NUM_RESTARTS"
 """Number of times that the supervisor has started this service before."""
@@ -34,7 +37,22 @@ _ORPHAN_GRACE_S = 15.0
 
 def run(service: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> None:
     """Run a service to its end. Exit with 2 for a wrong setting, with 1 for other known errors."""
-    run_blocking(lambda: asyncio.run(service()), name=name)
+
+    def work() -> None:
+        with asyncio.Runner(loop_factory=_event_loop_factory()) as runner:
+            runner.run(service())
+
+    run_blocking(work, name=name)
+
+
+def _event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's loop, which spends less on each callback and write; None for asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        log.info("Serving on asyncio's event loop, because uvloop is not installed.")
+        return None
+    return uvloop.new_event_loop
 
 
 def run_blocking(work: Callable[[], None], *, name: str) -> None:

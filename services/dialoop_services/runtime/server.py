@@ -212,8 +212,9 @@ class GrpcServer:
         reflected = reflection.aio.ReflectionServicer(names)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, handlers)
         handlers.add_to(server)
-        # Registered at the server itself: health checks need no token.
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        open_to_all = Handlers(calls, Token(""))  # health checks need no token
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, open_to_all)
+        open_to_all.add_to(server)
         return server
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import shutil
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -29,6 +31,12 @@ from tests.support.inference_world import (  # noqa: F401
 )
 from tests.support.rest_world import MAIN_3, TwinEngine
 
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('!')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 GREEDY = SamplingParams(max_new_tokens=3, temperature=0.0)
 SEEN = {"messages": {"length": 2, "digest": b"a"}, "token_ids": {"length": 9, "digest": b"b"}}
 
@@ -38,13 +46,14 @@ class DigestEngine(TwinEngine):
 
     max_model_len = 100_000
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, spoken=""):
         self._tokenizer = tokenizer
+        self._spoken = spoken  # what every answer begins with
         self.vocab_size = tokenizer.vocab_size
 
     async def sample(self, prompt_ids, sampling, *, stop, num_samples=1):
         digest = hashlib.blake2b(repr(list(prompt_ids)).encode()).digest()
-        digits = f"{digest[0] + 100}"
+        digits = f"{self._spoken}{digest[0] + 100}"
         ids = (*self._tokenizer.encode(digits).ids, *self._tokenizer.end_of_turn_ids[:1])
         sampled = Sampled(
             token_ids=ids,
@@ -56,8 +65,8 @@ class DigestEngine(TwinEngine):
 
 
 @asynccontextmanager
-async def digest_world(model_dir, root, **options):
-    engine = DigestEngine(Renderer.of(model_dir).tokenizer)
+async def digest_world(model_dir, root, spoken="", **options):
+    engine = DigestEngine(Renderer.of(model_dir).tokenizer, spoken)
     async with world(model_dir, root, engine=engine, **options) as w:
         yield w
 
@@ -74,6 +83,11 @@ class Recorded:
         self.requests.append(request)
         self.sizes.append((request.ByteSize(), answer.ByteSize()))
         return answer
+
+    async def stream(self, rpc, request, **options):
+        self.requests.append(request.request)
+        async for answer in self._channel.stream(rpc, request, **options):
+            yield answer
 
 
 async def ask_in_full(channel, history, **fields):
@@ -106,6 +120,26 @@ async def play(ask, *, turns, events=None):
     return samples, sequences
 
 
+async def stream(client, history, **fields):
+    """Ask by the stream; return the samples of its last answer, whose tokens all came before."""
+    token_ids, samples = [], ()
+    async for chunk in client.generate_stream(history, **fields):
+        token_ids += chunk.token_ids
+        samples = chunk.samples or samples
+    sampled = [s for s in samples[0].sequence.segments if s.source is Source.MODEL]
+    assert token_ids == list(samples[0].sequence.token_ids[sampled[0].start : sampled[0].end])
+    return samples
+
+
+def forgetful(model_dir, root):
+    """Return a copy of the model whose template leaves what stands before a "!" out of the past."""
+    directory = shutil.copytree(model_dir, root / "forgetful")
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps(config | {"chat_template": FORGETFUL}), encoding="utf-8")
+    return directory
+
+
 def rewrite(history):
     """Return the history with other words in the answer before last."""
     messages = list(history)
@@ -136,6 +170,49 @@ async def test_thirty_turns_by_difference_have_the_tokens_of_thirty_in_full(mode
     assert contexts.num_resends == {"context_unknown": 1}
     in_full = [i for i, request in enumerate(channel.requests) if request.HasField("context")]
     assert in_full == [9, 20]
+
+
+async def test_a_template_that_rewrites_the_past_forks_by_difference_too(model_dir, tmp_path):
+    directory = forgetful(model_dir, tmp_path)
+    async with digest_world(directory, tmp_path / "w", spoken="12!") as w:
+        channel = Recorded(w.channel)
+        client = InferenceClient(channel)
+        expected = await play(partial(ask_in_full, w.channel), turns=4)
+        assert await play(client.generate, turns=4) == expected
+    samples, _ = expected
+    causes = [sample.sequence.fork_cause for sample in samples]
+    assert causes == [ForkCause.NONE, *[ForkCause.TEMPLATE_REWRITES_PAST] * 3]
+    # A fork carries all its tokens, so each next turn continues it by difference.
+    by_difference = [request.HasField("known_context") for request in channel.requests]
+    assert by_difference == [False, True, True, True]
+    assert client.seen_contexts.num_resends == 0
+
+
+async def test_a_stream_continues_a_context_and_resends_once_where_it_was_forgotten(
+    model_dir, tmp_path
+):
+    contexts = ContextStore()
+
+    def forget(history):
+        contexts._contexts.clear()
+        return history
+
+    async with digest_world(model_dir, tmp_path / "w", contexts=contexts) as w:
+        channel = Recorded(w.channel)
+        client = InferenceClient(channel)
+        expected = await play(partial(ask_in_full, w.channel), turns=6)
+        assert await play(partial(stream, client), turns=6, events={4: forget}) == expected
+        # Text has no context; what is wrong with the request itself is not sent twice.
+        async for chunk in client.generate_stream(text="1+2", sampling=GREEDY):
+            assert chunk.samples == () or chunk.samples[0].text.prompt == "1+2"
+        num_sent = len(channel.requests)
+        with pytest.raises(InvalidInput):
+            await stream(client, History(), sampling=GREEDY)
+        assert len(channel.requests) == num_sent + 1
+    by_difference = [request.HasField("known_context") for request in channel.requests[:7]]
+    assert by_difference == [False, True, True, True, True, False, True]
+    assert client.seen_contexts.num_resends == 1
+    assert contexts.num_resends == {"context_unknown": 1}
 
 
 async def test_bytes_are_the_same_at_every_turn(model_dir, tmp_path):

@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 from dialoop.chat import ChatHistory, History, Message, ToolCall
 from dialoop.environments import ChatEnv, Given, MaxTurns, TaskChoice
+from dialoop.environments.modes import Text
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.environments.sessions.engine import SessionEngine
-from dialoop.environments.sessions.prompts import PromptChain
+from dialoop.environments.sessions.prompts import (
+    PromptChain,
+    change_of,
+    change_of_step,
+    full_of,
+)
 from dialoop.environments.sessions.records import ResetCall, SessionLimits, StepCall
 from dialoop.errors import PreconditionFailed
 from dialoop.reasons import Reason
@@ -116,3 +122,30 @@ def test_the_digest_of_a_plain_message_is_that_of_its_sorted_json():
         text = json.dumps(message.to_chat(), sort_keys=True, separators=(",", ":")) + "\n"
         as_text = PromptChain.of(text).digest.digest
         assert PromptChain.of(History((message,))).digest.digest == as_text
+
+
+def test_a_change_that_is_found_in_one_comparison_is_that_of_the_general_way():
+    hi, yes, more, other = (Message(role="user", content=text) for text in "abcd")
+    before, response = History((hi,)), History((yes,))
+    sent = [
+        ChatHistory(response=response),
+        ChatHistory(prompt=before, response=response),
+        ChatHistory(full=History((hi, yes))),
+        ChatHistory(response=History()),
+    ]
+    afters = [(), (hi,), (hi, yes), (hi, yes, more), (hi, other, more), (other, yes), (hi, more)]
+    for answered in sent:
+        for after in map(History, afters):
+            change = change_of_step(before, answered, after)
+            full = full_of(before, answered)
+            assert change == change_of(full, after)
+            assert change.apply(full) == after
+    assert change_of_step("ab", Text(response="c"), "abcd").added == "d"
+
+
+def test_a_chain_follows_what_grows_and_begins_anew_where_the_past_has_changed():
+    hi, yes, other = (Message(role="user", content=text) for text in "abc")
+    chain = PromptChain.of(History((hi,)))
+    for after in ((hi, yes), (other, yes), ()):
+        followed = chain.follow(History((hi,)), History(after))
+        assert followed.digest == PromptChain.of(History(after)).digest

@@ -53,6 +53,12 @@ class PromptChain:
         """Return the chain of a whole prompt."""
         return cls().extend(prompt)
 
+    def follow(self, before: Prompt, prompt: Prompt) -> PromptChain:
+        """Return the chain of `prompt`, where this is the chain of `before`."""
+        if starts_with(prompt, before):
+            return self.extend(prompt[len(before) :])
+        return PromptChain.of(prompt)
+
     @property
     def digest(self) -> PromptDigest:
         """Return the digest of all that was added."""
@@ -116,6 +122,18 @@ def full_of(prompt: Prompt, answered: Answered) -> Prompt:
     return join(prompt if before is None else before, response)
 
 
+def change_of_step(before: Prompt, answered: Answered, after: Prompt) -> PromptChange:
+    """Return the next prompt as a difference from the full of a step: `before` and the response."""
+    sent_prompt, response, sent_full = sent_parts(answered)
+    is_response_alone = isinstance(response, History) and sent_prompt is None and sent_full is None
+    if is_response_alone and isinstance(before, History) and isinstance(after, History):
+        # As nearly always. The full is not made, and the tuples are compared as a whole.
+        full = before.messages + response.messages
+        if after.messages[: len(full)] == full:
+            return PromptChange(len(full), after[len(full) :])
+    return change_of(full_of(before, answered), after)
+
+
 def change_of(full: Prompt, after: Prompt) -> PromptChange:
     """Return the next prompt `after` as a difference from the step's full."""
     num_full = len(full)
@@ -158,11 +176,11 @@ def _tuple(values: Prompt) -> Any:
 
 def _line_of(message: Message) -> str:
     """Return a message's chat dict as a line of JSON with sorted keys."""
-    chat = message.to_chat()
-    if len(chat) == 2 and isinstance(message.content, str):  # as nearly always: a third of the time
-        content = encode_basestring_ascii(message.content)
+    text = message.only_text
+    if text is not None:  # as nearly always, and several times as fast
+        content = encode_basestring_ascii(text)
         return f'{{"content":{content},"role":{encode_basestring_ascii(message.role)}}}\n'
-    return _to_json(chat) + "\n"
+    return _to_json(message.to_chat()) + "\n"
 
 
 def _bytes_of(part: Prompt) -> bytes:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from dialoop.environments import refusals
 from dialoop.environments.sessions.prompts import (
     PromptChain,
-    change_of,
+    PromptChange,
+    PromptDigest,
+    change_of_step,
     content_of,
-    full_of,
     prompt_of_episode,
-    starts_with,
 )
 from dialoop.reasons import Reason
 
@@ -73,9 +73,7 @@ class AnsweredStep:
     def change(self) -> PromptChange:
         """Return the next prompt as a difference from what the caller has."""
         before = prompt_of_episode(self.record.episode_before(self.call.step_index))
-        return change_of(
-            full_of(before, self.call.answered), prompt_of_episode(self.outcome.episode)
-        )
+        return change_of_step(before, self.call.answered, prompt_of_episode(self.outcome.episode))
 
     @property
     def prompt(self) -> PromptDigest:
@@ -159,14 +157,13 @@ class EpisodeRecord:
         """Return the digest of the prompt before a step that is stored, or that comes next."""
         if step_index < len(self._digests):
             return self._digests[step_index]
-        for number in range(len(self._digests), step_index + 1):
+        first = len(self._digests)
+        before = prompt_of_episode(self.episode_before(first - 1)) if first else None
+        for number in range(first, step_index + 1):
             prompt = prompt_of_episode(self.episode_before(number))
-            before = prompt_of_episode(self.episode_before(max(0, number - 1)))
-            if number and starts_with(prompt, before):
-                self._chain = self._chain.extend(prompt[len(before) :])
-            else:
-                self._chain = PromptChain.of(prompt)
-            self._digests.append(self._chain.digest)
+            chain = PromptChain.of(prompt) if before is None else self._chain.follow(before, prompt)
+            self._chain, before = chain, prompt
+            self._digests.append(chain.digest)
         return self._digests[step_index]
 
     def stored_for(self, call: StepCall) -> StoredStep | None:
