@@ -155,7 +155,8 @@ class Layout:
         }
         if service == "trainer":
             memory = {"shared_memory_dir": self.memory} if self.memory else {}
-            return {**common, **model, **self._device_lock(), **memory}
+            made = {} if self.config.model.directory else {"tiny_model_seed": self.config.seed}
+            return {**common, **model, **made, **self._device_lock(), **memory}
         sections = self.config.all_environments
         if any(section.play != "chat" for section in sections):
             common |= model

@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dialoop.cli.running_stacks import STACK_FILE
-from dialoop.errors import Unavailable
-from dialoop.reasons import Reason
 
 from dialoop_services.stack.layout import STOP_ORDER, Layout, ports_of
 from dialoop_services.stack.processes.ports import HOST
@@ -36,6 +33,8 @@ if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
     from dialoop_services.stack.processes.log_stream import LogStream
     from dialoop_services.stack.run_dir import RunDir
+
+_MODEL_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStac
     """Start everything in the plan; when the context is left, all of it has ended."""
     with fill_with_latest(plan.layout.memory, plan.layout.run_dir.policies):
         async with supervise(log) as supervisor:
-            await _start_all(plan, supervisor, log)
+            await _start_all(plan, supervisor)
             with _announce(plan.layout):
                 yield RunningStack(plan=plan, supervisor=supervisor)
 
@@ -116,14 +115,15 @@ def _announce(layout: Layout) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-async def _start_all(plan: Plan, supervisor: Supervisor, log: LogStream) -> None:
+async def _start_all(plan: Plan, supervisor: Supervisor) -> None:
     """Start each service as early as it can: vLLM takes half a minute, and the trainer warms up."""
     layout = plan.layout
     async with asyncio.TaskGroup() as starting:
         starting.create_task(_start_queue(plan, supervisor))
         starting.create_task(supervisor.start(layout.spec("environment")))
-        await _make_model(layout, supervisor, log)
-        for name in ("trainer", *layout.replicas):
+        starting.create_task(supervisor.start(layout.spec("trainer")))
+        await _model_made(layout)
+        for name in layout.replicas:
             starting.create_task(supervisor.start(layout.spec(name)))
     for name in ("scorer", "collector"):
         await supervisor.start(layout.spec(name))
@@ -147,18 +147,7 @@ async def _start_queue(plan: Plan, supervisor: Supervisor) -> None:
     await supervisor.start(layout.spec("replay"))
 
 
-async def _make_model(layout: Layout, supervisor: Supervisor, log: LogStream) -> None:
-    directory = layout.model_to_make()
-    if directory is None:
-        return
-    seed = str(layout.config.seed)
-    module = "dialoop_services.learning.model.tiny"
-    command = (sys.executable, "-m", module, str(directory.resolve()), "--seed", seed)
-    code = await supervisor.run_once("model", command)
-    if code:
-        raise Unavailable(
-            f"The tiny model could not be made: {log.last_line('model')}",
-            reason=Reason.MODEL_FAILED,
-            remedy=f"Read {log.path_of('model')}.",
-        )
-    log.say("model", f"made the tiny model (seed {seed})")
+async def _model_made(layout: Layout) -> None:
+    """Wait until the trainer has made the tiny model, which replicas load."""
+    while layout.model_to_make() is not None:  # noqa: ASYNC110, another process makes it
+        await asyncio.sleep(_MODEL_POLL_S)

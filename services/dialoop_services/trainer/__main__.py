@@ -20,11 +20,14 @@ from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
+from dialoop.errors import Unavailable
+from dialoop.reasons import Reason
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 
+from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.process import run_blocking
@@ -89,6 +92,7 @@ async def serve_in(
     host: Host, settings: TrainerSettings, learners: RankGroup[Learner] | None = None
 ) -> None:
     """Train to the end, then answer calls until the host stops; without `learners` on one rank."""
+    await asyncio.to_thread(_make_tiny_model, settings)
     builder = _builder(settings)
     warm_start = _warm_start(settings, builder)
     supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
@@ -186,6 +190,23 @@ def with_steps_of(settings: TrainerSettings, supervised: DemonstrationSet) -> Tr
         return settings
     num_steps = settings.sft.num_epochs * supervised.steps_per_epoch
     return settings.model_copy(update={"num_steps": num_steps})
+
+
+def _make_tiny_model(settings: TrainerSettings) -> None:
+    """Make the tiny model if it is asked for and is not there."""
+    directory, seed = settings.model_dir, settings.tiny_model_seed
+    if seed is None or (directory / "model.safetensors").is_file():
+        return
+    partial = directory.with_name(f"{directory.name}.partial")
+    try:
+        make_tiny_model(partial, seed=seed).rename(directory)  # replicas wait for the whole
+    except OSError as error:
+        raise Unavailable(
+            f"The tiny model could not be made in {directory}: {error.strerror}.",
+            reason=Reason.MODEL_FAILED,
+            remedy="Make room on the disk, or name a model in [model].",
+        ) from error
+    log.info("The tiny model is made.", extra={"seed": seed})
 
 
 def _builder(settings: TrainerSettings) -> TokenBuilder:

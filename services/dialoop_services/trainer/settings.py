@@ -64,6 +64,9 @@ class TrainerSettings(JobSettings, TrainFields):
     """Folder for metrics, trajectories, policies and checkpoints."""
     model_dir: Path = Path("runs/default/model")
     """Hugging Face model directory with its tokenizer, from which training starts."""
+    tiny_model_seed: int | None = None
+    """Seed with which the trainer makes the demo's tiny model when model_dir is missing; absent: a
+    missing model is an error."""
     replay_address: str = "127.0.0.1:7003"
     """host:port of the replay service."""
     environment_address: str = "127.0.0.1:7001"

@@ -44,6 +44,7 @@ TARGETS = targets()
 PLACES = {"host", "port", "rest_port", "token", "run", "run_dir", "model_dir", "weights_root"}
 PLACES |= {"worker", "redis_url", "replay_address", "environment_address"}
 PLACES |= {"inference_address", "inference_addresses"}
+PLACES |= {"tiny_model_seed"}  # the service `model` makes it, before the others
 
 
 def settings_in(
