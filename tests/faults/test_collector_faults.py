@@ -118,12 +118,15 @@ class Spy(MemoryStore):
                 self.unfinished[held.lease_id] = request.worker, len(held.members), 0
             played = {(held.task.task_id, m) for held in response.leases for m in held.members}
             self.to_be_played_again |= played & self.finished
-        if isinstance(response, pb.AppendMembersResponse):
-            for item, outcome in zip(request.items, response.outcomes, strict=True):
-                if outcome.status == pb.APPEND_STATUS_APPENDED:
-                    self.finished.add((item.lease_id.split("/", 2)[2], item.member))
-                    worker, size, count = self.unfinished[item.lease_id]
-                    self.unfinished[item.lease_id] = worker, size, count + 1
+        return response
+
+    async def append_members(self, run, members):
+        response = await super().append_members(run, members)
+        for item, outcome in zip(members, response.outcomes, strict=True):
+            if outcome.status == pb.APPEND_STATUS_APPENDED:
+                self.finished.add((item.lease_id.split("/", 2)[2], item.member))
+                worker, size, count = self.unfinished[item.lease_id]
+                self.unfinished[item.lease_id] = worker, size, count + 1
         return response
 
 
