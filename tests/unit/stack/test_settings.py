@@ -38,8 +38,8 @@ PLACES = {
     "collector": "run_dir worker replay_address environment_address inference_addresses "
     "inference_rest_addresses model_dir",
     "scorer": "worker replay_address model_dir",
-    "trainer": "run_dir model_dir replay_address environment_address inference_addresses "
-    "shared_memory_dir device_lock",
+    "trainer": "run_dir model_dir tiny_model_seed replay_address environment_address "
+    "inference_addresses shared_memory_dir device_lock",
 }
 
 
