@@ -20,12 +20,13 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.failures import error_of, failure_of
-from dialoop.import_paths import load_attribute
+from dialoop.import_paths import load_attribute, make_from_options
 from dialoop.reasons import Reason
 from dialoop.trajectory import Failure, Owner, Reward, SamplingParams, Task, Trajectory
 from dialoop.user_functions import call, name_of
@@ -33,6 +34,11 @@ from dialoop.user_functions import call, name_of
 if TYPE_CHECKING:
     from dialoop.environments.episode import Score
     from dialoop.episode import ResetResult, Sessions
+
+BUILT_IN_AGENTS: Mapping[str, str] = MappingProxyType(
+    {"verifiers": "dialoop.compat.verifiers:verifiers_agent"}
+)
+"""Agents by name, each with the function that makes it of its environment's options."""
 
 _CLOSE_S = 2.0
 _MAX_CAUSES = 16
@@ -179,9 +185,19 @@ async def play_agent(
     return await _add_scores(trajectory, task, host, outcome)
 
 
-def load_agent(use: str) -> Agent:
-    """Load the function `module:function`; raise InvalidConfig where it is none."""
-    agent: Agent = load_attribute(use, what="agent", reason=Reason.AGENT_NOT_FOUND)
+def load_agent(use: str, options: Mapping[str, Any] | None = None) -> Agent:
+    """Load the function `module:function`, or a built-in agent; raise InvalidConfig for others.
+
+    options: of the agent's environment, from which a built-in one is made.
+    """
+    agent: Agent
+    if use in BUILT_IN_AGENTS:
+        maker = load_attribute(BUILT_IN_AGENTS[use], what="agent", reason=Reason.AGENT_NOT_FOUND)
+        agent = make_from_options(maker, dict(options or {}), use)
+        return agent
+    agent = load_attribute(
+        use, what="agent", reason=Reason.AGENT_NOT_FOUND, built_in=BUILT_IN_AGENTS
+    )
     try:
         inspect.signature(agent).bind("task", "connection")
     except (TypeError, ValueError):

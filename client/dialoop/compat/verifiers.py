@@ -8,7 +8,12 @@
 
 verifiers owns the loop, its tools and its rewards, and calls the recording's URL as it would any
 model. A task's key is the position in the taskset; `VerifiersTasks` lists them to an environment
-service. In a config name the agent by where it stands: `use = "my_module:agent"`.
+service. In a config both are one table, whose options are the fields of EnvConfig:
+
+    [environment]
+    use = "verifiers"
+    agent = "verifiers"
+    options = {taskset = {id = "gsm8k"}, agent = {harness = {id = "null"}}}
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from dialoop.agents import AgentOutcome
+from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.episode import TaskData
 from dialoop.environments.tasks.source import TaskSource, task_not_found
 from dialoop.errors import InvalidConfig, NotFound
@@ -97,6 +103,19 @@ class VerifiersTasks(TaskSource):
         if not key.isdecimal() or int(key) >= len(self._tasks):
             raise task_not_found(split, key)
         return self._tasks[int(key)]
+
+
+def verifiers(*, limit: int = 10_000, name: str = "verifiers", **config: Any) -> ChatEnv:
+    """Return the environment that lists a taskset's tasks; its agent plays and rewards them."""
+    tasks = VerifiersTasks(config, limit=limit)
+    return ChatEnv(name=name, description="A taskset of verifiers.", tasks=tasks)
+
+
+def verifiers_agent(
+    *, limit: int = 10_000, name: str = "verifiers", **config: Any
+) -> VerifiersAgent:
+    """Return the agent for the same options; `limit` and `name` belong to the environment."""
+    return VerifiersAgent(config)
 
 
 def outcome_of(episode: Any) -> AgentOutcome:

@@ -26,6 +26,7 @@ BUILT_IN_PATHS: Mapping[str, str] = {
     "calculator": "dialoop.text_environment.setups:calculator",
     "messages": "dialoop.tasks.messages:messages",
     "trl": "dialoop.tasks.trl:trl",
+    "verifiers": "dialoop.compat.verifiers:verifiers",
     "verl": "dialoop.tasks.verl:verl",
 }
 """Built-in environments that are imported when they are used, by name."""

@@ -128,4 +128,8 @@ def load_agents(settings: CollectorSettings) -> dict[str, Agent]:
             reason=Reason.NO_REST_ADDRESS,
             remedy="Give the REST address of every replica, in the same order.",
         )
-    return {environment: load_agent(use) for environment, use in settings.agents.items()}
+    return {
+        section.served_name: load_agent(section.agent, section.options)
+        for section in settings.sections
+        if section.agent
+    }

@@ -106,8 +106,8 @@ class EnvironmentSection(Section):
     """Where tasks come from and who answers the policy."""
 
     use: str = "arithmetic"
-    """Environment to load: "arithmetic", "jsonl", "verl", "trl", "messages", or your own as
-    "module:attribute"."""
+    """Environment to load: "arithmetic", "jsonl", "verl", "trl", "messages", "verifiers", or your
+    own as "module:attribute"."""
     play: Literal["chat", "trial", "text"] = "chat"
     """How a task is played: "chat" as messages in a chat template; "trial" as episodes of a game in
     plain tokens; "text" as one running text in which tools answer."""
@@ -131,7 +131,7 @@ class EnvironmentSection(Section):
     weight: float = Field(default=1.0, gt=0)
     """How often tasks of this environment are drawn, relative to the other environments."""
     agent: str = ""
-    """Agent that plays the tasks, as "module:function"; empty: the policy plays them itself."""
+    """Agent that plays the tasks: "module:function" or "verifiers"; empty: the policy itself."""
 
     @property
     def kind(self) -> str:

@@ -143,7 +143,7 @@ def check_functions(config: JobConfig) -> None:
     """Raise InvalidConfig for an agent, reward or text environment that cannot be imported."""
     for section in config.all_environments:
         if section.agent:
-            load_agent(section.agent)
+            load_agent(section.agent, section.options)
         for use in section.text_environments:
             load_text_setup(use)
     for reward in config.scorer.rewards:

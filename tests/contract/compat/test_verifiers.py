@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import dialoop
 import pytest
-from dialoop.agents import AgentHost, play_agent
+from dialoop.agents import AgentHost, load_agent, play_agent
 from dialoop.compat.verifiers import VerifiersAgent, VerifiersTasks, outcome_of
-from dialoop.environments import ChatEnv
+from dialoop.environments import ChatEnv, load_environment
 from dialoop.errors import InvalidConfig, NotFound
 from dialoop.sequences import Source
 from dialoop.trajectory import Owner, Task
@@ -30,7 +32,7 @@ from tests.support.agent_world import (
     require_owned_once,
 )
 
-TESTS = str(Path(__file__).parents[2])
+PROGRAMS = str(Path(__file__).parents[2] / "support" / "programs")
 CONFIG = {
     "taskset": {"id": "verifiers_calculator"},
     "agent": {"harness": {"id": "verifiers_calculator"}, "runtime": {"type": "subprocess"}},
@@ -40,7 +42,7 @@ CONFIG = {
 @pytest.fixture
 def installation(monkeypatch):
     pytest.importorskip("verifiers.v1", reason="verifiers pins openai<3: see infra/test_compat.sh")
-    monkeypatch.syspath_prepend(TESTS)
+    monkeypatch.syspath_prepend(PROGRAMS)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,9 @@ async def test_the_tasks_of_a_taskset_are_listed(installation):
 async def test_unknown_tasks_and_environments_are_refused(installation, directory):
     async with agent_world(directory, ScriptedEngine(directory, [])) as world:
         trajectory = await play(world, "9")
-    assert [failure.reason for failure in trajectory.failures] == ["TASK_NOT_FOUND"]
+    (failure,) = trajectory.failures
+    assert failure.reason == "AGENT_FAILED"
+    assert "holds no task '9'" in failure.message
     with pytest.raises(NotFound, match="no_such_taskset"):
         VerifiersAgent({"taskset": {"id": "no_such_taskset"}})
     with pytest.raises(InvalidConfig):
@@ -140,6 +144,38 @@ def test_an_episode_of_several_agents_is_refused():
 
     (failure,) = outcome_of(Episode()).failures
     assert failure.reason == "SEVERAL_AGENTS"
+
+
+def test_a_job_names_the_taskset_and_trains_on_its_rewards(installation, tmp_path):
+    table = {"use": "verifiers", "agent": "verifiers", "options": {**CONFIG, "limit": 2}}
+    job = {
+        "run": "taskset",
+        "model": {"directory": str(make_tool_model(tmp_path / "model"))},
+        "environment": table,
+        "inference": {"max_model_len": 512},
+        "collector": {"group_size": 4, "max_new_tokens": 8},
+        # An untrained model earns the same for all of a group, and that alone is no signal.
+        "scorer": {"kl_coefficient": 0.1},
+        "train": {"num_steps": 1, "groups_per_train_step": 2, "pipeline_depth": 0},
+        "evaluation": {"num_tasks": 0},
+    }
+    result = dialoop.train(job, in_process=True, folder=tmp_path, quiet=True)
+    assert result.summary["trajectories"]["trained"] >= 2
+    lines = (result.run_dir / "trajectories.jsonl").read_text("utf-8").splitlines()
+    truths = ("7", "4")
+    for line in lines:
+        played = json.loads(line)
+        (turn,) = played["turns"]
+        right = truths[int(played["task_key"])] in played["messages"][-1]["content"]
+        assert turn["rewards"]["is_right"] == 2.0 * right
+
+
+def test_a_built_in_agent_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    for load in (load_agent, load_environment):
+        with pytest.raises(InvalidConfig) as caught:
+            load("verifiers", {**CONFIG, "limit": 2})
+        assert caught.value.reason == "PACKAGE_MISSING"
 
 
 def test_without_the_package_the_pip_line_is_told(monkeypatch):
