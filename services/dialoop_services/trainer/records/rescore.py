@@ -246,7 +246,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="as the trainer's: cpu or cuda")
     parser.add_argument("--dtype", default="float32", help="as the trainer's weights")
     parser.add_argument("--max-row-tokens", type=int, default=1024, help="tokens scored at once")
+    parser.add_argument("--num-threads", type=int, default=0, help="as the trainer's; 0: torch's")
     arguments = vars(parser.parse_args())
+    if num_threads := arguments.pop("num_threads"):
+        torch.set_num_threads(num_threads)
     run_dir, model_dir = arguments.pop("run_dir"), arguments.pop("model_dir")
     model_dir = model_dir or RunPolicies.of(run_dir).model_dir
     print(json.dumps(rescore(run_dir, model_dir, **arguments)))  # noqa: T201
