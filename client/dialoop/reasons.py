@@ -218,6 +218,10 @@ class Reason(_Named):
         "EVENT_LOOP_RUNNING",
         "A blocking client would stop the running event loop.",
     )
+    EVERY_GROUP_FAILED = (
+        "EVERY_GROUP_FAILED",
+        "Many groups failed while they were played, and none was ever finished.",
+    )
     EXPORT_EXISTS = "EXPORT_EXISTS", "The export's folder exists."
     EXPORT_FAILED = "EXPORT_FAILED", "The policy could not be exported."
     FAILED_PRECONDITION = "FAILED_PRECONDITION", "The request does not fit the present state."

@@ -158,7 +158,11 @@ class FakeReplay:
         self.kept: dict[str, GroupLease] = {}
 
     async def get_stats(self, run: str) -> Any:
-        counts = SimpleNamespace(num_groups_dropped=self.num_groups_dropped)
+        counts = SimpleNamespace(
+            num_groups_dropped=self.num_groups_dropped,
+            num_trajectories_live=len(self.batches),
+            num_trajectories_consumed=0,
+        )
         return SimpleNamespace(
             cursor=self.cursor,
             policy_version=self.policy_version,

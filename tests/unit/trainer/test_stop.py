@@ -279,6 +279,20 @@ async def test_a_job_of_one_group_a_step_stands_more_than_three_bad_ones_in_a_ro
     assert list(here.replay.set_aside) == [f"lease-{name}" for name in "abcdfghij"]
 
 
+async def test_a_job_of_which_every_group_fails_while_it_is_played_fails_too(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_steps=1, max_bad_groups=1), FakeServer()
+    here.replay.num_groups_dropped = {"member_failed": 5}
+    running = asyncio.create_task(run_until_stopped(here, server))
+    await asyncio.sleep(0.05)
+    assert here.board.phase is not Phase.FAILED  # three batches of two may fail
+    here.replay.num_groups_dropped["member_failed"] = 6
+    with pytest.raises(ExceptionGroup):
+        await running
+    assert here.board.failure.startswith("All of the first 6 groups failed")
+
+
 async def test_dead_letters_that_the_queue_could_not_keep_are_an_alarm(
     world: Callable[..., World], caplog: pytest.LogCaptureFixture
 ) -> None:

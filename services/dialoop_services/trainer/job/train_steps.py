@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import ReturnItem, Selection
 from dialoop.errors import InvalidConfig
-from dialoop.reasons import DropReason, turns_spent
+from dialoop.reasons import DropReason, Reason, turns_spent
 from dialoop.trajectory import Stage
 
 from dialoop_services.rl.lengths import length_bin
@@ -154,6 +154,7 @@ class TrainSteps:
                     self._is_queue_full = True
                     return None
                 self._alarm_of_memory(is_full=stats.is_full)
+                self._require_some_played(stats.training)
                 # A queue that lost its state leases no tasks until a policy is announced again.
                 await self._checkpointer.restore_cursor()
                 await self._publisher.announce(self._state.policy_version)
@@ -183,6 +184,23 @@ class TrainSteps:
                 "or see whether the scorer and evaluations go on."
             )
         self._board.raise_alarm(QUEUE_FULL, on=is_full)
+
+    def _require_some_played(self, counts: LedgerCounts) -> None:
+        """Raise InvalidConfig if many groups failed while they were played, and no other came.
+
+        Such a job would go on failing for ever. One that has trained a group waits instead, since
+        a service may come back.
+        """
+        num_failed = counts.num_groups_dropped.get(DropReason.MEMBER_FAILED, 0)
+        if num_failed < self._settings.max_refused_groups:
+            return
+        if counts.num_trajectories_live or counts.num_trajectories_consumed:
+            return
+        raise InvalidConfig(
+            f"All of the first {num_failed} groups failed while they were played.",
+            reason=Reason.EVERY_GROUP_FAILED,
+            remedy="The collector's log names each failure, and its status counts them by owner.",
+        )
 
     async def _free_queue(self) -> None:
         """Save a checkpoint before it is due, which acknowledges the trained groups.
