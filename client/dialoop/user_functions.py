@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import cache, partial
 from pathlib import PurePath
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
     from types import TracebackType
 
+_MAX_IDLE = 32
 _OUR_PACKAGES = frozenset({"dialoop", "dialoop_services", "asyncio", "concurrent", "threading"})
 
 
@@ -30,7 +33,7 @@ async def call(
 ) -> Any:
     """Return the function's result; raise TimeoutError after `timeout_s`.
 
-    A sync function runs in its own daemon thread, since hanging calls would fill a pool and delay
+    A sync function has a daemon thread to itself, since hanging calls would fill a pool and delay
     the shutdown. A thread that hangs stays behind, because Python cannot end it.
     """
     async with asyncio.timeout(timeout_s):
@@ -136,5 +139,35 @@ async def _in_thread(function: Callable[..., Any], call_it: Callable[[], Any]) -
         except RuntimeError:  # the loop has ended, so nobody waits any more
             return
 
-    threading.Thread(target=run, name=f"call-{name_of(function)}", daemon=True).start()
+    _start(run, name=f"call-{name_of(function)}")
     return await answered
+
+
+class _Caller(threading.Thread):
+    """A thread that calls one function after another; to start one for each takes longer."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.functions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def run(self) -> None:
+        while True:
+            self.functions.get()()
+            if len(_idle) >= _MAX_IDLE:
+                return
+            self.name = "call-nothing"
+            _idle.append(self)
+
+
+_idle: list[_Caller] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a fork has none of its parent's threads
+
+
+def _start(function: Callable[[], None], *, name: str) -> None:
+    try:
+        caller = _idle.pop()
+    except IndexError:
+        caller = _Caller()
+        caller.start()
+    caller.name = name
+    caller.functions.put(function)

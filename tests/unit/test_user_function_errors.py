@@ -1,9 +1,11 @@
-"""What a user's function raises is named with its type and line, and owned by what they wrote."""
+"""A user's function has a thread to itself; what it raises has type, line and an owner."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,3 +72,23 @@ def test_an_error_without_a_line_of_the_users_is_its_type() -> None:
 
 def test_an_async_function_is_called_where_nobody_can_await() -> None:
     assert call_now(_async(double), 2) == 4
+
+
+async def test_calls_use_one_thread_after_another_and_none_waits_for_one_that_hangs() -> None:
+    release = threading.Event()
+    hanging = asyncio.create_task(call(release.wait))
+    await asyncio.sleep(0.01)
+    idents = [await call(threading.get_ident) for _ in range(3)]
+    assert len(set(idents)) == 1
+    release.set()
+    await hanging
+
+
+async def test_a_fork_calls_functions_in_threads_of_its_own() -> None:
+    await call(threading.get_ident)  # leaves an idle thread, which a fork does not have
+    child = os.fork()
+    if not child:
+        asyncio.events._set_running_loop(None)
+        os._exit(asyncio.run(call(lambda: 7, timeout_s=9)))
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7

@@ -86,7 +86,7 @@ async def _rescore(stack: RunningStack, log: LogStream) -> dict[str, Any]:
     if not options:
         return dict(summary.NOT_RESCORED)
     command = (sys.executable, "-m", "dialoop_services.trainer.records.rescore", str(run_dir))
-    # The trainer's threads: more of them would wait for each other, and spin, beside what still runs.
+    # As many threads as the trainer has: more would spin while they wait for each other.
     options["num_threads"] = layout.config.train.num_threads
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     code = await stack.supervisor.run_once("rescore", (*command, f"--model-dir={model}", *words))
