@@ -16,7 +16,6 @@ from dialoop_services.config.tables import Overflow
 from dialoop_services.replay.memory_store.ledger import GroupState
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
-from dialoop_services.replay.servicer import members_of_groups
 from dialoop_services.replay.store import QueueLimits, QueueStore
 
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
@@ -123,12 +122,13 @@ class Schedule:
             run=self.run,
             items=[
                 pb.MemberItem(
-                    lease_id=member.lease_id,
-                    member=member.member,
-                    trajectory=member.trajectory,
-                    num_discarded=member.num_discarded,
+                    lease_id=item.lease_id,
+                    member=member,
+                    trajectory=trajectory,
+                    num_discarded=0 if member else item.num_discarded,
                 )
-                for member in members_of_groups(items)
+                for item in items
+                for member, trajectory in enumerate(item.group.trajectories)
             ],
         )
 

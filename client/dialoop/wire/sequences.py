@@ -10,6 +10,7 @@ a table of policy versions.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
@@ -56,7 +57,8 @@ FIXED_COLUMNS: Mapping[str, tuple[int, int]] = MappingProxyType(
         **dict.fromkeys(_FLOATS, (pb.DATA_TYPE_FLOAT32, pb.ALONG_SAMPLED)),
     }
 )
-"""Data type and rows of the columns whose names have a meaning of their own."""
+"""Data type (of four bytes) and rows of the columns whose names have a meaning of their own."""
+_ALONG = {int(pb.ALONG_TOKENS): Along.TOKENS, int(pb.ALONG_SAMPLED): Along.SAMPLED}
 _NO_IDS, _NO_FLOATS = np.empty(0, np.int32), np.empty(0, np.float32)
 _CAUSE = enum(ForkCause, unspecified=ForkCause.NONE)
 _SOURCE = enum(Source)
@@ -86,16 +88,34 @@ def columns_of(sequence: pb.Sequence) -> dict[str, Column]:
     Raises InvalidSequence (BAD_COLUMN) where name, type, shape and bytes do not fit each other, and
     where a name comes twice. Whether they fit the tokens is the caller's to check.
     """
-    columns: dict[str, Column] = {}
+    return {
+        name: Column(values=np.frombuffer(data, dtype).reshape(shape), along=_ALONG[along])
+        for name, (dtype, along, shape, data) in raw_columns_of(sequence).items()
+    }
+
+
+def raw_columns_of(
+    sequence: pb.Sequence,
+) -> dict[str, tuple[np.dtype[Any], int, SequenceOf[int], bytes]]:
+    """Return type, Along, shape and bytes of all columns by name, as `columns_of` checks them."""
+    columns: dict[str, tuple[np.dtype[Any], int, SequenceOf[int], bytes]] = {}
     for proto in sequence.columns:
-        if proto.name in columns:
-            raise _bad(proto.name, "comes twice", "Give each column a name of its own.")
-        columns[proto.name] = _read(proto)
+        name, shape, data = proto.name, proto.shape, proto.data
+        number, along = proto.data_type, proto.along
+        if name in columns:
+            raise _bad(name, "comes twice", "Give each column a name of its own.")
+        fixed = FIXED_COLUMNS.get(name)
+        if fixed == (number, along) and len(shape) == 1 and shape[0] * 4 == len(data):
+            dtype = DATA_TYPES[number]
+        else:
+            dtype = _type_of(name, number, along, shape, len(data))
+        columns[name] = dtype, along, shape, data
     return columns
 
 
-def _read(proto: pb.Column) -> Column:
-    name, number, along, shape = proto.name, int(proto.data_type), int(proto.along), proto.shape
+def _type_of(
+    name: str, number: int, along: int, shape: SequenceOf[int], num_bytes: int
+) -> np.dtype[Any]:
     fixed = FIXED_COLUMNS.get(name)
     if fixed is not None and ((number, along) != fixed or len(shape) != 1):
         type_name = pb.DataType.Name(fixed[0])
@@ -113,15 +133,15 @@ def _read(proto: pb.Column) -> Column:
     dtype = DATA_TYPES.get(number)
     if dtype is None:
         raise _bad(name, f"has the data type {number}, which is none", _known_types())
-    if along not in (pb.ALONG_TOKENS, pb.ALONG_SAMPLED):
+    if along not in _ALONG:
         raise _bad(name, "does not say along which tokens it is", "Set `along`.")
-    if not shape or min(shape) < 0 or prod(shape) * dtype.itemsize != len(proto.data):
+    if not shape or min(shape) < 0 or prod(shape) * dtype.itemsize != num_bytes:
         raise _bad(
             name,
-            f"has {len(proto.data)} bytes for the shape {list(shape)} of {dtype.name}",
+            f"has {num_bytes} bytes for the shape {list(shape)} of {dtype.name}",
             "Give shape[0] as the number of rows, and all numbers row by row.",
         )
-    return Column(values=np.frombuffer(proto.data, dtype).reshape(shape), along=Along(along))
+    return dtype
 
 
 def sequence_to_proto(sequence: Sequence) -> pb.Sequence:

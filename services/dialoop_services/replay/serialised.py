@@ -1,11 +1,12 @@
 """Read serialised trajectories in place: the bytes of their digests, and floats as arrays.
 
-kept, scored = digests_of(pb.Trajectory(seed=3).SerializeToString(deterministic=True))
+trajectory = pb.Trajectory(seed=3)
+kept, scored = digests_of(trajectory, trajectory.SerializeToString(deterministic=True))
 """
 
 from __future__ import annotations
 
-import hashlib
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,8 +34,11 @@ _SCORED = {
     _TURNS: {number_of(pb.Turn, "rewards")},
     _SEQUENCES: {number_of(pb.Sequence, "advantage")},
 }
-_SCORED_COLUMNS = (b"ref_logprobs", b"token_advantages", b"teacher_logprobs")
+_SCORED_COLUMNS = ("ref_logprobs", "token_advantages", "teacher_logprobs")
 _VARINT, _FIXED64, _BYTES = 0, 1, 2
+# Hexadecimal digits of the two digests. Processors of today compute SHA-256 themselves.
+_KEPT, _OF_SCORES = 24, 8
+_NOTHING = sha256().hexdigest()[:_OF_SCORES]
 _MORE = 0x80
 """Set in each byte of a varint but the last."""
 
@@ -99,42 +103,61 @@ def floats_of(data: bytes, field: int) -> NDArray[np.float32]:
 _NONE = np.empty(0, np.float32)
 
 
-def digests_of(trajectory: bytes) -> tuple[str, str]:
-    """Return the digest of what scoring keeps of a serialised trajectory, and that of the rest.
+def digests_of(trajectory: pb.Trajectory, raw: bytes) -> tuple[str, str]:
+    """Return the digest of what scoring keeps of a trajectory, and that of the rest.
 
-    The first is over the trajectory as it would be serialised without what scoring may change.
+    raw: the trajectory as protobuf writes it, in a fixed order. The first digest is over what it
+    would write without what scoring may change. What has no scores is not searched for them.
     """
-    kept, scored = hashlib.blake2b(digest_size=12), hashlib.blake2b(digest_size=4)
+    fields = _fields_with_scores(trajectory)
+    if not fields:
+        return sha256(raw).hexdigest()[:_KEPT], _NOTHING
+    kept, scored = sha256(), sha256()
     done = 0
-    for number, begin, value, end in fields_in(trajectory, 0, len(trajectory)):
-        if number not in _SCORED:
+    for number, begin, value, end in fields_in(raw, 0, len(raw)):
+        if number not in fields:
             continue
-        inner = list(fields_in(trajectory, value, end))
         cut = [
             (b, e)
-            for n, b, v, e in inner
+            for n, b, v, e in fields_in(raw, value, end)
             if n in _SCORED[number]
-            or (n == _COLUMNS and number == _SEQUENCES and _is_scored(trajectory, v, e))
+            or (n == _COLUMNS and number == _SEQUENCES and _is_scored(raw, v, e))
         ]
         if not cut:
             continue
-        kept.update(trajectory[done:begin])
+        kept.update(raw[done:begin])
         done = end
         tag = varint(number << 3 | _BYTES)
         kept.update(tag + varint(end - value - sum(e - b for b, e in cut)))
         scored.update(tag + varint(begin))
         for cut_start, cut_end in cut:
-            kept.update(trajectory[value:cut_start])
-            scored.update(trajectory[cut_start:cut_end])
+            kept.update(raw[value:cut_start])
+            scored.update(raw[cut_start:cut_end])
             value = cut_end
-        kept.update(trajectory[value:end])
-    kept.update(trajectory[done:])
-    return kept.hexdigest(), scored.hexdigest()
+        kept.update(raw[value:end])
+    kept.update(raw[done:])
+    return kept.hexdigest()[:_KEPT], scored.hexdigest()[:_OF_SCORES]
+
+
+def _fields_with_scores(trajectory: pb.Trajectory) -> set[int]:
+    """Return the fields of a trajectory that hold what scoring may change."""
+    fields = set[int]()
+    for turn in trajectory.turns:
+        if turn.rewards:
+            fields.add(_TURNS)
+            break
+    for sequence in trajectory.sequences:
+        if sequence.HasField("advantage"):
+            fields.add(_SEQUENCES)
+        for column in sequence.columns:
+            if column.name in _SCORED_COLUMNS:
+                fields.add(_SEQUENCES)
+    return fields
 
 
 def _is_scored(data: bytes, start: int, end: int) -> bool:
     """Return whether scoring writes the column that the bytes are."""
     return any(
-        number == _NAME and data[value:stop] in _SCORED_COLUMNS
+        number == _NAME and data[value:stop].decode() in _SCORED_COLUMNS
         for number, _, value, stop in fields_in(data, start, end)
     )

@@ -34,7 +34,14 @@ from dialoop.v1 import trajectory_pb2
 
 from dialoop_services.replay.leases import Kind, parse_lease
 from dialoop_services.replay.refusals import APPEND_MESSAGES
-from dialoop_services.replay.store import Answer, FinishedMember, GroupsHandedOut, QueueStore
+from dialoop_services.replay.store import (
+    Answer,
+    FinishedMembers,
+    GroupsHandedOut,
+    MembersAppended,
+    QueueStore,
+    append_outcome,
+)
 from dialoop_services.replay.validation import check_group, check_trajectory
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -48,7 +55,6 @@ _DEFAULT_PAGE = 20
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Leases = TypeVar("_Leases", pb.LeaseTasksResponse, GroupsHandedOut)
 _Item = TypeVar("_Item", pb.AppendItem, pb.MemberItem)
-_BY_WEIGHT = (pb.APPEND_STATUS_REJECTED, pb.APPEND_STATUS_APPENDED, pb.APPEND_STATUS_DUPLICATE)
 
 
 class ReplayServicer(rpc.ReplayServiceServicer):
@@ -107,14 +113,14 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             )
             for item in request.items
         ]
-        appended = await self._append_members(request.run, _valid(request.items, rejections))
-        outcomes = await self._outcomes(request.run, rejections, appended.outcomes)
+        valid = [FinishedMembers.of(item) for item in _valid(request.items, rejections)]
+        appended = await self._append_members(request.run, valid)
+        response = appended.response()
+        outcomes = await self._outcomes(request.run, rejections, response.outcomes)
         return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=appended.num_overflowed)
 
-    async def _append_members(
-        self, run: str, members: Sequence[FinishedMember | pb.MemberItem]
-    ) -> pb.AppendMembersResponse:
-        appended = await self.store.append_members(run, members)
+    async def _append_members(self, run: str, items: Sequence[FinishedMembers]) -> MembersAppended:
+        appended = await self.store.append_members(run, items)
         self._changes.signal(run)
         self.num_overflowed.update(appended.num_overflowed)
         return appended
@@ -141,7 +147,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             appended = list((await self._change(append, pb.AppendGroupsResponse)).outcomes)
         else:
             members = await self._append_members(request.run, members_of_groups(valid))
-            appended = list(outcomes_of_groups(valid, members))
+            appended = list(outcomes_of_groups(valid, members.reasons))
         outcomes = await self._outcomes(request.run, rejections, appended)
         return pb.AppendGroupsResponse(outcomes=outcomes)
 
@@ -372,26 +378,25 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
 
 
-def members_of_groups(items: Iterable[pb.AppendItem]) -> list[FinishedMember]:
-    """Return all members of played groups."""
+def members_of_groups(items: Iterable[pb.AppendItem]) -> list[FinishedMembers]:
+    """Return the members of played groups."""
     return [
-        FinishedMember(item.lease_id, member, trajectory, 0 if member else item.num_discarded)
+        FinishedMembers(item.lease_id, 0, item.group.trajectories, item.num_discarded)
         for item in items
-        for member, trajectory in enumerate(item.group.trajectories)
     ]
 
 
 def outcomes_of_groups(
-    items: Iterable[pb.AppendItem], members: pb.AppendMembersResponse
+    items: Iterable[pb.AppendItem], reasons: Iterable[str]
 ) -> Iterator[pb.AppendOutcome]:
-    """Yield a group's outcome: the rejection of a member if there is one; else what is new."""
-    outcomes = iter(members.outcomes)
+    """Yield each group's outcome: the rejection of a member if there is one; else what is new."""
+    rest = iter(reasons)
     for item in items:
-        own = list(itertools.islice(outcomes, len(item.group.trajectories)))
-        yield next(
-            (outcome for status in _BY_WEIGHT for outcome in own if outcome.status == status),
-            pb.AppendOutcome(status=pb.APPEND_STATUS_REJECTED, reason=Reason.WRONG_SIZE),
-        )
+        own = dict.fromkeys(itertools.islice(rest, len(item.group.trajectories)))
+        refused = next((reason for reason in own if reason not in ("", "DUPLICATE")), None)
+        if refused is None and own:
+            refused = "" if "" in own else "DUPLICATE"
+        yield append_outcome(Reason.WRONG_SIZE if refused is None else refused)
 
 
 def _valid(items: Iterable[_Item], rejections: Iterable[pb.AppendOutcome | None]) -> list[_Item]:
@@ -407,10 +412,10 @@ def _group_of(item: pb.MemberItem) -> str:
 
 def _check_played(item: pb.AppendItem, stage: Stage) -> pb.AppendOutcome | None:
     """Reject a played group of which the store would take some members only, or as another's."""
-    group, lease = item.group, parse_lease(item.lease_id)
-    purpose = Purpose.EVALUATION if stage is Stage.EVALUATION else Purpose.TRAINING
     if stage is Stage.SCORED:
         return None
+    group, lease = item.group, parse_lease(item.lease_id)
+    purpose = Purpose.EVALUATION if stage is Stage.EVALUATION else Purpose.TRAINING
     if int(group.task.purpose) != purpose:
         reason = Reason.UNKNOWN_TASK
     elif lease is None or lease.task_id != group.task.task_id:

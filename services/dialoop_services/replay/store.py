@@ -84,9 +84,7 @@ class QueueStore(Protocol):
         """
         ...
 
-    async def append_members(
-        self, run: str, members: Sequence[FinishedMember | pb.MemberItem]
-    ) -> pb.AppendMembersResponse:
+    async def append_members(self, run: str, items: Sequence[FinishedMembers]) -> MembersAppended:
         """Apply an append of members, as `AppendMembers` in the proto says."""
         ...
 
@@ -129,13 +127,39 @@ class GroupsHandedOut:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedMember:
-    """A MemberItem whose trajectory is still part of its group: copying one takes long."""
+class FinishedMembers:
+    """Trajectories that were played under one lease: members `first`, `first` + 1, ... of a group.
+
+    num_discarded: trajectories that the player gave up before these.
+    """
 
     lease_id: str
-    member: int
-    trajectory: trajectory_pb2.Trajectory
+    first: int
+    trajectories: Sequence[trajectory_pb2.Trajectory]
     num_discarded: int
+
+    @classmethod
+    def of(cls, item: pb.MemberItem) -> FinishedMembers:
+        """Return the one member of an item."""
+        return cls(item.lease_id, item.member, [item.trajectory], item.num_discarded)
+
+
+@dataclass(frozen=True, slots=True)
+class MembersAppended:
+    """What came of an append of members.
+
+    reasons: for each member in order "" where it was appended, "DUPLICATE", or why it was not.
+    num_overflowed: groups that were dropped for want of room, by reason.
+    """
+
+    reasons: Sequence[str]
+    num_overflowed: Mapping[str, int]
+
+    def response(self) -> pb.AppendMembersResponse:
+        """Return the answer to AppendMembers."""
+        return pb.AppendMembersResponse(
+            outcomes=map(append_outcome, self.reasons), num_overflowed=self.num_overflowed
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +202,7 @@ def pack_member(trajectory: trajectory_pb2.Trajectory) -> tuple[MemberFacts, byt
     """Return what the ledger keeps of a trajectory, and its bytes as part of a serialised group."""
     raw = trajectory.SerializeToString(deterministic=True)
     facts = MemberFacts(
-        digest=".".join(digests_of(raw)),
+        digest=".".join(digests_of(trajectory, raw)),
         versions=_versions(trajectory),
         trajectory_id=trajectory.trajectory_id,
     )
@@ -188,10 +212,14 @@ def pack_member(trajectory: trajectory_pb2.Trajectory) -> tuple[MemberFacts, byt
 def pack_group(group: trajectory_pb2.Group) -> tuple[GroupFacts, bytes]:
     """Return the facts that the ledger compares of a scored group, and the group's bytes."""
     raw = group.SerializeToString(deterministic=True)
-    digests = (
-        digests_of(raw[value:end])[0]
+    places = (
+        (value, end)
         for number, _, value, end in fields_in(raw, 0, len(raw))
         if number == TRAJECTORIES
+    )
+    digests = (
+        digests_of(trajectory, raw[value:end])[0]
+        for trajectory, (value, end) in zip(group.trajectories, places, strict=True)
     )
     return GroupFacts(group_id=group.group_id, digest=",".join(digests)), raw
 
@@ -211,8 +239,10 @@ def digest_without_scores(member_digest: str) -> str:
 
 
 def _versions(trajectory: trajectory_pb2.Trajectory) -> dict[str, tuple[int, int]]:
-    numbers: dict[str, list[int]] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for sequence in trajectory.sequences:
         for version in sequence.policy_versions:
-            numbers.setdefault(version.lineage, []).append(version.number)
-    return {lineage: (min(all_), max(all_)) for lineage, all_ in sorted(numbers.items())}
+            lineage, number = version.lineage, version.number
+            oldest, newest = spans.get(lineage, (number, number))
+            spans[lineage] = min(oldest, number), max(newest, number)
+    return spans

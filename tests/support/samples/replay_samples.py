@@ -181,7 +181,7 @@ async def append(
     """Append groups, those that were played by their members: as the servicer does."""
     if stage is not Stage.SCORED:
         members = await store.append_members(run, members_of_groups(items))
-        return list(outcomes_of_groups(items, members))
+        return list(outcomes_of_groups(items, members.reasons))
     request = rep.AppendGroupsRequest(run=run, stage=stage_name(stage), items=items)
     return (await store.apply(request, rep.AppendGroupsResponse)).outcomes
 

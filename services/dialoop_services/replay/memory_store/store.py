@@ -30,8 +30,9 @@ from dialoop_services.replay.memory_store.ledger import (
 from dialoop_services.replay.refusals import refusal
 from dialoop_services.replay.store import (
     Answer,
-    FinishedMember,
+    FinishedMembers,
     GroupsHandedOut,
+    MembersAppended,
     QueueLimits,
     append_outcome,
     group_head,
@@ -57,11 +58,9 @@ class MemoryStore:
         assert isinstance(response, answer)
         return response
 
-    async def append_members(
-        self, run: str, members: Sequence[FinishedMember | pb.MemberItem]
-    ) -> pb.AppendMembersResponse:
+    async def append_members(self, run: str, items: Sequence[FinishedMembers]) -> MembersAppended:
         """Apply an append of members, as `QueueStore.append_members` says."""
-        return _append_members(self._ledger(run), members)
+        return _append_members(self._ledger(run), items)
 
     async def lease_groups(self, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
         """Apply a lease of groups, as `QueueStore.lease_groups` says."""
@@ -143,31 +142,38 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
     return answer
 
 
-def _append_members(
-    ledger: Ledger, members: Iterable[FinishedMember | pb.MemberItem]
-) -> pb.AppendMembersResponse:
+def _append_members(ledger: Ledger, items: Iterable[FinishedMembers]) -> MembersAppended:
     ledger.num_overflowed.clear()
-    outcomes = [_outcome(ledger, _append_member(ledger, item)) for item in members]
-    return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=ledger.num_overflowed)
+    reasons = [
+        _count_outcome(ledger, _append_member(ledger, item, item.first + place, trajectory))
+        for item in items
+        for place, trajectory in enumerate(item.trajectories)
+    ]
+    return MembersAppended(reasons, dict(ledger.num_overflowed))
 
 
 def _append_groups(ledger: Ledger, request: pb.AppendGroupsRequest) -> pb.AppendGroupsResponse:
     """Append scored groups; the servicer appends those that were played member by member."""
     return pb.AppendGroupsResponse(
-        outcomes=[_outcome(ledger, _append_scored(ledger, item)) for item in request.items]
+        outcomes=[
+            append_outcome(_count_outcome(ledger, _append_scored(ledger, item)))
+            for item in request.items
+        ]
     )
 
 
-def _outcome(ledger: Ledger, refusal_reason: str) -> pb.AppendOutcome:
-    """Return the outcome of an append, and count it unless it was appended (no reason)."""
+def _count_outcome(ledger: Ledger, refusal_reason: str) -> str:
+    """Count the outcome of an append unless it was appended (no reason); return the reason."""
     if refusal_reason == "DUPLICATE":
         ledger.num_duplicates += 1
     elif refusal_reason:
         ledger.num_rejected += 1
-    return append_outcome(refusal_reason)
+    return refusal_reason
 
 
-def _append_member(ledger: Ledger, item: FinishedMember | pb.MemberItem) -> str:
+def _append_member(
+    ledger: Ledger, item: FinishedMembers, number: int, trajectory: trajectory_pb2.Trajectory
+) -> str:
     """Append a finished member; return an empty string, or why it is not appended."""
     name = parse_lease(item.lease_id)
     if name is None or name.kind is not Kind.TASK:
@@ -175,12 +181,12 @@ def _append_member(ledger: Ledger, item: FinishedMember | pb.MemberItem) -> str:
     record = ledger.records.get(name.task_id)
     if record is None:
         return Reason.UNKNOWN_TASK
-    (facts, payload), members = pack_member(item.trajectory), record.assembly.members
-    if not 0 <= item.member < len(members):
+    (facts, payload), members = pack_member(trajectory), record.assembly.members
+    if not 0 <= number < len(members):
         return Reason.WRONG_SIZE
     if record.is_refused:
         return Reason.NO_ROOM
-    if finished := members[item.member].facts:
+    if finished := members[number].facts:
         return "DUPLICATE" if finished.digest == facts.digest else Reason.DIGEST_MISMATCH
     if record.lease_id != item.lease_id or record.state not in (
         GroupState.LEASED,
@@ -195,8 +201,9 @@ def _append_member(ledger: Ledger, item: FinishedMember | pb.MemberItem) -> str:
         return Reason.TRAJECTORY_REPEATED
     if record.assembly.num_bytes + len(payload) > ledger.limits.max_lease_bytes:
         return Reason.TOO_LARGE
-    ledger.count_wasted(record, item.num_discarded, DropReason.MEMBER_RETRIED)
-    ledger.finish_member(record, item.member, facts, payload)
+    num_discarded = item.num_discarded * (number == item.first)
+    ledger.count_wasted(record, num_discarded, DropReason.MEMBER_RETRIED)
+    ledger.finish_member(record, number, facts, payload)
     return Reason.NO_ROOM if record.is_refused else ""
 
 
@@ -452,7 +459,9 @@ _TRANSITIONS: Mapping[type[Message], Callable[[Ledger, Any], Message]] = Mapping
     {
         pb.OfferTasksRequest: _offer_tasks,
         pb.LeaseTasksRequest: _lease_tasks,
-        pb.AppendMembersRequest: lambda ledger, request: _append_members(ledger, request.items),
+        pb.AppendMembersRequest: lambda ledger, request: _append_members(
+            ledger, map(FinishedMembers.of, request.items)
+        ).response(),
         pb.AppendGroupsRequest: _append_groups,
         pb.LeaseGroupsRequest: lambda ledger, request: pb.LeaseGroupsResponse.FromString(
             _lease_groups(ledger, request).serialize()

@@ -10,14 +10,14 @@ second. Then work is done again, but never counted twice.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
-from dataclasses import fields as dataclass_fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,9 @@ from redis.backoff import NoBackoff
 from dialoop_services.replay.refusals import refusal
 from dialoop_services.replay.store import (
     Answer,
-    FinishedMember,
-    GroupFacts,
+    FinishedMembers,
     GroupsHandedOut,
-    MemberFacts,
+    MembersAppended,
     QueueLimits,
     append_outcome,
     group_head,
@@ -52,6 +51,9 @@ log = logging.getLogger(__name__)
 _SCRIPTS = Path(__file__).parent / "scripts"
 # A script call blocks Redis while it copies its payloads, so larger requests take several calls.
 _MAX_CALL_BYTES = 8 * 1024 * 1024
+
+# Leased groups are large: fewer and larger reads cost less.
+_MAX_READ_BYTES = 1024 * 1024
 
 
 class RedisStore:
@@ -69,6 +71,7 @@ class RedisStore:
             url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
+            socket_read_size=_MAX_READ_BYTES,
             retry=Retry(NoBackoff(), 0),
         )
         self.limits = limits
@@ -85,7 +88,8 @@ class RedisStore:
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
         """Apply a request, as `QueueStore.apply` says."""
         if isinstance(request, pb.AppendMembersRequest):
-            appended = await self.append_members(request.run, request.items)
+            items = [FinishedMembers.of(item) for item in request.items]
+            appended = (await self.append_members(request.run, items)).response()
             assert isinstance(appended, answer)
             return appended
         if isinstance(request, pb.LeaseGroupsRequest):
@@ -95,18 +99,16 @@ class RedisStore:
             response.MergeFrom(await self._call(part, answer))
         return response
 
-    async def append_members(
-        self, run: str, members: Sequence[FinishedMember | pb.MemberItem]
-    ) -> pb.AppendMembersResponse:
+    async def append_members(self, run: str, items: Sequence[FinishedMembers]) -> MembersAppended:
         """Apply an append of members, as `QueueStore.append_members` says.
 
         Appends that arrive while one is under way go to Redis together, in one call.
         """
-        if not members:
-            return pb.AppendMembersResponse()
-        append = _Append(len(members))
+        if not items:
+            return MembersAppended([], {})
+        append = _Append(len(items))
         waiting = self._appends.setdefault(run, deque())
-        waiting.extend((append, *_pack_item(member)) for member in members)
+        waiting.extend((append, *_pack_members(item)) for item in items)
         if run not in self._appending:
             self._appending[run] = asyncio.create_task(self._append_waiting(run))
         return await append.done
@@ -121,16 +123,17 @@ class RedisStore:
                 for append in appends:
                     append.fail(error)
                 continue
-            overflows = dict(reply["overflows"])
-            for number, (append, reason) in enumerate(zip(appends, reply["reasons"], strict=True)):
-                append.add(reason, overflows.get(str(number + 1), {}))
+            overflows, reasons = dict(reply["overflows"]), iter(reply["reasons"])
+            for number, (append, item) in enumerate(zip(appends, items, strict=True)):
+                own = list(itertools.islice(reasons, len(item["digests"])))
+                append.add(own, overflows.get(str(number + 1), {}))
         del self._appends[run], self._appending[run]
 
     async def lease_groups(self, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
         """Apply a lease of groups, as `QueueStore.lease_groups` says."""
         fields = _fields(request, [])
         reply, payloads = await self._run_script("lease_groups", request.run, fields, [])
-        return GroupsHandedOut(ParseDict(_without_empty(reply), pb.LeaseGroupsResponse()), payloads)
+        return GroupsHandedOut(pb.LeaseGroupsResponse(**_without_empty(reply)), payloads)
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
         """Count groups that the servicer rejected."""
@@ -193,7 +196,7 @@ class RedisStore:
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Return a script's reply and the bytes beside it; raise what it refuses."""
         now = "" if self._clock is None else str(round(self._clock() * 1000))
-        call = json.dumps({**fields, "limits": asdict(self.limits), "store": self._description})
+        call = json.dumps({**fields, "limits": _values_of(self.limits), "store": self._description})
         async with map_errors(self._client):
             raw, *blobs = await self._scripts[name](
                 keys=[_prefix(run)], args=[now, call, *payloads]
@@ -208,22 +211,21 @@ class RedisStore:
 
 
 class _Append:
-    """An append of some members; `done` has its answer once each of them has one."""
+    """An append of some items; `done` has its answer once each of them has one."""
 
-    def __init__(self, num_members: int) -> None:
-        self._num_members = num_members
-        self._answer = pb.AppendMembersResponse()
-        self.done: asyncio.Future[pb.AppendMembersResponse] = (
-            asyncio.get_running_loop().create_future()
-        )
+    def __init__(self, num_items: int) -> None:
+        self._num_items = num_items
+        self._reasons: list[str] = []
+        self._num_overflowed = Counter[str]()
+        self.done: asyncio.Future[MembersAppended] = asyncio.get_running_loop().create_future()
 
-    def add(self, reason: str, overflowed: Mapping[str, int]) -> None:
-        """Take the next member's outcome, and the groups that were dropped for it."""
-        self._answer.outcomes.append(append_outcome(reason))
-        for name, num_groups in overflowed.items():
-            self._answer.num_overflowed[name] += num_groups
-        if len(self._answer.outcomes) == self._num_members and not self.done.done():
-            self.done.set_result(self._answer)
+    def add(self, reasons: Sequence[str], overflowed: Mapping[str, int]) -> None:
+        """Take the outcomes of the next item's members, and the groups dropped for them."""
+        self._num_items -= 1
+        self._reasons.extend(reasons)
+        self._num_overflowed.update(overflowed)
+        if not self._num_items and not self.done.done():
+            self.done.set_result(MembersAppended(self._reasons, self._num_overflowed))
 
     def fail(self, error: Exception) -> None:
         """End the append; the caller may have gone."""
@@ -231,15 +233,20 @@ class _Append:
             self.done.set_exception(error)
 
 
-def _pack_item(member: FinishedMember | pb.MemberItem) -> tuple[dict[str, Any], bytes]:
-    facts, payload = pack_member(member.trajectory)
-    item = {
-        "lease_id": member.lease_id,
-        "member": member.member,
-        "num_discarded": member.num_discarded,
-        "trajectory": _values_of(facts),
+def _pack_members(item: FinishedMembers) -> tuple[dict[str, Any], bytes]:
+    """Return the fields of an item for the script, and the bytes of its members in one."""
+    packed = [pack_member(trajectory) for trajectory in item.trajectories]
+    facts = [member for member, _ in packed]
+    fields = {
+        "lease_id": item.lease_id,
+        "first": item.first,
+        "num_discarded": item.num_discarded,
+        "digests": [member.digest for member in facts],
+        "ids": [member.trajectory_id for member in facts],
+        "versions": [member.versions for member in facts],
+        "sizes": [len(payload) for _, payload in packed],
     }
-    return item, payload
+    return fields, b"".join([payload for _, payload in packed])
 
 
 def _take_batch(
@@ -292,7 +299,7 @@ def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
     if isinstance(message, trajectory_pb2.Group):
         group, payload = pack_group(message)
         payloads.append(payload)
-        return _values_of(group)
+        return asdict(group)
     fields: dict[str, Any] = {}
     for field in _plan_of(message.DESCRIPTOR):
         if field.is_repeated:
@@ -301,10 +308,6 @@ def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
         elif field.is_always or message.HasField(field.name):
             fields[field.name] = _value(field, getattr(message, field.name), payloads)
     return fields
-
-
-def _values_of(facts: MemberFacts | GroupFacts) -> dict[str, Any]:
-    return {field.name: getattr(facts, field.name) for field in dataclass_fields(facts)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +319,11 @@ class _Field:
     is_always: bool
     is_message: bool
     names: Mapping[int, str]
+
+
+@cache
+def _values_of(limits: QueueLimits) -> dict[str, Any]:
+    return asdict(limits)
 
 
 @cache

@@ -17,4 +17,4 @@ local function append(item, payload)
   return ''
 end
 
-return append_all(append)
+return append_all(function(_, item, payload, answer) answer(append(item, payload)) end)

@@ -54,7 +54,7 @@ local function meta(field) return redis.call('HGET', key('meta'), field) or '' e
 local function set_meta(field, value) redis.call('HSET', key('meta'), field, value) end
 
 -- Groups are kept as protobuf wrote them, so what another format wrote cannot be read.
-local FORMAT = '2'
+local FORMAT = '3'
 if meta('format') ~= FORMAT and redis.call('EXISTS', key('ledger')) == 1 then
   return {cjson.encode({refused = 'STORE_FORMAT'})}
 end
@@ -63,8 +63,9 @@ end
 local PAGE = 1000
 -- By task id, false where there is none; those that `flush` writes; what it adds to counts.
 local records, changed, added = {}, {}, {}
--- Bytes of members that came with this call, by their key.
+-- Where the bytes of members are that came with this call, {of, first, last} by task and member.
 local new_members = {}
+local order
 
 -- Read the records of these tasks with one command, so that `load` finds them.
 local function preload(ids)
@@ -101,6 +102,18 @@ local function counted(field)
   return tonumber(redis.call('HGET', key('counts'), field) or '0') + (added[field] or 0)
 end
 
+local function bytes_of(part)
+  if part.first == 1 and part.last == #part.of then return part.of end
+  return string.sub(part.of, part.first, part.last)
+end
+
+local function member_key(id, member) return string.format('%d/', member - 1) .. id end
+
+local function add_member(rec, member, part)
+  new_members[rec.id] = new_members[rec.id] or {}
+  new_members[rec.id][member] = part
+end
+
 local function write_pairs(name, values)
   for first = 1, #values, PAGE do
     redis.call('HSET', key(name), unpack(values, first, math.min(#values, first + PAGE - 1)))
@@ -110,8 +123,10 @@ end
 -- Write what the script has changed.
 local function flush()
   local values = {}
-  for member, payload in pairs(new_members) do
-    values[#values + 1], values[#values + 2] = member, payload
+  for id, parts in pairs(new_members) do
+    for member, part in pairs(parts) do
+      values[#values + 1], values[#values + 2] = member_key(id, member), bytes_of(part)
+    end
   end
   write_pairs('members', values)
   values = {}
@@ -122,7 +137,8 @@ local function flush()
   for field, by in pairs(added) do
     if by ~= 0 then redis.call('HINCRBY', key('counts'), field, by) end
   end
-  new_members, changed, added = {}, {}, {}
+  if order then set_meta('order', string.format('%.0f', order)) end
+  new_members, changed, added, order = {}, {}, {}, nil
 end
 
 local function move(rec, state)
@@ -146,7 +162,10 @@ local function credits()
   return math.max(0, free)
 end
 
-local function next_order() return redis.call('HINCRBY', key('meta'), 'order', 1) end
+local function next_order()
+  order = (order or tonumber(meta('order')) or 0) + 1
+  return order
+end
 
 local function refused(reason, detail)
   return {cjson.encode({refused = reason, detail = detail})}
@@ -201,11 +220,13 @@ end
 
 local function entry_id(entry) return string.format('%.0f-0', entry.o) end
 
+local has_stream = {}
 local function add_entry(rec, stage, payload, priority)
   local stream, order = key(stage), next_order()
-  if redis.call('EXISTS', stream) == 0 then
+  if not has_stream[stage] and redis.call('EXISTS', stream) == 0 then
     redis.call('XGROUP', 'CREATE', stream, WORKERS, '0', 'MKSTREAM')
   end
+  has_stream[stage] = true
   rec.e[stage] = {o = order, l = '', n = 0, f = 0, b = #payload,
                   pr = priority}
   redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.id, 'b', payload)
@@ -227,27 +248,32 @@ local function has_open_member(rec)
   return false
 end
 
-local function member_key(rec, i) return string.format('%d/', i) .. rec.id end
-
 -- Return the part of a member's digest that scoring does not change.
 local function without_scores(digest) return (string.match(digest, '^[^.]*')) end
 
 -- Take the parts of a group whose members are all finished or given up; return its bytes and digest.
 local function assemble(rec)
   local parts, digests = {redis.call('HGET', key('tasks'), rec.id)}, {}
+  local new, run = new_members[rec.id] or {}, nil
   for i = 1, rec.n do
     if rec.m[i] ~= '' then
-      local member = member_key(rec, i - 1)
-      if new_members[member] then
-        parts[#parts + 1] = new_members[member]
-        new_members[member] = nil
+      local part = new[i]
+      if run and part and run.of == part.of and run.last + 1 == part.first then
+        run.last = part.last
       else
+        if run then parts[#parts + 1] = bytes_of(run) end
+        run = part
+      end
+      if not part then
+        local member = member_key(rec.id, i)
         parts[#parts + 1] = redis.call('HGET', key('members'), member)
         redis.call('HDEL', key('members'), member)
       end
       digests[#digests + 1] = without_scores(rec.m[i])
     end
   end
+  if run then parts[#parts + 1] = bytes_of(run) end
+  new_members[rec.id] = nil
   redis.call('HDEL', key('tasks'), rec.id)
   return table.concat(parts), table.concat(digests, ',')
 end
@@ -475,15 +501,18 @@ local function is_ready(rec, stage)
   return redis.call('ZSCORE', key('ready:' .. stage), rec.id) and true or false
 end
 
--- Append every item of the call, whose bytes begin at ARGV[3]; `append` returns why not, or '';
--- return those reasons, and by item the groups that were dropped for want of room.
+-- Append every item of the call, whose bytes begin at ARGV[3]; `append` answers for each part of an
+-- item why it is not appended, or ''; return those reasons, and by item the groups that were dropped
+-- for want of room.
 local function append_all(append)
   local reasons, overflows = {}, {}
-  for i, item in ipairs(call.items) do
-    local reason = append(item, ARGV[2 + i])
+  local function answer(reason)
     if reason == 'DUPLICATE' then count('duplicates', 1)
     elseif reason ~= '' then count('rejected', 1) end
-    reasons[i] = reason
+    reasons[#reasons + 1] = reason
+  end
+  for i, item in ipairs(call.items) do
+    append(i, item, ARGV[2 + i], answer)
     if next(overflowed) then overflows[tostring(i)], overflowed = overflowed, {} end
   end
   return {cjson.encode({reasons = reasons, overflows = overflows})}
