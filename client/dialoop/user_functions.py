@@ -9,6 +9,7 @@ raised_at(error)                               # such as "KeyError at capitals.p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import threading
@@ -124,7 +125,7 @@ async def _in_thread(function: Callable[..., Any], call_it: Callable[[], Any]) -
         else:
             answered.set_exception(error)
 
-    def run() -> None:
+    def run() -> Callable[[], object]:
         result, error = None, None
         try:
             result = context.run(call_it)
@@ -134,36 +135,39 @@ async def _in_thread(function: Callable[..., Any], call_it: Callable[[], Any]) -
                 error = RuntimeError(repr(raised)).with_traceback(raised.__traceback__)
         except BaseException as raised:
             error = RuntimeError(repr(raised)).with_traceback(raised.__traceback__)
-        try:
-            loop.call_soon_threadsafe(set_result_once, result, error)
-        except RuntimeError:  # the loop has ended, so nobody waits any more
-            return
+        return partial(loop.call_soon_threadsafe, set_result_once, result, error)
 
     _start(run, name=f"call-{name_of(function)}")
     return await answered
 
 
 class _Caller(threading.Thread):
-    """A thread that calls one function after another; to start one for each takes longer."""
+    """A thread that calls one function after another; to start one for each takes longer.
+
+    Each function returns another one, which reports its result when the thread can be had again.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.functions: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.functions: SimpleQueue[Callable[[], Callable[[], object]]] = SimpleQueue()
 
     def run(self) -> None:
-        while True:
-            self.functions.get()()
-            if len(_idle) >= _MAX_IDLE:
-                return
+        is_kept = True
+        while is_kept:
+            report = self.functions.get()()
             self.name = "call-nothing"
-            _idle.append(self)
+            is_kept = len(_idle) < _MAX_IDLE
+            if is_kept:
+                _idle.append(self)
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+                report()
 
 
 _idle: list[_Caller] = []
 os.register_at_fork(after_in_child=_idle.clear)  # a fork has none of its parent's threads
 
 
-def _start(function: Callable[[], None], *, name: str) -> None:
+def _start(function: Callable[[], Callable[[], object]], *, name: str) -> None:
     try:
         caller = _idle.pop()
     except IndexError:
