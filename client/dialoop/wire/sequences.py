@@ -88,34 +88,29 @@ def columns_of(sequence: pb.Sequence) -> dict[str, Column]:
     Raises InvalidSequence (BAD_COLUMN) where name, type, shape and bytes do not fit each other, and
     where a name comes twice. Whether they fit the tokens is the caller's to check.
     """
-    return {
-        name: Column(values=np.frombuffer(data, dtype).reshape(shape), along=_ALONG[along])
-        for name, (dtype, along, shape, data) in raw_columns_of(sequence).items()
-    }
-
-
-def raw_columns_of(
-    sequence: pb.Sequence,
-) -> dict[str, tuple[np.dtype[Any], int, SequenceOf[int], bytes]]:
-    """Return type, Along, shape and bytes of all columns by name, as `columns_of` checks them."""
-    columns: dict[str, tuple[np.dtype[Any], int, SequenceOf[int], bytes]] = {}
+    columns: dict[str, Column] = {}
     for proto in sequence.columns:
-        name, shape, data = proto.name, proto.shape, proto.data
-        number, along = proto.data_type, proto.along
+        name, data = proto.name, proto.data
         if name in columns:
-            raise _bad(name, "comes twice", "Give each column a name of its own.")
-        fixed = FIXED_COLUMNS.get(name)
-        if fixed == (number, along) and len(shape) == 1 and shape[0] * 4 == len(data):
-            dtype = DATA_TYPES[number]
-        else:
-            dtype = _type_of(name, number, along, shape, len(data))
-        columns[name] = dtype, along, shape, data
+            raise column_twice(name)
+        dtype = type_of_column(name, proto.data_type, proto.along, proto.shape, len(data))
+        values = np.frombuffer(data, dtype).reshape(proto.shape)
+        columns[name] = Column(values=values, along=_ALONG[proto.along])
     return columns
 
 
-def _type_of(
+def column_twice(name: str) -> InvalidSequence:
+    """Return the error for a sequence that has two columns of a name."""
+    return _bad(name, "comes twice", "Give each column a name of its own.")
+
+
+def type_of_column(
     name: str, number: int, along: int, shape: SequenceOf[int], num_bytes: int
 ) -> np.dtype[Any]:
+    """Return the type of a column's numbers, from the DataType `number`.
+
+    Raises InvalidSequence (BAD_COLUMN) where name, type, shape and bytes do not fit each other.
+    """
     fixed = FIXED_COLUMNS.get(name)
     if fixed is not None and ((number, along) != fixed or len(shape) != 1):
         type_name = pb.DataType.Name(fixed[0])

@@ -20,7 +20,7 @@ its task, so a task that is played again after a loss gives a group of the same 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
@@ -162,8 +162,7 @@ class MembersAppended:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberFacts:
+class MemberFacts(NamedTuple):
     """The facts that the ledger keeps of a finished member.
 
     `digest` has two parts, "kept.scored": of what scoring keeps, and of what it may change, such as

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from dialoop.errors import InvalidSequence
@@ -18,7 +19,7 @@ from dialoop.reasons import Reason
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop.wire.sequences import raw_columns_of
+from dialoop.wire.sequences import DATA_TYPES, FIXED_COLUMNS, column_twice, type_of_column
 from numpy.typing import NDArray
 
 from dialoop_services.replay.serialised import PER_TOKEN, floats_of
@@ -39,7 +40,8 @@ _BOUNDS = {
 }
 # Characters of numpy's types of floating-point numbers.
 _FLOATS = "efd"
-_TOKENS, _MODEL = pb.ALONG_TOKENS, pb.SOURCE_MODEL
+_CHARS = {number: dtype.char for number, dtype in DATA_TYPES.items()}
+_TOKENS, _SAMPLED, _MODEL = pb.ALONG_TOKENS, pb.ALONG_SAMPLED, pb.SOURCE_MODEL
 
 
 class _Unfit(Exception):
@@ -63,7 +65,8 @@ class _Unfit(Exception):
 def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection | None:
     """Return one thing that is wrong with the group, or None; `vocab_size` 0 means unknown."""
     group_id, num_sampled = group.group_id, 0
-    numbers, ids = _Numbers(), set[str]()
+    numbers: _Numbers = defaultdict(list)
+    ids = set[str]()
     try:
         for trajectory in group.trajectories:
             num_sampled += _check_form(trajectory, group_id, stage, numbers)
@@ -72,7 +75,7 @@ def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection
                 message = f"Two trajectories have the trajectory_id '{trajectory_id}'."
                 raise _Unfit(Reason.TRAJECTORY_REPEATED, message)
             ids.add(trajectory_id)
-        numbers.check(vocab_size)
+        _check_numbers(numbers, vocab_size)
         # Evaluation groups are not trained on, so they may have no sampled token.
         if not num_sampled and stage is not Stage.EVALUATION:
             message = f"Group {group_id}: no token was sampled."
@@ -86,53 +89,39 @@ def check_trajectory(
     trajectory: pb.Trajectory, *, group_id: str, stage: Stage, vocab_size: int
 ) -> _Rejection | None:
     """Return one thing that is wrong with the trajectory, or None, as `check_group` does."""
-    numbers = _Numbers()
+    numbers: _Numbers = defaultdict(list)
     try:
         _check_form(trajectory, group_id, stage, numbers)
-        numbers.check(vocab_size)
+        _check_numbers(numbers, vocab_size)
     except _Unfit as unfit:
         return unfit.rejection()
     return None
 
 
-class _Place(NamedTuple):
-    """A sequence of a group."""
-
-    trajectory: pb.Trajectory
-    number: int
-
-    def __str__(self) -> str:
-        return f"Trajectory {self.trajectory.trajectory_id}, sequence {self.number}"
+# The bytes of many sequences' columns, by name and numpy's character of their type; each with the
+# trajectory and the place of its sequence.
+_Numbers = defaultdict[tuple[str, str], list[tuple[pb.Trajectory, int, bytes]]]
 
 
-class _Numbers:
-    """The columns of many sequences, whose numbers are compared with their bounds together."""
+def _check_numbers(numbers: _Numbers, vocab_size: int) -> None:
+    """Raise _Unfit where a number is not finite, or out of its column's bounds."""
+    highest_id = vocab_size - 1 if vocab_size else math.inf
+    for (name, char), columns in numbers.items():
+        is_ids = name == "token_ids"
+        if not is_ids and char not in _FLOATS:
+            continue
+        low, high = (0, highest_id) if is_ids else _BOUNDS.get(name, _FINITE)
+        whole = b"".join([data for _, _, data in columns])
+        if _lies_in(np.frombuffer(whole, char), low, high):
+            continue
+        for trajectory, index, data in columns:
+            values = np.frombuffer(data, char)
+            if not _lies_in(values, low, high):
+                raise _unfit_number(name, values, low, high).within(_place(trajectory, index))
 
-    def __init__(self) -> None:
-        self._columns: dict[tuple[str, str], list[tuple[_Place, bytes]]] = {}
 
-    def add(self, place: _Place, name: str, dtype: np.dtype[Any], data: bytes) -> None:
-        """Take a column's numbers in."""
-        key = name, dtype.char
-        if key in self._columns:
-            self._columns[key].append((place, data))
-        else:
-            self._columns[key] = [(place, data)]
-
-    def check(self, vocab_size: int) -> None:
-        """Raise _Unfit where a number is not finite, or out of its column's bounds."""
-        highest_id = vocab_size - 1 if vocab_size else math.inf
-        for (name, char), columns in self._columns.items():
-            is_ids = name == "token_ids"
-            if not is_ids and char not in _FLOATS:
-                continue
-            low, high = (0, highest_id) if is_ids else _BOUNDS.get(name, _FINITE)
-            if _lies_in(np.frombuffer(b"".join([data for _, data in columns]), char), low, high):
-                continue
-            for place, data in columns:
-                values = np.frombuffer(data, char)
-                if not _lies_in(values, low, high):
-                    raise _unfit_number(name, values, low, high).within(str(place))
+def _place(trajectory: pb.Trajectory, index: int) -> str:
+    return f"Trajectory {trajectory.trajectory_id}, sequence {index}"
 
 
 def _unfit_number(name: str, values: NDArray[Any], low: float, high: float) -> _Unfit:
@@ -164,22 +153,30 @@ def _check_form(trajectory: pb.Trajectory, group_id: str, stage: Stage, numbers:
             f"Trajectory {trajectory.trajectory_id}: group_id is '{trajectory.group_id}', in group "
             f"'{group_id}'.",
         )
-    num_messages, num_sampled = len(trajectory.history.messages), 0
-    num_turns = _check_turns(trajectory, num_messages)
+    # Asking for an absent history or list would make an empty one.
+    num_sampled = num_messages = num_turns = 0
+    if trajectory.HasField("history"):
+        num_messages = len(trajectory.history.messages)
+    if turns := trajectory.turns:
+        num_turns = len(turns)
+        _check_turns(trajectory, num_messages)
     for index, sequence in enumerate(trajectory.sequences):
-        place = _Place(trajectory, index)
         try:
-            num_sampled += _check_sequence(sequence, stage, num_turns, num_messages, place, numbers)
-        except _Unfit as unfit:
-            raise unfit.within(str(place)) from None
-        except InvalidSequence as error:
-            raise _Unfit(Reason(error.reason), str(error)).within(str(place)) from None
+            num_tokens, num_here = _check_segments(sequence, num_turns, num_messages)
+            columns = _check_columns(sequence, num_tokens, num_here)
+            _check_presence(sequence, stage, columns, num_tokens, num_here)
+        except (_Unfit, InvalidSequence) as error:
+            raise _Unfit(Reason(error.reason), str(error)).within(
+                _place(trajectory, index)
+            ) from None
+        num_sampled += num_here
+        for name, (char, data) in columns.items():
+            numbers[name, char].append((trajectory, index, data))
     return num_sampled
 
 
-def _check_turns(trajectory: pb.Trajectory, num_messages: int) -> int:
-    """Raise _Unfit for turns of messages that are not there; return the number of turns."""
-    index = -1
+def _check_turns(trajectory: pb.Trajectory, num_messages: int) -> None:
+    """Raise _Unfit for turns of messages that are not there, and for unfit rewards."""
     for index, turn in enumerate(trajectory.turns):
         start, num = turn.message_start, turn.num_messages
         if not 0 <= start <= start + num <= num_messages:
@@ -192,7 +189,6 @@ def _check_turns(trajectory: pb.Trajectory, num_messages: int) -> int:
             if not _is_trainable(reward):
                 where = f"Trajectory {trajectory.trajectory_id}, turn {index}"
                 raise _unfit_reward(reward).within(f"{where}, reward '{reward.name}'")
-    return index + 1
 
 
 def _is_trainable(reward: pb.Reward) -> bool:
@@ -214,37 +210,55 @@ def _is_number(value: float) -> bool:
     return -_MAX_SIZE <= value <= _MAX_SIZE
 
 
-def _check_sequence(
-    sequence: pb.Sequence,
-    stage: Stage,
-    num_turns: int,
-    num_messages: int,
-    place: _Place,
-    numbers: _Numbers,
-) -> int:
-    """Raise _Unfit where parts do not fit each other; return the number of sampled tokens."""
-    columns = raw_columns_of(sequence)
-    num_tokens, num_sampled = _check_segments(sequence, num_turns, num_messages)
-    num_ids = columns["token_ids"][2][0] if "token_ids" in columns else 0
-    if num_tokens != num_ids:
-        raise _unfit_shape(f"segments cover {num_tokens} of {num_ids} tokens.")
-    if num_sampled and "inference_logprobs" not in columns:
-        raise _unfit_shape(f"0 log-probs for {num_sampled} sampled tokens.")
-    for name, (dtype, along, shape, data) in columns.items():
+def _check_columns(
+    sequence: pb.Sequence, num_tokens: int, num_sampled: int
+) -> dict[str, tuple[str, bytes]]:
+    """Raise _Unfit or InvalidSequence for columns that fit neither themselves nor the tokens.
+
+    Return numpy's character of each column's type, and its bytes, by name.
+    """
+    columns = dict[str, tuple[str, bytes]]()
+    for proto in sequence.columns:
+        name, number, along = proto.name, proto.data_type, proto.along
+        shape, data = proto.shape, proto.data
+        if name in columns:
+            raise column_twice(name)
+        fixed = FIXED_COLUMNS.get(name)
+        if fixed == (number, along) and len(shape) == 1 and shape[0] * 4 == len(data):
+            char = _CHARS[number]
+        else:
+            char = type_of_column(name, number, along, shape, len(data)).char
         if shape[0] != (num_tokens if along == _TOKENS else num_sampled):
             raise _unfit_rows(name, shape[0], along, num_tokens, num_sampled)
-        numbers.add(place, name, dtype, data)
-    if not _is_number(sequence.advantage):
-        is_finite = math.isfinite(sequence.advantage)
-        reason = Reason.OUT_OF_RANGE if is_finite else Reason.NON_FINITE
-        raise _Unfit(reason, f"advantage is {sequence.advantage:g}.")
-    is_scored = sequence.HasField("advantage") or "token_advantages" in columns
-    if stage is Stage.SCORED and num_sampled and not is_scored:
+        columns[name] = char, data
+    return columns
+
+
+def _check_presence(
+    sequence: pb.Sequence,
+    stage: Stage,
+    columns: Mapping[str, object],
+    num_tokens: int,
+    num_sampled: int,
+) -> None:
+    """Raise _Unfit where what training needs of the sequence is absent or cannot be trained."""
+    if num_tokens and "token_ids" not in columns:
+        raise _unfit_rows("token_ids", 0, _TOKENS, num_tokens, num_sampled)
+    if num_sampled and "inference_logprobs" not in columns:
+        raise _unfit_rows("inference_logprobs", 0, _SAMPLED, num_tokens, num_sampled)
+    advantage = sequence.advantage
+    if not -_MAX_SIZE <= advantage <= _MAX_SIZE:
+        reason = Reason.OUT_OF_RANGE if math.isfinite(advantage) else Reason.NON_FINITE
+        raise _Unfit(reason, f"advantage is {advantage:g}.")
+    if stage is not Stage.SCORED or not num_sampled or "token_advantages" in columns:
+        return
+    if not sequence.HasField("advantage"):
         raise _Unfit(Reason.NO_ADVANTAGE, "sampled tokens have no advantage.")
-    return num_sampled
 
 
 def _unfit_rows(name: str, num_rows: int, along: int, num_tokens: int, num_sampled: int) -> _Unfit:
+    if name == "token_ids":
+        return _unfit_shape(f"segments cover {num_tokens} of {num_rows} tokens.")
     what = "log-probs" if name == "inference_logprobs" else name
     if along == _TOKENS:
         return _unfit_shape(f"{num_rows} {what} for {num_tokens} tokens.")
@@ -259,8 +273,7 @@ def _check_segments(sequence: pb.Sequence, num_turns: int, num_messages: int) ->
     position = num_sampled = 0
     places = set[int]()
     for segment in sequence.segments:
-        start, length = segment.start, segment.length
-        source, turn = segment.source, segment.turn
+        start, length, source = segment.start, segment.length, segment.source
         if start != position or length <= 0:
             raise _unfit_shape(f"segments leave a gap or overlap at token {position}.")
         if source == 0:
@@ -272,32 +285,29 @@ def _check_segments(sequence: pb.Sequence, num_turns: int, num_messages: int) ->
         if source == _MODEL:
             num_sampled += length
             places.add(segment.policy_version_index)
-        if not 0 <= turn <= num_turns:
-            what = f"turn of the segment at {start} is {turn}, of {num_turns} turns."
-            raise _Unfit(Reason.OUT_OF_RANGE, what)
-        # 0 where it is absent.
-        if not 0 <= segment.message_index <= num_messages:
-            raise _Unfit(
-                Reason.OUT_OF_RANGE,
-                f"message_index of the segment at {start} is {segment.message_index}, of "
-                f"{num_messages} messages.",
-            )
+        # Absent numbers are 0.
+        if not (0 <= segment.turn <= num_turns and 0 <= segment.message_index <= num_messages):
+            raise _unfit_place(segment, num_turns, num_messages)
         position += length
-    _check_versions(sequence.policy_versions, places)
-    return position, num_sampled
-
-
-def _check_versions(versions: Sequence[pb.PolicyVersion], places: set[int]) -> None:
-    """Raise _Unfit for versions that no segment names, which would count for staleness too."""
-    num = len(versions)
+    num = len(sequence.policy_versions)
     if len(places) != num or (num and (min(places) < 0 or max(places) >= num)):
+        # A version that no segment names would count for staleness all the same.
         raise _Unfit(
             Reason.OUT_OF_RANGE,
             f"policy_version_index of its segments has {sorted(places)}, of {num} policy_versions.",
         )
-    for place, version in enumerate(versions):
+    for place, version in enumerate(sequence.policy_versions):
         if version.number < 0:
             raise _Unfit(Reason.OUT_OF_RANGE, f"policy version {place} is {version.number}.")
+    return position, num_sampled
+
+
+def _unfit_place(segment: pb.Segment, num_turns: int, num_messages: int) -> _Unfit:
+    what, number, of = "turn", segment.turn, f"{num_turns} turns"
+    if 0 <= number <= num_turns:
+        what, number, of = "message_index", segment.message_index, f"{num_messages} messages"
+    message = f"{what} of the segment at {segment.start} is {number}, of {of}."
+    return _Unfit(Reason.OUT_OF_RANGE, message)
 
 
 def _unfit_shape(message: str) -> _Unfit:
