@@ -237,13 +237,15 @@ def _pack_members(item: FinishedMembers) -> tuple[dict[str, Any], bytes]:
     """Return the fields of an item for the script, and the bytes of its members in one."""
     packed = [pack_member(trajectory) for trajectory in item.trajectories]
     facts = [member for member, _ in packed]
+    versions = [member.versions for member in facts]
     fields = {
         "lease_id": item.lease_id,
         "first": item.first,
         "num_discarded": item.num_discarded,
         "digests": [member.digest for member in facts],
         "ids": [member.trajectory_id for member in facts],
-        "versions": [member.versions for member in facts],
+        # One stands for all where they are the same.
+        "versions": versions[:1] if versions[1:] == versions[:-1] else versions,
         "sizes": [len(payload) for _, payload in packed],
     }
     return fields, b"".join([payload for _, payload in packed])

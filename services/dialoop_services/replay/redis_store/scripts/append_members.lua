@@ -12,23 +12,28 @@ end
 
 local function merge(versions, more)
   for lineage, span in pairs(more) do
-    local known = versions[lineage] or span
-    versions[lineage] = {math.min(known[1], span[1]), math.max(known[2], span[2])}
+    local known = versions[lineage]
+    if not known then
+      versions[lineage] = {span[1], span[2]}
+    else
+      if span[1] < known[1] then known[1] = span[1] end
+      if span[2] > known[2] then known[2] = span[2] end
+    end
   end
 end
 
 local has_written = false
--- Append member `place` of the item's; its bytes are a part of ARGV's.
-local function append(rec, item, place, part)
-  local member, digest = item.first + place, item.digests[place]
+-- Append member `place` of the item's; its bytes are a part of ARGV's. Its group is still open.
+local function append(rec, item, place, part, versions)
+  local member, digest, id = item.first + place, item.digests[place], item.ids[place]
   if member < 1 or member > rec.n then return 'WRONG_SIZE' end
   if rec.refused then return 'NO_ROOM' end
-  local finished, id = rec.m[member] or '', item.ids[place]
+  local finished = rec.m[member] or ''
   if finished ~= '' then return finished == digest and 'DUPLICATE' or 'DIGEST_MISMATCH' end
   if rec.l ~= item.lease_id or (rec.s ~= 'leased' and rec.s ~= 'offered') then
     return 'LEASE_LOST'
   end
-  if not are_announced(item.versions[place]) then return 'FUTURE_VERSION' end
+  if not are_announced(versions) then return 'FUTURE_VERSION' end
   rec.i = rec.i or {}
   if rec.i[id] then return 'TRAJECTORY_REPEATED' end
   local size = part.last - part.first + 1
@@ -39,15 +44,32 @@ local function append(rec, item, place, part)
   rec.i[id] = true
   add_member(rec, member, part)
   rec.m[member], rec.c, rec.b, rec.ok = digest, rec.c + 1, rec.b + size, true
-  merge(rec.v, item.versions[place])
-  local num_discarded = place == 1 and item.num_discarded or 0
-  count(rec.p .. ':t:generated', 1 + num_discarded)
+  merge(rec.v, versions)
+  return ''
+end
+
+-- Append the members of an item, and close the group as soon as no member of it is open.
+local function append_item(rec, item, payload, answer)
+  local num_new, num_discarded, first, num_open = 0, 0, 1, #open_members(rec)
+  for place, size in ipairs(item.sizes) do
+    local part = {of = payload, first = first, last = first + size - 1}
+    first = first + size
+    local reason = append(rec, item, place, part, item.versions[place] or item.versions[1])
+    if reason == '' then
+      num_new = num_new + 1
+      if place == 1 then num_discarded = item.num_discarded end
+      if rec.f[item.first + place] < limits.max_attempts then num_open = num_open - 1 end
+      if num_open == 0 then close(rec, 'member_failed') end
+      if rec.refused then reason = 'NO_ROOM' end
+    end
+    answer(reason)
+  end
+  if num_new == 0 then return end
+  count(rec.p .. ':t:generated', num_new + num_discarded)
   count(rec.p .. ':t:dropped:member_retried', num_discarded)
-  count(rec.p .. ':t:live', 1)
-  count(rec.p .. ':t:waiting', 1)
-  close(rec, 'member_failed')
+  count(rec.p .. ':t:live', num_new)
+  count(rec.p .. ':t:waiting', num_new)
   save(rec)
-  return rec.refused and 'NO_ROOM' or ''
 end
 
 if is_full() then return refused('STORE_FULL') end
@@ -61,11 +83,10 @@ for i, item in ipairs(call.items) do
 end
 preload(ids)
 return append_all(function(i, item, payload, answer)
-  local rec, first = of_items[i] and load(of_items[i]), 1
-  for place, size in ipairs(item.sizes) do
-    local part = {of = payload, first = first, last = first + size - 1}
-    first = first + size
-    if rec then answer(append(rec, item, place, part))
-    else answer(of_items[i] and 'UNKNOWN_TASK' or 'LEASE_LOST') end
+  local rec = of_items[i] and load(of_items[i])
+  if rec then
+    append_item(rec, item, payload, answer)
+  else
+    for _ in ipairs(item.sizes) do answer(of_items[i] and 'UNKNOWN_TASK' or 'LEASE_LOST') end
   end
 end)
