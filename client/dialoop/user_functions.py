@@ -161,6 +161,7 @@ class _Caller(threading.Thread):
                 _idle.append(self)
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
                 report()
+            del report  # it holds the result
 
 
 _idle: list[_Caller] = []
