@@ -125,7 +125,7 @@ def test_a_killed_stack_takes_vllm_and_its_engine_core_along(tmp_path: Path) -> 
     config = write_config(tmp_path, engine="vllm", num_warm_start_steps=100_000)
     with Job(tmp_path, "train", str(config)) as job:
         wait_for(lambda: "all services are ready" in job.output, PATIENCE_S)
-        assert len(job.left_running()) > 8  # its engine core is a process of its own
+        assert any("EngineCor" in command for command in job.left_running().values())
         job.process.kill()
         job.process.wait()
         wait_for(lambda: not job.left_running(), PATIENCE_S)

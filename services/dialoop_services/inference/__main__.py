@@ -41,6 +41,7 @@ from dialoop_services.inference.weights.publications import ModelDigests, Public
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.runtime.process import RESTARTS_VARIABLE, run
 from dialoop_services.runtime.settings import load
+from dialoop_services.runtime.shutdown import owns_process
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -210,6 +211,7 @@ async def _start_engine(settings: InferenceSettings) -> Engine:
             ),
             weight_transfer=settings.weight_transfer,
             device_lock=settings.device_lock,
+            may_fork=owns_process.get(),
         ),
     )
     members = (*Engine.__annotations__, *vars(Engine))

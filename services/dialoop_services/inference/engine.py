@@ -120,7 +120,8 @@ class EngineOptions:
     tensor_parallel_size: devices that share one model. num_threads: threads that compute on a CPU;
     0 leaves them as they are. seed: of samples whose request carries no seed.
     weight_transfer: the backend that SupportsTransfer names; empty for none.
-    device_lock: the lock of a device that the engine shares with the trainer.
+    device_lock: the lock of a device that the engine shares with the trainer. may_fork: whether
+    this process is the engine's own and has computed nothing yet, so that it can be forked.
     """
 
     max_model_len: int = 512
@@ -133,6 +134,7 @@ class EngineOptions:
     adapters: AdapterLimits = NO_ADAPTERS
     weight_transfer: str = ""
     device_lock: Path | None = None
+    may_fork: bool = False
 
 
 @runtime_checkable

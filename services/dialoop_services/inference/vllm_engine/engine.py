@@ -10,26 +10,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import vllm
 from dialoop.episode import UpdateMode
 from dialoop.errors import InternalError, InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.executor import Executor
 
 from dialoop_services.inference.engine import (
     BASE_VERSION,
@@ -88,6 +94,27 @@ _SHUTDOWN_S = 1.0
 _LOOK_FOR_BEGIN_S = 0.5
 
 
+def _launch(args: AsyncEngineArgs, *, may_fork: bool) -> AsyncLLM:
+    """Start vLLM; its core is a fork of this process where it may be, else a new interpreter.
+
+    A fork need not import vLLM and torch once more, which takes 12 s of CPU time. vLLM itself
+    always takes a new interpreter on a CPU, since OpenMP's threads may run already.
+    """
+    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    is_uniprocess = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+    if may_fork and is_uniprocess and not torch.cuda.is_available():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        # A new interpreter would read it. OpenMP has started here, before it was set.
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        # Else a signal to the core would reach this process's event loop too.
+        os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
+    return AsyncLLM(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=not args.disable_log_stats,
+    )
+
+
 class VllmEngine:
     """An engine on vLLM."""
 
@@ -119,7 +146,7 @@ class VllmEngine:
         args = await asyncio.to_thread(engine_args, model_dir, options)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         try:
-            llm = AsyncLLM.from_engine_args(args)
+            llm = _launch(args, may_fork=options.may_fork)
         except Exception as error:
             raise InvalidConfig(
                 f"vLLM does not start with {model_dir} ({type(error).__name__}).",
