@@ -75,7 +75,7 @@ def openenv_service(python: str) -> Iterator[tuple[int, str]]:
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([python, str(script), str(port)], **quiet)
     try:
-        for _ in range(200):
+        for _ in range(900):
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break

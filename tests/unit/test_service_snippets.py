@@ -303,7 +303,7 @@ def of_a_service(_: Path) -> Names:
         "calls": Calls(),
         "Token": Token,
         "settings": settings,
-        "server": SimpleNamespace(add_socket=print, add_registered_method_handlers=print),
+        "server": SimpleNamespace(add_socket=print, add_generic_rpc_handlers=print),
         "GrpcServer": Stopped,
         "EnvironmentClient": EnvironmentClient,
         "pb": pb,
