@@ -3,8 +3,9 @@ local function append(item, payload)
   local group = item.group
   local rec = load(group.group_id)
   if not rec or rec.p ~= TRAINING then return 'UNKNOWN_TASK' end
-  if rec.d == '' then return 'LEASE_LOST' end
-  if rec.d ~= group.digest then return 'DIGEST_MISMATCH' end
+  local digest = digest_of(rec)
+  if not digest then return 'LEASE_LOST' end
+  if digest ~= group.digest then return 'DIGEST_MISMATCH' end
   if rec.sc then return 'DUPLICATE' end
   local entry = rec.e.unscored
   if rec.s ~= 'unscored' or entry.l == '' or entry.l ~= item.lease_id then return 'LEASE_LOST' end

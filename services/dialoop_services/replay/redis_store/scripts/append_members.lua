@@ -28,7 +28,7 @@ local function append(rec, item, place, part, versions)
   local member, digest, id = item.first + place, item.digests[place], item.ids[place]
   if member < 1 or member > rec.n then return 'WRONG_SIZE' end
   if rec.refused then return 'NO_ROOM' end
-  local finished = rec.m[member] or ''
+  local finished = digests_of(rec)[member] or ''
   if finished ~= '' then return finished == digest and 'DUPLICATE' or 'DIGEST_MISMATCH' end
   if rec.l ~= item.lease_id or (rec.s ~= 'leased' and rec.s ~= 'offered') then
     return 'LEASE_LOST'
@@ -50,7 +50,8 @@ end
 
 -- Append the members of an item, and close the group as soon as no member of it is open.
 local function append_item(rec, item, payload, answer)
-  local num_new, num_discarded, first, num_open = 0, 0, 1, #open_members(rec)
+  local num_new, num_discarded, first = 0, 0, 1
+  local num_open = is_closed(rec) and 0 or #open_members(rec)
   for place, size in ipairs(item.sizes) do
     local part = {of = payload, first = first, last = first + size - 1}
     first = first + size

@@ -28,13 +28,12 @@
 -- deadlines          zset: lease id by deadline
 -- unscored, scored, evaluation, dead   streams: {g = group id, b = serialised group}
 --
--- Record: id, p(urpose), n(um trajectories), k (fewest trajectories), o(rder), s(tate), a(ttempt),
---   refused (it found no room in the queue),
---   i(ds of finished trajectories, until the group closes),
---   l(ast lease), ok (a member was finished under it), m(embers' digests, '' until finished),
---   f(ailures of each member), x (members that failed as l ran out),
---   c(ount of finished members), b(ytes of them), d(igest of the closed
---   group), v = {lineage = {oldest, newest}}, sc(ored), dead = {...},
+-- Record: id, p(urpose), n(um trajectories), o(rder), s(tate), refused (it found no room in the
+--   queue), m(embers' digests, '' until finished; in one string once the group has closed),
+--   c(ount of finished members), b(ytes of them), v = {lineage = {oldest, newest}}, sc(ored),
+--   dead = {...}; until the group closes k (fewest trajectories), a(ttempt), l(ast lease), ok (a
+--   member was finished under it), f(ailures of each member), x (members that failed as l ran out),
+--   i(ds of finished trajectories);
 --   e = {stage = {o(rder), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
 --   gone}}
 local TRAINING, EVALUATION = 1, 2
@@ -248,12 +247,35 @@ local function has_open_member(rec)
   return false
 end
 
--- Return the part of a member's digest that scoring does not change.
-local function without_scores(digest) return (string.match(digest, '^[^.]*')) end
+-- Forget of a closed group what only open ones need: every script reads and writes the whole record.
+local function freeze_members(rec)
+  rec.m = table.concat(rec.m, ',')
+  rec.f, rec.x, rec.l, rec.ok, rec.a, rec.k = nil, nil, nil, nil, nil, nil
+end
 
--- Take the parts of a group whose members are all finished or given up; return its bytes and digest.
+local function is_closed(rec) return type(rec.m) == 'string' end
+
+-- Return the digests of a group's members by number, '' where one is not finished.
+local function digests_of(rec)
+  if not is_closed(rec) then return rec.m end
+  local digests = {}
+  for digest in string.gmatch(rec.m .. ',', '([^,]*),') do digests[#digests + 1] = digest end
+  return digests
+end
+
+-- Return the digest of a closed group, without what scoring changes; nil for one that is open.
+local function digest_of(rec)
+  if not is_closed(rec) then return nil end
+  local digests = {}
+  for digest in string.gmatch(rec.m, '[^,]+') do
+    digests[#digests + 1] = string.match(digest, '^[^.]*')
+  end
+  return table.concat(digests, ',')
+end
+
+-- Take the parts of a group whose members are all finished or given up; return its bytes.
 local function assemble(rec)
-  local parts, digests = {redis.call('HGET', key('tasks'), rec.id)}, {}
+  local parts = {redis.call('HGET', key('tasks'), rec.id)}
   local new, run = new_members[rec.id] or {}, nil
   for i = 1, rec.n do
     if rec.m[i] ~= '' then
@@ -269,13 +291,12 @@ local function assemble(rec)
         parts[#parts + 1] = redis.call('HGET', key('members'), member)
         redis.call('HDEL', key('members'), member)
       end
-      digests[#digests + 1] = without_scores(rec.m[i])
     end
   end
   if run then parts[#parts + 1] = bytes_of(run) end
   new_members[rec.id] = nil
   redis.call('HDEL', key('tasks'), rec.id)
-  return table.concat(parts), table.concat(digests, ',')
+  return table.concat(parts)
 end
 
 -- Close the group if the rule says so (Assembly.closing), or drop it; return whether it ended.
@@ -284,13 +305,13 @@ local function close(rec, reason)
   if rec.s == 'offered' then pull_task(rec) end -- the lease had run out, and nobody took over
   end_lease(rec.l)
   count(rec.p .. ':t:waiting', -rec.c)
-  local payload, digest = assemble(rec)
+  local payload = assemble(rec)
   rec.i = nil
   if rec.c < rec.n and (rec.k == 0 or rec.c < rec.k) then
     drop(rec, reason)
     return true
   end
-  rec.d = digest
+  freeze_members(rec)
   if rec.c < rec.n then count(rec.p .. ':short', 1) end
   if rec.p == EVALUATION then
     move(rec, 'scored')
