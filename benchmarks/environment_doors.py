@@ -17,17 +17,21 @@ import json
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
+
+from benchmarks.servers.machine import processor
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "benchmark"
@@ -39,18 +43,34 @@ HISTORY = {"response": {"messages": [MESSAGE]}}
 Player = Callable[[int, list[float]], Awaitable[None]]
 
 
+@dataclass
+class Service:
+    """A running service; `sends_digests` where it reads and writes differences."""
+
+    pid: int
+    address: str
+    rest_address: str
+    sends_digests: bool
+
+
 @contextmanager
-def environment_service(root: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield the service of a checkout: pid, gRPC address, REST address."""
+def service(root: Path) -> Iterator[Service]:
+    """Run the environment service of a checkout, with today's layout or that of 127deda."""
+    is_today = (root / "services" / "dialoop_services").exists()
+    path = [root / "client", root / "services" if is_today else root, root]
     variables = {
-        "PYTHONPATH": f"{root}:{root / 'client'}",
+        "PYTHONPATH": ":".join(map(str, path)),
         "DIALOOP_TOKEN": TOKEN,
         "DIALOOP_ENVIRONMENT_REST_PORT": "0",
         "DIALOOP_ENVIRONMENT_ENVIRONMENTS": "benchmarks.servers.minimal_environment:environment",
     }
-    command = [sys.executable, "-m", "dialoop_services.environment"]
+    module = "dialoop_services.environment" if is_today else "services.environment"
     process = subprocess.Popen(
-        command, env=os.environ | variables, cwd=root, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", module],
+        env=os.environ | variables,
+        cwd=root,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     try:
@@ -58,7 +78,8 @@ def environment_service(root: Path) -> Iterator[tuple[int, str, str]]:
         match = re.search(r"rest_address=(\S+) address=([^\s\]]+)", line)
         if match is None:
             raise RuntimeError(f"the service did not start: {line}")
-        yield process.pid, match[2], match[1]
+        protos = (root / "client/dialoop/v1/environment_service_pb2.pyi").read_text("utf-8")
+        yield Service(process.pid, match[2], match[1], "PromptChange" in protos)
     finally:
         process.terminate()
         process.wait()
@@ -246,18 +267,23 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
     checkouts = {"": ROOT} | ({"before_": options.before.resolve()} if options.before else {})
     for _ in range(options.rounds):
         for prefix, root in checkouts.items():
-            with environment_service(root) as (pid, address, rest_address):
-                await take(f"{prefix}rest_json", rest_player(rest_address, binary=False), pid)
-                await take(f"{prefix}rest_protobuf", rest_player(rest_address, binary=True), pid)
-                async with grpc.aio.insecure_channel(address) as channel:
+            with service(root) as running:
+                for kind, binary in (("json", False), ("protobuf", True)):
+                    player = rest_player(running.rest_address, binary=binary)
+                    await take(f"{prefix}rest_{kind}", player, running.pid)
+                async with grpc.aio.insecure_channel(running.address) as channel:
                     player = grpc_player(EnvironmentServiceStub(channel))
-                    await take(f"{prefix}grpc_unary", player, pid)
+                    await take(f"{prefix}grpc_unary", player, running.pid)
         if options.openenv_python:
             with openenv_service(options.openenv_python) as (pid, address):
                 await take("openenv_http", openenv_http_player(address), pid)
                 await take("openenv_websocket", openenv_websocket_player(address), pid)
     best = {n: max(figures, key=lambda f: f["steps_per_s"]) for n, figures in rounds.items()}
-    return {"best": best, "rounds": rounds}
+    medians = {
+        name: {key: statistics.median(f[key] for f in figures) for key in figures[0]}
+        for name, figures in rounds.items()
+    }
+    return {"median": medians, "best": best, "rounds": rounds}
 
 
 def main() -> None:
@@ -265,7 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sessions", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--openenv-python", default="", help="a python that has openenv-core")
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
     options = parser.parse_args()
@@ -275,8 +301,9 @@ def main() -> None:
         "benchmark": "environment_doors",
         "sessions": options.sessions,
         "seconds": options.seconds,
+        "processor": processor(),
         "cores": os.cpu_count(),
-        "load_before": round(load_before, 2),
+        "load": [round(load_before, 2), round(os.getloadavg()[0], 2)],
         "openenv": "run" if options.openenv_python else "not run",
     }
     print(json.dumps(context | figures, indent=2))

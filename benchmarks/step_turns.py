@@ -19,13 +19,10 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import re
 import statistics
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +32,8 @@ from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from google.protobuf.message import Message
 
-from benchmarks.environment_doors import ROOT, TOKEN, http, openenv_service
+from benchmarks.environment_doors import ROOT, TOKEN, Service, http, openenv_service, service
+from benchmarks.servers.machine import processor
 
 DOORS = ("rest_json", "rest_protobuf", "grpc_unary", "grpc_stream", "grpc_batch")
 TURNS = (1, 100, 400)
@@ -48,54 +46,12 @@ Sender = Callable[[int, str, dict[str, Any]], Awaitable[tuple[int, int, Answer]]
 
 
 @dataclass
-class Service:
-    """A running service; `sends_digests` where it reads and writes differences."""
-
-    pid: int
-    address: str
-    rest_address: str
-    sends_digests: bool
-
-
-@dataclass
 class Cell:
     """The figures of one checkout, door and turn, one of each round."""
 
     cpu_ms: list[float] = field(default_factory=list)
     request_bytes: int = 0
     answer_bytes: int = 0
-
-
-@contextmanager
-def service(root: Path) -> Iterator[Service]:
-    """Run the environment service of a checkout, with today's layout or that of 127deda."""
-    is_today = (root / "services" / "dialoop_services").exists()
-    path = [root / "client", root / "services" if is_today else root, root]
-    variables = {
-        "PYTHONPATH": ":".join(map(str, path)),
-        "DIALOOP_TOKEN": TOKEN,
-        "DIALOOP_ENVIRONMENT_REST_PORT": "0",
-        "DIALOOP_ENVIRONMENT_ENVIRONMENTS": "benchmarks.servers.minimal_environment:environment",
-    }
-    module = "dialoop_services.environment" if is_today else "services.environment"
-    process = subprocess.Popen(
-        [sys.executable, "-m", module],
-        env=os.environ | variables,
-        cwd=root,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    try:
-        line = next((line for line in process.stderr if " address=" in line), "")
-        match = re.search(r"rest_address=(\S+) address=([^\s\]]+)", line)
-        if match is None:
-            raise RuntimeError(f"the service did not start: {line}")
-        protos = (root / "client/dialoop/v1/environment_service_pb2.pyi").read_text("utf-8")
-        yield Service(process.pid, match[2], match[1], "PromptChange" in protos)
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def cpu_ns(pid: int) -> int:
@@ -403,19 +359,13 @@ def main() -> None:
     figures = asyncio.run(compare(options))
     context = {
         "benchmark": "step_turns",
-        "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "load": [round(load_before, 2), round(os.getloadavg()[0], 2)],
         "rounds": options.rounds,
         "sessions": options.sessions,
     }
     print(json.dumps(context | figures, indent=2))
-
-
-def _processor() -> str:
-    names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text("utf-8"))
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -174,6 +174,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
                 if response is None:
                     await places.acquire()
                     answers.create_task(answer(request))
+                    await asyncio.sleep(0)  # it begins now, so that no later step overtakes it
                 else:
                     async with writing:
                         await context.write(response)
