@@ -1,4 +1,4 @@
-"""Measure the CPU seconds and the wall time of the demo, beside those of another checkout.
+"""Measure the CPU seconds and the wall time of the demo, alone or beside another checkout's.
 
 python -m benchmarks.demo_cpu --before CHECKOUT > demo_cpu.json
 
@@ -20,6 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks.environment_doors import ROOT
 from benchmarks.servers.machine import processor
@@ -60,10 +61,10 @@ def run_demo(checkout: Path, seed: int) -> DemoRun:
 def main() -> None:
     """Print the runs and their ratios as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--before", type=Path, required=True, help="checkout to compare with")
+    parser.add_argument("--before", type=Path, help="checkout to compare with")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    checkouts = {"now": ROOT, "before": arguments.before}
+    checkouts = {"now": ROOT} | ({"before": arguments.before} if arguments.before else {})
     runs: dict[str, list[DemoRun]] = {name: [] for name in checkouts}
     for seed in range(arguments.rounds):
         for name, checkout in checkouts.items():
@@ -73,10 +74,16 @@ def main() -> None:
         name: {key: median(getattr(run, key) for run in runs[name]) for key in ("cpu_s", "wall_s")}
         for name in runs
     }
-    ratios = {key: round(middle["now"][key] / value, 2) for key, value in middle["before"].items()}
     every = {name: [asdict(run) for run in of] for name, of in runs.items()}
-    head = {"machine": processor(), "cores": os.cpu_count(), "seeds": arguments.rounds}
-    print(json.dumps({**head, "ratios": ratios, "medians": middle, "runs": every}, indent=2))
+    head: dict[str, Any] = {
+        "machine": processor(),
+        "cores": os.cpu_count(),
+        "seeds": arguments.rounds,
+    }
+    if "before" in middle:
+        before = middle["before"].items()
+        head["ratios"] = {key: round(middle["now"][key] / value, 2) for key, value in before}
+    print(json.dumps({**head, "medians": middle, "runs": every}, indent=2))
 
 
 if __name__ == "__main__":
