@@ -1,12 +1,18 @@
 """Measure groups per second through the replay service over gRPC: append, lease, acknowledge.
 
 python benchmarks/replay_throughput.py --groups 2000 --kib 16 --fsync everysec
+python benchmarks/replay_throughput.py --groups 400 --kib 32 --batch 8 --parallel 8 --rounds 5 \
+    --before PATH --raw --atropos PYTHON
 
 Starts a redis-server and the service in processes of their own; prints one JSON line, with the CPU
 milliseconds a group of the service and of Redis. `--before PATH` measures the service of commit
 127deda, checked out there. `--raw` appends the same bytes with XADD from as many clients, without
-the service, to a stream of the same redis-server. `--waiting N` leases 64 groups while N wait, of
-one trajectory of one token each, and prints the CPU milliseconds a lease.
+the service, to a stream of the same redis-server. `--atropos PYTHON` sends the same groups to the
+API server of atroposlib, which keeps them in memory, in an environment that has it. `--waiting N`
+leases 64 groups while N wait, of one trajectory of one token each, and prints the CPU milliseconds
+a lease.
+
+`--rounds N` measures the service and each of these in turn, N times, and prints the medians.
 """
 
 from __future__ import annotations
@@ -15,6 +21,8 @@ import argparse
 import asyncio
 import json
 import os
+import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,16 +31,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
+import httpx
 import numpy as np
 import redis.asyncio
 
-if "--before" in sys.argv:
+if "--before" in sys.argv and "--rounds" not in sys.argv:
     # The queue of that commit speaks its own protos.
     sys.path.insert(0, f"{sys.argv[sys.argv.index('--before') + 1]}/client")
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2 as messages
 from dialoop.v1.replay_service_pb2_grpc import ReplayServiceStub
 
+from benchmarks.servers.machine import processor
 from tests.support.redis_server import RedisServer
 
 RUN = "benchmark"
@@ -198,8 +208,75 @@ async def _append_raw(url: str, options: argparse.Namespace, pid: int) -> dict[s
     return {"xadd_groups_per_s": round(rate), "xadd_redis_cpu_ms": round(cpu_ms, 3)}
 
 
-_WAITING_LEASES = 20
+def _atropos_group(kib: int) -> dict[str, list[object]]:
+    """Return the group that `_group` makes, as atroposlib's server takes it."""
+    length = kib * 1024 // 8 // 6
+    return {
+        "tokens": [[1000] * length] * 8,
+        "masks": [[1000] * length] * 8,
+        "inference_logprobs": [[-0.5] * length] * 8,
+        "scores": [0.0] * 8,
+    }
+
+
+def _atropos(options: argparse.Namespace) -> dict[str, float]:
+    """Return the groups per second of atroposlib's server, and its CPU milliseconds a group."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    app = [options.atropos, "-m", "uvicorn", "atroposlib.api.server:app", "--log-level", "error"]
+    path = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.Popen([*app, "--host", "127.0.0.1", "--port", str(port)], env=path)
+    try:
+        return asyncio.run(_append_atropos(options, f"http://127.0.0.1:{port}", process.pid))
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+async def _append_atropos(options: argparse.Namespace, url: str, pid: int) -> dict[str, float]:
+    body = json.dumps([_atropos_group(options.kib)] * options.batch)
+    headers = {"content-type": "application/json"}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        await _register(client)
+
+        async def append(_: int) -> None:
+            answer = await client.post("/scored_data_list", content=body, headers=headers)
+            answer.raise_for_status()
+
+        used = _cpu_s(pid)
+        rate = await _groups_per_s(append, options.groups, options.batch, options.parallel)
+        cpu_ms = (_cpu_s(pid) - used) / options.groups * 1e3
+    return {"append_groups_per_s": round(rate), "append_server_cpu_ms": round(cpu_ms, 3)}
+
+
+async def _register(client: httpx.AsyncClient) -> None:
+    """Wait for atroposlib's server, and begin a run on it."""
+    numbers = ("batch_size", "max_token_len", "save_checkpoint_interval", "starting_step")
+    registration = {**dict.fromkeys((*numbers, "num_steps"), 1), "checkpoint_dir": ""}
+    names = {"wandb_group": "g", "wandb_project": "p"}
+    for _ in range(200):
+        try:
+            (await client.post("/register", json=registration | names)).raise_for_status()
+        except httpx.ConnectError:
+            await asyncio.sleep(0.1)
+        else:
+            return
+    raise RuntimeError("atroposlib's server did not start")
+
+
+_WAITING_LEASES = 100
 _LEASE = 64
+
+
+async def _wait_for_log(url: str) -> None:
+    """Wait until Redis has rewritten its append-only file, which slows what runs beside it."""
+    async with redis.asyncio.Redis.from_url(url) as client:
+        while True:
+            facts = await client.info("persistence")
+            if not (facts["aof_rewrite_in_progress"] or facts["aof_rewrite_scheduled"]):
+                return
+            await asyncio.sleep(0.5)
 
 
 async def _lease_among_many(
@@ -219,6 +296,7 @@ async def _lease_among_many(
         for start in range(0, num_groups, 1000):
             names = [f"t{i}" for i in range(start, min(start + 1000, num_groups))]
             await _append_small(stub, names, options.before)
+        await _wait_for_log(options.url)
         request = pb.LeaseGroupsRequest(
             run=RUN, stage=UNSCORED, worker="scorer", max_groups=_LEASE, lease_s=3600
         )
@@ -266,6 +344,50 @@ def _rates(server: RedisServer, options: argparse.Namespace) -> dict[str, float]
         process.wait(timeout=20)
 
 
+def _round_of(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the arguments of each measurement of a round, by name."""
+    sizes = ("groups", "kib", "batch", "parallel", "fsync", "store")
+    same = [f"--{name}={getattr(options, name)}" for name in sizes]
+    before = ["--before", options.before]
+    if options.waiting:
+        few, many = [*same, "--waiting=64"], [*same, f"--waiting={options.waiting}"]
+        ways = {"waiting_64": few, f"waiting_{options.waiting}": many}
+        return ways | ({"commit_127deda_waiting_64": [*few, *before]} if options.before else {})
+    ways = {"now": same}
+    if options.before:
+        ways["commit_127deda"] = [*same, *before]
+    if options.raw:
+        ways["xadd"] = [*same, "--raw"]
+    if options.atropos:
+        ways["atropos"] = [*same, "--atropos", options.atropos]
+    return ways
+
+
+def _compare(options: argparse.Namespace) -> dict[str, object]:
+    """Run each way in turn, `options.rounds` times; return medians and rounds by way."""
+    ways = _round_of(options)
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    settings = {*vars(options), "cores"}
+    for _ in range(options.rounds):
+        for name, arguments in ways.items():
+            command = [sys.executable, __file__, *arguments]
+            printed = json.loads(subprocess.check_output(command, text=True))
+            rounds[name].append(
+                {
+                    key: value
+                    for key, value in printed.items()
+                    if key not in settings and not isinstance(value, (str, bool))
+                }
+            )
+    return {
+        name: {
+            "median": {key: statistics.median(r[key] for r in all_) for key in all_[0]},
+            "rounds": all_,
+        }
+        for name, all_ in rounds.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--groups", type=int, default=2000)
@@ -276,18 +398,32 @@ def main() -> None:
     parser.add_argument("--store", choices=("redis", "memory"), default="redis")
     parser.add_argument("--before", default="", help="a checkout of commit 127deda")
     parser.add_argument("--raw", action="store_true", help="XADD alone, without the service")
+    parser.add_argument("--atropos", default="", help="a python that has atroposlib and uvicorn")
     parser.add_argument("--waiting", type=int, default=0, help="groups that wait beside a lease")
+    parser.add_argument("--rounds", type=int, default=0, help="measure all ways in turn")
     options = parser.parse_args()
-    load_before = os.getloadavg()[0]
+    facts = vars(options) | {"before": bool(options.before), "atropos": bool(options.atropos)}
+    machine = {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+    print(json.dumps({"benchmark": "replay_throughput", **facts, **machine, **_figures(options)}))
+
+
+def _figures(options: argparse.Namespace) -> dict[str, object]:
+    if options.rounds:
+        return _compare(options)
+    if options.atropos:
+        return dict(_atropos(options))
     with tempfile.TemporaryDirectory() as directory:
         server = RedisServer(Path(directory), fsync=options.fsync)
         server.start()
         try:
-            rates = _rates(server, options)
+            options.url = server.url
+            return dict(_rates(server, options))
         finally:
             server.stop()
-    facts = vars(options) | {"before": bool(options.before), "load_before": round(load_before, 2)}
-    print(json.dumps({"benchmark": "replay_throughput", **facts, **rates}))
 
 
 if __name__ == "__main__":

@@ -43,8 +43,13 @@ _MORE = 0x80
 """Set in each byte of a varint but the last."""
 
 
+_SHORT = [bytes([number]) for number in range(_MORE)]
+
+
 def varint(number: int) -> bytes:
     """Return a number from 0 on as protobuf writes it."""
+    if number < _MORE:
+        return _SHORT[number]
     written = bytearray()
     while number >= _MORE:
         written.append(number & 0x7F | _MORE)

@@ -52,6 +52,9 @@ _MAX_SECONDS = 30 * 24 * 3600.0
 _MAX_VERSION = 10**12
 _DEFAULT_PAGE = 20
 
+_STAGES = frozenset(map(int, Stage))
+_SELECTIONS = frozenset(pb.Selection.values())
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Leases = TypeVar("_Leases", pb.LeaseTasksResponse, GroupsHandedOut)
 _Item = TypeVar("_Item", pb.AppendItem, pb.MemberItem)
@@ -456,7 +459,7 @@ def _check_task(task: trajectory_pb2.Task) -> None:
 
 def _stage_of(stage: int) -> Stage:
     """Return the stage; raise InvalidInput where it is not set."""
-    if stage not in set(Stage):
+    if stage not in _STAGES:
         raise InvalidInput("`stage` is unspecified or unknown.", remedy="Set `stage`.")
     return Stage(stage)
 
@@ -497,7 +500,7 @@ def _check_query(request: pb.LeaseGroupsRequest) -> None:
         raise InvalidInput(
             "`max_staleness` works only with STAGE_SCORED.", remedy="Leave `max_staleness` out."
         )
-    if request.selection not in pb.Selection.values():
+    if request.selection not in _SELECTIONS:
         raise InvalidInput(
             f"`selection` is {int(request.selection)}, which is unknown.",
             remedy="Use SELECTION_FIFO, SELECTION_UNIFORM or SELECTION_PRIORITY.",

@@ -44,6 +44,7 @@ Answer = TypeVar("Answer", bound=Message)
 # Tags of messages inside a serialised one.
 _LEASES = varint(number_of(pb.LeaseGroupsResponse, "leases") << 3 | 2)
 _GROUP = varint(number_of(pb.GroupLease, "group") << 3 | 2)
+_LEASE_ID = varint(number_of(pb.GroupLease, "lease_id") << 3 | 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +116,29 @@ class GroupsHandedOut:
     def serialize(self) -> bytes:
         """Return the serialised answer; no group is parsed for it."""
         parts: list[bytes] = []
+        rests: dict[tuple[int, float], bytes] = {}
         for lease, payload in zip(self.answer.leases, self.payloads, strict=True):
-            head = lease.SerializeToString() + _GROUP + varint(len(payload))
+            key = lease.num_deliveries, lease.expires_in_s
+            rest = rests.get(key)
+            if rest is None:
+                bare = pb.GroupLease(num_deliveries=key[0], expires_in_s=key[1])
+                rest = rests[key] = bare.SerializeToString()
+            name = lease.lease_id.encode()
+            head = b"%b%b%b%b%b%b" % (
+                _LEASE_ID,
+                varint(len(name)),
+                name,
+                rest,
+                _GROUP,
+                varint(len(payload)),
+            )
             parts += (_LEASES, varint(len(head) + len(payload)), head, payload)
         rest = pb.LeaseGroupsResponse(
             empty_reason=self.answer.empty_reason,
             num_ready=self.answer.num_ready,
             is_cut=self.answer.is_cut,
-        )
-        return b"".join((*parts, rest.SerializeToString()))
+        ).SerializeToString()
+        return b"".join((*parts, rest))
 
 
 @dataclass(frozen=True, slots=True)
