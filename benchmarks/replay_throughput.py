@@ -359,7 +359,7 @@ def _round_of(options: argparse.Namespace) -> dict[str, list[str]]:
     if options.raw:
         ways["xadd"] = [*same, "--raw"]
     if options.atropos:
-        ways["atropos"] = [*same, "--atropos", options.atropos]
+        ways["atroposlib"] = [*same, "--atropos", options.atropos]
     return ways
 
 
