@@ -331,6 +331,17 @@ def test_doctor_names_what_is_missing_and_how_to_install_it(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
+    ("installed", "engine"),
+    [({"vllm", "torch"}, "vllm from 64 samples"), ({"torch"}, "transformers, since vllm")],
+)
+def test_doctor_recommends_an_engine_without_a_gpu(installed, engine, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    (finding,) = [each for each in doctor_module.examine() if each.name == "engine to take"]
+    assert finding.value.startswith(engine)
+
+
+@pytest.mark.parametrize(
     ("script", "value", "remedy"),
     [
         ("echo 'Cannot connect to the Docker daemon' >&2; exit 1", "", "daemon does not answer"),
