@@ -68,7 +68,9 @@ def test_slow_answers_are_trained_in_proportion(tmp_path: Path, seed: int):
 
 def test_the_summarys_lengths_show_what_staleness_takes(tmp_path: Path):
     """With small batches a slow answer spans more versions than max_staleness allows."""
-    run = run_virtually(run_loop(tmp_path, seed=0, num_steps=12, groups_per_train_step=8))
+    run = run_virtually(
+        run_loop(tmp_path, seed=0, num_steps=12, groups_per_train_step=8, max_staleness=2)
+    )
     assert run.training.num_groups_dropped["stale"] > 0
     generated, trained = run.counters["training"]["lengths"], run.result["trained_lengths"]
     assert Counter(generated) == Counter(map(length_bin, run.generated))
