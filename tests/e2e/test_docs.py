@@ -75,6 +75,7 @@ TESTED_ELSEWHERE = {
     "compat": "tests/unit/compat/test_offered.py",
     "top_k_window": "tests/unit/rl/test_monte_carlo.py",
     "train_in_python": "tests/contract/stack/test_jobs.py",
+    "experiments": "tests/e2e/test_experiments.py",
     "grpo_by_hand": "tests/e2e/test_grpo_by_hand.py",
     "trial_agent": "tests/contract/collector/test_token_episodes.py",
     "trials": "tests/contract/collector/test_token_episodes.py",

@@ -62,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
     console.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     console.add_argument("--port", default="0", help="port to listen on (a free one)")
     console.set_defaults(module="stack", function="console", root=ROOT)
+    compare = commands.add_parser(
+        "compare", help="compare finished runs: means over seeds, and differences of configs"
+    )
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
+    compare.add_argument("--json", action="store_true", help="print JSON")
+    compare.set_defaults(module="stack", function="compare", root=ROOT)
     doctor = commands.add_parser(
         "doctor", help="show what this machine can run and what is missing"
     )
@@ -84,7 +90,16 @@ def _add_stack_commands(commands: Commands) -> None:
     up.add_argument("--detach", action="store_true", help="return once everything is ready")
     train = commands.add_parser("train", help="run a training job to its end")
     train.add_argument("config", type=Path, help="TOML job config")
+    train.add_argument("--seeds", default="", help="run once for each of these seeds, as 0,1,2")
+    train.add_argument(
+        "--from",
+        dest="branch",
+        default="",
+        metavar="RUN@STEP",
+        help="start from the policy that RUN published after STEP",
+    )
     for command, function in ((up, "up"), (train, "train")):
+        _add_set(command)
         command.add_argument("--run", default="", help="name of the run, instead of the config's")
         command.add_argument("--fresh", action="store_true", help="replace an existing run")
         command.set_defaults(module="stack", function=function)
@@ -101,6 +116,16 @@ def _add_stack_commands(commands: Commands) -> None:
     )
     for command in (up, train, down, status):
         command.set_defaults(root=ROOT)
+
+
+def _add_set(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="value that replaces the config's, as train.learning_rate=1e-5",
+    )
 
 
 def _add_play(commands: Commands) -> None:
@@ -221,6 +246,8 @@ def _add_config(commands: Commands) -> None:
     check = actions.add_parser("check", help="say what is wrong in it, without starting anything")
     check.add_argument("config", type=Path, help="TOML job config")
     check.set_defaults(module="stack", function="check_config")
+    for command in (shown, check):
+        _add_set(command)
 
 
 if __name__ == "__main__":

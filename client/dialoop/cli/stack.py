@@ -1,4 +1,4 @@
-"""Run `dialoop up`, `down`, `train`, `export`, `config`, `console` in their own processes."""
+"""Run `dialoop up`, `down`, `train`, `export`, `config` and the like in their own processes."""
 
 from __future__ import annotations
 
@@ -36,19 +36,23 @@ def up(arguments: argparse.Namespace) -> int:
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Run a whole job."""
-    return _become(["train", *_job_words(arguments)])
+    """Run a whole job, or one for each seed."""
+    words = ["train", *_job_words(arguments)]
+    words += ["--seeds", arguments.seeds] if arguments.seeds else []
+    words += ["--from", arguments.branch] if arguments.branch else []
+    return _become(words)
 
 
 def print_config(arguments: argparse.Namespace) -> int:
     """Print the effective config."""
     words = [str(arguments.config)] if arguments.config else []
-    return _become(["config", *words, *(["--origins"] if arguments.origins else [])])
+    words += ["--origins"] if arguments.origins else []
+    return _become(["config", *words, *_set_words(arguments)])
 
 
 def check_config(arguments: argparse.Namespace) -> int:
     """Say what is wrong in a config, without starting anything."""
-    return _become(["check", str(arguments.config)])
+    return _become(["check", str(arguments.config), *_set_words(arguments)])
 
 
 def import_config(arguments: argparse.Namespace) -> int:
@@ -68,9 +72,14 @@ def export(arguments: argparse.Namespace) -> int:
 
 def console(arguments: argparse.Namespace) -> int:
     """Serve the console of runs."""
-    run_dirs = (run if Path(run).is_dir() else str(arguments.root / run) for run in arguments.runs)
-    words = ["--host", arguments.host, "--port", arguments.port, "--", *run_dirs]
+    words = ["--host", arguments.host, "--port", arguments.port, "--", *_run_dirs(arguments)]
     return _become(words, module="dialoop_services.console")
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Compare finished runs."""
+    words = [*(["--json"] if arguments.json else []), "--", *_run_dirs(arguments)]
+    return _become(words, module="dialoop_services.stack.report.compare")
 
 
 def down(arguments: argparse.Namespace) -> int:
@@ -117,7 +126,16 @@ def choose_stack(root: Path, run: str) -> Stack:
 def _job_words(arguments: argparse.Namespace) -> list[str]:
     words = [str(arguments.config)] if arguments.config else []
     words += ["--run", arguments.run] if arguments.run else []
-    return [*words, "--fresh"] if arguments.fresh else words
+    words += ["--fresh"] if arguments.fresh else []
+    return [*words, *_set_words(arguments)]
+
+
+def _set_words(arguments: argparse.Namespace) -> list[str]:
+    return [word for pair in arguments.set for word in ("--set", pair)]
+
+
+def _run_dirs(arguments: argparse.Namespace) -> list[str]:
+    return [run if Path(run).is_dir() else str(arguments.root / run) for run in arguments.runs]
 
 
 def _command(words: list[str], module: str = "dialoop_services.stack") -> list[str]:

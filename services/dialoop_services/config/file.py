@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 
+SET = "--set"
+"""Origin of what the command line sets."""
 STANDARD_INPUT = Path("-")
 """Stands for a config that is read from the standard input."""
 
@@ -96,27 +98,66 @@ def load_with_origins(
     preset = values.get("preset", "")
     for leaf in _leaves(PRESETS.get(preset, {}) if isinstance(preset, str) else {}):
         origins.setdefault(leaf, f"preset {preset}")
-    config = parse_config(values, source=source)
+    config = parse_config(values, source=source, origins=origins)
     return LoadedConfig(config=config, origins=origins, folder=folder)
 
 
+def overrides_of_words(words: Iterable[str]) -> list[Override]:
+    """Return what `--set KEY=VALUE` says; VALUE is a value of TOML, or text where it is none.
+
+    Raises InvalidConfig for a word that is not KEY=VALUE.
+    """
+    overrides = []
+    for word in words:
+        path, equals, text = word.partition("=")
+        path = path.strip()
+        if not (equals and path and all(path.split("."))):
+            raise InvalidConfig(
+                f"--set {word} is not KEY=VALUE.",
+                remedy="Write it as --set train.learning_rate=1e-5.",
+            )
+        overrides.append(Override(path=path, value=_value_of(text), origin=SET))
+    return overrides
+
+
+def _value_of(text: str) -> Any:
+    try:
+        values = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return values["value"] if len(values) == 1 else text
+
+
 def override_in(values: dict[str, Any], override: Override) -> None:
-    """Set one value in a mapping of tables."""
+    """Set one value in a mapping of tables; InvalidConfig where the path leads through a value."""
     *tables, key = override.path.split(".")
     for table in tables:
-        values = values.setdefault(table, {})
+        inner = values.setdefault(table, {})
+        if not isinstance(inner, dict):
+            raise InvalidConfig(
+                f"{override.origin} sets {override.path}, and {table} is no table here.",
+                remedy=f"Set {table} as a whole.",
+            )
+        values = inner
     values[key] = override.value
 
 
-def parse_config(values: dict[str, Any], *, source: str) -> JobConfig:
-    """Return the checked config; InvalidConfig names the first mistake in one sentence."""
+def parse_config(
+    values: dict[str, Any], *, source: str, origins: Mapping[str, str] | None = None
+) -> JobConfig:
+    """Return the checked config; InvalidConfig names the first mistake in one sentence.
+
+    It names the origin of the key, or else the source.
+    """
     old = old_import_in(values)
     if old:
         raise InvalidConfig(f"{source}: {old}.", remedy="Use the new name.")
     try:
         return JobConfig.model_validate(values)
     except ValidationError as error:
-        raise _mistake(source, error.errors(include_url=False)[0]) from None
+        detail = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in detail["loc"])
+        raise _mistake((origins or {}).get(key, source), detail) from None
 
 
 def toml_of(config: JobConfig, origins: Mapping[str, str] | None = None) -> str:

@@ -1,5 +1,8 @@
 """Run a stack. `python -m dialoop_services.stack [CONFIG]` serves; `... train CONFIG` runs a job.
 
+`... train CONFIG --seeds 0,1,2` runs it once for each seed and compares what they learned;
+`... train CONFIG --from RUN@STEP` starts from a policy of another run.
+
 `... config [CONFIG]` prints the config with all defaults; `... check CONFIG` says what is wrong;
 `... import FILE` prints the job file for a config of verl or TRL.
 """
@@ -9,8 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -18,21 +23,32 @@ from typing import TYPE_CHECKING
 from dialoop.errors import DialoopError
 from rich.console import Console
 
-from dialoop_services.config.file import LoadedConfig, Override, load_with_origins, toml_of
+from dialoop_services.config.file import (
+    LoadedConfig,
+    Override,
+    load_with_origins,
+    overrides_of_words,
+    toml_of,
+)
 from dialoop_services.config.imported import import_config
 from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent
 from dialoop_services.stack import job, preflight
+from dialoop_services.stack.branch import find_branch
 from dialoop_services.stack.layout import variables_of_tables
 from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.processes import adopt_orphans, descendants, kill
+from dialoop_services.stack.provenance import started_with
+from dialoop_services.stack.report.compare import compare
 from dialoop_services.stack.run_dir import open_run
 from dialoop_services.stack.running import plan_stack, running_stack
+from dialoop_services.stack.seeds import ended_with, for_seed, seeds_of
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from dialoop_services.config.job import JobConfig
+    from dialoop_services.stack.branch import Branch
     from dialoop_services.stack.run_dir import RunDir
     from dialoop_services.stack.running import Plan
 
@@ -62,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "import":
             sys.stdout.write(import_config(options.config))
             return 0
+        if options.command == "train":
+            return _train(options, words)
         loaded = _config(options)
         config = loaded.config
         if options.command == "config":
@@ -69,15 +87,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.command == "check":
             return _check(loaded, options.config)
-        config = preflight.check(config, folder=loaded.folder)
-        is_job = options.command == "train"
-        with open_run(options.folder, config, fresh=options.fresh, reuse=not is_job) as run_dir:
-            code = _run(config, run_dir, loaded.folder, is_job=is_job)
-            if is_job and code > _SIGNALLED:
-                sys.stdout.write(f"{_farewell(run_dir, config, options)}\n")
-            return code
+        return _start(options, words, loaded)
     except (DialoopError, BaseExceptionGroup) as error:
         return _fail(error)
+
+
+def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run the job, once or for each seed; return the exit code, the largest of several."""
+    branch = find_branch(options.branch, options.folder) if options.branch else None
+    if branch is not None:
+        branch.export()
+    if not options.seeds:
+        return _start(options, words, _config(options, branch), branch)
+    jobs = [_config(options, branch, seed=seed) for seed in seeds_of(options.seeds)]
+    codes = []
+    for loaded in jobs:
+        code = ended_with(options.folder, loaded.config) if not options.fresh else None
+        if code is None:
+            code = _start(options, words, loaded, branch)
+        else:
+            sys.stdout.write(f"{loaded.config.run} has ended already; --fresh repeats it.\n")
+        if code > _SIGNALLED:
+            return code
+        codes.append(code)
+    compare([options.folder / loaded.config.run for loaded in jobs], Console())
+    return max(codes)
+
+
+def _start(
+    options: argparse.Namespace,
+    words: Sequence[str],
+    loaded: LoadedConfig,
+    branch: Branch | None = None,
+) -> int:
+    """Run a job or serve, in the run's folder, and return the exit code."""
+    config = preflight.check(loaded.config, folder=loaded.folder)
+    is_job = options.command == "train"
+    start = started_with(
+        words, loaded.origins, branch_of=None if branch is None else branch.as_json()
+    )
+    with open_run(
+        options.folder, config, fresh=options.fresh, reuse=not is_job, started_with=start
+    ) as run_dir:
+        code = _run(config, run_dir, loaded.folder, is_job=is_job)
+        if is_job and code > _SIGNALLED:
+            sys.stdout.write(f"{_farewell(run_dir, config, words)}\n")
+        return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,6 +151,18 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--folder", type=Path, default=ROOT, help="where runs are kept (runs)")
         command.add_argument("--run", default="", help="name of the run, instead of the config's")
         command.add_argument("--fresh", action="store_true", help="replace an existing run")
+        command.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="value that replaces the file's, as train.learning_rate=1e-5",
+        )
+        if name == "train":
+            command.add_argument("--seeds", default="", help="run once for each seed, as 0,1,2")
+            command.add_argument(
+                "--from", dest="branch", default="", help="RUN@STEP: start from its policy"
+            )
         if name == "config":
             command.add_argument(
                 "--origins", action="store_true", help="say where each value is from"
@@ -111,13 +178,25 @@ def _with_command(arguments: Sequence[str]) -> list[str]:
     return ["serve", *words]
 
 
-def _config(options: argparse.Namespace) -> LoadedConfig:
+def _config(
+    options: argparse.Namespace, branch: Branch | None = None, *, seed: int | None = None
+) -> LoadedConfig:
+    """Return the config under what variables and the command line say; `seed` names its run."""
     overrides = variables_of_tables(os.environ)
     if options.command == "serve":
         overrides = [*_serving_alone(with_ports=options.config is None), *overrides]
-    return load_with_origins(
-        options.config, environment=os.environ, run=options.run, overrides=overrides
+    if branch is not None:
+        overrides = [*branch.overrides(), *overrides]
+    loaded = load_with_origins(
+        options.config,
+        environment=os.environ,
+        run=options.run,
+        overrides=[*overrides, *overrides_of_words(options.set)],
     )
+    if seed is None:
+        return loaded
+    loaded = for_seed(loaded, seed)
+    return replace(loaded, config=preflight.check(loaded.config, folder=loaded.folder))
 
 
 def _serving_alone(*, with_ports: bool) -> list[Override]:
@@ -173,11 +252,10 @@ async def _serve(plan: Plan, log: LogStream) -> int:
     return 0
 
 
-def _farewell(run_dir: RunDir, config: JobConfig, options: argparse.Namespace) -> str:
+def _farewell(run_dir: RunDir, config: JobConfig, words: Sequence[str]) -> str:
     """Return what an interrupted job has saved, and how to go on."""
     progress = run_dir.saved_progress()
-    words = ["dialoop train", str(options.config), *(["--run", options.run] if options.run else [])]
-    command = " ".join(words)
+    command = shlex.join(["dialoop", *(word for word in words if word != "--fresh")])
     if progress is None:
         return (
             f"Stopped before anything was saved in {run_dir.path}. Start again with `{command} "

@@ -12,19 +12,19 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dialoop.errors import DialoopError, InvalidConfig, Unavailable
+from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
 from rich.console import Console
 
 from dialoop_services.config.file import load_config
 from dialoop_services.stack.__main__ import ROOT
 from dialoop_services.stack.__main__ import main as stack
+from dialoop_services.stack.branch import export_policy
 from dialoop_services.stack.report.learn_report import (
     AlgorithmResult,
     failures_of,
@@ -154,24 +154,6 @@ class Suite:
 def train_fresh(config: Path) -> int:
     """Run a whole job in place of an earlier one, and return its exit code."""
     return stack(["train", str(config), "--fresh"])
-
-
-def export_policy(run_dir: Path, version: str, target: Path) -> None:
-    """Write a published policy as a model directory, with the trainer's export."""
-    words = (
-        sys.executable,
-        "-m",
-        "dialoop_services.trainer.publish.export",
-        str(run_dir),
-        version,
-        str(target),
-    )
-    if subprocess.run(words, check=False).returncode:
-        raise Unavailable(
-            f"{version} of {run_dir} could not be exported.",
-            reason=Reason.EXPORT_FAILED,
-            remedy=f"Remove {run_dir}; the demo then runs again.",
-        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

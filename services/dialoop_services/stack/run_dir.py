@@ -66,28 +66,37 @@ class RunDir:
 
 @contextmanager
 def open_run(
-    root: Path, config: JobConfig, *, fresh: bool, reuse: bool = False
+    root: Path,
+    config: JobConfig,
+    *,
+    fresh: bool,
+    reuse: bool = False,
+    started_with: Mapping[str, Any] | None = None,
 ) -> Iterator[RunDir]:
     """Lock the run's folder and yield it; InvalidConfig when it is in use or not to be changed.
 
     An existing run is resumed when it has a checkpoint (or `reuse`), and replaced when `fresh`.
+    run.json keeps `started_with` beside the config; that of the last start counts.
     """
+    start = {} if started_with is None else {"started_with": started_with}
     path = root / config.run
     root.mkdir(parents=True, exist_ok=True)
     with _lock_run(root / f".{config.run}.lock", path):
-        yield _prepare(path, config, fresh=fresh, reuse=reuse)
+        yield _prepare(path, config, start, fresh=fresh, reuse=reuse)
 
 
-def _prepare(path: Path, config: JobConfig, *, fresh: bool, reuse: bool) -> RunDir:
+def _prepare(
+    path: Path, config: JobConfig, start: Mapping[str, Any], *, fresh: bool, reuse: bool
+) -> RunDir:
     if path.exists() and any(path.iterdir()):
         _require_ours(path)
         # A run without metrics ended before it learned anything, so nothing is lost.
         if not fresh and (path / "metrics.jsonl").is_file():
-            return _resume(path, config, reuse=reuse)
+            return _resume(path, config, start, reuse=reuse)
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
     run_id = f"{config.run}-{uuid.uuid4().hex[:8]}"
-    _write_mark(path, {"run_id": run_id, "started": time.time()}, config)
+    _write_mark(path, {"run_id": run_id, "started": time.time(), **start}, config)
     return RunDir(path=path, run_id=run_id)
 
 
@@ -107,7 +116,7 @@ def _require_ours(path: Path) -> None:
         )
 
 
-def _resume(path: Path, config: JobConfig, *, reuse: bool) -> RunDir:
+def _resume(path: Path, config: JobConfig, start: Mapping[str, Any], *, reuse: bool) -> RunDir:
     if not (reuse or (path / "checkpoints" / "latest.json").is_file()):
         raise InvalidConfig(
             f"{path} exists and has no checkpoint to resume from.",
@@ -116,7 +125,7 @@ def _resume(path: Path, config: JobConfig, *, reuse: bool) -> RunDir:
         )
     mark = json.loads((path / _MARK).read_text("utf-8"))
     changes = _changes(mark.get("config", {}), config.model_dump(mode="json"))
-    _write_mark(path, mark, config)
+    _write_mark(path, {**mark, **start}, config)
     return RunDir(path=path, run_id=mark["run_id"], is_resumed=True, changes=changes)
 
 

@@ -119,13 +119,13 @@ async def test_a_signal_cancels_the_work_and_is_the_exit_code(
 
 def test_an_interrupt_says_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:
     config = JobConfig.model_validate({"warm_start": {"num_steps": 100}})
-    options = stack._parser().parse_args(["train", "job.toml", "--run", "mine"])
+    words = ["train", "job.toml", "--run", "mine", "--fresh"]
     run_dir = RunDir(path=tmp_path, run_id="r-1")
-    farewell = stack._farewell(run_dir, config, options)
+    farewell = stack._farewell(run_dir, config, words)
     assert farewell.endswith("Start again with `dialoop train job.toml --run mine --fresh`.")
     version = {"lineage": "main", "number": 25}
     save(tmp_path, policy_version=version, num_warm_start_steps=100, num_train_steps=25)
-    assert stack._farewell(run_dir, config, options) == (
+    assert stack._farewell(run_dir, config, words) == (
         f"Stopped. Saved in {tmp_path}: train step 25 of 50, policy main-25. "
         "Go on with `dialoop train job.toml --run mine`."
     )

@@ -1,0 +1,110 @@
+"""Means with 95 % confidence intervals, over seeds or over tasks, and differences of two means.
+
+`mean_of([.90, .94, .92])` is .92 within .870 and .970: Student's t with two degrees of freedom.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean, variance
+from typing import TYPE_CHECKING
+
+from mpmath import mp
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A mean and its 95 % confidence interval; `low` and `high` are None below 2 values."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    num_values: int
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.mean:.3g}"
+        return f"{self.mean:.3g} ± {self.high - self.mean:.2g}"
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Return whether 0 lies outside the interval; False where there is none."""
+        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+
+def mean_of(values: Sequence[float]) -> Interval:
+    """Return the mean of one or more values, with the interval by Student's t over them."""
+    mean, count = fmean(values), len(values)
+    if count < 2:
+        return Interval(mean=mean, low=None, high=None, num_values=count)
+    return _around(mean, math.sqrt(variance(values) / count), count - 1, count)
+
+
+def paired_difference(
+    values: Mapping[str, float], baseline: Mapping[str, float]
+) -> Interval | None:
+    """Return the mean of values minus baseline over the keys that both have; None without any.
+
+    Pairing takes out what a task, or a seed, adds to both sides.
+    """
+    shared = [key for key in values if key in baseline]
+    return mean_of([values[key] - baseline[key] for key in shared]) if shared else None
+
+
+def difference_of(values: Sequence[float], baseline: Sequence[float]) -> Interval:
+    """Return the difference of two independent means, with Welch's interval.
+
+    Its degrees of freedom are those of Welch and Satterthwaite (Biometrika 34, 1947). There is no
+    interval where a side has fewer than 2 values.
+    """
+    difference = fmean(values) - fmean(baseline)
+    count = len(values) + len(baseline)
+    if min(len(values), len(baseline)) < 2:
+        return Interval(mean=difference, low=None, high=None, num_values=count)
+    a, b = variance(values) / len(values), variance(baseline) / len(baseline)
+    if not a + b:
+        return Interval(mean=difference, low=difference, high=difference, num_values=count)
+    freedom = (a + b) ** 2 / (a**2 / (len(values) - 1) + b**2 / (len(baseline) - 1))
+    return _around(difference, math.sqrt(a + b), freedom, count)
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Return the chance that at least one of k answers passes, estimated from num_samples answers.
+
+    1 - C(n - c, k) / C(n, k), without bias (Chen et al., Evaluating Large Language Models Trained
+    on Code, 2021). Raises ValueError unless 1 <= k <= num_samples.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k is {k}, and there are {num_samples} answers")
+    return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def _around(mean: float, error: float, freedom: float, count: int) -> Interval:
+    half = _t_quantile(freedom) * error
+    return Interval(mean=mean, low=mean - half, high=mean + half, num_values=count)
+
+
+@cache
+def _t_quantile(freedom: float) -> float:
+    """Return Student's t that CONFIDENCE of the values lie within, on either side of 0.
+
+    By the regularised incomplete beta function: P(|T| > t) = I_x(v / 2, 1 / 2), x = v / (v + t^2).
+    """
+
+    def excess(t: float) -> float:
+        x = freedom / (freedom + t * t)
+        outside = mp.betainc(freedom / 2, 0.5, 0, x, regularized=True)
+        return float(outside) - (1 - CONFIDENCE)
+
+    low, high = 0.0, 1e3  # one degree of freedom, the widest, has 12.7
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return high
