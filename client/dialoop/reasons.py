@@ -380,6 +380,7 @@ class Reason(_Named):
         "REWARD_BEFORE_END",
         "A transform gave the episode's reward at a step that does not end the episode.",
     )
+    RESULTS_DIFFER = "RESULTS_DIFFER", "Two evaluations are not of the same tasks."
     REWARD_FAILED = "REWARD_FAILED", "The reward function failed."
     REWARD_NOT_FINITE = "REWARD_NOT_FINITE", "A reward is not finite."
     REWARD_FORM = "REWARD_FORM", "The reward function has another form than its name says."

@@ -46,7 +46,7 @@ def dialoop(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_seeds_a_branch_and_their_comparison(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(CONFIG)
@@ -84,3 +84,32 @@ def test_seeds_a_branch_and_their_comparison(tmp_path, monkeypatch):
     assert branch["settings"]["train.loss"] == '"dapo"'
     steps = seeds["means"]["num_train_steps"]
     assert (steps["mean"], steps["low"], steps["high"]) == (2, 2, 2)
+    check_evaluations()
+
+
+def check_evaluations() -> None:
+    """`dialoop eval` of both runs: the runs' own numbers, and what a kill left is used."""
+    # The run's own evaluation of its last policy and `dialoop eval` are one number.
+    words = ["arithmetic", "--tasks", "4", "--max-new-tokens", "8"]
+    evaluated = dialoop("eval", *words, "--policy", "branch@latest", "--run", "of-branch")
+    assert evaluated.returncode == 0, evaluated.stderr
+    own = json.loads(Path("runs/branch/summary.json").read_text())["heldout_greedy_after"]
+    results = json.loads(Path("runs/of-branch/evaluation.json").read_text())
+    assert results["mean_reward"]["mean"] == own
+
+    more = ["--samples", "4", "--policy", "small-seed-3@latest", "--against", "of-branch"]
+    sampled = dialoop("eval", *words, *more, "--run", "of-seed", "--json")
+    assert sampled.returncode == 0, sampled.stderr
+    answer = json.loads(sampled.stdout)
+    assert [len(task["rewards"]) for task in answer["tasks"].values()] == [4] * 4
+    assert answer["pass_at"].keys() == {"1", "2", "4"}
+    assert answer["against"]["num_better"] + answer["against"]["num_worse"] <= 4
+    lines = Path("runs/of-seed/trajectories.jsonl").read_text().splitlines()
+
+    # A kill left half a line: the rest is played again, and nothing else.
+    torn = "\n".join(lines[:5]) + "\n" + lines[5][:100]
+    Path("runs/of-seed/trajectories.jsonl").write_text(torn)
+    again = dialoop("eval", *words, *more, "--run", "of-seed", "--json")
+    assert again.returncode == 0, again.stderr
+    resumed = Path("runs/of-seed/trajectories.jsonl").read_text().splitlines()
+    assert (resumed[:5], len(resumed)) == (lines[:5], 16)

@@ -72,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
         "doctor", help="show what this machine can run and what is missing"
     )
     doctor.set_defaults(module="doctor", function="doctor")
+    _add_eval(commands)
     _add_export(commands)
     _add_config(commands)
     imported = commands.add_parser(
@@ -212,6 +213,37 @@ def _add_show(commands: Commands) -> None:
     show.add_argument("--group", action="store_true", help="print its whole group, a line each")
     show.add_argument("--json", action="store_true", help="print JSON, a trajectory a line")
     show.set_defaults(module="show", function="show")
+
+
+def _add_eval(commands: Commands) -> None:
+    evaluate = commands.add_parser(
+        "eval", help="evaluate a policy on an environment's tasks, and compare it with another"
+    )
+    evaluate.add_argument("environment", help="arithmetic, jsonl or module:attribute")
+    evaluate.add_argument(
+        "--policy",
+        required=True,
+        help="RUN@VERSION (as demo@latest), a model directory, host:port of an inference service, "
+        "or the URL of an OpenAI-compatible endpoint",
+    )
+    evaluate.add_argument("--run", required=True, help="name of the evaluation, under runs/")
+    evaluate.add_argument("--against", default="", help="an earlier evaluation to compare with")
+    evaluate.add_argument("--model", default="", help="name of the endpoint's model")
+    evaluate.add_argument("--split", default="heldout", help="split of the tasks (heldout)")
+    evaluate.add_argument("--tasks", type=int, default=64, help="number of tasks (64); 0: all")
+    evaluate.add_argument("--samples", type=int, default=1, help="episodes of each task (1)")
+    evaluate.add_argument("--temperature", type=float, help="0 for one sample of a task, else 1")
+    evaluate.add_argument("--max-new-tokens", type=int, help="longest answer, in tokens")
+    evaluate.add_argument("--max-turns", type=int, default=64, help="longest episode, in turns")
+    evaluate.add_argument("--concurrency", type=int, default=32, help="episodes at a time (32)")
+    evaluate.add_argument(
+        "--engine", default="transformers", help="engine for a model directory (transformers)"
+    )
+    evaluate.add_argument("--max-model-len", type=int, help="the engine's longest sequence")
+    evaluate.add_argument("--fresh", action="store_true", help="replace an earlier evaluation")
+    evaluate.add_argument("--json", action="store_true", help="print the results as JSON")
+    _add_options(evaluate)
+    evaluate.set_defaults(module="evaluate", function="evaluate", root=ROOT)
 
 
 def _add_export(commands: Commands) -> None:

@@ -138,7 +138,8 @@ def _run_dirs(arguments: argparse.Namespace) -> list[str]:
     return [run if Path(run).is_dir() else str(arguments.root / run) for run in arguments.runs]
 
 
-def _command(words: list[str], module: str = "dialoop_services.stack") -> list[str]:
+def services_command(words: list[str], module: str = "dialoop_services.stack") -> list[str]:
+    """Return the command of a services' module; InvalidConfig (NO_SERVICES) without the package."""
     if importlib.util.find_spec("dialoop_services") is None:
         raise InvalidConfig(
             "This command needs the package dialoop-services, which is not installed.",
@@ -152,13 +153,13 @@ def _command(words: list[str], module: str = "dialoop_services.stack") -> list[s
 
 def _become(words: list[str], module: str = "dialoop_services.stack") -> int:
     """Replace this process by the stack's, which then gets signals and sets the exit code."""
-    command = _command(words, module)
+    command = services_command(words, module)
     sys.stdout.flush()
     os.execv(command[0], command)
 
 
 def _start_detached(words: list[str], arguments: argparse.Namespace) -> int:
-    command = _command(words)
+    command = services_command(words)
     run_dir = arguments.root / (arguments.run or _run_of(arguments.config))
     if (running := find_stack(run_dir)) is not None:
         raise InvalidConfig(

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import DialoopError, NotFound
 from dialoop.reasons import Reason
+from dialoop.runs.intervals import Interval, difference_of, mean_of, paired_difference
 from dialoop.runs.run_config import compare_configs, flat_config
 from rich.console import Console
 from rich.table import Table
-
-from dialoop_services.rl.intervals import Interval, difference_of, mean_of, paired_difference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
