@@ -63,6 +63,7 @@ from dialoop.environments.rewards.rubrics import (
 )
 from dialoop.environments.tools.tool_syntaxes import BlockCalls
 from dialoop.episode import ContinuedText, Sample
+from dialoop.evaluation import EvaluationRecords, EvaluationSpec, evaluate
 from dialoop.rollout import EpisodePlayer, play, play_group
 from dialoop.tasks.files import file_tasks
 from dialoop.tasks.mlgym import MlgymCommands, MlgymEnv, mlgym
@@ -413,6 +414,24 @@ async def policies(form: Form) -> None:
     assert [t.reward for t in played.trajectories] == [1.0, 1.0]
 
 
+async def evaluations(form: Form) -> None:
+    reports: list[tuple[int, int]] = []
+    spec = EvaluationSpec(environment="e", policy="p", split="train", num_tasks=1)
+    environment = InMemoryEnvironment(chat(MaxTurns(1), Rewards([one])))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EvaluationRecords.open(Path(folder), spec) as records,
+    ):
+        await evaluate(
+            spec,
+            sessions=environment,
+            policy=policy_in(form),
+            records=records,
+            on_progress=form(lambda ended, total: reports.append((ended, total))),
+        )
+    assert reports == [(0, 1), (1, 1)]
+
+
 async def parsers(form: Form) -> None:
     registry = TemplateRegistry()
     template = (
@@ -553,6 +572,7 @@ CASES: dict[str, tuple[Function, ...]] = {
     "gamemasters": (TwentyQuestions,),
     "token_policies": (DirectOutputAgent, TextEnvironment, each, TextSetup, TextSetup.on),
     "token_episodes": (play_trial, play_text, game_environment),
+    "evaluations": (evaluate,),
     "policies": (play, play_group, EpisodePlayer, ScriptedPolicy),
     "parsers": (TemplateRegistry.add_chat_template, add_chat_template),
     "transforms": (Transform,),

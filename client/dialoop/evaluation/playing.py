@@ -10,6 +10,7 @@ from dialoop.errors import NotFound
 from dialoop.reasons import Reason
 from dialoop.rollout import play
 from dialoop.trajectory import Purpose, Task
+from dialoop.user_functions import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +35,8 @@ async def evaluate(
     """Play what `records` does not have yet, and write each trajectory to it when it ends.
 
     An episode that something else than the policy made fail is written with its failure and not
-    scored; evaluating again plays it again. `on_progress` gets the number of episodes that have
-    ended and of all. Raises NotFound (NO_TASKS) for an empty split.
+    scored; evaluating again plays it again. `on_progress`, sync or async, gets the number of
+    episodes that have ended and of all. Raises NotFound (NO_TASKS) for an empty split.
     """
     tasks = await _tasks(spec, sessions)
     todo = [
@@ -60,11 +61,13 @@ async def evaluate(
             )
         records.add(_without_empty_sequences(trajectory), sample)
         num_ended += 1
-        if on_progress is not None:
-            on_progress(num_ended, total)
+        await report()
 
-    if on_progress is not None:
-        on_progress(num_ended, total)
+    async def report() -> None:
+        if on_progress is not None:
+            await resolve(on_progress(num_ended, total))
+
+    await report()
     async with asyncio.TaskGroup() as players:
         for task, sample in todo:
             players.create_task(play_one(task, sample))
