@@ -112,6 +112,7 @@ class Reason(_Named):
     ADAPTER_NOT_IN_USE = "ADAPTER_NOT_IN_USE", "The engine took the adapter and ignores it."
     ADAPTER_REFUSED = "ADAPTER_REFUSED", "PEFT does not take the adapter."
     ADAPTER_UNSUPPORTED = "ADAPTER_UNSUPPORTED", "The adapter uses an unsupported feature."
+    ADMIN_ONLY = "ADMIN_ONLY", "Only the holder of the admin token may do this."
     AGENT_FAILED = "AGENT_FAILED", "The agent failed."
     AGENT_NOT_FOUND = "AGENT_NOT_FOUND", "The agent cannot be imported."
     AGENT_TIMED_OUT = "AGENT_TIMED_OUT", "The agent did not finish in time."
@@ -435,6 +436,10 @@ class Reason(_Named):
     TEMPERATURE_DIFFERS = "TEMPERATURE_DIFFERS", "A turn was sampled at another temperature."
     TEMPLATE_CONFLICT = "TEMPLATE_CONFLICT", "The template's name is taken by other content."
     TEMPLATE_INVALID = "TEMPLATE_INVALID", "The chat template does not parse."
+    TEMPLATE_LIMIT = (
+        "TEMPLATE_LIMIT",
+        "The registered template takes more time or memory than it may.",
+    )
     TEMPLATE_MISSING = "TEMPLATE_MISSING", "The tokenizer has no chat template."
     TEMPLATE_NOT_FOUND = "TEMPLATE_NOT_FOUND", "There is no such template."
     TEMPLATE_REFUSED = "TEMPLATE_REFUSED", "The chat template refuses the conversation."

@@ -292,7 +292,7 @@ def of_a_service(_: Path) -> Names:
 
     catalogue = Catalogue([arithmetic()])
     sessions: Any = SessionEngine(catalogue, SessionLimits())
-    facts: Names = {"token": "", "max_body_bytes": 1000, "serving": dict}
+    facts: Names = {"token": Token(""), "max_body_bytes": 1000, "serving": dict}
     settings = ServerSettings(drain_s=1)
     register = "add_EnvironmentServiceServicer_to_server"
     return {

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jinja2
 from jinja2 import nodes
@@ -62,11 +62,27 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Noncharacters: no text that is meant for interchange holds them, and no tokenizer's vocabulary.
 _MARKS = ("\ufdd0", "\ufdd1", "\ufdd2")
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
 _UNFINISHED = "\ufdd3unfinished "
 
 
+class TextRenderer(Protocol):
+    """A compiled template: jinja2's own, or one that renders in another process."""
+
+    def render(self, **variables: Any) -> str:
+        """Return the text; raise what jinja2 raises, or an error of our own tree."""
+        ...
+
+
 @dataclass(slots=True)
-class _Blocks:
+class GenerationBlocks:
     """What one rendering's generation blocks are marked with, and how many there were."""
 
     mark: str
@@ -87,7 +103,7 @@ class _GenerationBlock(Extension):
     @jinja2.pass_context
     def _mark_block(self, context: jinja2.runtime.Context, caller: Callable[[], str]) -> str:
         blocks = context.get("_generation_blocks")
-        if not isinstance(blocks, _Blocks):
+        if not isinstance(blocks, GenerationBlocks):
             return caller()
         blocks.count += 1
         return f"{blocks.mark}{caller()}{blocks.mark}"
@@ -142,8 +158,12 @@ def _to_json(
 
 
 @lru_cache(maxsize=256)
-def _compile(source: str) -> jinja2.Template:
-    """Compile a source with the settings and functions that transformers gives to it."""
+def compile_template(source: str) -> jinja2.Template:
+    """Compile a source with the settings and functions that transformers gives to it.
+
+    Raises InvalidConfig (TEMPLATE_INVALID). Compiling and rendering run without limits, so the
+    source must be one that the caller trusts.
+    """
     environment = TemplateSandbox(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -160,13 +180,23 @@ def _compile(source: str) -> jinja2.Template:
             reason=Reason.TEMPLATE_INVALID,
             remedy="Correct the template.",
         ) from None
+    except RecursionError:
+        raise InvalidConfig(
+            "The chat template is nested too deeply.",
+            reason=Reason.TEMPLATE_INVALID,
+            remedy="Use fewer levels of parentheses and blocks.",
+        ) from None
+
+
+def digest_of(source: str) -> str:
+    """Return the digest by which sources are compared."""
+    return hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 @lru_cache(maxsize=256)
 def _read_source(source: str) -> tuple[str, bool]:
     """Return the digest of a source, and whether it has generation blocks."""
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    return digest, _GENERATION.search(source) is not None
+    return digest_of(source), _GENERATION.search(source) is not None
 
 
 class ChatTemplate:
@@ -179,8 +209,10 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         name: str = "",
         parser: Parser | None = None,
+        make_renderer: Callable[[str], TextRenderer] = compile_template,
     ) -> None:
-        self._template = _compile(source)
+        self._make_renderer = make_renderer
+        self._template = make_renderer(source)
         self._special_tokens = dict(special_tokens or {})
         self._parser = parser
         self._is_parser_known = parser is not None
@@ -209,6 +241,7 @@ class ChatTemplate:
             special_tokens={k: v for k, v in tokens.items() if v is not None},
             name=self.name,
             parser=self._parser,
+            make_renderer=self._make_renderer,
         )
 
     @property
@@ -292,7 +325,7 @@ class ChatTemplate:
         if continue_final_message:
             mark = _absent_mark(variables)
             parts = self._render_unfinished(
-                variables | {"_generation_blocks": _Blocks(mark)}
+                variables | {"_generation_blocks": GenerationBlocks(mark)}
             ).split(mark)
         else:
             parts = self._parts_of_blocks(variables, opens)
@@ -306,7 +339,7 @@ class ChatTemplate:
     def _parts_of_blocks(self, variables: dict[str, Any], opens: bool) -> list[str]:
         """Cut the text at the ends of its generation blocks, by a mark that is not in it."""
         for mark in _MARKS:
-            blocks = _Blocks(mark)
+            blocks = GenerationBlocks(mark)
             variables["_generation_blocks"] = blocks
             parts = self._fill(variables, opens).split(mark)
             if len(parts) == 2 * blocks.count + 1:
@@ -360,12 +393,8 @@ class ChatTemplate:
             return self._template.render(add_generation_prompt=opens, **variables)
         except DialoopError:
             raise  # the template's own raise_exception
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise InvalidInput(
-                f"The chat template cannot render this conversation ({type(error).__name__}).",
-                reason=Reason.TEMPLATE_REFUSED,
-                remedy="Give the roles, fields and options that the template reads.",
-            ) from error
+        except _FAILURES as error:
+            raise cannot_render(type(error).__name__) from error
 
     def _render_unfinished(self, variables: dict[str, Any]) -> str:
         """Return the text up to the end of the last message's content."""
@@ -389,6 +418,15 @@ class ChatTemplate:
         if text.startswith(_UNFINISHED, position):
             return text[:position]
         return text[:position].rstrip()  # the template trims contents
+
+
+def cannot_render(kind: str) -> InvalidInput:
+    """Return the error of a template that raised an exception of this kind."""
+    return InvalidInput(
+        f"The chat template cannot render this conversation ({kind}).",
+        reason=Reason.TEMPLATE_REFUSED,
+        remedy="Give the roles, fields and options that the template reads.",
+    )
 
 
 def require_variables(options: Mapping[str, Any]) -> None:

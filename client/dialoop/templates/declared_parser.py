@@ -50,12 +50,14 @@ class TemplateParser:
     reasoning_end: str = ""
 
     def __post_init__(self) -> None:
+        if len(self.message_pattern) > MAX_PATTERN:
+            raise _invalid(f"message_pattern has more than {MAX_PATTERN} characters.")
         try:
             groups = re.compile(self.message_pattern).groupindex
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise _invalid(f"message_pattern is not a regular expression: {error}.") from None
-        if not {"role", "content"} <= groups.keys() or len(self.message_pattern) > MAX_PATTERN:
-            raise _invalid("message_pattern lacks the group role or content, or is too long.")
+        if not {"role", "content"} <= groups.keys():
+            raise _invalid("message_pattern lacks the group role or content.")
         for name in ("tool_call", "tool_response", "reasoning"):
             if bool(getattr(self, f"{name}_start")) != bool(getattr(self, f"{name}_end")):
                 raise _invalid(f"{name}_start and {name}_end must be set together.")

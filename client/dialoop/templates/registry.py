@@ -12,14 +12,16 @@ from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from dialoop.errors import AlreadyExists, DialoopError, InvalidInput, NotFound
+from dialoop.errors import AlreadyExists, CapacityExhausted, InvalidConfig, InvalidInput, NotFound
 from dialoop.reasons import Reason
-from dialoop.templates.chat_template import ChatTemplate
+from dialoop.templates.chat_template import ChatTemplate, digest_of
+from dialoop.templates.declared_parser import TemplateParser
 from dialoop.templates.parsing import CHATML, DEEPSEEK, FALCON, LLAMA, QWEN, FunctionParser
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from dialoop.templates.confinement import TemplateConfinement
     from dialoop.templates.parsing import Parser, ParserFunction
     from dialoop.tokens.tokenizer import Tokenizer
 
@@ -38,6 +40,8 @@ _ALIASES = {"chatml_format": "chatml"}
 """Older names of the named templates."""
 MAX_SOURCE = 1 << 18
 """Longest source of a template, in characters."""
+MAX_TEMPLATES = 1000
+"""Most templates that one registry takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +74,19 @@ def named_template(name: str) -> ChatTemplate:
 
 
 class TemplateRegistry:
-    """The named templates and those added to this object; names never change silently."""
+    """The named templates and those added to this object; names never change silently.
 
-    def __init__(self) -> None:
+    confinement: where templates that are added compile, render and read back, because nobody trusts
+    them. Their methods then block the calling thread for up to its limit. None means this process.
+    """
+
+    def __init__(self, confinement: TemplateConfinement | None = None) -> None:
+        self._confinement = confinement
         self._entries: dict[str, _Entry] = {}
+
+    def is_confined(self, name: str) -> bool:
+        """Return whether the template of this name blocks its thread while it renders."""
+        return self._confinement is not None and _ALIASES.get(name, name) in self._entries
 
     def add_chat_template(
         self,
@@ -90,16 +103,17 @@ class TemplateRegistry:
         the template is chosen for tokenizers without one whose name contains any of these, in any
         case.
 
-        Raises InvalidInput (TEMPLATE_INVALID), AlreadyExists (TEMPLATE_CONFLICT) for other content
-        under the name unless `replace`, which makes it the name's next version.
+        Raises InvalidInput (TEMPLATE_INVALID; TEMPLATE_LIMIT where it is confined and too
+        expensive), CapacityExhausted (CAPACITY), AlreadyExists (TEMPLATE_CONFLICT) for other
+        content under the name unless `replace`, which makes it the name's next version.
         """
         name = _ALIASES.get(name, name)
-        checked = _check(name, template)
-        reader, keywords = _parser(parser), tuple(model_family_keywords)
+        _require_name_and_size(name, template)
+        reader, keywords = self._reader(parser), tuple(model_family_keywords)
         existing = self._entries.get(name) or _builtin_entry(name)
         if existing is not None:
             old = (existing.template.digest, existing.parser, existing.keywords)
-            if (checked.digest, reader, keywords) == old:
+            if (digest_of(template), reader, keywords) == old:
                 return self.info(name)
             if not replace:
                 raise AlreadyExists(
@@ -107,13 +121,43 @@ class TemplateRegistry:
                     reason=Reason.TEMPLATE_CONFLICT,
                     remedy="Choose another name, or register with replace.",
                 )
+        if len(self._entries) >= MAX_TEMPLATES and name not in self._entries:
+            raise CapacityExhausted(
+                f"There are {MAX_TEMPLATES} templates already.",
+                remedy="Replace one of them, or start the service anew.",
+            )
         self._entries[name] = _Entry(
-            template=ChatTemplate(template, name=name, parser=reader),
+            template=self._compile(name, template, reader),
             parser=reader,
             keywords=keywords,
             version=1 if existing is None else existing.version + 1,
         )
         return self.info(name)
+
+    def _reader(self, parser: Parser | ParserFunction | None) -> Parser | None:
+        if parser is None or not hasattr(parser, "parse"):
+            return None if parser is None else FunctionParser(function=parser)
+        if self._confinement is not None and isinstance(parser, TemplateParser):
+            return self._confinement.parser(parser)
+        return parser
+
+    def _compile(self, name: str, source: str, parser: Parser | None) -> ChatTemplate:
+        """Return the template; InvalidInput (TEMPLATE_INVALID, TEMPLATE_LIMIT)."""
+        try:
+            if self._confinement is None:
+                template = ChatTemplate(source, name=name, parser=parser)
+            else:
+                self._confinement.require_renderable(source)
+                renderer = self._confinement.renderer
+                template = ChatTemplate(source, name=name, parser=parser, make_renderer=renderer)
+        except InvalidConfig as error:
+            raise _invalid(error.message) from None
+        if not template.has_generation_blocks:
+            raise _invalid(
+                "The template has no {% generation %}...{% endgeneration %} around what the "
+                "assistant writes."
+            )
+        return template
 
     def get(self, name: str) -> ChatTemplate:
         """Return the template of this name; raise NotFound (TEMPLATE_NOT_FOUND) without one."""
@@ -204,27 +248,11 @@ def add_chat_template(
     )
 
 
-def _parser(parser: Parser | ParserFunction | None) -> Parser | None:
-    if parser is None or hasattr(parser, "parse"):
-        return parser
-    return FunctionParser(function=parser)
-
-
-def _check(name: str, source: str) -> ChatTemplate:
+def _require_name_and_size(name: str, source: str) -> None:
     if not name or "/" in name or len(name) > 128:
         raise _invalid(f"The name '{name[:40]}' is empty, too long or has a slash.")
     if len(source) > MAX_SOURCE:
         raise _invalid(f"The template has more than {MAX_SOURCE} characters.")
-    try:
-        template = ChatTemplate(source, name=name)
-    except DialoopError as error:
-        raise _invalid(error.message) from None
-    if not template.has_generation_blocks:
-        raise _invalid(
-            "The template has no {% generation %}...{% endgeneration %} around what the assistant "
-            "writes."
-        )
-    return template
 
 
 def _invalid(message: str) -> InvalidInput:

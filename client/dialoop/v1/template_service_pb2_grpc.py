@@ -62,8 +62,10 @@ class TemplateServiceServicer(object):
     """
 
     def RegisterTemplate(self, request, context):
-        """Register a template; the same again changes nothing. OK, INVALID_ARGUMENT (TEMPLATE_INVALID),
-        ALREADY_EXISTS (TEMPLATE_CONFLICT: other content under this name, without `replace`).
+        """Register a template; the same again changes nothing. Where the service has an admin token, only
+        its holder may. OK, INVALID_ARGUMENT (TEMPLATE_INVALID, or TEMPLATE_LIMIT: it takes too much time
+        or memory), ALREADY_EXISTS (TEMPLATE_CONFLICT: other content under this name, without
+        `replace`), PERMISSION_DENIED (ADMIN_ONLY), RESOURCE_EXHAUSTED (CAPACITY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -78,7 +80,8 @@ class TemplateServiceServicer(object):
 
     def Render(self, request, context):
         """Render a conversation as text and tokens. OK, NOT_FOUND (TEMPLATE_NOT_FOUND),
-        INVALID_ARGUMENT.
+        INVALID_ARGUMENT (TEMPLATE_LIMIT: a registered template took too much time or memory),
+        RESOURCE_EXHAUSTED (CAPACITY: too many calls wait for registered templates).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,7 +89,7 @@ class TemplateServiceServicer(object):
 
     def Parse(self, request, context):
         """Text or token ids back to messages. OK, NOT_FOUND (TEMPLATE_NOT_FOUND), INVALID_ARGUMENT
-        (NOT_PARSEABLE), FAILED_PRECONDITION (NO_PARSER).
+        (NOT_PARSEABLE, TEMPLATE_LIMIT), FAILED_PRECONDITION (NO_PARSER), RESOURCE_EXHAUSTED (CAPACITY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -29,6 +29,7 @@ from dialoop_services.rest.problems import (
     problem_body,
     problem_headers,
 )
+from dialoop_services.runtime.auth import Token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,7 +90,7 @@ def console_app(runs: WatchedRuns, *, token: str) -> App:
         },
     )
     app.router.redirect_slashes = False
-    return _with_headers(Guard(app, token, assets=ASSETS))
+    return _with_headers(Guard(app, Token(token), assets=ASSETS))
 
 
 _NO_ROUTE = RouteNotFound("The console has no such route.", remedy="Open / in a browser.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from dialoop.episode import UpdateMode
@@ -54,8 +55,10 @@ async def generate(
 ) -> tuple[Sample, ...]:
     """Answer `request` with `request.num_samples` samples."""
     started = time.perf_counter()
-    prompt = renderer.prompt(
-        request, room=request.sampling.max_new_tokens or 0, max_model_len=max_model_len
+    room = request.sampling.max_new_tokens or 0
+    prompt = await renderer.run_with(
+        request.template_name,
+        partial(renderer.prompt, request, room=room, max_model_len=max_model_len),
     )
     sampled = await sample(
         prompt.sequence.token_ids.tolist(),

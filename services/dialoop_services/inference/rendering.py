@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.chat import ChatHistory
 from dialoop.episode import ContinuedText, Sample
-from dialoop.errors import InvalidInput, Unsupported
+from dialoop.errors import CapacityExhausted, InvalidInput, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Segment, Sequence, Source, sequence_of
+from dialoop.templates.confinement import TemplateConfinement
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
@@ -21,7 +23,7 @@ from dialoop.trajectory import SamplingParams, StopReason
 from dialoop_services.inference.engine import StopTokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from collections.abc import Sequence as AnySequence
     from pathlib import Path
 
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
     from dialoop_services.inference.engine import Sampled
 
+_T = TypeVar("_T")
+_NUM_FOREIGN_THREADS = 2
+_MAX_FOREIGN_CALLS = 32
 _SEPARATOR = "\0"
 """Between the texts of tokens; hardly a stop string."""
 
@@ -81,10 +86,12 @@ class Renderer:
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.templates = templates or TemplateRegistry()
+        self.templates = templates or TemplateRegistry(TemplateConfinement())
         self.num_forks: Counter[str] = Counter()
         """Prompts that could not continue the tokens given with them, by cause."""
         self._builder = TokenBuilder(tokenizer, template)
+        self._foreign = ThreadPoolExecutor(_NUM_FOREIGN_THREADS, "foreign-template")
+        self._num_foreign_calls = 0
         self._vocabulary = ""
         self._is_part_of_another = lru_cache(maxsize=256)(self._search_vocabulary)
 
@@ -92,7 +99,7 @@ class Renderer:
     def of(cls, model_dir: Path) -> Renderer:
         """Return the renderer of a model directory; InvalidConfig when its tokenizer is missing."""
         tokenizer = Tokenizer.from_directory(model_dir)
-        templates = TemplateRegistry()
+        templates = TemplateRegistry(TemplateConfinement())
         return cls(tokenizer, templates.choose(tokenizer), templates)
 
     def prompt(
@@ -136,6 +143,39 @@ class Renderer:
         if name in ("", self.template.name):
             return self.template
         return self.templates.choose(self.tokenizer, chat_template_name=name)
+
+    async def run_with(self, template_name: str, work: Callable[[], _T]) -> _T:
+        """Return `work()`, which uses the named template.
+
+        A registered template may take its time, so it does so in a thread. CapacityExhausted
+        (CAPACITY) where too many calls wait for one.
+        """
+        if template_name in ("", self.template.name):
+            return work()
+        if not self.templates.is_confined(template_name):
+            return work()
+        return await self.run_foreign(work)
+
+    async def run_foreign(self, work: Callable[[], _T]) -> _T:
+        """Return `work()`, called in one of the threads for templates that nobody trusts.
+
+        Filled by calls with registered templates, drained by two threads; past 32 calls the next
+        one is refused.
+        """
+        if self._num_foreign_calls >= _MAX_FOREIGN_CALLS:
+            raise CapacityExhausted(
+                "Too many calls wait for registered templates.",
+                remedy="Try again later, or put the template into the model's directory.",
+            )
+        self._num_foreign_calls += 1
+        done = asyncio.get_running_loop().run_in_executor(self._foreign, work)
+        done.add_done_callback(self._count_foreign_call)
+        return await asyncio.shield(done)
+
+    def _count_foreign_call(self, done: asyncio.Future[Any]) -> None:
+        self._num_foreign_calls -= 1
+        if not done.cancelled():
+            done.exception()  # its caller may have gone
 
     def builder(self, template_name: str = "") -> TokenBuilder:
         """Return the token builder of a named template, or of the default one."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import History
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import grpc
+    from dialoop.messages import Message
     from dialoop.templates.chat_template import ChatTemplate, Span
 
     from dialoop_services.inference.rendering import Renderer
@@ -36,6 +39,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
     def __init__(self, renderer: Renderer, name: str) -> None:
         self._renderer = renderer
         self._name = name
+        self._registering = asyncio.Lock()
 
     async def RegisterTemplate(
         self, request: pb.RegisterTemplateRequest, context: Context
@@ -47,13 +51,17 @@ class TemplateServicer(rpc.TemplateServiceServicer):
                 remedy="Choose another name.",
             )
         has_parser = request.HasField("parser")
-        info = self._renderer.templates.add_chat_template(
-            request.name,
-            request.source,
-            template_parser_from_proto(request.parser) if has_parser else None,
-            request.model_family_keywords,
-            replace=request.replace,
-        )
+        parser = template_parser_from_proto(request.parser) if has_parser else None
+        async with self._registering:
+            info = await self._renderer.run_foreign(
+                lambda: self._renderer.templates.add_chat_template(
+                    request.name,
+                    request.source,
+                    parser,
+                    request.model_family_keywords,
+                    replace=request.replace,
+                )
+            )
         return pb.RegisterTemplateResponse(template=template_info_to_proto(info))
 
     async def ListTemplates(
@@ -75,15 +83,18 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         variables = template_options_of(request.template_options_json)
         require_variables(variables)
         opens = request.add_generation_prompt if request.HasField("add_generation_prompt") else None
-        rendered, sequence = self._render(
+        options = {
+            "add_generation_prompt": opens,
+            "continue_final_message": request.continue_final_message,
+            "tools": [tool_from_proto(tool) for tool in request.tools] or None,
+            **variables,
+        }
+        template, history = (
             self._template(request.template_name),
             history_from_proto(request.history),
-            {
-                "add_generation_prompt": opens,
-                "continue_final_message": request.continue_final_message,
-                "tools": [tool_from_proto(tool) for tool in request.tools] or None,
-                **variables,
-            },
+        )
+        rendered, sequence = await self._renderer.run_with(
+            request.template_name, partial(self._render, template, history, options)
         )
         mask = rendered.assistant_mask
         return pb.RenderResponse(
@@ -93,20 +104,24 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         )
 
     async def Parse(self, request: pb.ParseRequest, context: Context) -> pb.ParseResponse:
-        template, keeps = self._template(request.template_name), request.keep_default_system
         if request.WhichOneof("rendered") is None:
             raise InvalidInput(
                 "There is neither text nor token_ids to parse.",
                 reason=Reason.NOT_PARSEABLE,
                 remedy="Send one of them.",
             )
-        if request.WhichOneof("rendered") == "text":
-            messages = template.parse(request.text, keep_default_system=keeps)
-        else:
-            messages = template.parse_tokens(
-                self._ids(request), self._renderer.tokenizer, keep_default_system=keeps
-            )
+        messages = await self._renderer.run_with(
+            request.template_name, partial(self._parse, request)
+        )
         return pb.ParseResponse(history=history_to_proto(History(messages)))
+
+    def _parse(self, request: pb.ParseRequest) -> tuple[Message, ...]:
+        template, keeps = self._template(request.template_name), request.keep_default_system
+        if request.WhichOneof("rendered") == "text":
+            return template.parse(request.text, keep_default_system=keeps)
+        return template.parse_tokens(
+            self._ids(request), self._renderer.tokenizer, keep_default_system=keeps
+        )
 
     def _ids(self, request: pb.ParseRequest) -> list[int]:
         ids, limit = list(request.token_ids.values), self._renderer.tokenizer.vocab_size

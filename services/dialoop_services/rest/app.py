@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.rest.guard import App, Receive, Refuse, Scope, Send
     from dialoop_services.rest.socket_routes import SocketRoute
+    from dialoop_services.runtime.auth import Token
     from dialoop_services.runtime.calls import Calls
 
 _KEEP_ALIVE_S = 75
@@ -64,7 +65,7 @@ _Parameters: TypeAlias = tuple[tuple[int, str], ...]
 class RestOptions:
     """Settings of the application, and what it shows of its service."""
 
-    token: str
+    token: Token
     max_body_bytes: int
     calls: Calls
     metrics: prometheus.Metrics
@@ -91,6 +92,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
             getattr(servicer, route.rpc.name),
             at_once=getattr(servicer, "at_once", {}).get(route.rpc.name),
             calls=options.calls,
+            token=options.token,
             max_body_bytes=options.max_body_bytes,
         )
         dispatch.add(route, endpoint)
@@ -103,7 +105,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
             openapi,
             described,
             models(),
-            needs_token=bool(options.token),
+            needs_token=options.token.is_set,
             http_routes=options.http_routes,
         )
     )

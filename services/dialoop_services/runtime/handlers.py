@@ -132,13 +132,13 @@ class _Envelope:
         return self._around_unary(function)
 
     def _around_unary(self, function: Any) -> Any:
-        begin, token = self._begin, self._token
+        begin, token, rpc = self._begin, self._token, self._rpc
 
         async def unary(request: Any, context: Context) -> Any:
             call = begin()
             status = "CANCELLED"
             try:
-                token.require_in(context)
+                token.require_in(context, rpc)
                 call.set_request(request)
                 answer = await function(request, context)
                 status = "OK"
@@ -157,13 +157,13 @@ class _Envelope:
         return unary
 
     def _around_stream(self, function: Any) -> Any:
-        begin, token = self._begin, self._token
+        begin, token, rpc = self._begin, self._token, self._rpc
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             call = begin()
             status = "CANCELLED"
             try:
-                token.require_in(context)
+                token.require_in(context, rpc)
                 call.set_request(request)
                 async for answer in function(request, context):
                     yield answer

@@ -174,7 +174,7 @@ class InProcessServer:
 
         metrics = Metrics()
         options = RestOptions(
-            token=self._token,
+            token=Token(self._token),
             max_body_bytes=_MAX_MESSAGE_BYTES,
             calls=Calls(metrics),
             metrics=metrics,

@@ -171,7 +171,7 @@ class GrpcServer:
             for (_, servicer), name in zip(self._registrations, self._services, strict=True)
         ]
         options = RestOptions(
-            token=self._settings.token.get_secret_value(),
+            token=self._token(),
             max_body_bytes=self._settings.max_message_bytes,
             calls=calls,
             metrics=metrics,
@@ -183,6 +183,10 @@ class GrpcServer:
         size = self._settings.max_message_bytes if self._sockets else 0
         app = rest_app(servicers, options)
         return RestDoor(app, drain_s=self._settings.drain_s, max_socket_bytes=size)
+
+    def _token(self) -> Token:
+        settings = self._settings
+        return Token(settings.token.get_secret_value(), settings.admin_token.get_secret_value())
 
     async def _drain(self, server: grpc.aio.Server, door: RestDoor | None) -> None:
         """Let calls in flight end, at both doors at the same time."""
@@ -205,7 +209,7 @@ class GrpcServer:
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
             ],
         )
-        handlers = Handlers(calls, Token(self._settings.token.get_secret_value()))
+        handlers = Handlers(calls, self._token())
         for register, servicer in self._registrations:
             register(servicer, handlers)
         names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]

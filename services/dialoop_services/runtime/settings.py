@@ -113,12 +113,15 @@ class ServerSettings(StrictSettings):
     """Port of REST, metrics and readable documents; 0: the system chooses; absent: none."""
     token: SecretStr = Field(default=SecretStr(""), validation_alias="DIALOOP_TOKEN")
     """Bearer token that every call must carry, one for all services; empty: none."""
+    admin_token: SecretStr = Field(default=SecretStr(""), validation_alias="DIALOOP_ADMIN_TOKEN")
+    """Bearer token of calls that change what others get, such as registering a template; it opens
+    all other calls too; empty: `token` opens these calls."""
     drain_s: float = Field(default=10.0, ge=0)
     """Seconds that calls in flight may still run after the service has been asked to stop."""
     max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """Size of the largest message that is sent or received, in bytes."""
 
-    @field_validator("token")
+    @field_validator("token", "admin_token")
     @classmethod
     def _require_header_characters(cls, token: SecretStr) -> SecretStr:
         text = token.get_secret_value()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
 
 import grpc
@@ -12,10 +14,19 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.connection import Dialoop
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.template import TemplateClient
-from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFailed, Unsupported
+from dialoop.errors import (
+    AlreadyExists,
+    InvalidInput,
+    NotFound,
+    PermissionDenied,
+    PreconditionFailed,
+    Unauthenticated,
+    Unsupported,
+)
 from dialoop.templates.declared_parser import TemplateParser
 from dialoop.testing import byte_tokenizer
 from dialoop_services.runtime import GrpcServer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.environment_doors import RawChannel
 from tests.support.rest_world import GrpcDoor, RestDoor, http_of, refusal, service
@@ -242,3 +253,42 @@ async def test_over_rest_a_template_is_registered_rendered_with_and_parsed(serve
 async def test_a_connection_has_the_templates_of_its_inference_service(server):
     async with Dialoop(inference=server.address) as dialoop:
         assert (await dialoop.templates.list_templates())[0].name == "bytes"
+
+
+async def test_a_template_without_bound_is_refused_while_the_service_answers(client, server):
+    health = grpc.aio.insecure_channel(server.address)
+    stub = health_pb2_grpc.HealthStub(health)
+    source = "{{ 9 ** (9 ** 9) }}{% generation %}{% endgeneration %}"
+    refused = asyncio.create_task(_reason_of(client.register("evil", source)))
+    slowest, waited = 0.0, time.monotonic()
+    while not refused.done():
+        begin = time.monotonic()
+        await stub.Check(health_pb2.HealthCheckRequest())
+        slowest = max(slowest, time.monotonic() - begin)
+        await asyncio.sleep(0.01)
+    await health.close()
+    assert await refused == "TEMPLATE_LIMIT"
+    assert slowest < (time.monotonic() - waited) / 2
+
+
+async def _reason_of(call: Awaitable[object]) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        await call
+    return str(caught.value.reason)
+
+
+async def test_with_an_admin_token_nobody_else_registers_templates():
+    async with service("inference", token="t", admin_token="a") as server:
+        for token, status in (("t", 403), ("a", 200), ("x", 401), ("", 401)):
+            async with http_of(server, token) as http:
+                answer = await http.post("/v1/templates", json={"name": "p", "source": PIPES})
+                assert answer.status_code == status
+                if status != 401:
+                    assert (await http.get("/v1/templates")).status_code == 200
+        for token, kind in (("t", PermissionDenied), ("x", Unauthenticated)):
+            with pytest.raises(kind) as caught:
+                async with Channel(server.address, token=token) as channel:
+                    await TemplateClient(channel).register("p", PIPES)
+        async with Channel(server.address, token="a") as channel:
+            assert (await TemplateClient(channel).register("p", PIPES)).version == 1
+        assert str(caught.value.reason) == "UNAUTHENTICATED"

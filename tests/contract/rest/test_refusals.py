@@ -200,9 +200,22 @@ async def test_a_page_of_this_origin_may_call(shared_url):
 
 async def test_without_a_token_only_loopback_names_are_answered():
     async with environment(token="") as http:
-        for host, status in (("localhost:1", 200), ("[::1]:1", 200), ("evil.example", 403)):
+        for host, status in (
+            ("localhost:1", 200),
+            ("LOCALHOST", 200),
+            ("localhost.", 200),
+            ("[::1]:1", 200),
+            ("[::1]", 200),
+            ("127.0.0.2:80", 200),
+            ("evil.example", 403),
+            ("localhost:1.evil.example", 403),
+            ("[::1].evil.example", 403),
+            ("[localhost]", 403),
+            ("localhost@evil.example", 403),
+            ("127.0.0.1.evil.example:1", 403),
+        ):
             response = await http.get("/v1/environments", headers={"host": host})
-            assert response.status_code == status
+            assert response.status_code == status, host
 
 
 def zip_zeros(size: int) -> bytes:
