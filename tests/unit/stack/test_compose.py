@@ -76,7 +76,8 @@ def test_every_variable_of_a_container_is_a_setting(
 ) -> None:
     settings = settings_in(monkeypatch, SERVICES[service]["environment"], SETTINGS[service])
     prefix = SETTINGS[service].model_config["env_prefix"]
-    shared = {"DIALOOP_TOKEN", *(f"DIALOOP_{name.upper()}" for name in LogSettings.model_fields)}
+    tokens = {"DIALOOP_TOKEN", "DIALOOP_ADMIN_TOKEN"}
+    shared = {*tokens, *(f"DIALOOP_{name.upper()}" for name in LogSettings.model_fields)}
     others = {n for n in SERVICES[service]["environment"] if not n.startswith(prefix)}
     assert others <= shared
     assert settings.token.get_secret_value() == "secret"
