@@ -256,6 +256,7 @@ class Reason(_Named):
     INVALID_FIELD = "INVALID_FIELD", "A field is malformed."
     INVALID_HISTORY = "INVALID_HISTORY", "The history breaks its contract."
     INVALID_INPUT = "INVALID_INPUT", "The request or value is wrong."
+    INVALID_HTTP = "INVALID_HTTP", "What was sent is not HTTP/1.1."
     INVALID_JSON = "INVALID_JSON", "The body is no JSON object."
     INVALID_PROTOBUF = "INVALID_PROTOBUF", "The body is no message of the expected type."
     INVALID_SAMPLING = "INVALID_SAMPLING", "A sampling parameter is out of range."
@@ -376,6 +377,7 @@ class Reason(_Named):
     RECORDING_NOT_FOUND = "RECORDING_NOT_FOUND", "The replica has no such recording (any more)."
     REDIS_EVICTS = "REDIS_EVICTS", "Redis would delete the ledger when its memory is full."
     REDIS_TOO_OLD = "REDIS_TOO_OLD", "Redis is older than 6.2."
+    REQUEST_TOO_SLOW = "REQUEST_TOO_SLOW", "The request did not come in time."
     RESPONSE_MISSING = "RESPONSE_MISSING", "The response has no message of the policy's role."
     REWARD_BEFORE_END = (
         "REWARD_BEFORE_END",

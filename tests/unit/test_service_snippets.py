@@ -277,6 +277,7 @@ def of_a_service(_: Path) -> Names:
     from dialoop.v1 import environment_service_pb2_grpc
     from dialoop_services.environment.servicer import EnvironmentServicer
     from dialoop_services.rest.app import RestOptions
+    from dialoop_services.rest.bodies import BodyLimits
     from dialoop_services.runtime import GrpcServer, ServerSettings
     from dialoop_services.runtime.auth import Token
     from dialoop_services.runtime.calls import Calls
@@ -292,7 +293,7 @@ def of_a_service(_: Path) -> Names:
 
     catalogue = Catalogue([arithmetic()])
     sessions: Any = SessionEngine(catalogue, SessionLimits())
-    facts: Names = {"token": Token(""), "max_body_bytes": 1000, "serving": dict}
+    facts: Names = {"token": Token(""), "bodies": BodyLimits(max_bytes=1000), "serving": dict}
     settings = ServerSettings(drain_s=1)
     register = "add_EnvironmentServiceServicer_to_server"
     return {

@@ -28,6 +28,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
+from dialoop_services.rest.connections import LimitedConnection
 from dialoop_services.rest.endpoint import Endpoint
 from dialoop_services.rest.guard import ASSETS, Guard, send_problem
 from dialoop_services.rest.http_routes import HttpAnswer, HttpEndpoint, HttpRoute
@@ -42,6 +43,7 @@ from dialoop_services.rest.routes import Route, routes_of
 from dialoop_services.rest.schema import models
 from dialoop_services.rest.socket_routes import SocketEndpoint
 from dialoop_services.runtime import metrics as prometheus
+from dialoop_services.runtime.listening import ConnectionLimits
 
 if TYPE_CHECKING:
     import socket
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from dialoop.errors import DialoopError
     from google.protobuf.descriptor import ServiceDescriptor
 
+    from dialoop_services.rest.bodies import BodyLimits
     from dialoop_services.rest.guard import App, Receive, Refuse, Scope, Send
     from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.auth import Token
@@ -66,7 +69,7 @@ class RestOptions:
     """Settings of the application, and what it shows of its service."""
 
     token: Token
-    max_body_bytes: int
+    bodies: BodyLimits
     calls: Calls
     metrics: prometheus.Metrics
     # Service name -> whether it serves; called for every /readyz.
@@ -93,7 +96,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
             at_once=getattr(servicer, "at_once", {}).get(route.rpc.name),
             calls=options.calls,
             token=options.token,
-            max_body_bytes=options.max_body_bytes,
+            bodies=options.bodies,
         )
         dispatch.add(route, endpoint)
         app.router.add_route(route.path, endpoint, methods=[route.method])
@@ -152,9 +155,7 @@ class _Dispatch:
 
 def _add_other_routes(app: FastAPI, options: RestOptions) -> None:
     for route in options.http_routes:
-        endpoint: Any = HttpEndpoint(
-            route, calls=options.calls, max_body_bytes=options.max_body_bytes
-        )
+        endpoint: Any = HttpEndpoint(route, calls=options.calls, bodies=options.bodies)
         app.router.add_route(route.path, endpoint, methods=[route.method])
     for socket in options.socket_routes:
         served: Any = SocketEndpoint(socket, calls=options.calls)
@@ -266,11 +267,21 @@ class RestDoor:
     It leaves signals to the service, and drains together with the gRPC server.
     """
 
-    def __init__(self, app: App, *, drain_s: float, max_socket_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        app: App,
+        *,
+        drain_s: float,
+        max_socket_bytes: int = 0,
+        limits: ConnectionLimits | None = None,
+    ) -> None:
         """Prepare the server; `max_socket_bytes` bounds a WebSocket message, 0 serves none."""
         asgi: Any = app
+        limits = (limits or ConnectionLimits()).within_descriptors()
+        protocol: Any = partial(LimitedConnection, limits)
         self._config = uvicorn.Config(
             asgi,
+            http=protocol,
             lifespan="off",
             ws="websockets-sansio" if max_socket_bytes else "none",
             ws_max_size=max_socket_bytes,

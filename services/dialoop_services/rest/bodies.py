@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import InvalidInput
+from dialoop.errors import CapacityExhausted, InvalidInput
 from dialoop.reasons import Reason
 
-from dialoop_services.rest.problems import BodyTooLarge, UnsupportedMediaType
+from dialoop_services.rest.problems import BodyTooLarge, RequestTooSlow, UnsupportedMediaType
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -18,14 +19,33 @@ if TYPE_CHECKING:
 _SLICE_BYTES = 1 << 16
 
 
+@dataclass(slots=True)
+class BodyLimits:
+    """What bodies may take: each one alone, and all that are coming in together.
+
+    max_bytes: of one, as sent or decompressed. max_pending_bytes: of all whose last byte has not
+    come; the next part beyond it is refused. time_s: seconds from head to last byte.
+    """
+
+    max_bytes: int
+    max_pending_bytes: int = 1 << 28
+    time_s: float = 120.0
+    num_pending_bytes: int = 0
+
+
 class ClientDisconnected(Exception):
     """The client closed the connection before its request was complete."""
 
 
 async def read_body(
-    receive: Callable[[], Awaitable[Any]], headers: Mapping[bytes, bytes], limit: int
+    receive: Callable[[], Awaitable[Any]], headers: Mapping[bytes, bytes], limits: BodyLimits
 ) -> bytes:
-    """Return the whole body, decompressed. Raise BodyTooLarge once it exceeds `limit` bytes."""
+    """Return the whole body, decompressed.
+
+    Raise BodyTooLarge once it exceeds the limit, RequestTooSlow, or CapacityExhausted (CAPACITY)
+    where all that come in at the moment take too much memory.
+    """
+    limit = limits.max_bytes
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length[:20]) > limit:
         raise _too_large(limit)
@@ -43,7 +63,18 @@ async def read_body(
             raise _too_large(limit)
         return body
     chunks = _chunks(first, receive)
-    return await _collect(chunks if encoding == b"identity" else _decompress(chunks), limit)
+    try:
+        async with asyncio.timeout(limits.time_s) as timer:
+            return await _collect(
+                chunks if encoding == b"identity" else _decompress(chunks), limits
+            )
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise RequestTooSlow(
+            f"The body did not come within {limits.time_s:g} s.",
+            remedy="Send it at once, or in smaller requests.",
+        ) from None
 
 
 async def _chunks(
@@ -58,14 +89,23 @@ async def _chunks(
     raise ClientDisconnected
 
 
-async def _collect(chunks: AsyncIterator[bytes], limit: int) -> bytes:
+async def _collect(chunks: AsyncIterator[bytes], limits: BodyLimits) -> bytes:
     parts: list[bytes] = []
     size = 0
-    async for chunk in chunks:
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(chunk)
+    try:
+        async for chunk in chunks:
+            size += len(chunk)
+            limits.num_pending_bytes += len(chunk)
+            if size > limits.max_bytes:
+                raise _too_large(limits.max_bytes)
+            if limits.num_pending_bytes > limits.max_pending_bytes:
+                raise CapacityExhausted(
+                    f"Bodies of more than {limits.max_pending_bytes} bytes are coming in.",
+                    remedy="Try again later, or send smaller requests.",
+                )
+            parts.append(chunk)
+    finally:
+        limits.num_pending_bytes -= size
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

@@ -12,7 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 from pydantic import ValidationError
 
 from dialoop_services.rest.answers import Format, ResponseWriter
-from dialoop_services.rest.bodies import read_body
+from dialoop_services.rest.bodies import BodyLimits, read_body
 from dialoop_services.rest.client_disconnect import Caller, serve_call, time_limit, timeout_of
 from dialoop_services.rest.lenient_json import read_leniently
 from dialoop_services.rest.old_field_names import rename_old_fields
@@ -82,7 +82,7 @@ class Endpoint:
         at_once: Callable[[Any], Any] | None = None,
         calls: Calls,
         token: Token,
-        max_body_bytes: int,
+        bodies: BodyLimits,
     ) -> None:
         """Serve the method; `at_once` returns its answer where nothing has to wait, else None."""
         rpc = route.rpc
@@ -92,7 +92,7 @@ class Endpoint:
         self._name = f"{rpc.containing_service.name}.{rpc.name}"
         self._token = token if self._name in ADMIN_RPCS else None
         self._begin = calls.starter(self._name, "rest")
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._kind = GetMessageClass(rpc.input_type)
         self._model = models().model(rpc.input_type, frozenset(route.bindings.values()))
         self._encode = models().encoder(rpc.output_type)
@@ -163,7 +163,7 @@ class Endpoint:
             request = _ParsedRequest(self._from_query(scope["query_string"]))
         else:
             padding = self._padding(scope["query_string"], headers)
-            body = await read_body(caller.receive, headers, self._max_body_bytes)
+            body = await read_body(caller.receive, headers, self._bodies)
             request = self._from_body(body, headers.get(b"content-type", b""))
             if padding is not None:
                 request = replace(request, padding=padding)

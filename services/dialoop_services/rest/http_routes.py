@@ -21,7 +21,7 @@ import pydantic_core
 from dialoop.errors import DialoopError
 from dialoop.reasons import Reason
 
-from dialoop_services.rest.bodies import read_body
+from dialoop_services.rest.bodies import BodyLimits, read_body
 from dialoop_services.rest.client_disconnect import Caller, serve_call, time_limit, timeout_of
 from dialoop_services.rest.problems import UnsupportedMediaType
 
@@ -135,10 +135,10 @@ def _encode(document: Any) -> bytes:
 class HttpEndpoint:
     """An ASGI application that serves one such route."""
 
-    def __init__(self, route: HttpRoute, *, calls: Calls, max_body_bytes: int) -> None:
+    def __init__(self, route: HttpRoute, *, calls: Calls, bodies: BodyLimits) -> None:
         self._route = route
         self._begin = calls.starter(route.name, "rest")
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -164,4 +164,4 @@ class HttpEndpoint:
             raise UnsupportedMediaType(
                 "This route does not read the body's content-type.", remedy="Send application/json."
             )
-        return await read_body(caller.receive, headers, self._max_body_bytes)
+        return await read_body(caller.receive, headers, self._bodies)

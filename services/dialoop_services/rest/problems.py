@@ -50,6 +50,13 @@ class BodyTooLarge(CapacityExhausted):
     default_reason = Reason.MESSAGE_TOO_LARGE
 
 
+class RequestTooSlow(InvalidInput):
+    """A request began and did not come in time."""
+
+    http_status = HTTPStatus.REQUEST_TIMEOUT
+    default_reason = Reason.REQUEST_TOO_SLOW
+
+
 class UnsupportedMediaType(InvalidInput):
     """The service does not read this type or encoding of bodies."""
 

@@ -50,6 +50,8 @@ def not_served(rpc: str) -> Unsupported:
 
 def public_error(error: Exception) -> DialoopError:
     """Return the error a caller may see; log any other under an error_id."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]  # what a task group of a method was ended by
     if isinstance(error, DialoopError) and not isinstance(error, InternalError):
         return error
     error_id = uuid.uuid4().hex

@@ -15,6 +15,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
+from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error, status_of
@@ -79,7 +82,7 @@ class Handlers:
         begin = self._calls.starter(rpc, self._door) if is_ours else _Unobserved
         made: Handler = make(
             _Envelope(rpc, begin, self._token).around(getattr(handler, kind)),
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=_lenient(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
         return made
@@ -140,7 +143,7 @@ class _Envelope:
             try:
                 token.require_in(context, rpc)
                 call.set_request(request)
-                answer = await function(request, context)
+                answer = await function(_require_decoded(request, rpc), context)
                 status = "OK"
             except grpc.aio.AbortError:
                 status = _status_in(context)
@@ -165,7 +168,7 @@ class _Envelope:
             try:
                 token.require_in(context, rpc)
                 call.set_request(request)
-                async for answer in function(request, context):
+                async for answer in function(_require_decoded(request, rpc), context):
                     yield answer
                 status = "OK"
             except grpc.aio.AbortError:
@@ -184,6 +187,46 @@ class _Envelope:
         if is_not_implemented(error, context):
             return not_served(self._rpc)
         return public_error(error)
+
+
+class _Undecodable:
+    """Stands for bytes that are no message of the method's type."""
+
+
+_UNDECODABLE = _Undecodable()
+
+
+def _lenient(deserialize: Any) -> Any:
+    """Return the deserializer without its exception.
+
+    grpc.aio answers that with UNKNOWN and writes a traceback for every such call.
+    """
+    if deserialize is None:
+        return None
+
+    def decode(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _UNDECODABLE
+
+    return decode
+
+
+def _require_decoded(request: Any, rpc: str) -> Any:
+    """Return the request, or the stream of requests; InvalidInput (INVALID_PROTOBUF)."""
+    if request is _UNDECODABLE:
+        raise InvalidInput(
+            f"The bytes are not a serialized request of {rpc}.",
+            reason=Reason.INVALID_PROTOBUF,
+            remedy="Send one message of the type that the protos name.",
+        )
+    return _decoded_stream(request, rpc) if hasattr(request, "__aiter__") else request
+
+
+async def _decoded_stream(requests: Any, rpc: str) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _require_decoded(request, rpc)
 
 
 async def _drain(request: Any) -> None:

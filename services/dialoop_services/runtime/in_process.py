@@ -170,12 +170,13 @@ class InProcessServer:
     def _rest_door(self) -> RestDoor:
         # Imported here, since most processes need no REST.
         from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
+        from dialoop_services.rest.bodies import BodyLimits
         from dialoop_services.runtime.metrics import Metrics
 
         metrics = Metrics()
         options = RestOptions(
             token=Token(self._token),
-            max_body_bytes=_MAX_MESSAGE_BYTES,
+            bodies=BodyLimits(max_bytes=_MAX_MESSAGE_BYTES),
             calls=Calls(metrics),
             metrics=metrics,
             serving=lambda: self.serving,

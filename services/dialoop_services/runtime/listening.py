@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import resource
 import socket
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
@@ -12,6 +15,29 @@ from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from dialoop_services.runtime.settings import ServerSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """How many connections a door holds, and the seconds for a request's head and for its body."""
+
+    max_connections: int = 2048
+    head_s: float = 10.0
+    body_s: float = 120.0
+
+    def within_descriptors(self) -> ConnectionLimits:
+        """Return the limits with no more connections than this process has descriptors for.
+
+        Two doors share what is left after a reserve for files and for the service's own calls.
+        """
+        available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if available == resource.RLIM_INFINITY:
+            return self
+        reserve = min(256, available // 2)
+        room = max(1, (available - reserve) // 2)
+        return ConnectionLimits(
+            max_connections=min(self.max_connections, room), head_s=self.head_s, body_s=self.body_s
+        )
 
 
 def require_safe_address(settings: ServerSettings) -> None:
@@ -63,3 +89,12 @@ def bound_socket(host: str, port: int) -> socket.socket:
             remedy="Choose another port, or 0 for any free one." if is_in_use else "Change host.",
         ) from error
     return bound
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files and connections as its owner allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # Some systems say "no limit" and then refuse that number.
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -12,13 +12,14 @@ import logging
 import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+_OURS = ("dialoop", "dialoop_services")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default={})  # noqa: B039
 
@@ -60,7 +61,8 @@ def configure_logs(service: str, settings: LogSettings | None = None) -> None:
         _JsonFormatter(identity) if settings.log == "json" else _TextFormatter(identity)
     )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for ours in ("dialoop", "dialoop_services"):
+    handler.addFilter(RepeatFilter())
+    for ours in _OURS:
         logging.getLogger(ours).setLevel(settings.log_level)
 
 
@@ -77,9 +79,63 @@ class _FieldsFormatter(logging.Formatter):
 
 
 class _TextFormatter(_FieldsFormatter):
+    """Writes a record as one line, and a traceback as lines that look like no record.
+
+    Ids, messages and errors may hold what a caller sent: a line break in one would begin a line
+    that looks like a record of ours, and an escape sequence would be the terminal's.
+    """
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         fields = " ".join(f"{name}={value}" for name, value in self.fields_of(record).items())
-        return f"{super().formatMessage(record)} [{fields}]"
+        return escape_controls(f"{super().formatMessage(record)} [{fields}]")
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        return _indent(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802 - logging's name
+        return _indent(super().formatStack(stack_info))
+
+
+def escape_controls(text: str) -> str:
+    """Return the text on one line, without characters that move the cursor or turn the text."""
+    return text if text.isprintable() else "".join(map(_escape, text))
+
+
+def _escape(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode()
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {escape_controls(line)}" for line in text.splitlines())
+
+
+class RepeatFilter(logging.Filter):
+    """Let through the first records of a kind in each minute, and say how many were left out.
+
+    For records of other libraries alone, such as asyncio's for each connection that it cannot
+    accept: a loop of errors shall not fill the disk. A kind is a place in the code.
+    """
+
+    def __init__(self, *, max_records: int = 20, every_s: float = 60.0) -> None:
+        super().__init__()
+        self._max_records = max_records
+        self._every_s = every_s
+        self._kinds: dict[tuple[str, int], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is written."""
+        if record.name.partition(".")[0] in _OURS:
+            return True
+        kind = (record.pathname, record.lineno)
+        begin, count = self._kinds.get(kind, (record.created, 0))
+        if record.created - begin >= self._every_s:
+            if count > self._max_records:
+                record.num_left_out = count - self._max_records
+            begin, count = record.created, 0
+        self._kinds[kind] = (begin, count + 1)
+        return count < self._max_records
 
 
 class _JsonFormatter(_FieldsFormatter):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import InvalidConfig
 
 from dialoop_services.runtime.exit_reason import ExitReason, known_error
+from dialoop_services.runtime.listening import raise_descriptor_limit
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.shutdown import owns_process
 
@@ -61,6 +62,7 @@ def run_blocking(work: Callable[[], None], *, name: str) -> None:
         die_with_parent()
         configure_logs(name)
         owns_process.set(True)
+        raise_descriptor_limit()
         work()
     except Exception as error:
         reason = ExitReason.of(error)

@@ -24,7 +24,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from dialoop_services.runtime.auth import Token
 from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.handlers import Handlers
-from dialoop_services.runtime.listening import address_of, bound_socket, require_safe_address
+from dialoop_services.runtime.listening import (
+    ConnectionLimits,
+    address_of,
+    bound_socket,
+    require_safe_address,
+)
 from dialoop_services.runtime.shutdown import StopSignal, owns_process
 
 if TYPE_CHECKING:
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
     from dialoop_services.runtime.settings import ServerSettings
 
 log = logging.getLogger(__name__)
+
+_IDLE_MS = 600_000
 
 
 class GrpcServer:
@@ -164,6 +171,7 @@ class GrpcServer:
 
     def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:
         from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
+        from dialoop_services.rest.bodies import BodyLimits
 
         pool = descriptor_pool.Default()
         servicers = [
@@ -172,7 +180,11 @@ class GrpcServer:
         ]
         options = RestOptions(
             token=self._token(),
-            max_body_bytes=self._settings.max_message_bytes,
+            bodies=BodyLimits(
+                max_bytes=self._settings.max_message_bytes,
+                max_pending_bytes=self._settings.max_pending_bytes,
+                time_s=self._settings.request_body_s,
+            ),
             calls=calls,
             metrics=metrics,
             serving=lambda: dict(self._serving),
@@ -182,7 +194,19 @@ class GrpcServer:
         )
         size = self._settings.max_message_bytes if self._sockets else 0
         app = rest_app(servicers, options)
-        return RestDoor(app, drain_s=self._settings.drain_s, max_socket_bytes=size)
+        return RestDoor(
+            app,
+            drain_s=self._settings.drain_s,
+            max_socket_bytes=size,
+            limits=self._connection_limits(),
+        )
+
+    def _connection_limits(self) -> ConnectionLimits:
+        return ConnectionLimits(
+            max_connections=self._settings.max_connections,
+            head_s=self._settings.request_head_s,
+            body_s=self._settings.request_body_s,
+        )
 
     def _token(self) -> Token:
         settings = self._settings
@@ -199,6 +223,7 @@ class GrpcServer:
 
     def _build(self, calls: Calls) -> grpc.aio.Server:
         size = self._settings.max_message_bytes
+        connections = self._connection_limits().within_descriptors()
         server = grpc.aio.server(
             options=[
                 ("grpc.so_reuseport", 0),  # else two services could share a port unnoticed
@@ -207,7 +232,12 @@ class GrpcServer:
                 # Allow clients to ping idle connections, so that they notice a dead server.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                ("grpc.max_allowed_incoming_connections", connections.max_connections),
+                ("grpc.server_handshake_timeout_ms", round(1000 * connections.head_s)),
+                # A client that has no call connects again when it needs to.
+                ("grpc.max_connection_idle_ms", _IDLE_MS),
             ],
+            maximum_concurrent_rpcs=self._settings.max_calls,
         )
         handlers = Handlers(calls, self._token())
         for register, servicer in self._registrations:

@@ -120,6 +120,17 @@ class ServerSettings(StrictSettings):
     """Seconds that calls in flight may still run after the service has been asked to stop."""
     max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """Size of the largest message that is sent or received, in bytes."""
+    max_pending_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Bytes of all REST bodies together that are still coming in; more is refused."""
+    max_connections: int = Field(default=2048, ge=1)
+    """Connections to each of gRPC and REST; fewer where the process may open fewer files. Beyond
+    it the idlest REST connection is closed, and a gRPC connection is refused."""
+    max_calls: int = Field(default=8192, ge=1)
+    """Calls over gRPC that run at the same time, waiting ones included; more are refused."""
+    request_head_s: float = Field(default=10.0, gt=0)
+    """Seconds in which the head of a REST request, or a new gRPC connection's, has to come."""
+    request_body_s: float = Field(default=120.0, gt=0)
+    """Seconds in which the body of a REST request has to come."""
 
     @field_validator("token", "admin_token")
     @classmethod

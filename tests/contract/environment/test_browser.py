@@ -168,12 +168,21 @@ async def test_60_a_browser_stays_on_its_domains(door):
             "https://evilexample.com",
             "https://example.com.evil.org",
             "https://example.com@evil.org/",
+            "http://evil.com\\@example.com/",
+            "http://evil.com\t@example.com/",
+            "http://evil.com\\.example.com/",
+            "http://user@example.com/",
+            "http://exam\nple.com/",
+            " http://example.com/",
+            "http://example.com:x/",
+            "http://[example.com/",
+            "http://\uff45xample.com/",
             "file:///etc/passwd",
             "javascript:alert(1)",
         )
         (outcome,) = await play(client, "".join(call("navigate", url=url) for url in foreign))
         refused = "Tool error: that address is not among the allowed domains."
-        assert texts(outcome)[-5:] == [refused] * 5
+        assert texts(outcome)[-len(foreign) :] == [refused] * len(foreign)
         there = call("navigate", url="https://example.com/") + call("click", selector="#out")
         after = await client.step(
             "s", episode=1, step_index=1, history=say(there + call("extract"))

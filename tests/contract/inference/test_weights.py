@@ -144,7 +144,14 @@ async def test_paths_outside_the_weights_root_are_refused(model_dir, tmp_path):
         manifest = publish(root, model_dir, number=1)
         publish(tmp_path, model_dir, number=9)
         (root / "link").symlink_to(tmp_path)
-        outside = ("../9.safetensors", str(tmp_path / "9.safetensors"), "link/9.safetensors", ".")
+        outside = (
+            "../9.safetensors",
+            str(tmp_path / "9.safetensors"),
+            "link/9.safetensors",
+            ".",
+            "a\0b",
+            "a" * 5000,
+        )
         for path in outside:
             load = w.client.load_weights(replace(manifest, path=path))
             await assert_refused(load, InvalidInput, "MANIFEST_MISMATCH")

@@ -31,6 +31,7 @@ _STATE = "browser_tab"
 _ACTIONS = ("navigate", "click", "type", "scroll", "extract")
 # The page times out before the tool does, since a slow page is not a failure of the tool.
 _PAGE_SHARE = 0.8
+_AMBIGUOUS = frozenset({"\\", "\x7f", *map(chr, range(0x21))})
 _BLANK = "about:blank"
 
 Launch = Callable[[Mapping[str, Any]], Any]
@@ -129,7 +130,17 @@ class BrowserTools(Transform):
 
     def allows(self, url: str) -> bool:
         """Return whether a page at this address may be open."""
-        parts = urlsplit(url)
+        # Browsers read "\\" as "/", drop tabs and line breaks, and skip spaces: such an address has
+        # another host for them than for urlsplit. A user name only serves to look like a host.
+        if any(character in _AMBIGUOUS for character in url):
+            return False
+        try:
+            parts = urlsplit(url)
+            parts.port  # noqa: B018  (raises for a port that is no number)
+        except ValueError:
+            return False
+        if "@" in parts.netloc or not parts.netloc.isascii():
+            return False
         host = (parts.hostname or "").rstrip(".").lower()
         of_web = parts.scheme in ("http", "https")
         return of_web and any(host == d or host.endswith(f".{d}") for d in self._domains)

@@ -76,8 +76,12 @@ class Publications:
                 reason=Reason.NO_WEIGHTS_ROOT,
                 remedy="Set DIALOOP_INFERENCE_WEIGHTS_ROOT, or send the weights as chunks.",
             )
-        path = (self._root / manifest.path).resolve()
-        if not path.is_relative_to(self._root) or not path.is_file():
+        try:
+            path = (self._root / manifest.path).resolve()
+            is_file = path.is_relative_to(self._root) and path.is_file()
+        except (OSError, ValueError, RuntimeError):  # a NUL, too many characters, a loop of links
+            is_file = False
+        if not is_file:
             raise InvalidInput(
                 "The manifest's path is not a file under the weights root.",
                 reason=Reason.MANIFEST_MISMATCH,
