@@ -86,6 +86,20 @@ export type ConfigLines = {
   runs: string[];
   lines: { key: string; values: string[]; differs: boolean }[];
 };
+export type Publishes = {
+  bound: number | null;
+  publishes: {
+    time: number;
+    train_step: number;
+    lineage: string;
+    policy_version: number | null;
+    publish_s: Value;
+    max_logprob_difference: Value;
+    num_replicas: Value;
+    num_bytes: Value;
+    is_on_disk: boolean;
+  }[];
+};
 export type Choices = Record<string, string[]>;
 
 export class Refusal extends Error {

@@ -10,14 +10,16 @@ import "./style.css";
 import { Problem } from "./texts";
 import { Trajectories } from "./trajectories";
 import { TrajectoryPage } from "./trajectory";
+import { Weights } from "./weights";
 
 const PAGES: [string, string][] = [
   ["trajectories", "Trajectories"],
   ["curves", "Curves"],
   ["config", "Config"],
+  ["weights", "Weights"],
 ];
 const HELP: [string, string][] = [
-  ["1, 2, 3", "Trajectories, Curves, Config"],
+  ["1, 2, 3, 4", "Trajectories, Curves, Config, Weights"],
   ["r", "next run"],
   ["t", "dark or light"],
   ["?", "this help"],
@@ -25,7 +27,7 @@ const HELP: [string, string][] = [
   ["Esc", "leave a field; back to the list"],
   ["j, k, ↓, ↑", "list: next and previous row"],
   ["Enter", "list: open the row"],
-  ["n, p", "next and previous page, of the list or of tokens"],
+  ["n, p", "next and previous page, of the list, of tokens or of publishes"],
   ["x", "list: clear filters; curves: next axis"],
   ["j, k", "trajectory: next and previous of the list"],
   ["g, G", "trajectory: next and previous of its group"],
@@ -111,6 +113,7 @@ function Console() {
         <Curves runs={runs} run={run} address={address} theme={theme} />
       )}
       {run && address.page === "config" && <Config runs={runs} run={run} address={address} />}
+      {run && address.page === "weights" && <Weights key={run.name} run={run} />}
     </>
   );
 }

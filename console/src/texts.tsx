@@ -9,6 +9,22 @@ export function number(value: Value | undefined, digits = 4): string {
   return Number(value.toPrecision(digits)).toString();
 }
 
+const UNITS = ["B", "kB", "MB", "GB", "TB"];
+
+export function bytes(value: Value | undefined): string {
+  if (typeof value !== "number") return number(value);
+  const power = Math.min(UNITS.length - 1, Math.floor(Math.log10(Math.max(1, value)) / 3));
+  return `${number(value / 1000 ** power, 3)} ${UNITS[power]}`;
+}
+
+/** The moment in the reader's time zone: "2026-11-23 19:02:11". */
+export function moment(seconds: number | null): string {
+  if (seconds === null) return "–";
+  const date = new Date(1000 * seconds);
+  const local = new Date(date.getTime() - 60000 * date.getTimezoneOffset());
+  return Number.isNaN(date.getTime()) ? "–" : local.toISOString().slice(0, 19).replace("T", " ");
+}
+
 export function policy(summary: Summary): string {
   if (summary.oldest === null) return "–";
   const range = summary.oldest === summary.newest ? "" : `…${summary.newest}`;

@@ -113,10 +113,15 @@ class Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A number of a metric: when it was written, after which step, by which policy version."""
+    """A number of a metric: when it was written, after which step, by which policy version.
 
+    Numbers of one line of metrics.jsonl have the same `row`.
+    """
+
+    row: int
     time: float
     train_step: int
+    lineage: str | None
     policy_version: int | None
     value: float
 
@@ -289,19 +294,21 @@ class RunIndex:
         """
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT time, train_step, policy_version, value FROM series "
+                "SELECT metric, time, train_step, lineage, policy_version, value FROM series "
                 "JOIN point ON point.series = series.id JOIN metric ON metric.number = metric "
                 "WHERE name = ? AND is_kept ORDER BY metric.number",
                 (name,),
             ).fetchall()
         return tuple(
             Point(
+                row=row,
                 time=time,
                 train_step=step,
+                lineage=lineage,
                 policy_version=version,
                 value=float("nan") if value is None else value,
             )
-            for time, step, version, value in rows
+            for row, time, step, lineage, version, value in rows
         )
 
     def _line(self, name: str, offset: int, num_bytes: int) -> dict[str, Any] | None:

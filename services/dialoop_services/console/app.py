@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.runs import Filters
+from dialoop.runs.publishes import proof_bound, publishes_of
 from dialoop.runs.run_config import compare_configs, flat_config, read_run
 from dialoop.runs.token_numbers import MAX_TOKENS, token_page
 from starlette.applications import Starlette
@@ -75,6 +76,7 @@ def console_app(runs: WatchedRuns, *, token: str) -> App:
         f"{one_trajectory}/tokens": routes.tokens,
         f"{one_trajectory}/group": routes.group,
         f"{one_run}/metrics": routes.metrics,
+        f"{one_run}/publishes": routes.publishes,
         "/api/curves": routes.curves,
         "/api/config": routes.config,
     }
@@ -189,6 +191,12 @@ class _Routes:
     def metrics(self, request: Request) -> Any:
         """List the names of a run's series."""
         return {"names": self._runs.index_of(request.path_params["run"]).metric_names()}
+
+    def publishes(self, request: Request) -> Any:
+        """Return the policies that a run published, and the bound of their proof."""
+        index = self._runs.index_of(request.path_params["run"])
+        rows = [asdict(publish) for publish in publishes_of(index)]
+        return {"bound": proof_bound(index), "publishes": rows}
 
     def curves(self, request: Request) -> Any:
         """Return series of several runs, a column per number."""

@@ -37,6 +37,12 @@ METRICS = [
     | {"policy_version": step + 1, "reward": step / 9, "entropy": 1 / step}
     for step in range(1, 10)
 ]
+PUBLISHES = [
+    {"time": float(step), "kind": "publish", "train_step": step, "lineage": "main"}
+    | {"policy_version": step + 1, "publish_s": step / 8, "max_logprob_difference": step * 2e-5}
+    | {"num_replicas": 2, "num_bytes": 1_500_000 * step}
+    for step in range(1, 10)
+]
 
 
 def make_rows(tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -94,8 +100,11 @@ def write_run(folder: Path, *, loss: str) -> list[dict[str, Any]]:
     rows = make_rows(Tokenizer.from_directory(folder / "model"))
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "trajectories.jsonl").write_text(lines, "utf-8")
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
-    config = {"model": {"directory": ""}, "train": {"loss": loss}, "seed": 0}
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*METRICS, *PUBLISHES])
+    )
+    config: dict[str, Any] = {"model": {"directory": ""}, "train": {"loss": loss}, "seed": 0}
+    config["gates"] = {"logprob_difference_at_most": 1e-4}
     (folder / "run.json").write_text(json.dumps({"run_id": loss, "started": 0, "config": config}))
     sequence = rows[0]["sequences"][0]
     start, length = sequence["segments"][1]["start"], sequence["segments"][1]["length"]
@@ -234,8 +243,9 @@ def test_the_list_by_keys_alone(page, site):
     page.keyboard.press("Escape")
     page.keyboard.press("x")
     page.wait_for_function("() => document.getElementById('total').textContent === '160'")
-    for key, head in (("2", ".chart"), ("3", "table.config"), ("1", "table.list")):
-        page.keyboard.press(key)
+    pages = ((2, ".chart"), (3, "table.config"), (4, "table.weights"), (1, "table.list"))
+    for key, head in pages:
+        page.keyboard.press(str(key))
         page.wait_for_selector(head)
     page.keyboard.press("?")
     assert "this help" in page.inner_text(".help")
@@ -316,6 +326,20 @@ def test_configs_are_compared(page, site):
     page.keyboard.press("d")
     page.wait_for_function("() => document.querySelectorAll('.config tbody tr').length === 1")
     assert page.inner_text(".config tbody tr").split() == ["train.loss", '"grpo"', '"dapo"']
+
+
+def test_publishes_are_shown_with_their_proofs_newest_first(page, site):
+    open_page(page, site, "weights?run=a")
+    page.wait_for_selector("table.weights tbody tr")
+    rows = page.locator("table.weights tbody tr")
+    first, last = rows.nth(0).inner_text().split("\t"), rows.nth(8).inner_text().split("\t")
+    assert (first[0], first[1], *first[3:6]) == ("main-10", "9", "13.5 MB", "1.13", "2")
+    assert first[6:] == ["0.00018 ✗ beyond the bound", "no"]
+    assert (last[0], last[3], last[6]) == ("main-2", "1.5 MB", "0.00002 ✓")
+    count = " ".join(page.inner_text(".count").split())
+    assert count.startswith("9 publishes, 4 beyond the bound of 0.0001 ")
+    page.click("table.weights tbody a >> nth=0")
+    page.wait_for_function("() => location.hash.includes('version=10')")
 
 
 def test_dark_and_light_follow_the_system_and_the_switch(site):

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from dialoop.errors import NotFound
 from dialoop.runs import Filters, RunIndex
+from dialoop.runs.publishes import proof_bound, publishes_of
 from dialoop_services.console.app import console_app
 from dialoop_services.console.watched_runs import WatchedRuns
 
@@ -113,6 +114,43 @@ def test_curves_and_configs_of_several_runs(console):
     assert "hush" not in json.dumps(config)
 
 
+PUBLISHED = {"kind": "publish", "lineage": "main", "publish_s": 0.5, "num_replicas": 2}
+
+
+def test_publishes_have_sizes_times_and_proofs_without_those_that_a_restore_discarded(tmp_path):
+    folder = write_run(tmp_path / "published")
+    publishes = [
+        PUBLISHED
+        | {"time": float(version), "train_step": version - 1, "policy_version": version}
+        | {"num_bytes": 1000 * version, "max_logprob_difference": difference}
+        for version, difference in ((1, 1e-6), (2, float("nan")), (3, 1e-5))
+    ]
+    restore = {"time": 4.0, "kind": "restore", "train_step": 1, "num_warm_start_steps": 0}
+    lines = [*publishes, restore | {"evaluations": []}, publishes[2] | {"time": 5.0, "more": {}}]
+    lines[2] = publishes[2] | {"train_step": 2, "num_bytes": 7}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "policies" / "main-3").mkdir(parents=True)
+    (folder / "policies" / "main-3" / "adapter_model.safetensors").touch()
+    index = RunIndex(folder)
+    index.catch_up()
+    shown = publishes_of(index)
+    assert [(p.policy_version, p.num_bytes, p.time) for p in shown] == [
+        (1, 1000.0, 1.0),
+        (2, 2000.0, 2.0),
+        (3, 3000.0, 5.0),
+    ]
+    assert [(p.lineage, p.train_step, p.publish_s, p.num_replicas) for p in shown] == [
+        ("main", step, 0.5, 2.0) for step in (0, 1, 2)
+    ]
+    assert shown[0].max_logprob_difference == 1e-6
+    assert shown[1].max_logprob_difference != shown[1].max_logprob_difference  # NaN
+    assert [p.is_on_disk for p in shown] == [False, False, True]
+    assert proof_bound(index) is None
+    mark = {"config": {"gates": {"logprob_difference_at_most": 1e-4}}}
+    (folder / "run.json").write_text(json.dumps(mark))
+    assert proof_bound(index) == 1e-4
+
+
 def test_the_choices_and_the_runs(console):
     assert console.call("/api/runs/a/choices").json()["outcome"] == ["trained"]
     listed = console.call("/api/runs").json()["runs"]
@@ -134,6 +172,7 @@ def test_the_choices_and_the_runs(console):
         ("/api/runs/a/trajectories?colour=red", 400, "no filter 'colour'"),
         ("/api/runs/a/trajectories?sort=number;drop", 404, "no column"),
         ("/api/runs/a/trajectories/1/tokens?sequence=7", 404, "no number 7"),
+        ("/api/runs/zz/publishes", 404, "no run 'zz'"),
         ("/api/curves?name=x", 400, "No run is named"),
         ("/assets/../../watched_runs.py", 404, "no such route"),
         ("/api", 404, "no such route"),
