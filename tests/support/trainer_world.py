@@ -78,6 +78,7 @@ class FakeLearner:
         self.refuses: Callable[[Any], None] = lambda _: None
         self.while_training: Callable[[], None] = lambda: None
         self.fresh_mismatch_kl: float | None = None
+        self.fresh_by_depth: dict[int, dict[str, float]] = {}
         self.warm_started: list[Any] = []
         self.supervised: list[Any] = []
 
@@ -117,6 +118,7 @@ class FakeLearner:
             num_refused=0,
             num_trained_tokens=4,
             fresh_mismatch_kl=self.fresh_mismatch_kl,
+            fresh_by_depth=self.fresh_by_depth,
         )
 
     def export(self, path: Path) -> ExportedWeights:

@@ -35,6 +35,9 @@ SCHEMA = 1
 _HALF = "bfloat16"
 _ROUNDING = 1e-2
 """Nats: in bfloat16, log-probs of engine and trainer differ by more than this."""
+_EXACT_BOUND, _HALF_BOUND = 1e-4, 0.5
+"""Nats that single log-probs may differ by: in float32, and where one side rounds to bfloat16.
+There an unlikely token may be off by tenths, and the mismatch KL by depth is what tells a fault."""
 
 
 class WarmStartSection(Section):
@@ -116,9 +119,10 @@ class GatesSection(Section):
     """Smallest share of train steps that used data of an older policy version."""
     policy_versions_at_least: int | None = None
     """Smallest number of published policy versions."""
-    logprob_difference_at_most: float = Field(default=1e-4, gt=0)
+    logprob_difference_at_most: float | None = Field(default=None, gt=0)
     """Largest difference of log-probs between trainer and engine, in nats. It is measured after
-    every publish and, at the end, by scoring a sample of the trajectories again."""
+    every publish and, at the end, by scoring a sample of the trajectories again. Absent: 0.0001
+    where both compute in float32, and 0.5 where one of them computes in bfloat16."""
     rescoring_s: float = Field(default=60.0, ge=0)
     """Seconds that scoring trajectories again may take at the end; 0: nothing is scored again."""
 
@@ -194,6 +198,13 @@ class JobConfig(Section):
     trackers: TrackerSettings = TrackerSettings()
     gates: GatesSection = GatesSection()
     ports: PortsSection = PortsSection()
+
+    @property
+    def logprob_bound(self) -> float:
+        """Return how far log-probs of trainer and engine may be apart, in nats."""
+        bound = self.gates.logprob_difference_at_most
+        formats = (self.dtype, self.inference.dtype, self.train.autocast)
+        return bound or (_HALF_BOUND if _HALF in formats else _EXACT_BOUND)
 
     @property
     def all_environments(self) -> tuple[EnvironmentSection, ...]:
@@ -342,7 +353,7 @@ class JobConfig(Section):
 def warnings_for_formats(config: JobConfig) -> tuple[str, ...]:
     """Return a warning for each number format that would round away what the job learns."""
     trains = config.train.num_steps or config.train.mode == "sft" or config.warm_start.num_steps
-    bound = config.gates.logprob_difference_at_most
+    bound = config.logprob_bound
     warnings: list[str] = []
     if trains and config.dtype == _HALF:
         warnings.append(
@@ -352,7 +363,7 @@ def warnings_for_formats(config: JobConfig) -> tuple[str, ...]:
     if trains and _HALF in (config.dtype, config.inference.dtype) and bound < _ROUNDING:
         warnings.append(
             f"log-probs in bfloat16 differ by more than logprob_difference_at_most = {bound:g} in "
-            "[gates]: set it to 0.1 or so"
+            "[gates]: leave it out"
         )
     return tuple(warnings)
 

@@ -125,6 +125,7 @@ def loss_inputs(
         ref_logprobs=gather(batch.ref_logprobs),
         advantages=gather(batch.advantages),
         staleness=gather(batch.staleness),
+        depth=batch.gather(batch.position_ids),
         entropy=entropy,
     )
 

@@ -96,8 +96,8 @@ class TrainerSettings(JobSettings, TrainFields):
     """Largest number of tokens that an evaluation samples in one turn."""
     total_turns: int = job_key("collector.total_turns")
     """Number of turns of training episodes after which collectors begin no more; -1: no limit."""
-    max_logprob_difference: float = job_key("gates.logprob_difference_at_most")
-    """Difference of log-probs between trainer and replica that raises an alarm, in nats."""
+    max_logprob_difference: float = Field(default=1e-4, gt=0)
+    """Difference of log-probs between trainer and replica that is logged as an error, in nats."""
 
     model: ModelSection = ModelSection()
     """LoRA adapters to train instead of the weights, if any, and how they are published."""
@@ -114,9 +114,10 @@ class TrainerSettings(JobSettings, TrainFields):
 
     @classmethod
     def derive(cls, job: JobConfig) -> dict[str, Any]:
-        """Return the folders that the job names."""
+        """Return the folders that the job names, and the bound that its number formats allow."""
         model = {"model_dir": job.model.directory} if job.model.directory else {}
-        return {"run_dir": f"runs/{job.run}", **model}
+        bound = {"max_logprob_difference": job.logprob_bound}
+        return {"run_dir": f"runs/{job.run}", **bound, **model}
 
     @model_validator(mode="after")
     def _require_tables_that_fit(self) -> TrainerSettings:

@@ -115,7 +115,6 @@ async def test_an_engine_in_half_precision_serves_what_a_trainer_in_whole_publis
         "warm_start": {"num_steps": 10, "batch_size": 8},
         "train": {"num_steps": 2, "groups_per_train_step": 1, "autocast": "bfloat16"},
         "evaluation": {"num_tasks": 0},
-        "gates": {"logprob_difference_at_most": ROUNDING},
     }
     run_dir = tmp_path / "small"
     async with in_process(config, folder=tmp_path) as dialoop:

@@ -247,3 +247,23 @@ def test_the_settings_set_the_kl_to_the_sampler_and_refuse_it_twice() -> None:
     fields["objective"] = {"kl_inference_coeff": 0.3, "kl_to": "inference"}
     with pytest.raises(ValidationError, match="are the same KL"):
         TrainerSettings.model_validate(fields)
+
+
+def test_the_mismatch_of_fresh_tokens_is_told_by_their_depth() -> None:
+    # Two packed sequences: depths restart, and stale tokens are left out.
+    depth = [100, 130, 300, 100, 260]
+    inputs = inputs_of(
+        log(0.5, 0.5, 0.5, 0.5, 0.5),
+        sequence_index=[0, 0, 0, 1, 1],
+        num_sequences=2,
+        inference_logprobs=log(0.5, 0.25, 0.5, 0.5, 0.125),
+        staleness=[0.0, 0.0, 1.0, 0.0, 0.0],
+        depth=depth,
+    )
+    metrics = combine_metrics([Objective(loss=sft)(inputs).metrics] * 2)
+    by_depth = metrics["by_depth"]
+    assert {key: row["num_tokens"] for key, row in by_depth.items()} == {0: 4, 128: 2, 256: 2}
+    # k3 with r = 2 and r = 4
+    assert by_depth[0]["mismatch_kl"] == 0
+    assert by_depth[128]["mismatch_kl"] == pytest.approx(2 - 1 - math.log(2), rel=1e-5)
+    assert by_depth[256]["mismatch_kl"] == pytest.approx(4 - 1 - math.log(4), rel=1e-5)

@@ -85,17 +85,17 @@ def test_the_trainers_rows_hold_what_the_engine_can_sample(tmp_path: Path) -> No
 
 
 HALF = {"dtype": "bfloat16"}
-WIDE = {"gates": {"logprob_difference_at_most": 0.1}}
+NARROW = {"gates": {"logprob_difference_at_most": 1e-4}}
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({}, []),
-        (WIDE | HALF, ["rounds away updates"]),
-        (HALF, ["rounds away updates", "logprob_difference_at_most = 0.0001"]),
-        ({"inference": HALF}, ["logprob_difference_at_most = 0.0001"]),
-        (WIDE | {"inference": HALF, "train": {"autocast": "bfloat16"}}, []),
+        (HALF, ["rounds away updates"]),
+        (NARROW | HALF, ["rounds away updates", "logprob_difference_at_most = 0.0001"]),
+        (NARROW | {"inference": HALF}, ["logprob_difference_at_most = 0.0001"]),
+        ({"inference": HALF, "train": {"autocast": "bfloat16"}}, []),
         (HALF | {"train": {"num_steps": 0}}, []),
     ],
 )
@@ -105,6 +105,24 @@ def test_formats_that_round_away_what_is_learned_are_warned_of(
     warnings = warnings_for_formats(JobConfig.model_validate(config))
     assert len(warnings) == len(words)
     assert all(word in warning for word, warning in zip(words, warnings, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [
+        ({}, 1e-4),
+        (HALF, 0.5),
+        ({"inference": HALF}, 0.5),
+        ({"train": {"autocast": "bfloat16"}}, 0.5),
+        (HALF | {"gates": {"logprob_difference_at_most": 0.2}}, 0.2),
+    ],
+)
+def test_the_bound_of_differences_is_that_of_the_number_formats(
+    config: dict[str, object], bound: float
+) -> None:
+    job = JobConfig.model_validate(config)
+    assert job.logprob_bound == bound
+    assert TrainerSettings.of_job(job)["max_logprob_difference"] == bound
 
 
 def test_the_engine_may_have_a_format_of_its_own(tmp_path: Path) -> None:

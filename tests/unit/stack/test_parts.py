@@ -164,6 +164,9 @@ def test_generated_groups_are_trained_dropped_or_left() -> None:
     assert sums["tasks_leased"] == 4
 
 
+DEEP = {"num_tokens": 100.0, "mismatch_kl": 0.02}
+
+
 def summary(**changes: Any) -> dict[str, Any]:
     return {
         "accounting": {"ledger_adds_up": True, "collectors_agree": True, "trainer_agrees": True},
@@ -187,6 +190,7 @@ def test_gates_hold_for_an_exact_run_that_asks_for_nothing_more() -> None:
         {"max_logprob_difference": 0.1},
         {"rescoring": {"max_difference": 0.1}},
         {"rescoring": {"max_difference": float("nan")}},
+        {"rescoring": {"max_difference": 2e-6, "by_depth": {"256": DEEP}}},
         {"max_logprob_difference": float("nan")},
     ],
 )

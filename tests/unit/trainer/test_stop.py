@@ -219,6 +219,28 @@ async def test_fresh_data_on_which_engine_and_trainer_disagree_is_an_alarm(
     assert "disagree" in caplog.text
 
 
+async def test_an_alarm_names_the_depth_from_which_engine_and_trainer_disagree(
+    world: Callable[..., World], caplog: pytest.LogCaptureFixture
+) -> None:
+    here = world(num_steps=2)
+    depths = {0: 1e-5, 128: 1e-5, 256: 0.02, 512: 0.1}
+    here.learner.fresh_mismatch_kl = 5e-3  # the mean over all tokens hides it
+    here.learner.fresh_by_depth = {
+        depth: {"num_tokens": 500.0, "mismatch_kl": kl} for depth, kl in depths.items()
+    }
+    alarms = []
+    here.learner.while_training = lambda: alarms.append(set(here.board.alarms))
+    here.offer("a", "b")
+    here.offer("c", "d")
+    await here.run()
+    assert alarms[-1] == {FRESH_MISMATCH, f"{FRESH_MISMATCH}_FROM_256"}
+    assert here.board.alarms == alarms[-1]
+    first = rows(here, "train")[0]
+    assert first["fresh_mismatch_alarm"]
+    assert first["by_depth"]["256"]["mismatch_kl"] == 0.02
+    assert caplog.records[-1].from_depth == 256  # type: ignore[attr-defined]
+
+
 async def test_an_alarm_ends_when_fresh_data_agrees_again(world: Callable[..., World]) -> None:
     here = world(num_steps=2)
     here.learner.fresh_mismatch_kl = float("nan")

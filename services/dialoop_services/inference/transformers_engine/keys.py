@@ -88,7 +88,13 @@ def decoding_attention(
     """Attend as transformers' SDPA; with one masked query token do not copy grouped keys.
 
     The query heads [B, H, 1, D] that share a key head stand as its queries: [B, K, H / K, D].
+    SDPA leaves out the soft cap of scores, so a model with one attends without it.
     """
+    if kwargs.get("softcap") is not None:
+        capped = _capped_attention(
+            query, key, value, attention_mask, kwargs["softcap"], kwargs.get("scaling")
+        )
+        return capped, None
     batch, heads, num_tokens, size = query.shape
     is_plain = kwargs.get("position_bias") is None and not kwargs.get("dropout")
     is_shared = attention_mask is not None and attention_mask.shape[1:3] == (1, 1)
@@ -105,6 +111,33 @@ def decoding_attention(
         scale=kwargs.get("scaling"),
     )
     return grouped.reshape(batch, 1, heads, value.shape[-1]), None
+
+
+def _capped_attention(  # noqa: PLR0913 - the parts of one attention
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attend with scores s bounded to softcap tanh(s / softcap) (Gemma 2, arXiv:2408.00118, 2).
+
+    query [B, H, Q, D], key and value [B, K, L, D], mask bool [B, 1, Q, L] (None: causal). Return
+    [B, Q, H, D].
+    """
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    copies = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(copies, dim=1) for part in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        mask = ones.tril(num_keys - num_queries)
+    # Not -inf: a row of padding attends to nothing, and its softmax must stay a number.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(DECODING_ATTENTION, decoding_attention)

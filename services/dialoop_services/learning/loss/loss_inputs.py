@@ -47,7 +47,7 @@ class LossInputs:
     policy_logprobs: float [M], with gradient. entropy: float [M], with gradient.
     Float [M] without gradient, None where unknown: inference_logprobs of the engine that sampled,
     proximal_logprobs of the policy as the train step began, ref_logprobs of a reference or teacher,
-    advantages, staleness in policy versions.
+    advantages, staleness in policy versions, depth (tokens before it in its sequence).
     sequence_index: int64 [M], the token's sequence in the row. loss_mask: bool [M].
     num_tokens, num_sequences, num_prompts: counts of the whole update, over all rows and ranks. All
     sequences of one trajectory count as one. A count of 0 is read as 1: the mean of nothing is 0.
@@ -69,6 +69,7 @@ class LossInputs:
     advantages: Tensor | None = None
     entropy: Tensor | None = None
     staleness: Tensor | None = None
+    depth: Tensor | None = None
     aggregation: Aggregation = "token"
     constant: float = 1.0
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dialoop_services.learning.loss.loss_inputs import MAX_LOG_RATIO, LossInputs, LossOutput
+from dialoop_services.rl.depth import buckets_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +39,9 @@ here. TRL's RLOOTrainer subtracts k1 from the rewards, as Dialoop's scorer does.
 divided by all positions of the batch, including padding and positions that are not trained.
 """
 
-_BY_STALENESS = "staleness"
+_BY_STALENESS, _BY_DEPTH = "staleness", "depth"
+_TABLES = {_BY_STALENESS: "by_staleness", _BY_DEPTH: "by_depth"}
+"""Sums that are named staleness/1/ratio -> the table that they become."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,7 @@ class Objective:
         metrics |= {name: term.detach() for name, term in terms.items()} | output.metrics
         if output.clipped is not None:
             metrics["clip_fraction"] = inputs.token_mean(output.clipped.float())
-        metrics |= _by_staleness(inputs, output.clipped)
+        metrics |= _by_staleness(inputs, output.clipped) | _by_depth(inputs)
         return LossOutput(loss, metrics, output.clipped)
 
     def _kl_terms(self) -> list[tuple[str, str, float]]:
@@ -119,23 +122,28 @@ def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, A
 
     ess: the effective sample size as a share of all tokens, mean(r)^2 / mean(r^2), 1 on-policy.
     by_staleness: {versions behind: {num_tokens, mismatch_kl, ratio, ess, ...}}, means over the
-    tokens of that age.
+    tokens of that age. by_depth: the same for tokens of the current policy by how many tokens
+    precede them, under the smallest number of a bucket (`dialoop_services.rl.depth`).
     """
     totals: dict[str, Any] = {}
-    ages: dict[int, dict[str, float]] = {}
+    tables: dict[str, dict[int, dict[str, float]]] = {name: {} for name in _TABLES}
     for row in rows:
         for name, value in row.items():
             number = float(torch.as_tensor(value).detach())
-            if name.startswith(f"{_BY_STALENESS}/"):
-                _, age, sum_of = name.split("/")
-                sums = ages.setdefault(int(age), {})
+            table, _, rest = name.partition("/")
+            if rest and table in _TABLES:
+                key, _, sum_of = rest.partition("/")
+                sums = tables[table].setdefault(int(key), {})
                 sums[sum_of] = sums.get(sum_of, 0.0) + number
             else:
                 totals[name] = totals.get(name, 0.0) + number
     if totals.get("ratio_squared"):
         totals["ess"] = totals["ratio"] ** 2 / totals["ratio_squared"]
-    if ages:
-        totals["by_staleness"] = {age: _means(ages[age]) for age in sorted(ages)}
+    for table, rows_of_table in tables.items():
+        if rows_of_table:
+            totals[_TABLES[table]] = {
+                key: _means(rows_of_table[key]) for key in sorted(rows_of_table)
+            }
     return totals
 
 
@@ -143,8 +151,11 @@ def mean_metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the plain mean over updates of what `combine_metrics` returned for each.
 
     Each age of by_staleness is weighted by its tokens; its num_tokens are those of one pass.
+    by_depth is left out: after the first update the policy differs from the one that sampled.
     """
-    names = dict.fromkeys(name for update in updates for name in update if name != "by_staleness")
+    names = dict.fromkeys(
+        name for update in updates for name in update if name not in _TABLES.values()
+    )
     means: dict[str, Any] = {}
     for name in names:  # an update without a token has no ratio to derive `ess` from
         values = [update[name] for update in updates if name in update]
@@ -187,12 +198,29 @@ def _by_staleness(inputs: LossInputs, clipped: Tensor | None) -> dict[str, Tenso
     values["num_tokens"] = torch.ones_like(inputs.policy_logprobs)
     if clipped is not None:
         values["clip_fraction"] = clipped.float()
-    ages: list[float] = torch.unique(inputs.staleness[inputs.loss_mask]).tolist()
+    return _sums_by(_BY_STALENESS, inputs.staleness, inputs.loss_mask, values)
+
+
+def _by_depth(inputs: LossInputs) -> dict[str, Tensor]:
+    """Return sums over the tokens of the current policy in each bucket of depth."""
+    if inputs.staleness is None or inputs.depth is None or inputs.inference_logprobs is None:
+        return {}
+    values = _token_metrics(inputs)
+    values["num_tokens"] = torch.ones_like(inputs.policy_logprobs)
+    buckets = torch.from_numpy(buckets_of(inputs.depth.cpu().numpy())).to(inputs.depth.device)
+    is_fresh = inputs.loss_mask & (inputs.staleness == 0)
+    return _sums_by(_BY_DEPTH, buckets, is_fresh, values)
+
+
+def _sums_by(
+    table: str, keys: Tensor, mask: Tensor, values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return sums of values [M] over the tokens in the mask [M] that have each key [M]."""
     sums = {}
-    for age in ages:
-        of_age = inputs.loss_mask & (inputs.staleness == age)
+    for key in torch.unique(keys[mask]).tolist():
+        own = mask & (keys == key)
         for name, value in values.items():
-            sums[f"{_BY_STALENESS}/{int(age)}/{name}"] = torch.where(of_age, value, 0.0).sum()
+            sums[f"{table}/{int(key)}/{name}"] = torch.where(own, value, 0.0).sum()
     return sums
 
 

@@ -14,6 +14,7 @@ import argparse
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -213,21 +214,30 @@ def families_table() -> str:
     return "\n".join(["| family | `model_type` | what it has |", "|---|---|---|", *rows])
 
 
-def make_family(name: str, directory: Path | str, *, seed: int = 0) -> Path:
-    """Write the family's tiny checkpoint to `directory`; make it if it is missing."""
+def make_family(
+    name: str,
+    directory: Path | str,
+    *,
+    seed: int = 0,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Write the family's tiny checkpoint to `directory`; make it if it is missing.
+
+    `fields` replace those of its config, such as max_position_embeddings for a longer context.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(family_config(name))
+        model = AutoModelForCausalLM.from_config(family_config(name, fields))
         _move_everything(model)
     model.save_pretrained(directory)
     return directory
 
 
-def family_config(name: str) -> Any:
-    """Return transformers' config of the family's tiny model."""
+def family_config(name: str, fields: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return transformers' config of the family's tiny model, with `fields` in place of its own."""
     family, tokenizer = FAMILIES[name], tiny_tokenizer()
     tokens = {
         "vocab_size": tokenizer.get_vocab_size(),
@@ -235,7 +245,8 @@ def family_config(name: str) -> Any:
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
         "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
     }
-    return AutoConfig.for_model(family.model_type, **{**_SHAPE, **family.fields, **tokens})
+    values = {**_SHAPE, **family.fields, **tokens, **fields}
+    return AutoConfig.for_model(family.model_type, **values)
 
 
 @torch.no_grad()

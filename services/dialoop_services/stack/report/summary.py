@@ -14,6 +14,7 @@ from dialoop.reasons import DropReason
 from dialoop.views.run_files import trajectory_files
 
 from dialoop_services.config.engines import ENGINES
+from dialoop_services.rl.depth import first_above
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -289,7 +290,7 @@ def gates_of(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
 
 
 def _exactness(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
-    bound = config.gates.logprob_difference_at_most
+    bound = config.logprob_bound
     accounting = summary["accounting"]
     staleness = [int(age) for age in summary["staleness_histogram"]]
     return {
@@ -300,16 +301,24 @@ def _exactness(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]
         <= config.train.max_staleness,
         f"log-probs after every publish within {bound:g}": summary["max_logprob_difference"]
         <= bound,
-        **_gate_of_rescoring(summary["rescoring"], bound),
+        **_gates_of_rescoring(summary["rescoring"], config),
     }
 
 
-def _gate_of_rescoring(rescoring: Mapping[str, Any], bound: float) -> dict[str, bool]:
-    """Return the gate of re-scoring; none where nothing was checked, which is no failure."""
+def _gates_of_rescoring(rescoring: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
+    """Return the gates of re-scoring; none where nothing was checked, which is no failure."""
     difference = rescoring.get("max_difference")
     if difference is None:
         return {}
-    return {f"re-scored log-probs within {bound:g}": difference <= bound}
+    bound, most = config.logprob_bound, config.train.objective.max_fresh_mismatch_kl
+    # A JSON object has texts as keys.
+    by_depth = {int(depth): values for depth, values in rescoring.get("by_depth", {}).items()}
+    depth = first_above(by_depth, most)
+    where = "at every depth" if depth is None else f"fails from depth {depth} on"
+    return {
+        f"re-scored log-probs within {bound:g}": difference <= bound,
+        f"re-scored mismatch KL within {most:g} {where}": depth is None,
+    }
 
 
 def rescoring_options(config: JobConfig) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import DropReason, Reason, turns_spent
 from dialoop.trajectory import Stage
 
+from dialoop_services.rl.depth import first_above
 from dialoop_services.rl.lengths import length_bin
 from dialoop_services.trainer.data.batches import Candidates, sort_batch
 from dialoop_services.trainer.data.debug_table import write_debug_table
@@ -392,14 +393,28 @@ class TrainSteps:
         kl, bound = report.fresh_mismatch_kl, self._settings.objective.max_fresh_mismatch_kl
         if kl is None:
             return {}
-        is_off = not kl <= bound  # so that NaN raises the alarm, too
+        depth = first_above(report.fresh_by_depth, bound)
+        is_off = depth is not None or not kl <= bound  # so that NaN raises the alarm, too
         self._board.raise_alarm(FRESH_MISMATCH, on=is_off)
+        for alarm in [a for a in self._board.alarms if a.startswith(f"{FRESH_MISMATCH}_FROM_")]:
+            self._board.raise_alarm(alarm, on=False)
+        if depth:  # from the first bucket on, depth explains nothing
+            self._board.raise_alarm(f"{FRESH_MISMATCH}_FROM_{depth}", on=True)
         if is_off:
             log.error(
                 "Engine and trainer disagree on data of the current policy.",
-                extra={"policy_version": str(version), "mismatch_kl": kl, "bound": bound},
+                extra={
+                    "policy_version": str(version),
+                    "mismatch_kl": kl,
+                    "bound": bound,
+                    "from_depth": depth or 0,
+                },
             )
-        return {"fresh_mismatch_kl": kl, "fresh_mismatch_alarm": is_off}
+        return {
+            "fresh_mismatch_kl": kl,
+            "fresh_mismatch_alarm": is_off,
+            "by_depth": report.fresh_by_depth,
+        }
 
     async def record_recovered(self, batch: Batch, row: dict[str, Any]) -> None:
         """Write what is missing of a recovered batch's trajectories, and its row."""

@@ -13,7 +13,7 @@ method blocks on the CPU or GPU; one runs at a time.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -74,7 +74,8 @@ class TrainStepReport:
 
     learning_rate: that of the last update.
     fresh_mismatch_kl: KL in nats between engine and trainer on tokens of the current policy, before
-    the first update. None without such tokens.
+    the first update. None without such tokens. fresh_by_depth: the same tokens by bucket of depth,
+    as `combine_metrics` describes by_depth.
     """
 
     loss: float
@@ -85,6 +86,7 @@ class TrainStepReport:
     num_trained_tokens: int
     learning_rate: float = 0.0
     fresh_mismatch_kl: float | None = None
+    fresh_by_depth: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
 class Learner:
@@ -255,6 +257,7 @@ class Learner:
             num_trained_tokens=sum(int(row.response_mask.sum()) for row in ready),
             learning_rate=reports[-1].step.learning_rate,
             fresh_mismatch_kl=_fresh_mismatch(reports[0]),
+            fresh_by_depth=dict(reports[0].metrics.get("by_depth", {})),
         )
 
     @collective(computes=True)

@@ -33,6 +33,7 @@ from dialoop_services.learning.lora.base_weights import BaseWeights, adapted_ten
 from dialoop_services.learning.lora.layers import ADAPTER
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_services.rl.depth import mismatch_by_depth
 from dialoop_services.trainer.publish.export import WEIGHTS, RunPolicies
 
 _MAX_PER_VERSION = 256
@@ -136,15 +137,14 @@ def batches_of(rows: Iterable[SampledTokens], max_tokens: int) -> Iterator[list[
 
 
 @torch.no_grad()
-def largest_difference(
+def differences_of(
     policy: PolicyModel, rows: list[SampledTokens], temperature: float, device: str = "cpu"
-) -> float:
-    """Return the largest absolute difference in nats over the rows' sampled tokens."""
+) -> NDArray[np.float64]:
+    """Return policy minus engine [M] in nats, over the rows' sampled tokens in their order."""
     batch = pack_rows([_as_row(sampled) for sampled in rows]).to(device)
     own = policy(batch, temperature=temperature).logprobs.cpu()
     pairs = zip(batch.split(own), rows, strict=True)
-    differences = [np.abs(scores.numpy() - sampled.logprobs).max() for scores, sampled in pairs]
-    return float(np.max(differences))  # NaN if one of them is
+    return np.concatenate([scores.double().numpy() - sampled.logprobs for scores, sampled in pairs])
 
 
 def _as_row(sampled: SampledTokens) -> TokenRow:
@@ -164,8 +164,9 @@ def rescore(
 ) -> dict[str, Any]:
     """Re-score a sample of trajectories.jsonl within `within_s` seconds of reading and scoring.
 
-    max_difference is in nats, None if no token was checked. num_unchecked_rows counts by reason:
-    policy_gone (its weights were deleted), time, and sample (beyond the sample of its version).
+    max_difference is in nats, None if no token was checked. by_depth is from `mismatch_by_depth`.
+    num_unchecked_rows counts by reason: policy_gone (its weights were deleted), time, and sample
+    (beyond the sample of its version).
     """
     ends_at = time.monotonic() + within_s
     stored = sampled_by_version(*trajectory_files(run_dir), within_s=within_s / 2)
@@ -175,7 +176,7 @@ def rescore(
     num_kept = sum(sample.num_seen for sample in kept.values())
     num_sampled = sum(len(sample.rows) for sample in kept.values())
     checked: dict[tuple[str, float], list[SampledTokens]] = {}
-    worst: list[float] = []
+    differences: list[NDArray[np.float64]] = []
     policy = load_policy(model_dir, device=device, dtype=dtype) if kept else None
     for number, (version, temperature) in enumerate(_in_order(kept)):
         left_s = ends_at - time.monotonic()
@@ -188,9 +189,11 @@ def rescore(
         for batch in batches_of(kept[version, temperature].rows, max_row_tokens):
             if done and time.monotonic() > share_ends_at:
                 break
-            worst.append(largest_difference(policy, batch, temperature, device))
+            differences.append(differences_of(policy, batch, temperature, device))
             done += batch
     rows = [row for done in checked.values() for row in done]
+    depths = np.concatenate([np.empty(0, np.int64), *(row.positions for row in rows)])
+    apart = np.concatenate([np.empty(0), *differences])
     return {
         "num_trajectories": stored.num_trajectories,
         "num_inexact_trajectories": stored.num_inexact_trajectories,
@@ -202,7 +205,9 @@ def rescore(
             "sample": num_kept - num_sampled,
             "time": num_sampled - len(rows),
         },
-        "max_difference": float(np.max(worst)) if worst else None,
+        # NaN if one of them is
+        "max_difference": float(np.abs(apart).max()) if rows else None,
+        "by_depth": mismatch_by_depth(depths, apart),
     }
 
 
