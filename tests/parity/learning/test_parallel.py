@@ -173,8 +173,12 @@ def _assert_same(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> N
             assert left["grad_norm"] > 0.1
             assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
             assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-5)
-            for name in set(left["metrics"]) - {"by_staleness"}:
+            for name in set(left["metrics"]) - {"by_staleness", "by_depth"}:
                 assert left["metrics"][name] == pytest.approx(right["metrics"][name], abs=1e-5)
+            depths, others = left["metrics"]["by_depth"], right["metrics"]["by_depth"]
+            assert depths.keys() == others.keys()
+            for depth in depths:
+                assert depths[depth] == pytest.approx(others[depth], abs=1e-5)
 
 
 @pytest.mark.parametrize(
