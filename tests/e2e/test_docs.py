@@ -64,6 +64,7 @@ TESTED_HERE = frozenset(
         "loss",
         "optimizer",
         "python_environment",
+        "sandbox_examine",
         "sdk",
         "template",
         "tracker",
@@ -345,6 +346,10 @@ async def test_the_data_plane_of_the_docs_moves_a_file(
 
 def test_the_template_snippet_holds_as_printed() -> None:
     exec(snippet("template"), {})
+
+
+def test_the_sandbox_snippet_holds_as_printed() -> None:
+    exec(snippet("sandbox_examine"), {})
 
 
 async def test_what_the_model_writes_runs_in_the_environment_of_the_docs() -> None:

@@ -6,7 +6,7 @@ execution = await Sandbox().run("print(6 * 7)", timeout_s=5)
 result = await run_killable("grading:same", {"a": 1, "b": 2}, timeout_s=5)
 """
 
-from dialoop.sandbox.execution import Execution
+from dialoop.sandbox.execution import Execution, Verdict
 from dialoop.sandbox.killable import KillableFunction, run_killable
 from dialoop.sandbox.levels import Assessment, Isolation, Level
 from dialoop.sandbox.limits import Limits
@@ -23,6 +23,7 @@ __all__ = [
     "Limits",
     "PersistentInterpreter",
     "Sandbox",
+    "Verdict",
     "effective_isolation",
     "run_killable",
 ]

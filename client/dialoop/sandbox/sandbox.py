@@ -6,14 +6,19 @@ execution.stdout                                          # "42\n"
 session = sandbox.interpreter()                           # keeps its variables
 await session.run("x = 6", timeout_s=5)
 await session.run("print(x * 7)", timeout_s=5)
+verdict = await sandbox.examine("def f(x): return 2 * x", "assert f(3) == 6", functions=("f",))
+verdict.passed                                            # True, and not the code's own claim
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
 from dialoop.errors import InvalidConfig
-from dialoop.sandbox.execution import Execution
+from dialoop.sandbox.examination import examine, require_names
+from dialoop.sandbox.execution import Execution, Verdict
 from dialoop.sandbox.levels import AUTO, Isolation, Level
 from dialoop.sandbox.limits import Limits
 from dialoop.sandbox.persistent import PersistentInterpreter, add_notes, require_positive
@@ -97,6 +102,37 @@ class Sandbox:
             finally:
                 await worker.close()
         return add_notes(execution, self._limits)
+
+    async def examine(
+        self, code: str, tests: str, *, functions: Sequence[str], timeout_s: float = 10.0
+    ) -> Verdict:
+        """Test code as a black box: the tests run in a second interpreter and call `functions`.
+
+        The tests are Python that the caller trusts. In them each name of `functions` is a function
+        that sends its arguments to the code's interpreter and returns the result, as a copy of
+        built-in types (numbers, texts, bytes, lists, tuples, dicts, sets, booleans, None). An
+        exception of a built-in class comes back as that class; whatever else goes wrong there is a
+        RuntimeError. The code sees the arguments and nothing else of the tests. `timeout_s` is for
+        all together. Raise InvalidInput for a name that is none, and what `run` raises.
+        """
+        require_positive(timeout_s)
+        require_names(functions)
+        pool = self._current()
+        async with pool.running():
+            theirs = await pool.worker()
+            try:
+                ours = await pool.worker()
+                try:
+                    verdict = await examine(theirs, ours, code, tests, functions, timeout_s)
+                finally:
+                    await ours.close()
+            finally:
+                await theirs.close()
+        return replace(
+            verdict,
+            tests=add_notes(verdict.tests, self._limits),
+            code=add_notes(verdict.code, self._limits),
+        )
 
     def interpreter(self) -> PersistentInterpreter:
         """Return an interpreter that keeps its variables; it starts with its first code."""

@@ -15,11 +15,13 @@ import socket
 import struct
 import time
 import weakref
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
-from dialoop.sandbox.confined.interpreter import FAILED, NONCE_BYTES, SUCCEEDED
+from dialoop.sandbox.confined.interpreter import ASKED, FAILED, NONCE_BYTES, SUCCEEDED
 from dialoop.sandbox.execution import Execution
 from dialoop.sandbox.forkserver import ForkServer
 
@@ -31,6 +33,18 @@ _END_S = 5.0
 # How long to wait for the exit status: after the channel closed, and after a wrong answer.
 _GONE_END_S, _OWN_END_S = 2.0, 0.05
 _GONE = "The interpreter has closed its channel."
+
+
+MAX_QUESTION_BYTES = 1 << 20
+"""Longest question of trusted code while it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """How trusted code asks while it runs: frames of the nonce, `ASKED` and the question."""
+
+    nonce: bytes
+    answer: Callable[[bytes], Awaitable[bytes]]
 
 
 class BrokenChannel(Exception):
@@ -79,13 +93,18 @@ class Worker:
         """Return whether it can run code."""
         return self._release.alive and self._ended is not None and not self._ended.done()
 
-    async def execute(self, code: str, timeout_s: float) -> Execution:
-        """Run the code; kill the interpreter if the code timed out or broke the channel."""
+    async def execute(
+        self, code: str, timeout_s: float, questions: Questions | None = None
+    ) -> Execution:
+        """Run the code; kill the interpreter if the code timed out or broke the channel.
+
+        questions: what answers the code while it runs; only for code that the caller trusts.
+        """
         started = time.perf_counter()
         status, why, timed_out = FAILED, "", False
         try:
             async with asyncio.timeout(timeout_s):
-                status = await self._exchange(code)
+                status = await self._exchange(code, questions)
         except TimeoutError:
             why, timed_out = f"Timed out after {timeout_s:g} s.", True
         except BrokenChannel as error:
@@ -127,33 +146,47 @@ class Worker:
             await asyncio.wait([self._ended], timeout=_END_S)
         self._kill.detach()
 
-    async def _exchange(self, code: str) -> int:
+    async def _exchange(self, code: str, questions: Questions | None) -> int:
         """Send the code and return the answer's status; BrokenChannel for anything else."""
         loop = asyncio.get_running_loop()
         for fd in self._outputs:
             os.ftruncate(fd, 0)
         if self._has_unasked_bytes():
             raise BrokenChannel("Earlier code wrote to the interpreter's channel.")
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        content = nonce + code.encode("utf-8", "replace")
+        nonce = questions.nonce if questions else secrets.token_bytes(NONCE_BYTES)
+        await self._send(loop, nonce + code.encode("utf-8", "replace"))
+        return await self._answer(nonce, questions)
+
+    async def _send(self, loop: asyncio.AbstractEventLoop, content: bytes) -> None:
         try:
             await loop.sock_sendall(self._channel, _LENGTH.pack(len(content)) + content)
         except OSError as error:
             raise BrokenChannel(_GONE) from error
-        return await self._answer(nonce)
 
-    async def _answer(self, nonce: bytes) -> int:
-        loop = asyncio.get_running_loop()
-        answer = b""
-        while len(answer) < _ANSWER_BYTES:
+    async def _receive(self, loop: asyncio.AbstractEventLoop, size: int) -> bytes:
+        parts = []
+        while size:
             try:
-                part = await loop.sock_recv(self._channel, _ANSWER_BYTES - len(answer))
+                part = await loop.sock_recv(self._channel, min(size, 1 << 16))
             except OSError as error:
                 raise BrokenChannel(_GONE) from error
             if not part:
                 raise BrokenChannel(_GONE)
-            answer += part
-        head, status = answer[:-1], answer[-1]
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    async def _answer(self, nonce: bytes, questions: Questions | None = None) -> int:
+        loop = asyncio.get_running_loop()
+        while True:
+            answer = await self._receive(loop, _ANSWER_BYTES)
+            head, status = answer[:-1], answer[-1]
+            if questions is None or status != ASKED or head[_LENGTH.size :] != nonce:
+                break
+            size = _LENGTH.unpack(head[: _LENGTH.size])[0] - NONCE_BYTES - 1
+            if not 0 <= size <= MAX_QUESTION_BYTES:
+                break
+            await self._send(loop, await questions.answer(await self._receive(loop, size)))
         if head != _LENGTH.pack(NONCE_BYTES + 1) + nonce or status not in (FAILED, SUCCEEDED):
             raise BrokenChannel("The code wrote to the interpreter's channel.")
         return status
