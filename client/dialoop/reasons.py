@@ -293,6 +293,10 @@ class Reason(_Named):
     MODEL_MISSING = "MODEL_MISSING", "There is no model directory."
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND", "No model or adapter has that name."
     MODEL_NOT_PACKABLE = "MODEL_NOT_PACKABLE", "The model cannot be trained on packed rows."
+    MODEL_NOT_PUBLISHABLE = (
+        "MODEL_NOT_PUBLISHABLE",
+        "The model's weights have no place in its checkpoint.",
+    )
     MODEL_NOT_SHARDABLE = "MODEL_NOT_SHARDABLE", "The model has no list of layers to shard."
     NEEDS_CUDA = "NEEDS_CUDA", "The data plane needs a CUDA device."
     NEEDS_SESSION = "NEEDS_SESSION", "The environment remembers more than the messages."
@@ -509,6 +513,7 @@ class Reason(_Named):
     VLLM_MISSING = "VLLM_MISSING", "vLLM does not import."
     WEIGHTS_BAD = "WEIGHTS_BAD", "The last load of weights failed, so the replica serves nothing."
     WEIGHTS_BROKEN = "WEIGHTS_BROKEN", "A file is not a safetensors file."
+    WEIGHTS_DIFFER = "WEIGHTS_DIFFER", "The engine does not hold the weights that were published."
     WEIGHTS_MISMATCH = "WEIGHTS_MISMATCH", "The checkpoint's adapter is of another shape."
     WHICH_STACK = "WHICH_STACK", "There are several stacks: name one."
     WRITE_FAILED = "WRITE_FAILED", "A file of the run could not be written; nothing has changed."

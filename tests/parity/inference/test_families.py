@@ -1,19 +1,34 @@
-"""The transformers engine samples what the trainer scores, for every family of models."""
+"""The transformers engine samples what the trainer scores and serves what it publishes.
+
+For every family of models; the table in docs/families.md stands on these tests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from dialoop.errors import DataLost, Unsupported
+from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop_services.inference.engine import EngineOptions, StopTokens
-from dialoop_services.inference.transformers_engine.engine import TransformersEngine
+from dialoop_services.inference.transformers_engine.engine import (
+    TransformersEngine,
+    copy_weights,
+    load_model,
+)
+from dialoop_services.learning.lora.base_weights import BaseWeights
+from dialoop_services.learning.model.checkpoint_names import to_checkpoint
 from dialoop_services.learning.model.families import FAMILIES, make_family
 from dialoop_services.learning.model.policy import load_policy
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.settings import TrainerSettings
+from safetensors.torch import load_file
 
 PROMPTS = ([5, 9, 17, 30], [7, 6, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50])
 NUM_TOKENS = 24
@@ -46,3 +61,64 @@ async def test_the_engines_logprobs_are_the_trainers(tmp_path: Path, name: str) 
     for own, (_, answer) in zip(scores, samples, strict=True):
         np.testing.assert_allclose(own.numpy(), answer.logprobs, atol=1e-4)
     np.testing.assert_allclose(asked.logprobs[-NUM_TOKENS:], scores[0].numpy(), atol=1e-4)
+
+
+def changed_learner(model_dir: Path) -> Learner:
+    """A learner of which every weight has moved."""
+    learner = Learner(TrainerSettings(model_dir=model_dir, run_dir=model_dir.parent / "run"))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in learner.state.policy.causal_lm.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.02)
+    return learner
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_what_is_published_is_served_and_restored(tmp_path: Path, name: str) -> None:
+    model_dir = make_family(name, tmp_path / name)
+    learner = changed_learner(model_dir)
+    weights = learner.export(tmp_path / "out" / "model.safetensors")
+    # The checkpoint's own names, which vLLM and other programs read.
+    names = set(BaseWeights.of(model_dir).shapes())
+    assert set(load_file(weights.path)) >= names - {"lm_head.weight"}
+    probe = [*PROMPTS[1], *range(20, 40)]
+    (own,) = learner.logprobs([probe])
+    engine = await TransformersEngine.start(model_dir, EngineOptions(max_model_len=64))
+    try:
+        before = await engine.logprobs(probe)
+        await engine.load_weights(weights.path, PolicyVersion(lineage="main", number=1))
+        after = await engine.logprobs(probe)
+    finally:
+        await engine.close()
+    assert np.abs(before.logprobs - own).max() > 1e-3
+    np.testing.assert_allclose(after.logprobs, own, atol=1e-4)
+    restored = Learner(TrainerSettings(model_dir=model_dir, run_dir=tmp_path / "run"))
+    restored.state.read_weights(weights.path)
+    assert np.array_equal(restored.logprobs([probe])[0], own)
+
+
+def test_a_weight_that_does_not_arrive_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = make_family("qwen3", tmp_path / "qwen3")
+    published = load_file(changed_learner(model_dir).export(tmp_path / "o" / "m.safetensors").path)
+    model = load_model(model_dir, torch.float32)
+    missed = "model.layers.1.mlp.up_proj.weight"
+    load = model.load_state_dict
+
+    def leaves_one_out(tensors: dict[str, torch.Tensor], *, strict: bool) -> object:
+        load({n: t for n, t in tensors.items() if n != missed}, strict=strict)
+        return SimpleNamespace(missing_keys=[], unexpected_keys=[])
+
+    monkeypatch.setattr(model, "load_state_dict", leaves_one_out)
+    with pytest.raises(DataLost, match=missed) as caught:
+        copy_weights(model, dict(published), tied=True)
+    assert caught.value.reason == "WEIGHTS_DIFFER"
+
+
+def test_weights_without_a_place_in_the_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
+    model = load_model(make_family("qwen3", tmp_path / "qwen3"), torch.float32)
+    tensors = {**model.state_dict(), "model.extra.weight": torch.zeros(2)}
+    with pytest.raises(Unsupported, match=r"model\.extra\.weight") as caught:
+        to_checkpoint(model, tensors, model.state_dict().keys())
+    assert caught.value.reason == "MODEL_NOT_PUBLISHABLE"

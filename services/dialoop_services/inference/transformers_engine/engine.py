@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from dialoop.episode import UpdateMode
-from dialoop.errors import InternalError, InvalidConfig
+from dialoop.errors import DataLost, InternalError, InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -58,6 +59,7 @@ from dialoop_services.inference.weights.parameters import (
     require_same_parameters,
 )
 from dialoop_services.learning.lora.base_weights import BaseWeights
+from dialoop_services.learning.model.checkpoint_names import from_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -439,13 +441,26 @@ def score(model: AdaptedModel, token_ids: list[int], adapter: Adapter | None) ->
 
 @torch.inference_mode()
 def copy_weights(model: Any, tensors: dict[str, torch.Tensor], *, tied: bool) -> None:
-    """Replace all weights in place; InternalError when the names are not the model's."""
+    """Replace all weights in place, under the names of a checkpoint, and compare each afterwards.
+
+    Raises InternalError when the names are not the model's, and DataLost (WEIGHTS_DIFFER) where the
+    model does not hold what was given.
+    """
     if tied:
         tensors.pop(HEAD, None)
-    outcome = model.load_state_dict(tensors, strict=False)
+    own = from_checkpoint(model, tensors)
+    outcome = model.load_state_dict(own, strict=False)
     missing = set(outcome.missing_keys) - ({HEAD} if tied else set())
     if missing or outcome.unexpected_keys:
         raise InternalError("The model's parameter names are not those of its files.")
+    held = model.state_dict()
+    for name, tensor in own.items():
+        if not torch.equal(held[name], tensor.to(held[name].dtype)):
+            raise DataLost(
+                f"After a load, {name} is not what was published.",
+                reason=Reason.WEIGHTS_DIFFER,
+                remedy="Publish again. If it happens again, restart the replica.",
+            )
 
 
 def add_to_base(base: BaseWeights, adapter: PolicyAdapter) -> dict[str, torch.Tensor]:

@@ -113,7 +113,7 @@ def decoding_attention(
     return grouped.reshape(batch, 1, heads, value.shape[-1]), None
 
 
-def _capped_attention(  # noqa: PLR0913 - the parts of one attention
+def _capped_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

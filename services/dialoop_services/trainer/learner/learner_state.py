@@ -28,6 +28,7 @@ from dialoop_services.learning.lora.layers import (
     merged_tensors,
     save_adapter_config,
 )
+from dialoop_services.learning.model.checkpoint_names import from_checkpoint, to_checkpoint
 from dialoop_services.learning.parallel.parallel_state import (
     cut,
     gather_optimizer,
@@ -82,6 +83,8 @@ class LearnerState:
         self._is_sharded = is_sharded
         self._ranks = ranks
         self._base_digest = ""
+        # The names of the weights in the model's directory, once they have been read.
+        self._names: frozenset[str] = frozenset()
 
     def write_weights(self, path: Path, *copies: Path) -> ExportedWeights:
         """Write the weights as they are now, also to `copies`; a file appears whole or not at all.
@@ -104,7 +107,7 @@ class LearnerState:
         With `copy` no later train step changes them. Of an adapter the config is written here.
         """
         is_adapter = path.name == ADAPTER
-        tensors = self._adapter() if is_adapter else self._whole_weights()
+        tensors = self._adapter() if is_adapter else self._published_weights()
         if copy:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         if not is_adapter:
@@ -125,7 +128,8 @@ class LearnerState:
     def read_weights(self, path: Path) -> None:
         """Load weights that `write_weights` wrote; raise InvalidConfig for another model's."""
         complaint = f"{path.parent.name} is not of the model in {self._model_dir}"
-        load_weights(self.policy, load_file(path), complaint=complaint)
+        tensors = from_checkpoint(self.policy.causal_lm, load_file(path))
+        load_weights(self.policy, tensors, complaint=complaint)
 
     def write(self, directory: Path) -> None:
         """Write a checkpoint: weights (with LoRA the adapters), optimisers, random states."""
@@ -271,8 +275,15 @@ class LearnerState:
         reshard(self.policy)
         return gather_whole(adapter_tensors(self.policy.causal_lm), self._ranks)
 
+    def _published_weights(self) -> dict[str, torch.Tensor]:
+        """Return the parameters by the names of the checkpoint's files; {} on later ranks."""
+        tensors = self._whole_weights()
+        if not self._names:
+            self._names = frozenset(BaseWeights.of(self._model_dir).shapes())
+        return to_checkpoint(self.policy.causal_lm, tensors, self._names)
+
     def _whole_weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by Hugging Face names, with adapters merged; {} on later ranks.
+        """Return the parameters by the model's names, with adapters merged; {} on later ranks.
 
         A tied head is left out.
         """

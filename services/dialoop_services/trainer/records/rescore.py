@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 
 from dialoop_services.learning.lora.base_weights import BaseWeights, adapted_tensors
 from dialoop_services.learning.lora.layers import ADAPTER
+from dialoop_services.learning.model.checkpoint_names import from_checkpoint
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.rl.depth import mismatch_by_depth
@@ -183,7 +184,9 @@ def rescore(
         if policy is None or left_s <= 0:
             break
         share_ends_at = time.monotonic() + left_s / (len(kept) - number)
-        policy.causal_lm.load_state_dict(weights.of(version), strict=False)
+        policy.causal_lm.load_state_dict(
+            from_checkpoint(policy.causal_lm, weights.of(version)), strict=False
+        )
         policy.causal_lm.tie_weights()
         done = checked[version, temperature] = []
         for batch in batches_of(kept[version, temperature].rows, max_row_tokens):
