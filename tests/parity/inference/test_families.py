@@ -44,7 +44,7 @@ async def test_the_engines_logprobs_are_the_trainers(tmp_path: Path, name: str) 
         both = await asyncio.gather(
             *(engine.sample(ids, sampling, stop=StopTokens(), num_samples=2) for ids in PROMPTS)
         )
-        asked = await engine.logprobs([*PROMPTS[0], *both[0][0].token_ids])
+        again = await engine.logprobs([*PROMPTS[0], *both[0][0].token_ids])
     finally:
         await engine.close()
     samples = [(ids, answer) for ids, own in zip(PROMPTS, both, strict=True) for answer in own]
@@ -60,7 +60,7 @@ async def test_the_engines_logprobs_are_the_trainers(tmp_path: Path, name: str) 
         scores = batch.split(policy(batch).logprobs)
     for own, (_, answer) in zip(scores, samples, strict=True):
         np.testing.assert_allclose(own.numpy(), answer.logprobs, atol=1e-4)
-    np.testing.assert_allclose(asked.logprobs[-NUM_TOKENS:], scores[0].numpy(), atol=1e-4)
+    np.testing.assert_allclose(again.logprobs[-NUM_TOKENS:], scores[0].numpy(), atol=1e-4)
 
 
 def changed_learner(model_dir: Path) -> Learner:
