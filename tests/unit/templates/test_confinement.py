@@ -16,7 +16,7 @@ from dialoop.templates.declared_parser import MAX_PATTERN, TemplateParser
 from dialoop.templates.registry import TemplateRegistry, named_template
 
 BLOCK = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
-TIME_S = 1.0
+TIME_S = 0.5
 HISTORY = History(
     (
         Message(role="system", content="s"),
