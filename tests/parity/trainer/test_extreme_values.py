@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from _pytest.mark import ParameterSet
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop_services.config.losses import LOSSES
 from dialoop_services.config.tables import ObjectiveSettings
@@ -66,7 +66,7 @@ def test_the_queue_takes_these_extremes_and_nothing_beyond():
         assert (refusal is None) is is_within, refusal
 
 
-def losses() -> Iterator[str | ParameterSet]:
+def losses_of_groups() -> Iterator[Any]:
     """All that read what the queue holds; the default run takes one."""
     others = pytest.mark.heavy(reason="ten losses")
     for name, facts in LOSSES.items():
@@ -74,7 +74,7 @@ def losses() -> Iterator[str | ParameterSet]:
             yield name if name == "grpo" else pytest.param(name, marks=others)
 
 
-@pytest.mark.parametrize("name", losses())
+@pytest.mark.parametrize("name", list(losses_of_groups()))
 def test_every_loss_takes_a_finite_step_of_them(model_dir: Path, name: str) -> None:
     kl = {} if LOSSES[name].needs_reference else {"kl_coeff": 0.1}
     correction = {"correction": "tis"} if LOSSES[name].needs_advantages else {}
