@@ -23,7 +23,12 @@ from dialoop.reasons import Reason
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 
-from dialoop_services.config.engines import ENGINES, TINY_MODEL_POSITIONS, facts_of_engine
+from dialoop_services.config.engines import (
+    ENGINES,
+    TINY_MODEL_POSITIONS,
+    facts_of_engine,
+    has_experts,
+)
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.inference.weights.parameters import num_parameters
 from dialoop_services.stack.layout import ports_of
@@ -39,7 +44,7 @@ from dialoop_services.stack.user_code import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from dialoop_services.config.job import JobConfig
 
@@ -154,7 +159,9 @@ def _check_models(config: JobConfig) -> None:
     positions: int | None = TINY_MODEL_POSITIONS
     if directory:
         check_model(Path(directory))
-        positions = _model_config(Path(directory)).get("max_position_embeddings")
+        model_config = _model_config(Path(directory))
+        positions = model_config.get("max_position_embeddings")
+        _check_experts(config, model_config)
     if reference:
         check_model(Path(reference), key="scorer.reference_model")
     longest = config.inference.max_model_len
@@ -163,6 +170,19 @@ def _check_models(config: JobConfig) -> None:
         raise InvalidConfig(
             f"max_model_len is {longest} in [inference], and the model has {positions} positions.",
             remedy=f"Set max_model_len to {most} or less.",
+        )
+
+
+def _check_experts(config: JobConfig, model_config: Mapping[str, Any]) -> None:
+    """Raise InvalidConfig where the engine would sample with experts that are never trained."""
+    trains = config.train.num_steps or config.train.mode == "sft" or config.warm_start.num_steps
+    keeps = facts_of_engine(config.engine).keeps_experts_on_cpu
+    if trains and keeps and has_experts(model_config) and not _num_gpus():
+        raise InvalidConfig(
+            f'engine = "{config.engine}" takes no new weights of experts on a CPU, so it would go '
+            "on with those that the model started with.",
+            reason=Reason.MODEL_NOT_PUBLISHABLE,
+            remedy='Set engine = "transformers", or run the job on a machine with a GPU.',
         )
 
 

@@ -322,3 +322,19 @@ def test_a_broken_template_is_found(folder: Path, monkeypatch: pytest.MonkeyPatc
             preflight.check_model(model)
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     preflight.check_model(model)
+
+
+def test_experts_that_the_engine_would_never_renew_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    experts = {"text_config": {"num_experts": 8}}
+    with pytest.raises(InvalidConfig, match="no new weights of experts") as caught:
+        preflight._check_experts(JobConfig(engine="vllm"), experts)
+    assert caught.value.reason == "MODEL_NOT_PUBLISHABLE"
+    preflight._check_experts(JobConfig(engine="transformers"), experts)
+    preflight._check_experts(JobConfig(engine="vllm"), {"num_experts": 0, "hidden_size": 8})
+    only_serves = JobConfig.model_validate({"engine": "vllm", "train": {"num_steps": 0}})
+    preflight._check_experts(only_serves, experts)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    preflight._check_experts(JobConfig(engine="vllm"), experts)

@@ -9,6 +9,7 @@ straddles two versions.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 import vllm
 from dialoop.episode import UpdateMode
-from dialoop.errors import InternalError, InvalidConfig
+from dialoop.errors import InternalError, InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
@@ -37,6 +38,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor import Executor
 
+from dialoop_services.config.engines import has_experts
 from dialoop_services.inference.engine import (
     BASE_VERSION,
     EngineOptions,
@@ -139,6 +141,8 @@ class VllmEngine:
         self.transfer_backend = options.weight_transfer
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.adapter_space = AdapterSpace(limits=options.adapters, shapes=self._shapes)
+        model_config = json.loads((model_dir / "config.json").read_text("utf-8"))
+        self._keeps_experts = has_experts(model_config) and not torch.cuda.is_available()
 
     @classmethod
     async def start(cls, model_dir: Path, options: EngineOptions) -> VllmEngine:
@@ -302,6 +306,12 @@ class VllmEngine:
         mode: UpdateMode,
         started_at: float,
     ) -> LoadTimes:
+        if self._keeps_experts:
+            raise PreconditionFailed(
+                "vLLM on a CPU does not take new weights of experts.",
+                reason=Reason.MODEL_NOT_PUBLISHABLE,
+                remedy='Use engine = "transformers", or a GPU.',
+            )
         async with self._control:
             await self._sleep.make_room_for_weights()
             try:

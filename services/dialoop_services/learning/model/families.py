@@ -203,15 +203,26 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """Name of a family -> what it is. The documentation shows them in this order."""
+VLLM_CPU_REFUSES: Mapping[str, str] = MappingProxyType(
+    {
+        "gpt_oss": "samples; new weights of its experts are refused",
+        "qwen3_moe": "samples; new weights of its experts are refused",
+        "deepseek_v2": "refused: no latent attention of this size",
+        "deepseek_v3": "refused: vLLM does not load the checkpoint",
+    }
+)
+"""Families that vLLM 0.32 for CPU does not serve as a trained policy, and why."""
 
 
 def families_table() -> str:
     """Return the families as a Markdown table, which docs/families.md shows."""
     rows = [
-        f"| `{name}` | `{family.model_type}` | {family.differs_in} |"
+        f"| `{name}` | `{family.model_type}` | {family.differs_in} | "
+        f"{VLLM_CPU_REFUSES.get(name, 'OK')} |"
         for name, family in FAMILIES.items()
     ]
-    return "\n".join(["| family | `model_type` | what it has |", "|---|---|---|", *rows])
+    head = "| family | `model_type` | what it has | vLLM for CPU |"
+    return "\n".join([head, "|---|---|---|---|", *rows])
 
 
 def make_family(
