@@ -311,7 +311,6 @@ def _gates_of_rescoring(rescoring: Mapping[str, Any], config: JobConfig) -> dict
     if difference is None:
         return {}
     bound, most = config.logprob_bound, config.train.objective.max_fresh_mismatch_kl
-    # A JSON object has texts as keys.
     by_depth = {int(depth): values for depth, values in rescoring.get("by_depth", {}).items()}
     depth = first_above(by_depth, most)
     where = "at every depth" if depth is None else f"fails from depth {depth} on"

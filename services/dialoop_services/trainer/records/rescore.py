@@ -210,7 +210,8 @@ def rescore(
         },
         # NaN if one of them is
         "max_difference": float(np.abs(apart).max()) if rows else None,
-        "by_depth": mismatch_by_depth(depths, apart),
+        # As JSON has them: summary.json and the answer in one process are the same.
+        "by_depth": {str(d): row for d, row in mismatch_by_depth(depths, apart).items()},
     }
 
 
