@@ -433,6 +433,9 @@ class TrainFields(Section):
     """Number of newest policies to keep on disk, beside the first and evaluated ones; 0: all."""
     keep_policies_every: int = Field(default=10, ge=0)
     """Every n-th policy stays on disk too, where keep_policies deletes others; 0: none does."""
+    min_free_disk_mb: int = Field(default=256, ge=0)
+    """Free megabytes on the disk of the run's folder, beside room for one more checkpoint, below
+    which training pauses with the alarm DISK_LOW; 0: the disk is not watched."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the trainer's model: "cpu" or "cuda"."""
     lease_s: float = Field(default=120.0, gt=0)

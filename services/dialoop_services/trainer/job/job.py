@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
+
+DISK_LOW = "DISK_LOW"
+"""The alarm that training waits for room on the disk of the run's folder."""
+_DISK_POLL_S = 2.0
+_MB = 1 << 20
 
 T = TypeVar("T")
 
@@ -181,6 +187,7 @@ class TrainingJob:
                 await self._begin_evaluating(background, *self.state.due_evaluations)
                 while self._has_steps_left():
                     await self._board.wait_while_paused()
+                    await self._wait_for_disk()
                     step = await self._steps.next_step()
                     # The job may have been paused meanwhile: then keep the leases and wait.
                     await self._board.wait_while_paused()
@@ -193,6 +200,36 @@ class TrainingJob:
                     await self._supervised.heldout_loss()
                     await self.versions.publish_next()
             await self.checkpoint()
+
+    async def _wait_for_disk(self) -> None:
+        """Return at once, or when the disk has room for what the next step may write, or at a stop.
+
+        A full disk would refuse publishes and checkpoints, and other programs' writes too.
+        """
+        while not self._board.is_stopping:
+            num_missing = await asyncio.to_thread(self._missing_disk_bytes)
+            if num_missing <= 0:
+                break
+            if DISK_LOW not in self._board.alarms:
+                log.error(
+                    "Training waits for room on the disk of the run's folder.",
+                    extra={"missing_mb": -(-num_missing // _MB)},
+                )
+            self._board.raise_alarm(DISK_LOW, on=True)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._board.wait_until_stopping(), _DISK_POLL_S)
+        self._board.raise_alarm(DISK_LOW, on=False)
+
+    def _missing_disk_bytes(self) -> int:
+        """Return how many bytes have to be freed before the next step; 0 or less for none."""
+        least = self._settings.min_free_disk_mb * _MB
+        if not least:
+            return 0
+        newest, num_next = self._parts.checkpoints.newest, 0
+        with suppress(FileNotFoundError):  # a requested checkpoint has replaced it meanwhile
+            files = () if newest is None else newest.rglob("*")
+            num_next = sum(path.stat().st_size for path in files)
+        return least + num_next - shutil.disk_usage(self._settings.run_dir).free
 
     def _has_steps_left(self) -> bool:
         is_left = self.state.num_train_steps < self._settings.num_steps
