@@ -71,6 +71,7 @@ TESTED_HERE = frozenset(
     }
 )
 TESTED_ELSEWHERE = {
+    "audit": "tests/unit/audit/test_own_runs.py",
     "bring": "tests/unit/tasks/test_rows_of_others.py",
     "collect": "tests/unit/test_collection.py",
     "compat": "tests/unit/compat/test_offered.py",

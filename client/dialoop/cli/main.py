@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(module="doctor", function="doctor")
     _add_eval(commands)
+    _add_audit(commands)
     _add_export(commands)
     _add_config(commands)
     imported = commands.add_parser(
@@ -244,6 +245,23 @@ def _add_eval(commands: Commands) -> None:
     evaluate.add_argument("--json", action="store_true", help="print the results as JSON")
     _add_options(evaluate)
     evaluate.set_defaults(module="evaluate", function="evaluate", root=ROOT)
+
+
+def _add_audit(commands: Commands) -> None:
+    audit = commands.add_parser(
+        "audit", help="find what is silently wrong in runs and in dumps of rollouts"
+    )
+    audit.add_argument("path", nargs="+", metavar="PATH", help="a run, or a dump of TRL's rollouts")
+    audit.add_argument("--tokenizer", default="", help="model directory of the dump's tokenizer")
+    audit.add_argument(
+        "--claim",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what is said of its sampling, as temperature=0.7 or max_staleness=2",
+    )
+    audit.add_argument("--json", action="store_true", help="print the reports as JSON")
+    audit.set_defaults(module="audit", function="audit", root=ROOT)
 
 
 def _add_export(commands: Commands) -> None:
