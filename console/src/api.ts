@@ -100,6 +100,85 @@ export type Publishes = {
     is_on_disk: boolean;
   }[];
 };
+export type Wait = {
+  target: string;
+  what: string;
+  seconds: number;
+  count: number;
+  is_idle: boolean;
+};
+export type ServiceNow = {
+  name: string;
+  address: string;
+  rest_address: string;
+  health: string;
+  silent_s: number;
+  process: { state?: string; pid?: number | null; num_restarts?: number; alarm?: string };
+  waits: Wait[];
+};
+export type Blocked = {
+  waiter: string;
+  target: string;
+  what: string;
+  seconds: number;
+  count: number;
+  because: string[];
+  is_stall: boolean;
+  text: string;
+};
+export type Now = {
+  pid: number;
+  run_id: string;
+  time: number;
+  is_healthy: boolean;
+  services: ServiceNow[];
+  trainer: {
+    phase: string;
+    policy_version: string;
+    num_train_steps: number;
+    max_train_steps: number;
+    num_warm_start_steps: number;
+    max_warm_start_steps: number;
+    failure: string;
+    metrics: Record<string, Value>;
+    busy_share: number | null;
+  } | null;
+  queue: {
+    training: Record<string, number>;
+    evaluation: Record<string, number>;
+    dropped: Record<string, number>;
+    credits: number;
+    max_outstanding_groups: number;
+    num_dead_letters: number;
+    num_redelivered: number;
+    is_full: boolean;
+    store: string;
+  } | null;
+  replicas: Record<
+    string,
+    {
+      policy_version: string;
+      engine: string;
+      ready: boolean;
+      reason: string;
+      num_requests_running: number;
+      num_sampled_tokens: number;
+    }
+  >;
+  sampled_tokens_per_s: number | null;
+  blocked: Blocked[];
+  alarms: string[];
+};
+export type DeadLetter = {
+  group_id: string;
+  stage: string;
+  reason: string;
+  num_deliveries: number;
+  task_key: string;
+  environment: string;
+  rewards: Value[];
+  num_tokens: number;
+};
 export type Choices = Record<string, string[]>;
 
 export class Refusal extends Error {
@@ -117,15 +196,46 @@ export function setToken(token: string): void {
   sessionStorage.setItem(TOKEN, token);
 }
 
-export async function get<T>(path: string, signal?: AbortSignal): Promise<T> {
+function headers(): Record<string, string> {
   const token = sessionStorage.getItem(TOKEN);
-  const headers: Record<string, string> = token ? { authorization: `Bearer ${token}` } : {};
-  const answer = await fetch(`api/${path}`, { headers, signal });
+  return token ? { authorization: `Bearer ${token}` } : {};
+}
+
+async function answered(answer: Response): Promise<Response> {
+  if (answer.ok) return answer;
   const body = await answer.json();
-  if (!answer.ok) {
-    throw new Refusal(answer.status, `${body.detail ?? answer.statusText} ${body.remedy ?? ""}`);
+  throw new Refusal(answer.status, `${body.detail ?? answer.statusText} ${body.remedy ?? ""}`);
+}
+
+export async function get<T>(path: string, signal?: AbortSignal): Promise<T> {
+  const answer = await answered(await fetch(`api/${path}`, { headers: headers(), signal }));
+  return (await answer.json()) as T;
+}
+
+export async function post<T>(path: string, body: unknown): Promise<T> {
+  const answer = await fetch(`api/${path}`, {
+    method: "POST",
+    headers: { ...headers(), "content-type": "application/json" },
+    body: JSON.stringify(body),
+  });
+  return (await (await answered(answer)).json()) as T;
+}
+
+/** Call `show` with each server-sent event until the signal ends it. EventSource has no headers. */
+export async function follow<T>(
+  path: string,
+  show: (event: T) => void,
+  signal: AbortSignal,
+): Promise<void> {
+  const answer = await answered(await fetch(`api/${path}`, { headers: headers(), signal }));
+  const reader = answer.body!.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop() ?? "";
+    for (const event of events) show(JSON.parse(event.replace(/^data: /, "")) as T);
   }
-  return body as T;
 }
 
 export function query(values: [string, string][]): string {

@@ -1,7 +1,7 @@
 // The address, keys, theme and answers of the service, as hooks.
 
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
-import { get, Refusal } from "./api";
+import { follow, get, Refusal } from "./api";
 
 export type Address = { page: string; values: URLSearchParams };
 
@@ -62,6 +62,35 @@ export function useAnswer<T>(path: string | null, version: unknown = 0): Answer<
     return () => abort.abort();
   }, [path, version]);
   return answer;
+}
+
+/** The newest event of a path; it is asked again when the connection ends. */
+export function useEvents<T>(path: string): { event: T | undefined; error: string } {
+  const [state, setState] = useState<{ event: T | undefined; error: string }>({
+    event: undefined,
+    error: "",
+  });
+  useEffect(() => {
+    const abort = new AbortController();
+    let timer = 0;
+    const listen = () =>
+      follow<T>(path, (event) => setState({ event, error: "" }), abort.signal)
+        .catch((error) => {
+          if (abort.signal.aborted) return;
+          const text = error instanceof Refusal ? error.message : "The console is stopped.";
+          setState({ event: undefined, error: text });
+        })
+        .then(() => {
+          if (!abort.signal.aborted) timer = window.setTimeout(listen, 2000);
+        });
+    setState({ event: undefined, error: "" });
+    listen();
+    return () => {
+      abort.abort();
+      clearTimeout(timer);
+    };
+  }, [path]);
+  return state;
 }
 
 /** A number that grows every `seconds` while the page is visible. */

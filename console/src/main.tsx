@@ -7,6 +7,8 @@ import { Config } from "./config";
 import { Curves } from "./curves";
 import { change, go, linkTo, useAddress, useAnswer, useKeys, useTheme, useTicks } from "./hooks";
 import "./style.css";
+import { NowPage } from "./now";
+import { QueuePage } from "./queue";
 import { Problem } from "./texts";
 import { Trajectories } from "./trajectories";
 import { TrajectoryPage } from "./trajectory";
@@ -17,9 +19,11 @@ const PAGES: [string, string][] = [
   ["curves", "Curves"],
   ["config", "Config"],
   ["weights", "Weights"],
+  ["now", "Now"],
+  ["queue", "Queue"],
 ];
 const HELP: [string, string][] = [
-  ["1, 2, 3, 4", "Trajectories, Curves, Config, Weights"],
+  ["1, 2, 3, 4, 5, 6", "Trajectories, Curves, Config, Weights, Now, Queue"],
   ["r", "next run"],
   ["t", "dark or light"],
   ["?", "this help"],
@@ -36,6 +40,8 @@ const HELP: [string, string][] = [
   ["m, M", "tokens: next and previous colouring"],
   ["s", "tokens: next sequence"],
   ["d", "config: only differences"],
+  ["!", "now: pause or resume training"],
+  ["a, e", "queue: choose all; put the chosen back"],
 ];
 
 function Console() {
@@ -114,6 +120,8 @@ function Console() {
       )}
       {run && address.page === "config" && <Config runs={runs} run={run} address={address} />}
       {run && address.page === "weights" && <Weights key={run.name} run={run} />}
+      {run && address.page === "now" && <NowPage key={run.name} run={run} />}
+      {run && address.page === "queue" && <QueuePage key={run.name} run={run} />}
     </>
   );
 }

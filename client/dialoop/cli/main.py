@@ -112,11 +112,15 @@ def _add_stack_commands(commands: Commands) -> None:
         "status", help="show the health of a stack, its training and its queue"
     )
     status.set_defaults(module="status", function="status")
+    watch = commands.add_parser("watch", help="show the same every second, until the stack ends")
+    watch.set_defaults(module="status", function="watch")
     down.add_argument("run", nargs="?", default="", help="name of the run (default)")
-    status.add_argument(
-        "run", nargs="?", default="", help="name of the run, if there are several stacks"
-    )
-    for command in (up, train, down, status):
+    for command in (status, watch):
+        command.add_argument(
+            "run", nargs="?", default="", help="name of the run, if there are several stacks"
+        )
+        command.add_argument("--json", action="store_true", help="print JSON, one line for a look")
+    for command in (up, train, down, status, watch):
         command.set_defaults(root=ROOT)
 
 

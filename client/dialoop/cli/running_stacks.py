@@ -1,7 +1,7 @@
 """Find the stacks that run on this machine, by the files they keep under runs/.
 
-A stack locks runs/.<run>.lock, which contains its pid, until it ends. Once all its services are
-ready it also writes runs/<run>/stack.json.
+A stack locks runs/.<run>.lock, which contains its pid, until it ends. It also keeps
+runs/<run>/stack.json, with what its processes do and, once all are ready, their addresses.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ STACK_FILE = "stack.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A running stack. `addresses` (gRPC) and `rest` are empty while it starts or stops."""
+    """A running stack. `addresses` (gRPC) and `rest` are empty while it starts or stops.
+
+    processes: state, pid, num_restarts and alarm of each process, as its supervisor wrote them.
+    """
 
     run_dir: Path
     pid: int
     addresses: Mapping[str, str] = field(default_factory=dict)
     rest: Mapping[str, str] = field(default_factory=dict)
+    run_id: str = ""
+    processes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
 def find_stack(run_dir: Path) -> Stack | None:
@@ -74,7 +79,7 @@ def _holder_of(lock: Path) -> int:
 
 
 def read_announcement(run_dir: Path, pid: int) -> Stack | None:
-    """Return the stack of this pid from its stack.json, or None before its services are ready."""
+    """Return the stack of this pid from its stack.json, or None where it has written none."""
     try:
         content = json.loads((run_dir / STACK_FILE).read_text("utf-8"))
     except (OSError, ValueError):
@@ -82,4 +87,11 @@ def read_announcement(run_dir: Path, pid: int) -> Stack | None:
     if content["pid"] != pid:  # a stack that was killed leaves its file behind
         return None
     addresses, rest = dict(content["addresses"]), dict(content.get("rest_addresses", {}))
-    return Stack(run_dir=run_dir, pid=pid, addresses=addresses, rest=rest)
+    return Stack(
+        run_dir=run_dir,
+        pid=pid,
+        addresses=addresses,
+        rest=rest,
+        run_id=str(content.get("run_id", "")),
+        processes=dict(content.get("processes", {})),
+    )

@@ -199,8 +199,9 @@ def _wait_until_ready(process: subprocess.Popen[bytes], run_dir: Path) -> Stack 
     """Return the stack once it is ready, or None when it has ended."""
     while process.poll() is None:
         # Reads its file alone: trying its lock could take that from a stack that is starting.
-        if ready := read_announcement(run_dir, process.pid):
-            return ready
+        announced = read_announcement(run_dir, process.pid)
+        if announced is not None and announced.addresses:
+            return announced
         time.sleep(_POLL_S)
     return None
 

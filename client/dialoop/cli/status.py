@@ -1,85 +1,115 @@
-"""Run `dialoop status`: which services answer, how far training is, what waits in the queue."""
+"""Run `dialoop status` and `dialoop watch`: what a stack's services do, and who waits for whom.
+
+`status` looks once. `watch` looks every second until Ctrl-C or until the stack has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import time
 from typing import TYPE_CHECKING
 
-import grpc
-
-from dialoop.cli.console import say
+from dialoop.cli.console import rich_console, say
+from dialoop.cli.running_stacks import find_stack
 from dialoop.cli.stack import choose_stack
-from dialoop.clients.channel import Channel
-from dialoop.clients.replay import ReplayClient
-from dialoop.clients.retry import RetryPolicy
-from dialoop.clients.trainer import TrainerClient
-from dialoop.errors import DialoopError
+from dialoop.now import Watcher
+from dialoop.now.snapshot import groups_by_place
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator
 
     from dialoop.cli.running_stacks import Stack
     from dialoop.clients.replay import ReplayStats
     from dialoop.clients.trainer import TrainerStatus
+    from dialoop.now import Now
 
-    Check = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
-
-_TIMEOUT_S = 3.0
-# grpc.health.v1.HealthCheckResponse with status SERVING, as it travels.
-_SERVING = b"\x08\x01"
+_EVERY_S = 1.0
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Print the state of a stack; return 0 when every service answers."""
     stack = choose_stack(arguments.root, arguments.run)
-    say(f"{stack.run_dir}, pid {stack.pid}")
-    if not stack.addresses:
-        say("is starting or stopping; its services have no addresses yet")
-        return 1
-    return asyncio.run(_report(stack))
+    now = asyncio.run(_look_once(stack))
+    if arguments.json:
+        say(json.dumps(now.as_json()))
+    else:
+        say(f"{stack.run_dir}, pid {stack.pid}")
+        if not stack.addresses:
+            say("is starting or stopping; its services have no addresses yet")
+        for line in lines_of(now):
+            say(f"  {line}")
+    return 0 if stack.addresses and now.is_healthy else 1
 
 
-async def _report(stack: Stack) -> int:
-    names = list(stack.addresses)
-    healths = await asyncio.gather(*(_health(stack.addresses[name]) for name in names))
-    for name, health in zip(names, healths, strict=True):
-        at = f"   http://{stack.rest[name]}" if name in stack.rest else ""
-        say(f"  {name:<12} {stack.addresses[name]:<22} {health}{at}")
-    await _details(stack)
-    return 0 if all(health == "serving" for health in healths) else 1
+def watch(arguments: argparse.Namespace) -> int:
+    """Show the state of a stack every second; return 0 when the stack has ended, or on Ctrl-C."""
+    stack = choose_stack(arguments.root, arguments.run)
+    try:
+        asyncio.run(_watch(stack, as_json=arguments.json))
+    except KeyboardInterrupt:
+        return 0
+    if not arguments.json:
+        say(f"The stack of {stack.run_dir} has ended.")
+    return 0
 
 
-async def _health(address: str) -> str:
-    async with grpc.aio.insecure_channel(address) as channel:
-        check: Check = channel.unary_unary("/grpc.health.v1.Health/Check")
-        try:
-            answer = await check(b"", timeout=_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return "does not answer"
-    return "serving" if answer == _SERVING else "is not ready"
+async def _watch(stack: Stack, *, as_json: bool) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    console = rich_console()
+    if as_json or not console.is_terminal:
+        async for now in _looks(stack):
+            say(json.dumps(now.as_json()) if as_json else "\n".join([*lines_of(now), ""]))
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        async for now in _looks(stack):
+            clock = time.strftime("%H:%M:%S", time.localtime(now.time))
+            lines = [f"{stack.run_dir}, pid {stack.pid}, {clock}", *lines_of(now)]
+            live.update(Text("\n".join(lines)), refresh=True)
 
 
-async def _details(stack: Stack) -> None:
-    """Print what the trainer and the replay service report."""
-    run_id = json.loads((stack.run_dir / "run.json").read_text("utf-8"))["run_id"]
-    async with _channel(stack.addresses, "trainer") as to_trainer:
-        try:
-            say(f"  training:  {training_line(await TrainerClient(to_trainer).get_status())}")
-        except DialoopError as error:
-            say(f"  training:  {error}")
-    async with _channel(stack.addresses, "replay") as to_replay:
-        try:
-            say(f"  queue:     {queue_line(await ReplayClient(to_replay).get_stats(run_id))}")
-        except DialoopError as error:
-            say(f"  queue:     {error}")
+async def _looks(stack: Stack) -> AsyncIterator[Now]:
+    """Yield a look every second, until the stack has ended; it may start or change meanwhile."""
+    current: Stack | None = stack
+    while current is not None and current.pid == stack.pid:
+        async with Watcher(current, token=_token()) as watcher:
+            addresses = current.addresses
+            while current is not None and current.addresses == addresses:
+                yield await watcher.look()
+                await asyncio.sleep(_EVERY_S)
+                current = find_stack(stack.run_dir)
 
 
-def _channel(addresses: Mapping[str, str], name: str) -> Channel:
-    token = os.environ.get("DIALOOP_TOKEN", "")
-    return Channel(addresses[name], token=token, retry=RetryPolicy(max_attempts=1))
+async def _look_once(stack: Stack) -> Now:
+    async with Watcher(stack, token=_token()) as watcher:
+        return await watcher.look()
+
+
+def _token() -> str:
+    return os.environ.get("DIALOOP_TOKEN", "")
+
+
+def lines_of(now: Now) -> list[str]:
+    """Return a line for each service, for training, for the queue, and for whatever waits."""
+    lines = []
+    for service in now.services:
+        rest = f"   http://{service.rest_address}" if service.rest_address else ""
+        silent = f" for {service.silent_s:.0f} s" if service.silent_s >= 1.0 else ""
+        restarts = service.process.get("num_restarts", 0)
+        again = f", started again {restarts} times" if restarts else ""
+        health = f"{service.health}{silent}{again}"
+        lines.append(f"{service.name:<12} {service.address:<22} {health}{rest}")
+    lines.append(f"training:  {training_line(now.trainer) if now.trainer else 'no answer'}")
+    lines.append(f"queue:     {queue_line(now.queue) if now.queue else 'no answer'}")
+    if now.sampled_tokens_per_s is not None:
+        lines.append(f"sampling:  {now.sampled_tokens_per_s:.0f} tokens/s")
+    lines += [f"waits:     {each}" for each in now.blocked if each.seconds >= 1.0]
+    lines += [f"ALARM:     {alarm}" for alarm in now.alarms]
+    return lines
 
 
 def training_line(trainer: TrainerStatus) -> str:
@@ -96,11 +126,6 @@ def training_line(trainer: TrainerStatus) -> str:
 
 def queue_line(stats: ReplayStats) -> str:
     """Return one line on the groups, in the order in which they pass through the queue."""
-    counts = stats.training
-    return (
-        f"{counts.num_tasks_offered} tasks offered; groups: {counts.num_groups_leased} playing, "
-        f"{counts.num_groups_unscored} unscored, {counts.num_groups_scored} scored, "
-        f"{counts.num_groups_training} training, "
-        f"{counts.num_groups_trained + counts.num_groups_consumed} trained, "
-        f"{sum(counts.num_groups_dropped.values())} dropped; {stats.credits} credits"
-    )
+    offered, *places = groups_by_place(stats.training).items()
+    groups = ", ".join(f"{count} {place}" for place, count in places)
+    return f"{offered[1]} {offered[0]}; groups: {groups}; {stats.credits} credits"

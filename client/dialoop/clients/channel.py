@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -19,9 +20,10 @@ from dialoop.clients.errors import error_of
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopWarning, Unavailable
 from dialoop.reasons import Reason
+from dialoop.waits import current_waits
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
     from types import TracebackType
     from typing import Any, Self
 
@@ -40,7 +42,8 @@ class Rpc(Generic[Q, A]):
     """One rpc: its path, its messages, and how to call it.
 
     Set `is_retried` only where a second call does no harm when the first one's answer was lost.
-    `deadline_s` is infinite where the service itself limits how long its work takes.
+    `deadline_s` is infinite where the service itself limits how long its work takes. `is_poll` says
+    that the service may answer late with nothing, so that a call in flight shows no stall.
     """
 
     path: str
@@ -48,6 +51,7 @@ class Rpc(Generic[Q, A]):
     answer: type[A]
     is_retried: bool = field(default=False, kw_only=True)
     deadline_s: float = field(default=60.0, kw_only=True)
+    is_poll: bool = field(default=False, kw_only=True)
 
 
 class Transport(Protocol):
@@ -92,6 +96,7 @@ class Channel:
         transport: Transport | None = None,
     ) -> None:
         self.address = address
+        self._waits = current_waits.get()
         self._metadata: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._retry = retry or RetryPolicy()
         self._channel = transport or _connection(address, max_message_bytes)
@@ -135,7 +140,8 @@ class Channel:
             return answer
 
         policy = self._retry if rpc.is_retried else _ONCE
-        answer = await retry(attempt, policy, within_s=within_s)
+        with self._waiting_for(rpc):
+            answer = await retry(attempt, policy, within_s=within_s)
         tell_warnings(answer)
         return answer
 
@@ -166,9 +172,10 @@ class Channel:
             response_deserializer=rpc.answer.FromString,
         )
         timeout_s = rpc.deadline_s if deadline_s is None else deadline_s
-        async with _Translating(self.address):
-            answer: A = await method(requests, timeout=timeout_s, metadata=self._metadata)
-            return answer
+        with self._waiting_for(rpc):
+            async with _Translating(self.address):
+                answer: A = await method(requests, timeout=timeout_s, metadata=self._metadata)
+                return answer
 
     async def exchange(self, rpc: Rpc[Q, A], requests: AsyncIterator[Q]) -> AsyncIterator[A]:
         """Send requests and yield answers until either side ends; there is no deadline."""
@@ -184,6 +191,18 @@ class Channel:
                     yield answer
             finally:
                 call.cancel()
+
+    @contextmanager
+    def _waiting_for(self, rpc: Rpc[Q, A]) -> Iterator[None]:
+        """Count the call as a wait of the service that made this channel."""
+        if rpc.is_poll:
+            yield
+            return
+        wait = self._waits.begin(self.address, rpc.path.rpartition("/")[2])
+        try:
+            yield
+        finally:
+            self._waits.end(wait)
 
 
 def tell_warnings(answer: Message) -> None:

@@ -233,18 +233,20 @@ class DeadLetter:
     group: Group
 
 
-def _rpc(name: str, *, is_retried: bool = True, deadline_s: float = 60.0) -> Rpc[Any, Any]:
+def _rpc(
+    name: str, *, is_retried: bool = True, deadline_s: float = 60.0, is_poll: bool = False
+) -> Rpc[Any, Any]:
     request, answer = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
     path = f"/dialoop.v1.ReplayService/{name}"
-    return Rpc(path, request, answer, is_retried=is_retried, deadline_s=deadline_s)
+    return Rpc(path, request, answer, is_retried=is_retried, deadline_s=deadline_s, is_poll=is_poll)
 
 
 # A repeated lease whose first answer was lost leaves leases that run out and come back.
 OFFER_TASKS = _rpc("OfferTasks", is_retried=False)
-LEASE_TASKS = _rpc("LeaseTasks")
+LEASE_TASKS = _rpc("LeaseTasks", is_poll=True)
 APPEND_MEMBERS = _rpc("AppendMembers")
 APPEND_GROUPS = _rpc("AppendGroups")
-LEASE_GROUPS = _rpc("LeaseGroups")
+LEASE_GROUPS = _rpc("LeaseGroups", is_poll=True)
 ACKNOWLEDGE = _rpc("Acknowledge")
 RETURN = _rpc("Return")
 EXTEND = _rpc("Extend")

@@ -19,6 +19,7 @@ from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
 from dialoop.reasons import DropReason, Reason, turns_spent
 from dialoop.trajectory import Purpose
+from dialoop.waits import waiting_for
 
 from dialoop_services.collector.outbox import Outbox, is_away
 from dialoop_services.collector.player import FailedMember, Round
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo
     from dialoop.clients.replay import Appended, LeasedTasks, ReplayClient, TaskLease
+    from dialoop.waits import OpenWait
 
     from dialoop_services.collector.counters import Counters
     from dialoop_services.collector.player import GroupPlayer, PlayedMember
@@ -73,18 +75,21 @@ class Collector:
                 tasks.create_task(self._task_supply.run())
                 tasks.create_task(self._keep_leases())
                 while True:
-                    for lease in await self._lease():
+                    with waiting_for("replay", "tasks to play", is_idle=True) as wait:
+                        leases = await self._lease(wait)
+                    for lease in leases:
                         self._start(lease, tasks)
         finally:
             await self._give_back_all()
 
-    async def _lease(self) -> tuple[TaskLease, ...]:
+    async def _lease(self, wait: OpenWait) -> tuple[TaskLease, ...]:
         """Lease tasks for the free slots. Wait for a slot, for tasks, and while replay is away."""
         attempt = 0
         while True:
             while (free := self._settings.max_groups_in_flight - len(self._rounds)) <= 0:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
+                wait.restart()
             try:
                 answer = await self._ask_for_tasks(free)
             except DialoopError as error:

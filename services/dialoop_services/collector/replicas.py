@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dialoop.clients.errors import DEATHS, is_worth_retrying
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
+from dialoop.waits import waiting_for
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -142,12 +143,13 @@ class Replicas:
             replica.num_failures, replica.back_at = 0, 0.0
             return samples
 
-        # No wait between attempts here: `_next_replica` waits until a replica is back.
-        return await retry(
-            lambda: self._suspects.watch(generate_once, is_suspect=is_suspect),
-            self._retry_policy,
-            wait_s=lambda _: 0.0,
-        )
+        with waiting_for("inference", "Generate"):
+            # No wait between attempts here: `_next_replica` waits until a replica is back.
+            return await retry(
+                lambda: self._suspects.watch(generate_once, is_suspect=is_suspect),
+                self._retry_policy,
+                wait_s=lambda _: 0.0,
+            )
 
     async def _next_replica(self, context: Sequence | None) -> _Replica:
         """Return the next replica in turn that is not set aside, or wait for the first one back.
@@ -231,31 +233,34 @@ class RetryingSessions:
 
     async def create_session(self, session_id: str, environment: str) -> float:
         """Open a session; also wait while all sessions are in use."""
-        return await retry(
-            lambda: self._sessions.create_session(session_id, environment), self._retry_policy
-        )
+        with waiting_for("environment", "CreateSession"):
+            return await retry(
+                lambda: self._sessions.create_session(session_id, environment), self._retry_policy
+            )
 
     async def reset(
         self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
     ) -> ResetResult:
         """Start an episode."""
-        return await retry(
-            lambda: self._sessions.reset(
-                session_id, episode=episode, split=split, task_key=task_key, seed=seed
-            ),
-            self._retry_policy,
-        )
+        with waiting_for("environment", "Reset"):
+            return await retry(
+                lambda: self._sessions.reset(
+                    session_id, episode=episode, split=split, task_key=task_key, seed=seed
+                ),
+                self._retry_policy,
+            )
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
     ) -> StepResult:
         """Take a step with the policy's message; a repeated step gets the first result."""
-        return await retry(
-            lambda: self._sessions.step(
-                session_id, episode=episode, step_index=step_index, history=history
-            ),
-            self._retry_policy,
-        )
+        with waiting_for("environment", "Step"):
+            return await retry(
+                lambda: self._sessions.step(
+                    session_id, episode=episode, step_index=step_index, history=history
+                ),
+                self._retry_policy,
+            )
 
     async def close_session(self, session_id: str) -> bool:
         """Close the session without retrying: the environment reaps abandoned ones."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dialoop.errors import DialoopError, InvalidInput, NotFound
 
 from dialoop_services.console.app import console_app
+from dialoop_services.console.live_runs import LiveRuns
 from dialoop_services.console.watched_runs import WatchedRuns
 from dialoop_services.rest.app import RestDoor
 from dialoop_services.runtime.listening import address_of, bound_socket, require_safe_address
@@ -44,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _serve(settings: ServerSettings, runs: WatchedRuns) -> None:
     bound = bound_socket(settings.host, settings.port)
     port = bound.getsockname()[1]
-    app = console_app(runs, token=settings.token.get_secret_value())
-    door = RestDoor(app, drain_s=1.0)
-    async with StopSignal() as stop:
+    token = settings.token.get_secret_value()
+    async with LiveRuns(token=token) as live, StopSignal() as stop:
+        door = RestDoor(console_app(runs, live, token=token), drain_s=1.0)
         await door.open(bound)
         sys.stdout.write(f"console of {', '.join(runs.indexes)}: ")
         sys.stdout.write(f"http://{address_of(settings.host, port)}/ (Ctrl-C stops it)\n")

@@ -1,12 +1,14 @@
-"""The console's routes: the page, and JSON about runs. Every one of them only reads.
+"""The console's routes: the page, and JSON about runs.
 
-`console_app(runs, token="")` makes the application. Errors are problem documents, as those of the
-services. Numbers that are not finite travel as the texts "NaN", "Infinity" and "-Infinity", because
-JSON has none.
+GET only reads. POST puts dead letters back into a running queue, and pauses and resumes training.
+`console_app(runs, live, token="")` makes the application. Errors are problem documents, as those of
+the services. Numbers that are not finite travel as the texts "NaN", "Infinity" and "-Infinity",
+because JSON has none.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from dataclasses import asdict
@@ -20,28 +22,34 @@ from dialoop.runs.publishes import proof_bound, publishes_of
 from dialoop.runs.run_config import compare_configs, flat_config, read_run
 from dialoop.runs.token_numbers import MAX_TOKENS, token_page
 from starlette.applications import Starlette
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from dialoop_services.console.live_runs import LOOK_EVERY_S
 from dialoop_services.rest.guard import Guard
 from dialoop_services.rest.problems import (
+    BodyTooLarge,
     MethodNotAllowed,
     RouteNotFound,
+    UnsupportedMediaType,
     problem_body,
     problem_headers,
 )
 from dialoop_services.runtime.auth import Token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from pathlib import Path
 
     from starlette.requests import Request
 
+    from dialoop_services.console.live_runs import LiveRuns
     from dialoop_services.console.watched_runs import WatchedRuns
     from dialoop_services.rest.guard import App, Receive, Scope, Send
 
 ASSETS = "/assets/"
 _MAX_GROUP = 64
+_MAX_BODY_BYTES = 64 * 1024
 _PAGING = ("sort", "offset", "limit")
 _TYPES = {
     ".js": "text/javascript",
@@ -63,7 +71,7 @@ _HEADERS = [
 ]
 
 
-def console_app(runs: WatchedRuns, *, token: str) -> App:
+def console_app(runs: WatchedRuns, live: LiveRuns, *, token: str) -> App:
     """Return the application behind the services' guard; the page itself needs no token."""
     routes = _Routes(runs)
     one_run = "/api/runs/{run}"
@@ -80,15 +88,24 @@ def console_app(runs: WatchedRuns, *, token: str) -> App:
         "/api/curves": routes.curves,
         "/api/config": routes.config,
     }
+    acting = _LiveRoutes(runs, live)
+    acts: dict[str, Callable[[Request], Awaitable[Any]]] = {
+        f"{one_run}/requeue": acting.requeue,
+        f"{one_run}/pause": acting.pause,
+        f"{one_run}/resume": acting.resume,
+    }
     app: Any = Starlette(
         routes=[
             *(Route(path, _answering(make)) for path, make in served.items()),
+            Route(f"{one_run}/now", acting.now),
+            Route(f"{one_run}/queue", _answering_async(acting.queue)),
+            *(Route(p, _answering_async(act), methods=["POST"]) for p, act in acts.items()),
             *(Route(path, _serving(*content)) for path, content in _page().items()),
         ],
         exception_handlers={
             DialoopError: _refuse,
             404: lambda _, __: _problem(_NO_ROUTE),
-            405: lambda _, __: _problem(_READ_ONLY),
+            405: lambda _, __: _problem(_OTHER_METHOD),
         },
     )
     app.router.redirect_slashes = False
@@ -96,7 +113,9 @@ def console_app(runs: WatchedRuns, *, token: str) -> App:
 
 
 _NO_ROUTE = RouteNotFound("The console has no such route.", remedy="Open / in a browser.")
-_READ_ONLY = MethodNotAllowed("The console only reads.", remedy="Use GET.")
+_OTHER_METHOD = MethodNotAllowed(
+    "The route has another method.", remedy="Use POST for requeue, pause and resume, else GET."
+)
 
 
 class _Routes:
@@ -217,6 +236,81 @@ class _Routes:
         return {"runs": list(indexes), "lines": [asdict(line) for line in lines]}
 
 
+class _LiveRoutes:
+    """What the routes answer that ask the running stack of a run."""
+
+    def __init__(self, runs: WatchedRuns, live: LiveRuns) -> None:
+        self._runs = runs
+        self._live = live
+
+    def _run_dir(self, request: Request) -> Path:
+        return self._runs.index_of(request.path_params["run"]).run_dir
+
+    async def now(self, request: Request) -> Response:
+        """Answer with an event each second: what the stack does, or null while there is none."""
+        run_dir = self._run_dir(request)
+
+        async def events() -> AsyncIterator[bytes]:
+            while True:
+                yield b"data: " + _json(await self._live.now(run_dir)) + b"\n\n"
+                await asyncio.sleep(LOOK_EVERY_S)
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def queue(self, request: Request) -> Any:
+        """List the dead letters of the run's queue."""
+        return {"dead_letters": await self._live.dead_letters(self._run_dir(request))}
+
+    async def requeue(self, request: Request) -> Any:
+        """Put dead letters back into the queue."""
+        ids = (await _body_of(request)).get("group_ids")
+        if not isinstance(ids, list) or not ids or not all(isinstance(i, str) for i in ids):
+            raise InvalidInput(
+                "group_ids names no group.",
+                reason=Reason.INVALID_FIELD,
+                remedy='Send {"group_ids": ["..."]}, with ids that /queue lists.',
+            )
+        return {"num_requeued": await self._live.requeue(self._run_dir(request), ids)}
+
+    async def pause(self, request: Request) -> Any:
+        """Pause training after its step."""
+        await _body_of(request)
+        await self._live.pause(self._run_dir(request), is_paused=True)
+        return {}
+
+    async def resume(self, request: Request) -> Any:
+        """Let training go on."""
+        await _body_of(request)
+        await self._live.pause(self._run_dir(request), is_paused=False)
+        return {}
+
+
+async def _body_of(request: Request) -> dict[str, Any]:
+    """Return the request's JSON object.
+
+    Only JSON is read: a page of another origin can send other types without being asked first.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise UnsupportedMediaType("The body is not JSON.", remedy="Send application/json.")
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY_BYTES:
+            raise BodyTooLarge(
+                f"The body is larger than {_MAX_BODY_BYTES} bytes.", remedy="Name fewer groups."
+            )
+    try:
+        value = json.loads(body or b"{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidInput(
+            "The body is no JSON object.", reason=Reason.INVALID_FIELD, remedy="Send an object."
+        )
+    return value
+
+
 def _whole(values: Mapping[str, Any], name: str, default: int) -> int:
     text = str(values.get(name, default))
     if not (text.isascii() and text.isdigit() and len(text) < 19):
@@ -233,6 +327,15 @@ def _answering(make: Callable[[Request], Any]) -> Callable[[Request], Response]:
 
     def answer(request: Request) -> Response:
         return Response(_json(make(request)), media_type="application/json")
+
+    return answer
+
+
+def _answering_async(act: Callable[[Request], Awaitable[Any]]) -> Any:
+    """Return an endpoint that waits for services, not for files."""
+
+    async def answer(request: Request) -> Response:
+        return Response(_json(await act(request)), media_type="application/json")
 
     return answer
 

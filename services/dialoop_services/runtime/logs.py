@@ -7,6 +7,7 @@ with log_fields(group_id="addition/0"):
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -19,6 +20,11 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from dialoop.waits import Waits
+
+log = logging.getLogger(__name__)
+
+_STALLS_EVERY_S = 5.0
 _OURS = ("dialoop", "dialoop_services")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default={})  # noqa: B039
@@ -64,6 +70,29 @@ def configure_logs(service: str, settings: LogSettings | None = None) -> None:
     handler.addFilter(RepeatFilter())
     for ours in _OURS:
         logging.getLogger(ours).setLevel(settings.log_level)
+
+
+async def log_stalls(waits: Waits, *, every_s: float = _STALLS_EVERY_S) -> None:
+    """Log every wait that is a stall, again whenever its age has doubled, and its end."""
+    due_s: dict[tuple[str, str], float] = {}
+    while True:
+        await asyncio.sleep(every_s)
+        stalls = {(w.target, w.what): w for w in waits.current() if w.is_stall}
+        for kind in due_s.keys() - stalls.keys():
+            log.warning("Goes on, after a wait for %s.", kind[1], extra={"target": kind[0]})
+            del due_s[kind]
+        for kind, wait in stalls.items():
+            if wait.seconds >= due_s.get(kind, 0.0):
+                due_s[kind] = 2 * wait.seconds
+                log.warning(
+                    "Waits for %s.",
+                    wait.what,
+                    extra={
+                        "target": wait.target,
+                        "waits": wait.count,
+                        "seconds": round(wait.seconds, 1),
+                    },
+                )
 
 
 class _FieldsFormatter(logging.Formatter):

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+
+    from dialoop.waits import Waits
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
@@ -39,6 +41,26 @@ class _Shown(Collector):
         for value, count in counts.read().items():
             family.add_metric([value], count)
         yield family
+
+
+class _ShownWaits(Collector):
+    """Reads what the service waits for when Prometheus asks."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        labels = ["target", "what", "idle"]
+        counts = GaugeMetricFamily("dialoop_waits", "Waits for a target.", labels=labels)
+        ages = GaugeMetricFamily(
+            "dialoop_wait_seconds", "Age of the oldest wait for a target.", labels=labels
+        )
+        for wait in self._waits.current():
+            values = [wait.target, wait.what, str(wait.is_idle).lower()]
+            counts.add_metric(values, wait.count)
+            ages.add_metric(values, wait.seconds)
+        yield counts
+        yield ages
 
 
 class Metrics:
@@ -84,6 +106,10 @@ class Metrics:
     def show(self, counts: LabelledCounts) -> None:
         """Show counts of another part of the service; they are read at each request."""
         self._registry.register(_Shown(counts))
+
+    def show_waits(self, waits: Waits) -> None:
+        """Show what the service waits for; it is read at each request."""
+        self._registry.register(_ShownWaits(waits))
 
     def exposition(self) -> bytes:
         """Return all metrics in the text format of Prometheus."""

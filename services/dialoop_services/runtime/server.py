@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop.waits import current_waits
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
@@ -30,6 +31,7 @@ from dialoop_services.runtime.listening import (
     bound_socket,
     require_safe_address,
 )
+from dialoop_services.runtime.logs import log_stalls
 from dialoop_services.runtime.shutdown import StopSignal, owns_process
 
 if TYPE_CHECKING:
@@ -146,6 +148,8 @@ class GrpcServer:
         if door is not None and bound is not None:
             self._rest_port = bound.getsockname()[1]
             await door.open(bound)
+        stalls = asyncio.create_task(log_stalls(current_waits.get()))
+        self._exits.callback(stalls.cancel)
         await self.set_serving(True)
         if owns_process.get():
             # Existing objects stay: a full collection then skips those of torch and protobuf.
@@ -165,6 +169,7 @@ class GrpcServer:
         from dialoop_services.runtime.metrics import LabelledCounts, Metrics
 
         metrics = Metrics()
+        metrics.show_waits(current_waits.get())
         for name, text, label, read in self._shown:
             metrics.show(LabelledCounts(name=name, text=text, label=label, read=read))
         return metrics

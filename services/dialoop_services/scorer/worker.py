@@ -17,6 +17,7 @@ from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Stage
+from dialoop.waits import waiting_for
 
 from dialoop_services.rl.selection import mean_absolute_advantage
 
@@ -90,7 +91,8 @@ class ScorerWorker:
             lease_s=self._settings.lease_s,
             wait_s=self._settings.wait_s,
         )
-        answer, _ = await _first_of(leasing, stopping.wait())
+        with waiting_for("replay", "groups to score", is_idle=True):
+            answer, _ = await _first_of(leasing, stopping.wait())
         return () if answer.cancelled() else answer.result().leases
 
     async def _deliver(self, lease: GroupLease) -> None:

@@ -25,7 +25,7 @@ from dialoop_services.stack.processes.redis_server import (
     version_of,
 )
 from dialoop_services.stack.processes.shared_memory import fill_with_latest, memory_for
-from dialoop_services.stack.processes.supervisor import Supervisor, supervise
+from dialoop_services.stack.processes.supervisor import Service, Supervisor, supervise
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dialoop_services.stack.run_dir import RunDir
 
 _MODEL_POLL_S = 0.1
+_ANNOUNCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,30 +90,76 @@ async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStac
     """Start everything in the plan; when the context is left, all of it has ended."""
     with fill_with_latest(plan.layout.memory, plan.layout.run_dir.policies):
         async with supervise(log) as supervisor:
-            await _start_all(plan, supervisor)
-            with _announce(plan.layout):
+            with _announce(plan.layout, supervisor) as announcement:
+                supervisor.run_beside(announcement.keep_current())
+                await _start_all(plan, supervisor)
+                announcement.is_ready = True
+                announcement.write()
                 yield RunningStack(plan=plan, supervisor=supervisor)
 
 
-@contextmanager
-def _announce(layout: Layout) -> Iterator[None]:
-    """Write the addresses to stack.json, which `dialoop up`, `status` and the SDK read."""
-    path = layout.run_dir.path / STACK_FILE
-    addresses = {name: layout.address(name) for name in layout.services}
-    rest = {name: layout.rest_address(name) for name in layout.services}
-    content = {
-        "pid": os.getpid(),
-        "run_id": layout.run_dir.run_id,
-        "addresses": addresses,
-        "rest_addresses": rest,
+class Announcement:
+    """stack.json, which `dialoop up`, `status`, `watch`, the console and the SDK read.
+
+    It has the addresses once all services are ready, and at any time what each process does.
+    """
+
+    def __init__(self, layout: Layout, supervisor: Supervisor) -> None:
+        self._layout = layout
+        self._supervisor = supervisor
+        self._path = layout.run_dir.path / STACK_FILE
+        self._latest = ""
+        self._is_withdrawn = False
+        self.is_ready = False
+
+    async def keep_current(self) -> None:
+        """Write the file again whenever a process has changed its state."""
+        while not self._is_withdrawn:
+            self.write()
+            await asyncio.sleep(_ANNOUNCE_S)
+
+    def write(self) -> None:
+        """Write the file if anything in it is new."""
+        layout, services = self._layout, self._layout.services if self.is_ready else ()
+        content = {
+            "pid": os.getpid(),
+            "run_id": layout.run_dir.run_id,
+            "addresses": {name: layout.address(name) for name in services},
+            "rest_addresses": {name: layout.rest_address(name) for name in services},
+            "processes": {each.spec.name: _state_of(each) for each in self._supervisor.services},
+        }
+        text = json.dumps(content, indent=2) + "\n"
+        if text == self._latest or self._is_withdrawn:
+            return
+        fresh = self._path.with_suffix(".tmp")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(self._path)
+        self._latest = text
+
+    def withdraw(self) -> None:
+        """Remove the file, and never write it again."""
+        self._is_withdrawn = True
+        self._path.unlink(missing_ok=True)
+
+
+def _state_of(service: Service) -> dict[str, object]:
+    """Return what a process does: its state, its pid, how often it was started again, an alarm."""
+    return {
+        "state": service.state.name.lower(),
+        "pid": service.child.pid if service.child else None,
+        "num_restarts": service.num_restarts,
+        "alarm": service.alarm,
     }
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    fresh.replace(path)
+
+
+@contextmanager
+def _announce(layout: Layout, supervisor: Supervisor) -> Iterator[Announcement]:
+    """Yield what the stack says of itself; it is gone when the context is left."""
+    announcement = Announcement(layout, supervisor)
     try:
-        yield
+        yield announcement
     finally:
-        path.unlink(missing_ok=True)
+        announcement.withdraw()
 
 
 async def _start_all(plan: Plan, supervisor: Supervisor) -> None:

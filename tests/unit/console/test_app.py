@@ -14,6 +14,7 @@ from dialoop.errors import NotFound
 from dialoop.runs import Filters, RunIndex
 from dialoop.runs.publishes import proof_bound, publishes_of
 from dialoop_services.console.app import console_app
+from dialoop_services.console.live_runs import LiveRuns
 from dialoop_services.console.watched_runs import WatchedRuns
 
 XSS = '<img src=x onerror="fetch(1)"><script>alert(1)</script>'
@@ -66,7 +67,7 @@ def console(tmp_path_factory) -> Any:
 
     def call(path: str, method: str = "GET", token: str = "", **headers: str) -> httpx.Response:
         async def send() -> httpx.Response:
-            app: Any = console_app(runs, token=token)
+            app: Any = console_app(runs, LiveRuns(token=token), token=token)
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
                 return await http.request(method, path, headers=headers)

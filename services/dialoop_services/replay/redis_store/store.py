@@ -28,6 +28,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
+from dialoop.waits import waiting_for
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 from redis.asyncio.retry import Retry
@@ -198,9 +199,10 @@ class RedisStore:
         now = "" if self._clock is None else str(round(self._clock() * 1000))
         call = json.dumps({**fields, "limits": _values_of(self.limits), "store": self._description})
         async with map_errors(self._client):
-            raw, *blobs = await self._scripts[name](
-                keys=[_prefix(run)], args=[now, call, *payloads]
-            )
+            with waiting_for("redis", name):
+                raw, *blobs = await self._scripts[name](
+                    keys=[_prefix(run)], args=[now, call, *payloads]
+                )
         reply: dict[str, Any] = json.loads(raw)
         if "refused" in reply:
             reason = Reason(reply["refused"])

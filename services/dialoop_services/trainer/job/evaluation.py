@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.reasons import DropReason
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
+from dialoop.waits import waiting_for
 
 from dialoop_services.trainer.data.leases import WORKER
 
@@ -125,12 +126,15 @@ class Evaluator:
             await self._offer(tasks[start : start + _OFFER])
         trajectories: list[Trajectory] = []
         num_failed, num_open = 0, len(tasks)
-        while num_open > 0:
-            groups = await self._take(prefix)
-            trajectories.extend(t for group in groups for t in group.trajectories)
-            num_open -= len(groups)
-            if not groups and num_open and await self._nothing_live():
-                num_failed, num_open = num_open, 0
+        with waiting_for("replay", "groups of an evaluation") as wait:
+            while num_open > 0:
+                groups = await self._take(prefix)
+                trajectories.extend(t for group in groups for t in group.trajectories)
+                num_open -= len(groups)
+                if groups:
+                    wait.restart()
+                elif num_open and await self._nothing_live():
+                    num_failed, num_open = num_open, 0
         return trajectories, num_failed
 
     async def _offer(self, tasks: list[Task]) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dialoop.clients.trainer import Phase
 from dialoop.errors import DialoopError
+from dialoop.waits import waiting_for
 
 from dialoop_services.trainer.job.checkpointer import Checkpointer
 from dialoop_services.trainer.job.evaluation import EvaluationPlan, EvaluationResult
@@ -206,18 +207,19 @@ class TrainingJob:
 
         A full disk would refuse publishes and checkpoints, and other programs' writes too.
         """
-        while not self._board.is_stopping:
-            num_missing = await asyncio.to_thread(self._missing_disk_bytes)
-            if num_missing <= 0:
-                break
-            if DISK_LOW not in self._board.alarms:
-                log.error(
-                    "Training waits for room on the disk of the run's folder.",
-                    extra={"missing_mb": -(-num_missing // _MB)},
-                )
-            self._board.raise_alarm(DISK_LOW, on=True)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._board.wait_until_stopping(), _DISK_POLL_S)
+        with waiting_for("disk", "room for the next step"):
+            while not self._board.is_stopping:
+                num_missing = await asyncio.to_thread(self._missing_disk_bytes)
+                if num_missing <= 0:
+                    break
+                if DISK_LOW not in self._board.alarms:
+                    log.error(
+                        "Training waits for room on the disk of the run's folder.",
+                        extra={"missing_mb": -(-num_missing // _MB)},
+                    )
+                self._board.raise_alarm(DISK_LOW, on=True)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._board.wait_until_stopping(), _DISK_POLL_S)
         self._board.raise_alarm(DISK_LOW, on=False)
 
     def _missing_disk_bytes(self) -> int:

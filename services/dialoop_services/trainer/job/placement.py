@@ -19,6 +19,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from dialoop.errors import DialoopError, PreconditionFailed, Unsupported
+from dialoop.waits import waiting_for
 
 from dialoop_services.runtime.device_lock import DeviceLock
 
@@ -116,13 +117,15 @@ class Shared:
 
     async def _acquire_lock(self) -> None:
         warn_at = self._loop.time() + _WARN_EVERY_S
-        await self._sleep_all()
-        while not self._lock.try_own():
-            await asyncio.sleep(_RETRY_S)
-            if self._loop.time() > warn_at:
-                log.warning("Still waiting for the device.", extra={"lock": str(self._lock.path)})
-                warn_at = self._loop.time() + _WARN_EVERY_S
+        with waiting_for("inference", "the device"):
             await self._sleep_all()
+            while not self._lock.try_own():
+                await asyncio.sleep(_RETRY_S)
+                if self._loop.time() > warn_at:
+                    lock = str(self._lock.path)
+                    log.warning("Still waiting for the device.", extra={"lock": lock})
+                    warn_at = self._loop.time() + _WARN_EVERY_S
+                await self._sleep_all()
 
     def _take_from_thread(self) -> None:
         """Call `take` for the learner, which computes in a thread beside the loop."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.errors import DeadlineExceeded
 from dialoop.reasons import Reason
+from dialoop.waits import waiting_for
 
 from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore, published_policy
 
@@ -174,16 +175,17 @@ class VersionedPublisher:
         )
         try:
             await self._checkpointer.restore_cursor()
-            while True:
-                try:
-                    return await self._parts.publisher.publish(
-                        version, trained_lease_ids=trained, captured=captured
-                    )
-                except DeadlineExceeded as error:
-                    is_late = error.reason == Reason.PUBLISH_TIMED_OUT
-                    if not is_late or is_requested or board.is_stopping:
-                        raise
-                    log.error("A publish is late: %s", error)
+            with waiting_for("inference", "a publish"):
+                while True:
+                    try:
+                        return await self._parts.publisher.publish(
+                            version, trained_lease_ids=trained, captured=captured
+                        )
+                    except DeadlineExceeded as error:
+                        is_late = error.reason == Reason.PUBLISH_TIMED_OUT
+                        if not is_late or is_requested or board.is_stopping:
+                            raise
+                        log.error("A publish is late: %s", error)
         finally:
             late.cancel()
             board.raise_alarm(PUBLISH_WAITS, on=False)

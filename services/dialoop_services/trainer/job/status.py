@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.clients.trainer import Phase
 from dialoop.errors import DialoopError
+from dialoop.waits import waiting_for
 
 from dialoop_services.runtime.exit_reason import known_error
 
@@ -46,7 +47,8 @@ class StatusBoard:
 
     async def wait_while_paused(self) -> None:
         """Return at once, or when resumed or stopped."""
-        await self._resumed.wait()
+        with waiting_for("resume", "the next step"):
+            await self._resumed.wait()
 
     @property
     def is_stopping(self) -> bool:

@@ -17,6 +17,7 @@ from dialoop.clients.replay import ReturnItem, Selection
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import DropReason, Reason, turns_spent
 from dialoop.trajectory import Stage
+from dialoop.waits import waiting_for
 
 from dialoop_services.rl.depth import first_above
 from dialoop_services.rl.lengths import length_bin
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
     from dialoop.sequences import Sequence as TokenSequence
     from dialoop.trajectory import Group
+    from dialoop.waits import OpenWait
 
     from dialoop_services.learning.packing.rows import TokenRow
     from dialoop_services.trainer.data.batches import Batch
@@ -112,13 +114,14 @@ class TrainSteps:
         If the queue is full meanwhile, return the step that frees memory there.
         """
         started = time.perf_counter()
-        leased = await self._lease()
+        with waiting_for("replay", "groups to train") as wait:
+            leased = await self._lease(wait)
         lease_s = time.perf_counter() - started
         if leased is not None:
             return partial(self._train_step, leased, lease_s)
         return self._free_queue if self._is_queue_full else None
 
-    async def _lease(self) -> LeasedBatch | None:
+    async def _lease(self, wait: OpenWait) -> LeasedBatch | None:
         """Return a whole batch, or an incomplete one with groups that are trained already.
 
         Groups are leased as they come, and each that cannot be trained is replaced. Return None
@@ -166,6 +169,8 @@ class TrainSteps:
             candidates.add(batch)
             await self.drop(batch)
             self._count_signal(batch)
+            if batch.train:
+                wait.restart()
             if batch.already_consumed:
                 return LeasedBatch(
                     leases=tuple(candidates.kept),
@@ -360,7 +365,8 @@ class TrainSteps:
                 self._learner.rows_to_train, batch.sequences, current=version
             )
         await self._write_debug_table(batch, rows)
-        report = await asyncio.to_thread(self._learner.train_step, rows)
+        with waiting_for("learner", "a train step"):
+            report = await asyncio.to_thread(self._learner.train_step, rows)
         self._count(batch, report, version)
         if report.num_updates:
             state.num_train_steps += 1

@@ -1,0 +1,130 @@
+"""The running stacks behind a console's runs: what they do, their dead letters, pause and requeue.
+
+A stack is found by its run's directory, at every question: it may start, end or start again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dialoop.cli.running_stacks import find_stack
+from dialoop.clients.channel import Channel
+from dialoop.clients.replay import ReplayClient
+from dialoop.clients.retry import RetryPolicy
+from dialoop.clients.trainer import TrainerClient
+from dialoop.errors import Unavailable
+from dialoop.now import Watcher
+from dialoop.reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+    from typing import Self
+
+    from dialoop.cli.running_stacks import Stack
+    from dialoop.clients.replay import DeadLetter
+
+LOOK_EVERY_S = 1.0
+_MAX_DEAD_LETTERS = 200
+
+
+@dataclass(slots=True)
+class _Watched:
+    """The watcher of one run's stack, and its newest look."""
+
+    watcher: Watcher | None = None
+    answer: dict[str, Any] | None = None
+    looked_at: float = 0.0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class LiveRuns:
+    """Asks the stacks of runs, once a second however many pages ask."""
+
+    def __init__(self, *, token: str) -> None:
+        self._token = token
+        self._watched: dict[Path, _Watched] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for watched in self._watched.values():
+            await self._end(watched)
+
+    async def now(self, run_dir: Path) -> dict[str, Any] | None:
+        """Return what the run's stack does, as `Now.as_json`; None while no stack serves it."""
+        watched = self._watched.setdefault(run_dir, _Watched())
+        async with watched.lock:
+            if time.monotonic() - watched.looked_at >= LOOK_EVERY_S / 2:
+                watched.answer = await self._look(run_dir, watched)
+                watched.looked_at = time.monotonic()
+        return watched.answer
+
+    async def _look(self, run_dir: Path, watched: _Watched) -> dict[str, Any] | None:
+        stack = await asyncio.to_thread(find_stack, run_dir)
+        if watched.watcher is not None:
+            old = watched.watcher.stack
+            if stack is None or (old.pid, old.addresses) != (stack.pid, stack.addresses):
+                await self._end(watched)
+        if stack is None:
+            return None
+        if watched.watcher is None:
+            watched.watcher = await Watcher(stack, token=self._token).__aenter__()
+        now = await watched.watcher.look(stack.processes)
+        return {"pid": stack.pid, "run_id": stack.run_id, **now.as_json()}
+
+    async def _end(self, watched: _Watched) -> None:
+        if watched.watcher is not None:
+            await watched.watcher.__aexit__(None, None, None)
+            watched.watcher = None
+
+    async def dead_letters(self, run_dir: Path) -> list[dict[str, Any]]:
+        """Return the groups that the run's queue gave up, with their reasons."""
+        async with self._channel(run_dir, "replay") as (stack, channel):
+            letters = await ReplayClient(channel).list_dead_letters(
+                stack.run_id, max_groups=_MAX_DEAD_LETTERS
+            )
+        return [_letter(each) for each in letters]
+
+    async def requeue(self, run_dir: Path, group_ids: Sequence[str]) -> int:
+        """Put dead letters back into the queue; return how many."""
+        async with self._channel(run_dir, "replay") as (stack, channel):
+            return await ReplayClient(channel).requeue(stack.run_id, group_ids)
+
+    async def pause(self, run_dir: Path, *, is_paused: bool) -> None:
+        """Let training end its step and wait, or let it go on."""
+        async with self._channel(run_dir, "trainer") as (_, channel):
+            trainer = TrainerClient(channel)
+            await (trainer.pause() if is_paused else trainer.resume())
+
+    @asynccontextmanager
+    async def _channel(self, run_dir: Path, service: str) -> AsyncIterator[tuple[Stack, Channel]]:
+        stack = await asyncio.to_thread(find_stack, run_dir)
+        if stack is None or service not in stack.addresses:
+            raise Unavailable(
+                f"No stack is serving {run_dir.name}.",
+                reason=Reason.NO_STACK,
+                remedy="Its queue can be read and its training paused while it runs.",
+            )
+        address, once = stack.addresses[service], RetryPolicy(max_attempts=1)
+        async with Channel(address, token=self._token, retry=once) as channel:
+            yield stack, channel
+
+
+def _letter(letter: DeadLetter) -> dict[str, Any]:
+    trajectories = letter.group.trajectories
+    return {
+        "group_id": letter.group_id,
+        "stage": letter.stage.name.lower(),
+        "reason": letter.reason,
+        "num_deliveries": letter.num_deliveries,
+        "task_key": letter.group.task.key,
+        "environment": letter.group.task.environment,
+        "rewards": [trajectory.reward for trajectory in trajectories],
+        "num_tokens": sum(len(s.token_ids) for t in trajectories for s in t.sequences),
+    }
