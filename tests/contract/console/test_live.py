@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.replay import MemberItem, ReplayClient, ReturnItem
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Stage
+from dialoop.v1 import trainer_service_pb2
 from dialoop_services.console.app import console_app
 from dialoop_services.console.live_runs import LiveRuns
 from dialoop_services.console.watched_runs import WatchedRuns
@@ -25,8 +27,10 @@ from dialoop_services.runtime.listening import bound_socket
 
 from tests.support.rest_world import FixedTrainer, service
 from tests.support.samples.scorer_samples import make_group
+from tests.support.waiting import until
 
 RUN = "r-1"
+PROGRAM = os.environ.get("DIALOOP_TEST_BROWSER", "")
 
 
 @asynccontextmanager
@@ -69,7 +73,9 @@ async def living_stack(root: Path) -> AsyncIterator[Any]:
         (run_dir / "stack.json").write_text(json.dumps(announced))
         url = await exits.enter_async_context(console_of(run_dir))
         http = await exits.enter_async_context(httpx.AsyncClient(base_url=f"{url}/api/runs/a"))
-        yield SimpleNamespace(http=http, queue=queue, letter=letter, run_dir=run_dir)
+        yield SimpleNamespace(
+            http=http, url=url, queue=queue, letter=letter, run_dir=run_dir, lock=lock
+        )
 
 
 async def make_dead_letter(queue: ReplayClient) -> str:
@@ -206,3 +212,55 @@ async def test_nothing_changes_on_get(tmp_path):
         for path in ("/pause", "/resume", "/requeue"):
             assert (await here.http.get(path)).status_code == 405
         assert (await here.http.post("/now", json={})).status_code == 405
+
+
+@pytest.mark.heavy(reason="a browser opens the pages of a running stack")
+@pytest.mark.skipif(
+    not PROGRAM or importlib.util.find_spec("playwright") is None,
+    reason="needs playwright, and a Chromium's path in DIALOOP_TEST_BROWSER",
+)
+async def test_the_pages_of_a_running_stack_by_keys_alone(tmp_path, monkeypatch):
+    from playwright.async_api import async_playwright
+
+    paused: list[str] = []
+
+    async def pause(self: Any, request: Any, context: Any) -> Any:
+        paused.append("yes")
+        return trainer_service_pb2.TrainerServicePauseResponse()
+
+    monkeypatch.setattr(FixedTrainer, "Pause", pause)
+    async with living_stack(tmp_path) as here, async_playwright() as playwright:
+        options: Any = {"executable_path": PROGRAM, "args": ["--no-sandbox"]}
+        browser = await playwright.chromium.launch(**options)
+        page = await browser.new_page()
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+        await page.goto(f"{here.url}#/trajectories?run=a")
+        await page.wait_for_selector("header option", state="attached")
+        await page.keyboard.press("5")
+        await page.wait_for_selector("#services tbody tr")
+        rows = await page.locator("#services tbody tr").all_inner_texts()
+        health = {row.split("\t")[0]: row.split("\t")[1] for row in rows}
+        assert health == {
+            "replay": "✓ serving",
+            "trainer": "✓ serving",
+            "redis": "✗ waiting to restart",
+        }
+        assert "7 of 0" in await page.inner_text("#training")
+        assert "dead_letter 1" in await page.inner_text("#credits")
+        await page.keyboard.press("!")
+        await until(lambda: paused)
+        await page.keyboard.press("6")
+        await page.wait_for_selector("#letters tbody tr")
+        assert "bad_reward" in await page.inner_text("#letters tbody tr")
+        await page.keyboard.press("a")
+        await page.keyboard.press("e")
+        await page.wait_for_selector("text=1 groups are in the queue again")
+        await page.wait_for_function("() => document.getElementById('total').textContent === '0'")
+        (here.run_dir / "stack.json").unlink()
+        here.lock.close()
+        await page.keyboard.press("5")
+        await page.wait_for_selector("#no-stack")
+        await browser.close()
+    assert errors == []

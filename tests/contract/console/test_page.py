@@ -243,7 +243,8 @@ def test_the_list_by_keys_alone(page, site):
     page.keyboard.press("Escape")
     page.keyboard.press("x")
     page.wait_for_function("() => document.getElementById('total').textContent === '160'")
-    pages = ((2, ".chart"), (3, "table.config"), (4, "table.weights"), (1, "table.list"))
+    pages = [(2, ".chart"), (3, "table.config"), (4, "table.weights"), (5, "#no-stack")]
+    pages.append((1, "table.list"))
     for key, head in pages:
         page.keyboard.press(str(key))
         page.wait_for_selector(head)
