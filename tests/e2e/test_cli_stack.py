@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 from dialoop import BlockingDialoop, SamplingParams
 from dialoop.cli.running_stacks import find_stack
+
+from tests.support.stack_jobs import wait_for
 
 ROOT = Path(__file__).parents[2]
 # A whole job; but `up` serves it and nothing else, so the tiny model stays as it was made.
@@ -32,6 +37,15 @@ def dialoop(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=200, env=environment
     )
+
+
+def text_at(url: str) -> str:
+    """What a page answers; empty while nothing listens there yet."""
+    try:
+        with urllib.request.urlopen(url) as answer:
+            return str(answer.read().decode())
+    except urllib.error.URLError:
+        return ""
 
 
 def rows_of(run_dir: Path) -> set[str]:
@@ -66,6 +80,8 @@ def test_a_detached_stack_is_used_and_stopped_by_its_name(tmp_path, monkeypatch)
         assert played.returncode == 0, played.stderr
         assert rows_of(Path("runs/served")) == {"publish"}
         assert "groups: 0 playing, 0 unscored, 0 scored" in dialoop("status").stdout
+        (console,) = re.findall(r"console (http://\S+/)", status.stdout)
+        wait_for(lambda: "served" in text_at(f"{console}api/runs"), 60.0)
     finally:
         stopped = dialoop("down", "served")
     assert stopped.returncode == 0, stopped.stderr

@@ -20,6 +20,7 @@ CONFIG = """
 run = "job"
 engine = "{engine}"
 store = "{store}"
+console = false
 [inference]
 max_num_seqs = 64
 [warm_start]

@@ -25,7 +25,8 @@ STACK_FILE = "stack.json"
 class Stack:
     """A running stack. `addresses` (gRPC) and `rest` are empty while it starts or stops.
 
-    processes: state, pid, num_restarts and alarm of each process, as its supervisor wrote them.
+    console: host:port of its console; empty if it has none. processes: state, pid, num_restarts
+    and alarm of each process, as its supervisor wrote them.
     """
 
     run_dir: Path
@@ -33,6 +34,7 @@ class Stack:
     addresses: Mapping[str, str] = field(default_factory=dict)
     rest: Mapping[str, str] = field(default_factory=dict)
     run_id: str = ""
+    console: str = ""
     processes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
 
@@ -93,5 +95,6 @@ def read_announcement(run_dir: Path, pid: int) -> Stack | None:
         addresses=addresses,
         rest=rest,
         run_id=str(content.get("run_id", "")),
+        console=str(content.get("console", "")),
         processes=dict(content.get("processes", {})),
     )

@@ -36,7 +36,8 @@ def status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps(now.as_json()))
     else:
-        say(f"{stack.run_dir}, pid {stack.pid}")
+        console = f", console http://{stack.console}/" if stack.console else ""
+        say(f"{stack.run_dir}, pid {stack.pid}{console}")
         if not stack.addresses:
             say("is starting or stopping; its services have no addresses yet")
         for line in lines_of(now):

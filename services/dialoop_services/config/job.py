@@ -156,6 +156,8 @@ class PortsSection(Section):
     """REST port of the scorer; 0: any free one."""
     collector_rest: int = Field(default=0, ge=0, le=65535)
     """Port of the collector's health and metrics; 0: any free one."""
+    console: int = Field(default=0, ge=0, le=65535)
+    """Port of the console; 0: any free one."""
 
 
 class JobConfig(Section):
@@ -182,6 +184,8 @@ class JobConfig(Section):
     hang_timeout_s: float = Field(default=60.0, ge=0)
     """Seconds without any answer after which a process of the stack is killed and started again; 0:
     never."""
+    console: bool = True
+    """Serve the console of this run while its services run."""
     model: ModelSection = ModelSection()
     environment: EnvironmentSection = EnvironmentSection()
     environments: tuple[EnvironmentSection, ...] = ()

@@ -126,6 +126,7 @@ class _Routes:
 
     def runs(self, _: Request) -> Any:
         """List the runs with what they are and how far their indexes are."""
+        self._runs.keep_reading()
         listed = []
         for name, index in self._runs.indexes.items():
             facts = read_run(index.run_dir)

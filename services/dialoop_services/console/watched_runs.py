@@ -1,12 +1,15 @@
 """The runs that a console shows: their indexes by name, kept up to date by a thread.
 
-The thread runs while the context of `WatchedRuns([Path("runs/demo")])` is open.
+The thread runs while the context of `WatchedRuns([Path("runs/demo")])` is open, and reads while
+somebody looks: a console that nobody has open costs a run nothing.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
+_LOOKED_S = 30.0
+"""For so long after a question the indexes are kept up to date."""
 _RUN_FILES = ("run.json", "metrics.jsonl", "trajectories.jsonl")
 
 
@@ -41,6 +46,8 @@ class WatchedRuns:
         names = _distinct_names(run_dirs)
         self.indexes = {n: RunIndex(d) for n, d in zip(names, run_dirs, strict=True)}
         self._stopping = threading.Event()
+        self._is_looked_at = threading.Event()
+        self._looked_at = -math.inf
         self._thread = threading.Thread(target=self._read_on, name="console-index", daemon=True)
         self._tokenizer = lru_cache(maxsize=16)(tokenizer_of)
 
@@ -52,12 +59,19 @@ class WatchedRuns:
 
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
+        self._is_looked_at.set()
         self._thread.join()
         for index in self.indexes.values():
             index.close()
 
+    def keep_reading(self) -> None:
+        """Keep the indexes up to date for a while, because somebody looks."""
+        self._looked_at = time.monotonic()
+        self._is_looked_at.set()
+
     def index_of(self, name: str) -> RunIndex:
         """Return a run's index; NotFound for a name that is not on the console."""
+        self.keep_reading()
         if name not in self.indexes:
             raise NotFound(
                 f"There is no run '{name[:80]}' on this console.",
@@ -76,9 +90,17 @@ class WatchedRuns:
         """Return the tokenizer of a run, or None where it is gone."""
         return self._tokenizer(self.index_of(name).run_dir)
 
+    def _nobody_looks(self) -> bool:
+        return time.monotonic() - self._looked_at > _LOOKED_S
+
     def _read_on(self) -> None:
         sizes: dict[str, int] = {}
         while not self._stopping.is_set():
+            if self._nobody_looks():
+                self._is_looked_at.clear()
+                if self._nobody_looks():  # nor since the line above
+                    self._is_looked_at.wait()
+                continue
             has_moved = False
             for name, index in self.indexes.items():
                 try:

@@ -220,6 +220,8 @@ def ports_of(config: JobConfig, *, with_redis: bool) -> dict[str, int]:
             wanted[door(name)] = first + index if first else 0
     if not with_redis:
         del wanted["redis"]
+    if not config.console:
+        del wanted["console"]
     return choose_ports(wanted)
 
 

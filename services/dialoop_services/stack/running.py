@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -95,7 +96,20 @@ async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStac
                 await _start_all(plan, supervisor)
                 announcement.is_ready = True
                 announcement.write()
+                if plan.layout.config.console:
+                    supervisor.run_beside(_serve_console(plan.layout, supervisor, log))
                 yield RunningStack(plan=plan, supervisor=supervisor)
+
+
+async def _serve_console(layout: Layout, supervisor: Supervisor, log: LogStream) -> None:
+    """Serve the console until the stack stops; the run goes on without one that fails."""
+    port = str(layout.ports["console"])
+    command = (sys.executable, "-m", "dialoop_services.console", "--port", port)
+    log.say("stack", f"console: http://{layout.address('console')}/")
+    code = await supervisor.run_once(
+        "console", (*command, "--", str(layout.run_dir.path.resolve()))
+    )
+    log.say("stack", f"The console ended with exit code {code}: {log.last_line('console')}")
 
 
 class Announcement:
@@ -126,6 +140,7 @@ class Announcement:
             "run_id": layout.run_dir.run_id,
             "addresses": {name: layout.address(name) for name in services},
             "rest_addresses": {name: layout.rest_address(name) for name in services},
+            "console": layout.address("console") if services and layout.config.console else "",
             "processes": {each.spec.name: _state_of(each) for each in self._supervisor.services},
         }
         text = json.dumps(content, indent=2) + "\n"
