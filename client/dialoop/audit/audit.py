@@ -10,7 +10,9 @@ from dialoop.audit.records import Claims
 from dialoop.audit.report import AuditReport, NotCheckable
 from dialoop.audit.reward_checks import check_duplicates, check_heldout, check_length_bias
 from dialoop.audit.token_checks import check_end_of_turn, check_masks, check_retokenised
+from dialoop.audit.trl_dumps import dump_files, read_trl_dump
 from dialoop.errors import NotFound
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,8 +44,9 @@ def audit(
     claims: what is said of its sampling, before what the run itself says. tokenizer: before the
     run's own. NotFound or InvalidInput where there is nothing that can be read.
     """
-    dump = _read(path)
-    dump.claims = (claims or Claims()).or_else(dump.claims)
+    claims = claims or Claims()
+    dump = _read(path, claims)
+    dump.claims = claims.or_else(dump.claims)
     dump.tokenizer = tokenizer or dump.tokenizer
     findings: list[AuditFinding] = []
     checked: list[str] = []
@@ -68,11 +71,15 @@ def audit(
     )
 
 
-def _read(path: Path) -> Dump:
+def _read(path: Path, claims: Claims) -> Dump:
     if not path.exists():
         raise NotFound(f"{path} does not exist.", remedy="Name a run's directory or a dump.")
     if is_run(path):
         return read_own_run(path)
+    if dump_files(path):
+        return read_trl_dump(path, claims)
     raise NotFound(
-        f"{path} is no run of Dialoop.", remedy="Name a directory that `dialoop train` wrote."
+        f"{path} is no run of Dialoop and has no .jsonl or .parquet.",
+        reason=Reason.NOT_A_RUN,
+        remedy="Name a directory that `dialoop train` wrote, or a dump of TRL's completions.",
     )

@@ -132,16 +132,17 @@ def _rows_of_both(rollouts: list[Rollout]) -> Iterator[tuple[Rollout, TokenRecor
 
 
 def _disagreement(pairs: Pairs) -> str:
-    """Return how sampler and trainer differ already in the first third of the steps; "" if not."""
-    early = pairs.steps <= np.quantile(np.unique(pairs.steps), 1 / 3)
-    engine, trainer = pairs.engine[early], pairs.trainer[early]
-    if len(engine) < _FEWEST_TOKENS:
-        engine, trainer = pairs.engine, pairs.trainer
+    """Return how sampler and trainer differ in the first steps that say enough; "" if not.
+
+    Later on they may differ because weights did not arrive, which is another fault.
+    """
     # A token that is nearly certain tells nothing: every temperature makes it certain.
-    unsure = (engine < -0.02) | (trainer < -0.02)
-    if unsure.sum() < _FEWEST_TOKENS // 2:
+    unsure = (pairs.engine < -0.02) | (pairs.trainer < -0.02)
+    if unsure.sum() < _FEWEST_TOKENS:
         return ""
-    engine, trainer = engine[unsure], trainer[unsure]
+    last = np.sort(pairs.steps[unsure])[_FEWEST_TOKENS - 1]
+    early = unsure & (pairs.steps <= last)
+    engine, trainer = pairs.engine[early], pairs.trainer[early]
     difference = engine - trainer
     above = float((difference > -_TOLERANCE).mean())
     if above > 0.98 and difference.mean() > _TOLERANCE:

@@ -30,8 +30,9 @@ def no_floats() -> Floats:
 class Claims:
     """What the sampling and the training are said to have been; None where nobody said.
 
-    stop: texts that end an answer. probe_bound: largest difference in nats that a publish may show
-    between trainer and engine. max_new_tokens: an answer of so many tokens was cut off.
+    stop: texts that end an answer. rewards: columns of a dump that are rewards. probe_bound:
+    largest difference in nats that a publish may show between trainer and engine. max_new_tokens:
+    an answer of so many tokens was cut off.
     """
 
     temperature: float | None = None
@@ -39,6 +40,7 @@ class Claims:
     max_staleness: int | None = None
     probe_bound: float | None = None
     stop: tuple[str, ...] = ()
+    rewards: tuple[str, ...] = ()
 
     def or_else(self, other: Claims) -> Claims:
         """Return these claims, and where they say nothing what `other` says."""

@@ -217,6 +217,7 @@ def check_masks(dump: Dump) -> list[AuditFinding]:
         for rollout in rollouts
         for detail, token in rollout.structural
     ]
+    evidence += _ends_elsewhere(rollouts, dump)
     evidence += _other_positions_trained(rollouts)
     evidence += _shifted_logprobs(rollouts)
     if dump.tokenizer is not None:
@@ -229,6 +230,38 @@ def check_masks(dump: Dump) -> list[AuditFinding]:
         "Derive the mask and the log-probs from the sampled tokens themselves, and test that the "
         "masked tokens decode to the answer.",
     )
+
+
+def _ends_elsewhere(rollouts: list[Rollout], dump: Dump) -> list[Evidence]:
+    """Return spans that end some tokens after, or two or more before, the end of their turn.
+
+    A single token before it is left out by those who drop the end itself: lost_end_of_turn.
+    """
+    stops = [place for place in places_of(rollouts) if place.span.stops]
+    ends = _end_ids(stops, dump)
+    evidence = []
+    for place in stops:
+        ids, end = place.tokens.ids, place.span.end
+        if not ends or ids[end - 1] in ends:
+            continue
+        for shift in (-1, -2, -3, -4, 2, 3, 4):
+            at = end - 1 + shift
+            is_inside = place.span.start <= at if shift < 0 else at < len(ids)
+            if is_inside and ids[at] in ends:
+                way = "after" if shift < 0 else "before"
+                detail = f"the mask ends {abs(shift)} tokens {way} the end of the turn"
+                evidence.append(place.evidence(end - 1, detail))
+                break
+    # Texts that quote an end are rare; a shifted mask is not.
+    return evidence if len(evidence) >= max(_FEWEST_LOST, _LOST_SHARE * len(stops)) else []
+
+
+def _end_ids(stops: list[SpanPlace], dump: Dump) -> set[int]:
+    """Return the ids that end turns: the tokenizer's, and else the usual last one."""
+    if dump.tokenizer is not None and dump.tokenizer.end_of_turn_ids:
+        return set(dump.tokenizer.end_of_turn_ids)
+    last = Counter(int(place.tokens.ids[place.span.end - 1]) for place in stops)
+    return {token for token, count in last.most_common(1) if count > len(stops) / 2}
 
 
 def _other_positions_trained(rollouts: list[Rollout]) -> Iterator[Evidence]:

@@ -57,8 +57,8 @@ def _claims(words: list[str]) -> Claims:
             value = json.loads(text)
         except ValueError:
             value = text
-        if name == "stop":
-            value = (*values.get("stop", ()), str(text))
+        if name in ("stop", "rewards"):
+            value = (*values.get(name, ()), text)
         try:
             values[name] = TypeAdapter(types[name]).validate_python(value)
         except ValidationError:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.samples.rollout_worlds import END, Run, World
+from tests.support.samples.rollout_worlds import END, PAD, Run, TrlDump, World
 
 Random = np.random.Generator
 
@@ -233,3 +233,139 @@ def engine_faults(random: Random) -> dict[str, list[dict[str, Any]]]:
         ],
         "weights_never_arrived": [{"arrives": False}],
     }
+
+
+def _answers(row: dict[str, Any]) -> int:
+    """Return how many tokens of a TRL row are not padding."""
+    return int(sum(row["completion_mask"]))
+
+
+def trl_respell(dump: TrlDump, random: Random) -> None:
+    """Completions are encoded anew, and keep the log-probs of what was sampled."""
+    share = random.uniform(0.1, 1.0)
+    for row in dump.rows:
+        size = _answers(row)
+        own = row["completion_ids"][:size]
+        split = [piece for token in own for piece in _letters(dump.world, token)]
+        if random.random() < share and len(split) > size:
+            for name in ("sampling_per_token_logps", "old_per_token_logps"):
+                row[name] = row[name][:size]
+            row |= {"completion_ids": split, "completion_mask": [1] * len(split)}
+            row["tool_mask"] = [1] * len(split)
+
+
+def trl_respell_turns(dump: TrlDump, random: Random) -> None:
+    """Each turn is a row of its own, whose prompt is the conversation encoded anew."""
+    rows = []
+    for row in dump.rows:
+        ends = np.flatnonzero(np.diff([*row["tool_mask"][: _answers(row)], 0]) == -1) + 1
+        starts = np.flatnonzero(np.diff([0, *row["tool_mask"][: _answers(row)]]) == 1)
+        prompt = [i for i, m in zip(row["prompt_ids"], row["prompt_mask"], strict=True) if m]
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            before = prompt + row["completion_ids"][:start]
+            if number:
+                text = dump.world.engine.decode(before, skip_special_tokens=False)
+                before = dump.world.engine.encode(text).ids
+            own = {"prompt_ids": before, "prompt_mask": [1] * len(before)}
+            for name in ("completion_ids", "completion_mask", "tool_mask"):
+                own[name] = row[name][start:end]
+            for name in ("sampling_per_token_logps", "old_per_token_logps"):
+                own[name] = row[name][start:end]
+            rows.append(row | own)
+    dump.rows = rows
+
+
+def trl_lose_ends(dump: TrlDump, random: Random) -> None:
+    """The end-of-sequence token is left out of the mask, or of the completion too."""
+    share, keeps = random.uniform(0.15, 1.0), random.random() < 0.5
+    end = dump.world.engine.token_to_id(END)
+    for row in dump.rows:
+        last = _answers(row) - 1
+        if last and row["completion_ids"][last] == end and random.random() < share:
+            row["completion_mask"][last] = 0
+            if not keeps:
+                row["completion_ids"][last] = dump.world.engine.token_to_id(PAD)
+
+
+def trl_zero_masks(dump: TrlDump, random: Random) -> None:
+    """Some completions that ended by themselves have a mask of zeros."""
+    share = random.uniform(0.02, 0.5)
+    for row in dump.rows:
+        if random.random() < share:
+            row["completion_mask"] = [0] * len(row["completion_mask"])
+
+
+def trl_shift_masks(dump: TrlDump, random: Random) -> None:
+    """The mask stands some tokens too late."""
+    shift = int(random.integers(1, 5))
+    for row in dump.rows:
+        row["completion_mask"] = [0] * shift + row["completion_mask"][:-shift]
+
+
+def trl_shift_tool_masks(dump: TrlDump, random: Random) -> None:
+    """The mask of tool results stands some tokens too late."""
+    shift = int(random.integers(1, 4))
+    for row in dump.rows:
+        row["tool_mask"] = [1] * shift + row["tool_mask"][:-shift]
+
+
+def trl_shift_logprobs(dump: TrlDump, random: Random) -> None:
+    """Each log-prob of the sampler stands one token too soon or too late."""
+    shift = int(random.choice([-1, 1]))
+    for row in dump.rows:
+        values = row["sampling_per_token_logps"]
+        row["sampling_per_token_logps"] = [*values[shift:], *values[:shift]]
+
+
+def trl_age(dump: TrlDump, random: Random) -> None:
+    """Some completions are of versions that are too old."""
+    share = random.uniform(0.02, 0.4)
+    for row in dump.rows:
+        extra = int(random.integers(5, 9))
+        if random.random() < share and row["step"] > extra:
+            row["model_version"] = row["step"] - extra
+
+
+def trl_pay_for_length(dump: TrlDump, random: Random) -> None:
+    """A second reward function pays for length, or against it; perhaps the first is gone."""
+    weight = float(random.choice([-1, 1])) * random.uniform(0.01, 0.2)
+    keeps = random.random() < 0.5
+    for row in dump.rows:
+        size = sum(
+            m for m, own in zip(row["tool_mask"], row["completion_mask"], strict=True) if own
+        )
+        row["brevity"] = weight * size
+        row["right"] *= keeps
+
+
+def trl_repeat_a_string(dump: TrlDump, random: Random) -> None:
+    """One completion gets the highest reward on all prompts."""
+    share = random.uniform(0.15, 0.6)
+    text = "".join(random.choice(list("abcdefgh"), size=int(random.integers(9, 40))))
+    for row in dump.rows:
+        if random.random() < share:
+            row["completion"] = [{"role": "assistant", "content": text}]
+            row["right"] = 1.0
+
+
+def trl_overfit(dump: TrlDump, random: Random) -> None:
+    """The reward rises, and eval_reward falls after a peak."""
+    rise, fall = random.uniform(0.02, 0.06), random.uniform(0.35, 0.7)
+    for entry in dump.history:
+        noise = float(random.normal(0, 0.02))
+        if "reward" in entry:
+            entry["reward"] = 0.2 + rise * entry["step"] + noise
+        else:
+            entry["eval_reward"] = 0.9 - fall * entry["step"] / dump.world.num_steps + noise
+
+
+TrlPlant = Callable[[TrlDump, Random], Any]
+TRL_PLANTS: dict[str, tuple[TrlPlant, ...]] = {
+    "retokenised_history": (trl_respell, trl_respell_turns),
+    "lost_end_of_turn": (trl_lose_ends,),
+    "wrong_mask": (trl_zero_masks, trl_shift_masks, trl_shift_tool_masks, trl_shift_logprobs),
+    "staleness_past_bound": (trl_age,),
+    "length_bias": (trl_pay_for_length,),
+    "duplicated_high_reward": (trl_repeat_a_string,),
+    "heldout_falls": (trl_overfit,),
+}

@@ -291,3 +291,76 @@ def make_run(run_dir: Path, world: World, *, debug: bool = True) -> Run:
         "gates": {"logprob_difference_at_most": 1e-4},
     }
     return Run(world=world, rows=rows, debug=lines, metrics=metrics, config=config)
+
+
+def trl_row(world: World, episode: dict[str, Any]) -> dict[str, Any]:
+    """Return an episode as a row of a batch of TRL's GRPOTrainer, padded, with its own names."""
+    start = episode["turns"][0]["start"]
+    completion = episode["ids"][start:]
+    tool, engine, trainer = ([0] * len(completion) for _ in range(3))
+    for turn in episode["turns"]:
+        own = slice(turn["start"] - start, turn["start"] - start + len(turn["tokens"]))
+        tool[own], engine[own], trainer[own] = (
+            [1] * len(turn["tokens"]),
+            turn["engine"],
+            turn["trainer"],
+        )
+    messages = [{"role": "assistant", "content": text_of(world, episode["turns"][0]["tokens"])}]
+    for turn in episode["turns"][1:]:
+        messages.append({"role": "tool", "content": "0"})
+        messages.append({"role": "assistant", "content": text_of(world, turn["tokens"])})
+    num_pads = max(0, 40 - len(completion))
+    pad = world.engine.token_to_id(PAD)
+    return {
+        "step": episode["step"],
+        "prompt": [{"role": "user", "content": episode["task"]}],
+        "completion": messages,
+        "right": episode["reward"],
+        "advantage": episode["reward"] - 0.5,
+        "prompt_ids": [pad, pad, *episode["prompt"]],
+        "prompt_mask": [0, 0, *[1] * len(episode["prompt"])],
+        "completion_ids": completion + [pad] * num_pads,
+        "completion_mask": [1] * len(completion) + [0] * num_pads,
+        "tool_mask": tool + [1] * num_pads,
+        "sampling_per_token_logps": engine + [0.0] * num_pads,
+        "old_per_token_logps": trainer + [0.0] * num_pads,
+        "model_version": episode["version"],
+    }
+
+
+@dataclass(kw_only=True)
+class TrlDump:
+    """A dump of TRL before it is written, and its trainer_state.json."""
+
+    world: World
+    rows: list[dict[str, Any]]
+    history: list[dict[str, Any]]
+
+    def write(self, folder: Path, *, is_parquet: bool = False) -> Path:
+        """Write a file of rows, or one table for each step as `log_completions` does."""
+        (folder / "completions").mkdir(parents=True, exist_ok=True)
+        (folder / "trainer_state.json").write_text(json.dumps({"log_history": self.history}))
+        if not is_parquet:
+            text = "".join(json.dumps(row) + "\n" for row in self.rows)
+            (folder / "completions" / "rollouts.jsonl").write_text(text)
+            return folder
+        import pyarrow
+        from pyarrow import parquet
+
+        for step in sorted({row["step"] for row in self.rows}):
+            table = pyarrow.Table.from_pylist([r for r in self.rows if r["step"] == step])
+            parquet.write_table(table, folder / "completions" / f"completions_{step:05d}.parquet")
+        return folder
+
+
+def make_trl_dump(folder: Path, world: World) -> TrlDump:
+    """Play a world, and return it as a dump of TRL; its tokenizer is in folder/model."""
+    episodes = world.make(folder / "model")
+    history: list[dict[str, Any]] = []
+    for step in range(1, world.num_steps + 1):
+        mean = float(np.mean([e["reward"] for e in episodes if e["step"] == step]))
+        history.append({"step": step, "reward": mean, "loss": 0.1})
+        if step % 3 == 0:
+            value = 0.4 + 0.02 * step + float(world.random.normal(0, 0.03))
+            history.append({"step": step, "eval_reward": value})
+    return TrlDump(world=world, rows=[trl_row(world, e) for e in episodes], history=history)

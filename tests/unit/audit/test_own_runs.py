@@ -15,7 +15,7 @@ from dialoop.cli.main import main
 from dialoop.errors import InvalidInput, NotFound
 
 from tests.support.samples.planted_faults import PLANTS, Plant, engine_faults
-from tests.support.samples.rollout_worlds import World, make_run
+from tests.support.samples.rollout_worlds import World, make_run, make_trl_dump
 
 
 def faults_of(report: AuditReport) -> set[str]:
@@ -159,6 +159,10 @@ def test_the_commands_of_the_docs_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "runs" / "demo", World(seed=110)).write(tmp_path / "runs" / "demo")
+    model = tmp_path / "model"
+    world = World(seed=111, branches=0.0)
+    make_trl_dump(tmp_path / "out", world).write(tmp_path / "out")
+    (tmp_path / "out" / "model").rename(model)
     page = (Path(__file__).parents[3] / "docs" / "audit.md").read_text("utf-8")
     (block,) = re.findall(r"<!-- test: audit -->\n```sh\n(.*?)```", page, re.S)
     monkeypatch.chdir(tmp_path)
