@@ -67,6 +67,7 @@ def audit(
         findings=tuple(findings),
         checked=tuple(checked),
         not_checked=not_checked,
+        limits=dump.limits,
         notes=tuple(dump.notes),
     )
 

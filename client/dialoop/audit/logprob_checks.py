@@ -27,6 +27,8 @@ _SMALLEST_AGREEMENT = 0.02
 _FRESH_KL = 0.01
 """KL in nats between sampler and trainer on tokens of one policy; the job's own alarm."""
 _GROWTH = 4.0
+_PROBE_GROWN = 0.05
+_FEWEST_POINTS = 3
 _FEWEST_PAIRS = 8
 _EQUAL = 2e-6
 _EQUAL_SHARE = 0.9
@@ -59,6 +61,11 @@ def check_sampling(dump: Dump) -> list[AuditFinding]:
             evidence.append(Evidence(step=dump.fresh_mismatch[0].step, detail=detail))
     if detail := _frequencies(rollouts):
         evidence.append(Evidence(detail=detail))
+    if pairs is None and len(dump.fresh_mismatch) < 2:
+        dump.limits["sampling_mismatch"] = (
+            "there are no log-probs of both sampler and trainer: only the tokens' frequencies and "
+            "the log-probs themselves were looked at"
+        )
     if not evidence:
         return []
     return [
@@ -206,17 +213,30 @@ def _frequencies(rollouts: list[Rollout]) -> str:
 
 
 def _shared_nodes(members: list[TokenRecord]) -> list[list[tuple[int, float]]]:
-    """Return (token, probability) of the samples after each prefix that several members share."""
-    nodes: dict[object, list[tuple[int, float]]] = defaultdict(list)
+    """Return (token, probability) of the samples after each prefix that several members share.
+
+    Only the first answers: after them the environment may go on in its own way.
+    """
+    by_prompt: dict[bytes, list[TokenRecord]] = defaultdict(list)
     for tokens in members:
-        # After the first answer the environment may go on in its own way.
-        first = tokens.spans[0]
-        for index in range(first.end - first.start):
-            end = first.start + index
+        by_prompt[tokens.ids[: tokens.spans[0].start].tobytes()].append(tokens)
+    nodes = []
+    waiting = [(0, together) for together in by_prompt.values()]
+    while waiting:
+        index, together = waiting.pop()
+        versions: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        following: dict[int, list[TokenRecord]] = defaultdict(list)
+        for tokens in together:
+            first = tokens.spans[0]
+            if first.start + index >= first.end:
+                continue
+            token = int(tokens.ids[first.start + index])
             version = int(tokens.versions[index]) if len(tokens.versions) else 0
-            sample = (int(tokens.ids[end]), float(np.exp(tokens.logprobs[index])))
-            nodes[version, tokens.ids[:end].tobytes()].append(sample)
-    return [samples for samples in nodes.values() if len(samples) > 1]
+            versions[version].append((token, float(np.exp(tokens.logprobs[index]))))
+            following[token].append(tokens)
+        nodes += [samples for samples in versions.values() if len(samples) > 1]
+        waiting += [(index + 1, rest) for rest in following.values() if len(rest) > 1]
+    return nodes
 
 
 def _agreement(samples: list[tuple[int, float]]) -> float:
@@ -233,29 +253,25 @@ def check_weights(dump: Dump) -> list[AuditFinding]:
     """Look for policies that the sampler is said to have, and does not."""
     evidence: list[Evidence] = []
     lacking = []
-    bound = dump.claims.probe_bound
-    if dump.publishes and bound is not None:
-        bad = [(version, value) for version, value in dump.publishes if not value <= bound]
-        evidence += [
-            Evidence(version=version, detail=f"the probe differs by {value:.3g} nats")
-            for version, value in bad
-        ]
-    elif dump.kind == "dialoop":
+    evidence += _failed_proofs(dump)
+    if not dump.publishes and dump.kind == "dialoop":
         lacking.append("proofs of publishes")
     pairs = _pairs(dump.rollouts)
     points = _mismatch_points(pairs) if pairs is not None else dump.fresh_mismatch
     floor = _TOLERANCE if pairs is not None else _FRESH_KL
     if detail := _growth(points, floor):
         evidence.append(_at_largest(dump.rollouts, detail))
-    if len(points) < 3:
-        lacking.append("log-probs of the trainer")
+    if len(points) < _FEWEST_POINTS:
+        lacking.append("log-probs of the trainer in three steps")
     same = _same_logprobs(dump.rollouts)
     if same is None:
         lacking.append("prompts that several policies answered, with log-probs")
     else:
         evidence += same
-    if not evidence and same is None and len(points) < 3:
+    if not evidence and same is None and not dump.publishes and len(points) < _FEWEST_POINTS:
         raise NotCheckable(f"there are no {' and no '.join(lacking)}")
+    if lacking:
+        dump.limits["weights_never_arrived"] = f"there are no {' and no '.join(lacking)}"
     if not evidence:
         return []
     return [
@@ -272,6 +288,21 @@ def check_weights(dump: Dump) -> list[AuditFinding]:
     ]
 
 
+def _failed_proofs(dump: Dump) -> Iterator[Evidence]:
+    """Yield publishes whose probe differs by more than the bound or, without one, grew."""
+    bound = dump.claims.probe_bound
+    if bound is None:
+        points = [CurvePoint(step=version, value=value) for version, value in dump.publishes]
+        if detail := _growth(points, _PROBE_GROWN):
+            yield Evidence(
+                version=dump.publishes[-1][0], detail=f"by the probe of each publish {detail}"
+            )
+        return
+    for version, value in dump.publishes:
+        if not value <= bound:
+            yield Evidence(version=version, detail=f"the probe differs by {value:.3g} nats")
+
+
 def _mismatch_points(pairs: Pairs) -> list[CurvePoint]:
     steps = np.unique(pairs.steps)
     return [
@@ -285,7 +316,7 @@ def _mismatch_points(pairs: Pairs) -> list[CurvePoint]:
 
 def _growth(points: list[CurvePoint], floor: float) -> str:
     """Return how the difference of sampler and trainer grew with the steps; "" if it did not."""
-    if len(points) < 3:
+    if len(points) < _FEWEST_POINTS:
         return ""
     third = max(1, len(points) // 3)
     early = median(point.value for point in points[:third])
@@ -316,7 +347,7 @@ def _same_logprobs(rollouts: list[Rollout]) -> list[Evidence] | None:
                 if version < 0 or not -30 < value < -0.01:
                     continue
                 place = first.start + number
-                key = (rollout.temperature, tokens.ids[: place + 1].tobytes())
+                key = (rollout.temperature, hash(tokens.ids[: place + 1].tobytes()))
                 before = seen.setdefault(key, (version, value))
                 if abs(version - before[0]) < 2:
                     continue

@@ -152,6 +152,7 @@ class Dump:
 
     trained_reward and heldout: curves. fresh_mismatch: KL in nats between the sampler and the
     trainer on tokens of the same policy; publishes: (version, difference in nats).
+    limits: what a check that was made could not look at, by fault.
     """
 
     path: Path
@@ -164,6 +165,7 @@ class Dump:
     fresh_mismatch: list[CurvePoint] = field(default_factory=list)
     publishes: list[tuple[int, float]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    limits: dict[str, str] = field(default_factory=dict)
 
     def trained_rollouts(self) -> list[Rollout]:
         """Return the rollouts that were trained."""

@@ -57,7 +57,8 @@ class AuditFinding:
 class AuditReport:
     """The findings of one path.
 
-    checked: faults that were looked for; not_checked: fault -> why it could not be; notes: what of
+    checked: faults that were looked for; limits: fault -> what of it could not be; not_checked:
+    fault -> why it could not be looked for at all; notes: what of
     the path could not be read.
     """
 
@@ -67,6 +68,7 @@ class AuditReport:
     findings: tuple[AuditFinding, ...]
     checked: tuple[str, ...]
     not_checked: dict[str, str]
+    limits: dict[str, str]
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:

@@ -21,6 +21,8 @@ MAX_EVIDENCE = 5
 
 _FEWEST_STOPS = 20
 _FEWEST_LOST = 3
+_MOST_STOPS = 10_000
+"""Turns from which the usual endings are learnt."""
 _LOST_SHARE = 0.01
 # An ending is known when it ends this share of the turns, and seldom stands elsewhere.
 _KNOWN_SHARE, _KNOWN_PRECISION = 0.05, 0.9
@@ -71,6 +73,10 @@ def check_retokenised(dump: Dump) -> list[AuditFinding]:
     evidence += _other_ids_trained(dump.rollouts)
     if dump.tokenizer is not None:
         evidence += _respelled_contexts(dump.rollouts, dump.tokenizer)
+    else:
+        dump.limits["retokenised_history"] = (
+            "there is no tokenizer: prompts were not compared with the rows before them"
+        )
     total = sum(len(rollout.sequences) for rollout in dump.rollouts)
     return _finding(
         "retokenised_history",
@@ -176,7 +182,8 @@ def _endings(stops: list[SpanPlace], dump: Dump) -> Callable[[SpanPlace], bool]:
     tokenizer, texts = dump.tokenizer, dump.claims.stop
     ends: Counter[tuple[int, ...]] = Counter()
     everywhere: Counter[tuple[int, ...]] = Counter()
-    for place in stops:
+    sample = stops[:: 1 + len(stops) // _MOST_STOPS]
+    for place in sample:
         ids = place.tokens.ids[place.span.start : place.span.end].tolist()
         for size in range(1, _LONGEST_ENDING + 1):
             ends[tuple(ids[-size:])] += len(ids) >= size
@@ -184,7 +191,7 @@ def _endings(stops: list[SpanPlace], dump: Dump) -> Callable[[SpanPlace], bool]:
     usual = {
         ending
         for ending, count in ends.items()
-        if count >= _KNOWN_SHARE * len(stops) and count >= _KNOWN_PRECISION * everywhere[ending]
+        if count >= _KNOWN_SHARE * len(sample) and count >= _KNOWN_PRECISION * everywhere[ending]
     }
 
     def is_end(place: SpanPlace) -> bool:
@@ -222,6 +229,8 @@ def check_masks(dump: Dump) -> list[AuditFinding]:
     evidence += _shifted_logprobs(rollouts)
     if dump.tokenizer is not None:
         evidence += _shifted_from_messages(rollouts, dump.tokenizer)
+    else:
+        dump.limits["wrong_mask"] = "there is no tokenizer: masks were not compared with texts"
     return _finding(
         "wrong_mask",
         evidence,

@@ -78,8 +78,11 @@ def _print(report: AuditReport) -> None:
         for evidence in finding.evidence:
             say(f"               - {evidence}")
     faults = {finding.fault for finding in report.findings}
-    clean = [fault for fault in report.checked if fault not in faults]
+    clean = [fault for fault in report.checked if fault not in faults | report.limits.keys()]
     if clean:
         say(f"  not found    {', '.join(clean)}")
+    for fault, limit in report.limits.items():
+        if fault not in faults:
+            say(f"  in part      {fault}: not found, but {limit}")
     for fault, reason in report.not_checked.items():
         say(f"  not checked  {fault}: {reason}")

@@ -39,6 +39,7 @@ def test_a_clean_run_raises_no_alarm(tmp_path: Path, seed: int) -> None:
     assert not report.findings
     assert set(report.checked) == CHECKS.keys()
     assert not report.not_checked
+    assert not report.limits
     assert not report.notes
 
 
@@ -102,6 +103,30 @@ def test_what_a_run_lacks_is_not_checked_and_never_clean(tmp_path: Path) -> None
     }
     assert report.not_checked.keys() == lacking
     assert not lacking & set(report.checked)
+
+
+def test_a_check_that_is_made_in_part_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, World(seed=112), debug=False)
+    run.metrics = [row for row in run.metrics if row["kind"] != "train"]
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    report = audit(run.write(tmp_path))
+    limits = {"retokenised_history", "wrong_mask", "sampling_mismatch", "weights_never_arrived"}
+    assert report.limits.keys() == limits
+    assert main(["audit", str(tmp_path)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "not found  " in line]
+    assert not any(fault in line for fault in limits)
+
+
+def test_without_a_bound_proofs_that_grow_are_found(tmp_path: Path) -> None:
+    run = make_run(tmp_path, World(seed=113))
+    del run.config["gates"]
+    assert not audit(run.write(tmp_path)).findings
+    for row in run.metrics:
+        if row["kind"] == "publish":
+            row["max_logprob_difference"] = 0.02 * row["policy_version"]
+    assert "weights_never_arrived" in faults_of(audit(run.write(tmp_path)))
 
 
 def test_torn_and_foreign_lines_are_noted_and_left_out(tmp_path: Path) -> None:
