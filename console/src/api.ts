@@ -80,7 +80,10 @@ export type Series = {
   time: number[];
   train_step: number[];
   policy_version: (number | null)[];
+  samples?: number[];
   value: Value[];
+  low: (number | null)[] | null;
+  high: (number | null)[] | null;
 };
 export type ConfigLines = {
   runs: string[];

@@ -1,9 +1,9 @@
-// Metrics of one or several runs over each other, by step, by time or by policy version.
+// Metrics of one or several runs over each other, by step, time, policy version or samples.
 
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { query, type Run, type Series } from "./api";
+import { query, type Run, type Series, type Value } from "./api";
 import { go, useAnswer, useKeys, type Address } from "./hooks";
 import { number, Problem } from "./texts";
 
@@ -11,6 +11,7 @@ const AXES: [string, string][] = [
   ["step", "train step"],
   ["time", "time since the run's first row"],
   ["version", "policy version"],
+  ["samples", "trajectories trained"],
 ];
 const FIRST = [
   "train/reward",
@@ -39,6 +40,7 @@ export function Curves({ runs, run, address, theme }: Props) {
   const asked = query([
     ...shown.map((name): [string, string] => ["run", name]),
     ...picked.map((name): [string, string] => ["name", name]),
+    ["x", axis],
   ]);
   const curves = useAnswer<{ series: Series[] }>(picked.length ? `curves?${asked}` : null, version);
   const set = (name: string, all: string[]) => {
@@ -124,6 +126,7 @@ function Chart({ name, axis, theme, runs, series }: ChartProps) {
   useEffect(() => {
     const element = place.current;
     if (!element || series.every((each) => each.value.length === 0)) return;
+    const banded = series.filter((each) => each.low && each.high);
     const style = getComputedStyle(document.documentElement);
     const ink = style.getPropertyValue("--ink").trim();
     const line = style.getPropertyValue("--line").trim();
@@ -153,9 +156,24 @@ function Chart({ name, axis, theme, runs, series }: ChartProps) {
               points: { show: each.value.length < 60 },
             };
           }),
+          ...banded.flatMap((each) =>
+            ["to", "from"].map((end) => ({
+              label: `${each.run}, 95 % ${end}`,
+              stroke: COLOURS[runs.indexOf(each.run) % COLOURS.length],
+              width: 0.5,
+              spanGaps: true,
+              points: { show: false },
+              value: (_: uPlot, value: number | null) => number(value, 3),
+            })),
+          ),
         ],
+        bands: banded.map((each, place) => {
+          const first = 1 + series.length + 2 * place;
+          const fill = `${COLOURS[runs.indexOf(each.run) % COLOURS.length]}33`;
+          return { series: [first, first + 1] as [number, number], fill };
+        }),
       },
-      joined(series, axis),
+      joined(series, banded, axis),
       element,
     );
     const resize = new ResizeObserver(() =>
@@ -181,16 +199,20 @@ function Chart({ name, axis, theme, runs, series }: ChartProps) {
   );
 }
 
-/** Return uPlot's columns: all x in order, and each run's values there; the last of equal x counts. */
-function joined(series: Series[], axis: string): uPlot.AlignedData {
-  const maps = series.map((each) => {
-    const start = each.time[0] ?? 0;
-    const xs = each.value.map((_, index) => {
-      if (axis === "time") return each.time[index] - start;
-      return axis === "version" ? each.policy_version[index] : each.train_step[index];
-    });
-    return new Map(xs.map((x, index) => [x, each.value[index]]));
-  });
+/** Return uPlot's columns: all x in order, each run's values there, then each band's two ends. */
+function joined(series: Series[], banded: Series[], axis: string): uPlot.AlignedData {
+  const places = (each: Series): (number | null)[] => {
+    if (axis === "time") return each.time.map((time) => time - (each.time[0] ?? 0));
+    if (axis === "samples") return each.samples ?? each.train_step;
+    return axis === "version" ? each.policy_version : each.train_step;
+  };
+  // Of equal x the last counts.
+  const map = (each: Series, values: Value[]) =>
+    new Map(places(each).map((x, index) => [x, values[index]]));
+  const maps = [
+    ...series.map((each) => map(each, each.value)),
+    ...banded.flatMap((each) => [map(each, each.high ?? []), map(each, each.low ?? [])]),
+  ];
   const all = new Set(maps.flatMap((map) => [...map.keys()]));
   const xs = [...all].filter((x): x is number => x !== null).sort((a, b) => a - b);
   const columns = maps.map((map) =>

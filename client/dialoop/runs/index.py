@@ -287,6 +287,16 @@ class RunIndex:
         with self._reading() as connection:
             return [name for (name,) in connection.execute("SELECT name FROM series ORDER BY name")]
 
+    def num_trained_by_step(self) -> dict[int, int]:
+        """Return how many trajectories each train step trained."""
+        with self._reading() as connection:
+            return dict(
+                connection.execute(
+                    "SELECT train_step, COUNT(*) FROM trajectory WHERE outcome = 'trained' "
+                    "GROUP BY train_step"
+                )
+            )
+
     def points(self, name: str) -> tuple[Point, ...]:
         """Return a series in the order of writing, without steps that a restore discarded.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from statistics import fmean, variance
+from statistics import NormalDist, fmean, variance
 from typing import TYPE_CHECKING
 
 from mpmath import mp
@@ -73,6 +73,19 @@ def difference_of(values: Sequence[float], baseline: Sequence[float]) -> Interva
         return Interval(mean=difference, low=difference, high=difference, num_values=count)
     freedom = (a + b) ** 2 / (a**2 / (len(values) - 1) + b**2 / (len(baseline) - 1))
     return _around(difference, math.sqrt(a + b), freedom, count)
+
+
+def wilson_interval(share: float, count: float) -> tuple[float, float]:
+    """Return the 95 % interval of a share of `count` trials, by Wilson (JASA 22, 1927).
+
+    (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n): it stays within 0..1 and has a width where
+    all trials agree.
+    """
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    middle = share + z * z / (2 * count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return (middle - half) / scale, (middle + half) / scale
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:

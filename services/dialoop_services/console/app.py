@@ -9,6 +9,8 @@ because JSON has none.
 from __future__ import annotations
 
 import asyncio
+import bisect
+import itertools
 import json
 import math
 from dataclasses import asdict
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.runs import Filters
+from dialoop.runs.intervals import wilson_interval
 from dialoop.runs.publishes import proof_bound, publishes_of
 from dialoop.runs.run_config import compare_configs, flat_config, read_run
 from dialoop.runs.token_numbers import MAX_TOKENS, token_page
@@ -38,9 +41,10 @@ from dialoop_services.rest.problems import (
 from dialoop_services.runtime.auth import Token
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
+    from dialoop.runs.index import Point, RunIndex
     from starlette.requests import Request
 
     from dialoop_services.console.live_runs import LiveRuns
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
 ASSETS = "/assets/"
 _MAX_GROUP = 64
 _MAX_BODY_BYTES = 64 * 1024
+_EVALUATION, _MEAN_REWARD, _NUM_TRAJECTORIES = "evaluation/", "mean_reward", "num_trajectories"
 _PAGING = ("sort", "offset", "limit")
 _TYPES = {
     ".js": "text/javascript",
@@ -226,7 +231,10 @@ class _Routes:
             for name in query.getlist("name"):
                 points = index.points(name)
                 columns = ("time", "train_step", "policy_version", "value")
-                values = {c: [getattr(point, c) for point in points] for c in columns}
+                values: dict[str, Any] = {c: [getattr(p, c) for p in points] for c in columns}
+                if query.get("x") == "samples":
+                    values["samples"] = num_samples_of(index, points)
+                values["low"], values["high"] = bands_of(index, name) or (None, None)
                 series.append({"run": run, "name": name, **values})
         return {"series": series}
 
@@ -235,6 +243,37 @@ class _Routes:
         indexes = self._runs.indexes_of(request.query_params.getlist("run"))
         lines = compare_configs([flat_config(index.run_dir) for index in indexes.values()])
         return {"runs": list(indexes), "lines": [asdict(line) for line in lines]}
+
+
+def bands_of(index: RunIndex, name: str) -> tuple[list[float | None], list[float | None]] | None:
+    """Return the 95 % interval around each point of an evaluation's mean reward; None for others.
+
+    It is Wilson's interval for a share. Rewards between 0 and 1 have at most a share's variance, so
+    for them it is no narrower than it has to be. A mean outside 0..1 has no interval.
+    """
+    if not (name.startswith(_EVALUATION) and name.endswith(f"/{_MEAN_REWARD}")):
+        return None
+    counts = {
+        point.row: point.value
+        for point in index.points(f"{name[: -len(_MEAN_REWARD)]}{_NUM_TRAJECTORIES}")
+    }
+    lows: list[float | None] = []
+    highs: list[float | None] = []
+    for point in index.points(name):
+        count = counts.get(point.row, 0.0)
+        is_share = 0.0 <= point.value <= 1.0 and count >= 1.0 and math.isfinite(count)
+        low, high = wilson_interval(point.value, count) if is_share else (None, None)
+        lows.append(low)
+        highs.append(high)
+    return lows, highs
+
+
+def num_samples_of(index: RunIndex, points: Sequence[Point]) -> list[int]:
+    """Return for each point how many trajectories were trained up to its train step."""
+    by_step = sorted(index.num_trained_by_step().items())
+    steps = [step for step, _ in by_step]
+    sums = [0, *itertools.accumulate(count for _, count in by_step)]
+    return [sums[bisect.bisect_right(steps, point.train_step)] for point in points]
 
 
 class _LiveRoutes:

@@ -37,6 +37,12 @@ METRICS = [
     | {"policy_version": step + 1, "reward": step / 9, "entropy": 1 / step}
     for step in range(1, 10)
 ]
+EVALUATIONS = [
+    {"time": float(step), "kind": "evaluation", "train_step": step, "lineage": "main"}
+    | {"policy_version": step + 1, "label": "running", "mean_reward": step / 9}
+    | {"num_trajectories": 64}
+    for step in (3, 6, 9)
+]
 PUBLISHES = [
     {"time": float(step), "kind": "publish", "train_step": step, "lineage": "main"}
     | {"policy_version": step + 1, "publish_s": step / 8, "max_logprob_difference": step * 2e-5}
@@ -101,7 +107,7 @@ def write_run(folder: Path, *, loss: str) -> list[dict[str, Any]]:
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "trajectories.jsonl").write_text(lines, "utf-8")
     (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in [*METRICS, *PUBLISHES])
+        "".join(json.dumps(row) + "\n" for row in [*METRICS, *EVALUATIONS, *PUBLISHES])
     )
     config: dict[str, Any] = {"model": {"directory": ""}, "train": {"loss": loss}, "seed": 0}
     config["gates"] = {"logprob_difference_at_most": 1e-4}
@@ -319,6 +325,17 @@ def test_curves_of_two_runs_lie_over_each_other(page, site):
     page.keyboard.press("x")
     page.wait_for_function("() => location.hash.includes('x=time')")
     page.wait_for_selector(".u-legend:has-text('time since')")
+    for axis, title in (("version", "policy version"), ("samples", "trajectories trained")):
+        page.keyboard.press("x")
+        page.wait_for_function(f"() => location.hash.includes('x={axis}')")
+        page.wait_for_selector(f".u-legend:has-text('{title}')")
+
+
+def test_evaluations_have_bands(page, site):
+    open_page(page, site, "curves?run=a&name=evaluation/running/mean_reward")
+    page.wait_for_selector(".chart canvas")
+    assert page.locator(".u-legend .u-series").count() == 4
+    assert "95 % from" in page.inner_text(".u-legend")
 
 
 def test_configs_are_compared(page, site):

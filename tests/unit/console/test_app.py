@@ -108,6 +108,9 @@ def test_curves_and_configs_of_several_runs(console):
         (run, name) for run in "ab" for name in ("train/reward", "train/loss")
     ]
     assert answer["series"][0]["value"] == [0.5]
+    assert (answer["series"][0]["low"], "samples" in answer["series"][0]) == (None, False)
+    by_samples = console.call("/api/curves?run=a&name=train/reward&x=samples").json()["series"]
+    assert [len(each["samples"]) for each in by_samples] == [1]
     assert answer["series"][1]["value"] == ["NaN"]
     config = console.call("/api/config?run=a&run=b").json()
     differing = {line["key"]: line["values"] for line in config["lines"] if line["differs"]}

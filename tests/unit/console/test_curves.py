@@ -1,0 +1,71 @@
+"""Bands around evaluations, and the number of samples at a point of a curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from dialoop.runs import RunIndex
+from dialoop.runs.intervals import wilson_interval
+from dialoop_services.console.app import bands_of, num_samples_of
+
+MEAN = "evaluation/running/mean_reward"
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "low", "high"),
+    [  # Newcombe, Statistics in Medicine 17 (1998), table I, method 3
+        (81 / 263, 263, 0.2553, 0.3662),
+        (15 / 148, 148, 0.0624, 0.1605),
+        (0 / 20, 20, 0.0, 0.1611),
+        (1 / 29, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilsons_interval_is_the_published_one(share, count, low, high):
+    assert wilson_interval(share, count) == pytest.approx((low, high), abs=5e-5)
+
+
+def write_run(folder: Path) -> RunIndex:
+    folder.mkdir()
+    rows = [
+        {"kind": "evaluation", "label": "running", "mean_reward": reward, "num_trajectories": 20}
+        | {"time": float(step), "train_step": step, "lineage": "main", "policy_version": step}
+        for step, reward in ((0, 0.0), (2, 0.5), (4, 1.5))
+    ]
+    rows.append(
+        {"kind": "train", "reward": 0.5, "time": 9.0, "train_step": 3}
+        | {"lineage": "main", "policy_version": 4}
+    )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trained = [
+        {"outcome": outcome, "train_step": step, "trajectory_id": f"{number}", "reward": 1.0}
+        | {"messages": [], "turns": [], "sequences": [], "failures": [], "label": "training"}
+        for number, (step, outcome) in enumerate(
+            [(1, "trained")] * 3 + [(2, "trained")] * 2 + [(2, "uniform_reward"), (4, "trained")]
+        )
+    ]
+    (folder / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trained))
+    index = RunIndex(folder)
+    index.catch_up()
+    return index
+
+
+def test_evaluations_have_bands_and_other_series_have_none(tmp_path):
+    index = write_run(tmp_path / "run")
+    bands = bands_of(index, MEAN)
+    assert bands is not None
+    lows, highs = bands
+    assert lows[:2] == pytest.approx([0.0, wilson_interval(0.5, 20)[0]], abs=1e-12)
+    assert highs[0] == pytest.approx(0.1611, abs=5e-5)
+    assert (lows[2], highs[2]) == (None, None)  # a mean reward that is no share
+    assert bands_of(index, "train/reward") is None
+    assert bands_of(index, "evaluation/running/num_trajectories") is None
+    index.close()
+
+
+def test_samples_are_the_trained_trajectories_up_to_a_step(tmp_path):
+    index = write_run(tmp_path / "run")
+    assert num_samples_of(index, index.points(MEAN)) == [0, 5, 6]
+    assert num_samples_of(index, index.points("train/reward")) == [5]
+    index.close()
