@@ -215,7 +215,7 @@ def test_a_schedule_is_the_seeds_and_holds_what_it_must():
 @pytest.mark.parametrize("seed", [SEED] if "CHAOS_SEED" in os.environ else [0, 1, 2])
 def test_a_job_survives_every_process_killed_three_times(tmp_path: Path, seed: int) -> None:
     faults = schedule(seed, num_kills=3, num_stops=2, power=False)
-    run_under(tmp_path, faults, num_steps=160)
+    run_under(tmp_path, faults, num_steps=48)
 
 
 @pytest.mark.heavy(reason="a job under three power losses, some minutes")
@@ -223,7 +223,7 @@ def test_a_job_survives_every_process_killed_three_times(tmp_path: Path, seed: i
 @pytest.mark.timeout(2400)
 def test_a_job_survives_the_loss_of_the_queues_last_second(tmp_path: Path) -> None:
     faults = schedule(SEED, num_kills=1, num_stops=0, power=True)
-    run_under(tmp_path, faults, num_steps=80, appendfsync="everysec")
+    run_under(tmp_path, faults, num_steps=40, appendfsync="everysec")
 
 
 @pytest.mark.heavy(reason="a job with vLLM under a dozen faults, some minutes")
@@ -232,4 +232,4 @@ def test_a_job_survives_the_loss_of_the_queues_last_second(tmp_path: Path) -> No
 def test_a_job_with_vllm_survives_every_process_killed(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     faults = schedule(SEED, num_kills=1, num_stops=1, power=False)
-    run_under(tmp_path, faults, num_steps=80, engine="vllm")
+    run_under(tmp_path, faults, num_steps=32, engine="vllm")
