@@ -1,0 +1,73 @@
+"""Run every check on an engine that is named by its import path."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from dialoop.conformance.checks import Finding
+from dialoop.conformance.play import Broken
+from dialoop.errors import DialoopError
+from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
+
+from dialoop_services.config.engines import ENGINES, facts_of_engine
+from dialoop_services.inference.conformance.bench import RANK, EngineBench, reference
+from dialoop_services.inference.conformance.checks import CAPABILITIES, CORE, Run, close_twice
+from dialoop_services.inference.engine import Engine, EngineOptions
+from dialoop_services.inference.weights.adapter_files import AdapterLimits
+from dialoop_services.learning.model.families import make_family
+
+_WIDE = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}  # as vLLM needs on a CPU
+
+
+async def check_engine(
+    engine: str, *, folder: Path, model_dir: Path | None = None
+) -> tuple[Finding, ...]:
+    """Start the engine of that name or import path and run every check on it.
+
+    folder: where the kit writes models and weights. model_dir: a model to check with; a tiny one
+    of the kit's own if it is left out. Raises InvalidConfig (ENGINE_NOT_FOUND).
+    """
+    model_dir = model_dir or make_family("qwen2", folder / "model", fields=_WIDE)
+    async with _bench(engine, model_dir, folder) as bench:
+        findings = [await _finding(name, check, bench) for name, check in CORE.items()]
+        for name, (protocol, check) in CAPABILITIES.items():
+            if isinstance(bench.engine, protocol):
+                findings.append(await _finding(name, check, bench))
+            else:
+                findings.append(Finding(check=name, note=f"not offered: no {protocol.__name__}"))
+        findings.append(await _finding("close", close_twice, bench))
+    return tuple(findings)
+
+
+@asynccontextmanager
+async def _bench(engine: str, model_dir: Path, folder: Path) -> AsyncIterator[EngineBench]:
+    kind: Any = load_attribute(
+        facts_of_engine(engine).path,
+        what="engine",
+        reason=Reason.ENGINE_NOT_FOUND,
+        built_in=ENGINES,
+    )
+    adapters = AdapterLimits(max_adapters=1, max_rank=2 * RANK)
+    options = EngineOptions(max_model_len=64, max_num_seqs=4, adapters=adapters)
+    running: Engine = await kind.start(model_dir, options)
+    try:
+        yield EngineBench(engine=running, model_dir=model_dir, folder=folder, options=options)
+    finally:
+        await running.close()
+        reference.cache_clear()
+
+
+async def _finding(name: str, check: Run, bench: EngineBench) -> Finding:
+    try:
+        return Finding(check=name, note=await check(bench))
+    except Broken as broken:
+        return Finding(check=name, problem=broken.problem, remedy=broken.remedy)
+    except DialoopError as error:
+        problem = f"It raises {type(error).__name__}: {error.message}"
+        return Finding(check=name, problem=problem, remedy=error.remedy)
+    except Exception as error:
+        return Finding(check=name, problem=f"It raises {type(error).__name__}: {error}")
