@@ -182,6 +182,16 @@ export type DeadLetter = {
   rewards: Value[];
   num_tokens: number;
 };
+export type Branch = {
+  sequence: number;
+  parent: number | null;
+  cause: string;
+  num_tokens: number;
+  num_shared: number;
+  turns: number[];
+  before: string;
+  after: string;
+};
 export type Choices = Record<string, string[]>;
 
 export class Refusal extends Error {

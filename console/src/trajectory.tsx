@@ -1,6 +1,7 @@
 // One trajectory: its group side by side, its messages by turn, and its tokens.
 
 import { query, type Member, type Message, type Page, type Run, type Trajectory } from "./api";
+import { ForkTree } from "./forks";
 import { change, go, linkTo, useAnswer, useKeys, type Address } from "./hooks";
 import { contentText, number, plain, policy, Problem } from "./texts";
 import { TokenMap } from "./tokens";
@@ -100,6 +101,7 @@ export function TrajectoryPage({ run, address }: { run: Run; address: Address })
         <h2>Messages</h2>
         <Messages trajectory={value} />
       </section>
+      {value.sequences.length > 1 && <ForkTree key={`${path}/forks`} path={path} address={address} />}
       <TokenMap key={path} path={path} sequences={value.sequences} address={address} />
     </main>
   );

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.runs import Filters
+from dialoop.runs.forks import fork_tree
 from dialoop.runs.intervals import wilson_interval
 from dialoop.runs.publishes import proof_bound, publishes_of
 from dialoop.runs.run_config import compare_configs, flat_config, read_run
@@ -88,6 +89,7 @@ def console_app(runs: WatchedRuns, live: LiveRuns, *, token: str) -> App:
         one_trajectory: routes.trajectory,
         f"{one_trajectory}/tokens": routes.tokens,
         f"{one_trajectory}/group": routes.group,
+        f"{one_trajectory}/forks": routes.forks,
         f"{one_run}/metrics": routes.metrics,
         f"{one_run}/publishes": routes.publishes,
         "/api/curves": routes.curves,
@@ -194,6 +196,13 @@ class _Routes:
             debug_rows=index.debug_rows(row["trajectory_id"]),
         )
         return asdict(page)
+
+    def forks(self, request: Request) -> Any:
+        """Return how the trajectory's sequences hang together."""
+        name = request.path_params["run"]
+        row = self._runs.index_of(name).row(_whole(request.path_params, "number", 0))
+        tree = fork_tree(row, tokenizer=self._runs.tokenizer_of(name))
+        return {"branches": [asdict(branch) for branch in tree]}
 
     def group(self, request: Request) -> Any:
         """Return the trajectories of the same group and outcome, with their messages."""

@@ -51,6 +51,22 @@ PUBLISHES = [
 ]
 
 
+def fork(row: dict[str, Any]) -> None:
+    """Give the row a second turn, whose prompt no longer has what the first one sampled."""
+    (first,) = row["sequences"]
+    prompt, sampled = first["segments"]
+    ids, start = first["token_ids"], sampled["start"]
+    moved = {**sampled, "start": 2 * start, "turn": 1}
+    second = {
+        "token_ids": [*ids[:start], *ids],
+        "segments": [{**prompt, "length": 2 * start, "turn": 1}, moved],
+        "inference_logprobs": [-0.5] * sampled["length"],
+        "advantage": 1.0,
+        "fork_cause": "TEMPLATE_REWRITES_PAST",
+    }
+    row["sequences"].append(second)
+
+
 def make_rows(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     chance = random.Random(0)
     rows = []
@@ -95,6 +111,7 @@ def make_rows(tokenizer: Tokenizer) -> list[dict[str, Any]]:
                 "failures": [failure] if number % 5 == 0 else [],
             }
         )
+    fork(rows[10])
     for row in rows[:8]:  # a group of the same step is shown side by side
         row["train_step"] = 1
     return rows
@@ -300,6 +317,19 @@ def test_tokens_have_their_numbers_and_a_link(page, site):
             "spans => spans.map(span => span.style.backgroundColor)"
         )
         assert any(colours), mode
+
+
+def test_a_fork_shows_where_it_left_and_why(page, site):
+    open_page(page, site, "trajectory?run=a&number=11")
+    page.wait_for_selector("#forks li li")
+    text = page.inner_text("#forks li li")
+    assert "template rewrites past" in text
+    start = site.rows[10]["sequences"][0]["segments"][1]["start"]
+    assert f"shares {start} tokens with sequence 1" in text
+    assert "Result=10" in page.inner_text("#forks dd >> nth=0")
+    assert "1+2" in page.inner_text("#forks dd >> nth=1")
+    page.click("#forks li li > a")
+    page.wait_for_function("() => location.hash.includes('sequence=1')")
 
 
 def test_text_of_a_model_stays_text(page, site):
