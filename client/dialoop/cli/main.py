@@ -62,6 +62,11 @@ def parser() -> argparse.ArgumentParser:
     console.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     console.add_argument("--port", default="0", help="port to listen on (a free one)")
     console.set_defaults(module="stack", function="console", root=ROOT)
+    completion = commands.add_parser(
+        "completion", help="print a script that completes dialoop's words in your shell"
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
+    completion.set_defaults(module="completion", function="completion")
     compare = commands.add_parser(
         "compare", help="compare finished runs: means over seeds, and differences of configs"
     )
