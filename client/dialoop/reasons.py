@@ -353,6 +353,7 @@ class Reason(_Named):
     PAUSED = "PAUSED", "The replica is paused."
     PEFT_MISSING = "PEFT_MISSING", "Adapters need the package peft."
     PERMISSION_DENIED = "PERMISSION_DENIED", "The caller may not do this."
+    PLAN_TOO_LARGE = "PLAN_TOO_LARGE", "The processes of the job do not fit on the machines."
     POLICY_GONE = "POLICY_GONE", "The weights of the policy were deleted."
     POLICY_NOT_FOUND = "POLICY_NOT_FOUND", "No policy, or several, match the version."
     PORT_TAKEN = "PORT_TAKEN", "No port is free."

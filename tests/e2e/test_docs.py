@@ -74,6 +74,8 @@ TESTED_ELSEWHERE = {
     "audit": "tests/unit/audit/test_own_runs.py",
     "bring": "tests/unit/tasks/test_rows_of_others.py",
     "collect": "tests/unit/test_collection.py",
+    "device_plan": "tests/unit/stack/test_devices.py",
+    "device_plan_lines": "tests/unit/stack/test_devices.py",
     "compat": "tests/unit/compat/test_offered.py",
     "top_k_window": "tests/unit/rl/test_monte_carlo.py",
     "train_in_python": "tests/contract/stack/test_jobs.py",

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from dialoop_services.config.engines import EngineName, facts_of_engine
 from dialoop_services.config.losses import LossFacts, facts_of
 from dialoop_services.config.presets import with_preset
+from dialoop_services.config.resources import ResourcesSection
 from dialoop_services.config.scorer_tables import ScorerSection
 from dialoop_services.config.tables import (
     CollectorSection,
@@ -180,7 +181,7 @@ class JobConfig(Section):
     store: Literal["redis", "memory"] = "redis"
     """Where the queue is kept: "redis", or "memory" of the replay service, lost when it ends."""
     placement: Literal["split", "shared"] = "split"
-    """Devices: "split" for engine and trainer apart, "shared" for turns on one device."""
+    """Devices: "split" for engines and trainer apart, "shared" for turns on the same devices."""
     hang_timeout_s: float = Field(default=60.0, ge=0)
     """Seconds without any answer after which a process of the stack is killed and started again; 0:
     never."""
@@ -202,6 +203,7 @@ class JobConfig(Section):
     trackers: TrackerSettings = TrackerSettings()
     gates: GatesSection = GatesSection()
     ports: PortsSection = PortsSection()
+    resources: ResourcesSection = ResourcesSection()
 
     @property
     def logprob_bound(self) -> float:
@@ -252,17 +254,12 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _require_one_device(self) -> JobConfig:
-        """Refuse what cannot work where engine and trainer take turns on one device."""
+    def _require_turns(self) -> JobConfig:
+        """Refuse what cannot work where engines and trainer take turns on the same devices."""
         if self.placement == "split":
             return self
         train, inference = self.train, self.inference
         train.require_turns(inference.data_plane)
-        if inference.tensor_parallel_size > 1:
-            raise ValueError(
-                'placement = "shared" uses one device, and tensor_parallel_size is '
-                f"{inference.tensor_parallel_size}: set it to 1, or placement to split"
-            )
         if train.num_processes > 1:
             raise ValueError(
                 'placement = "shared" takes one trainer process, and num_processes is '

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, InvalidConfig
 from rich.console import Console
 
 from dialoop_services.config.file import (
@@ -35,6 +35,7 @@ from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent
 from dialoop_services.stack import job, preflight
 from dialoop_services.stack.branch import find_branch
+from dialoop_services.stack.devices import nodes_of, plan_devices
 from dialoop_services.stack.layout import variables_of_tables
 from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.processes import adopt_orphans, descendants, kill
@@ -84,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = loaded.config
         if options.command == "config":
             sys.stdout.write(toml_of(config, loaded.origins if options.origins else None))
+            sys.stdout.write("".join(f"# {line}\n" for line in _device_comments(config)))
             return 0
         if options.command == "check":
             return _check(loaded, options.config)
@@ -225,8 +227,22 @@ def _check(loaded: LoadedConfig, path: Path) -> int:
         return 2
     for warning in job.warnings_for(loaded.config):
         sys.stdout.write(f"Warning: {warning}.\n")
+    sys.stdout.write("".join(f"{line}\n" for line in _device_lines(loaded.config)))
     sys.stdout.write(f"{path}: no mistake found.\n")
     return 0
+
+
+def _device_lines(config: JobConfig) -> list[str]:
+    """Return the plan of the devices, a line for each process; none where there is no GPU."""
+    return plan_devices(config, nodes_of(config, os.environ)).lines()
+
+
+def _device_comments(config: JobConfig) -> list[str]:
+    """Return the plan of the devices, or why there is none: a config is printed either way."""
+    try:
+        return _device_lines(config)
+    except InvalidConfig as error:
+        return [f"Devices: {error.message}"]
 
 
 def _run(config: JobConfig, run_dir: RunDir, folder: Path, *, is_job: bool) -> int:

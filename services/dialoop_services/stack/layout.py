@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -51,6 +51,8 @@ class Layout:
     redis_url: str = ""
     token: str = ""
     memory: Path | None = None
+    devices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Variables of each process that the plan of the devices gives it."""
     folder: Path | None = None
     """Where the services work, so where relative paths and modules of the config are; None: here.
     """
@@ -82,12 +84,16 @@ class Layout:
     def spec(self, name: str) -> ServiceSpec:
         """Return how to start the process `name` (`inference-1` is the second replica)."""
         service = service_of(name)
-        variables = self.environment_of(name) | {
-            f"DIALOOP_{service.upper()}_PORT": str(self.ports[name]),
-            f"DIALOOP_{service.upper()}_REST_PORT": str(self.ports[rest_name(name)]),
-            "DIALOOP_RUN": self.run_dir.run_id,
-            CONFIG_VARIABLE: "",  # the variables already hold all values of the file
-        }
+        variables = (
+            self.environment_of(name)
+            | dict(self.devices.get(name, {}))
+            | {
+                f"DIALOOP_{service.upper()}_PORT": str(self.ports[name]),
+                f"DIALOOP_{service.upper()}_REST_PORT": str(self.ports[rest_name(name)]),
+                "DIALOOP_RUN": self.run_dir.run_id,
+                CONFIG_VARIABLE: "",  # the variables already hold all values of the file
+            }
+        )
         if self.folder is not None:
             # Modules are looked up in the config's folder first, then where the command started.
             path = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH109

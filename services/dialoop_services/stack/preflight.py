@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import socket
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -31,6 +29,7 @@ from dialoop_services.config.engines import (
 )
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.inference.weights.parameters import num_parameters
+from dialoop_services.stack.devices import nodes_of, plan_devices
 from dialoop_services.stack.layout import ports_of
 from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
 from dialoop_services.stack.user_code import (
@@ -177,7 +176,7 @@ def _check_experts(config: JobConfig, model_config: Mapping[str, Any]) -> None:
     """Raise InvalidConfig where the engine would sample with experts that are never trained."""
     trains = config.train.num_steps or config.train.mode == "sft" or config.warm_start.num_steps
     keeps = facts_of_engine(config.engine).keeps_experts_on_cpu
-    if trains and keeps and has_experts(model_config) and not _num_gpus():
+    if trains and keeps and has_experts(model_config) and not _num_gpus(config):
         raise InvalidConfig(
             f'engine = "{config.engine}" takes no new weights of experts on a CPU, so it would go '
             "on with those that the model started with.",
@@ -247,16 +246,14 @@ def _check_packages(config: JobConfig) -> None:
 
 
 def _check_devices(config: JobConfig) -> None:
-    """Raise InvalidConfig where the config names more GPUs than this machine has."""
+    """Raise InvalidConfig where the processes need more GPUs than the machines have."""
     train = config.train
     wanted = {
         "scorer.device": int(config.scorer.device != "cpu"),
         "train.device": train.num_processes if train.device == "cuda" else 0,
         "inference.data_plane": int(config.inference.data_plane in DEVICE_PLANES),
     }
-    if not any(wanted.values()):
-        return
-    num_gpus = _num_gpus()
+    num_gpus = _num_gpus(config) if any(wanted.values()) else 0
     for key, number in wanted.items():
         if number > num_gpus:
             raise InvalidConfig(
@@ -266,31 +263,21 @@ def _check_devices(config: JobConfig) -> None:
                 remedy=f"Leave {key} out to use the CPU, or run the job on a machine with an "
                 "NVIDIA driver.",
             )
+    plan_devices(config, nodes_of(config, os.environ))
 
 
-def _num_gpus() -> int:
-    """Return how many NVIDIA GPUs a process of this machine sees."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    devices = len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()])
-    if devices or not shutil.which("nvidia-smi"):
-        return devices
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+def _num_gpus(config: JobConfig) -> int:
+    """Return how many GPUs there are on the machines that the config is planned for."""
+    return sum(len(node.gpus) for node in nodes_of(config, os.environ))
 
 
 def _check_memory(config: JobConfig) -> None:
-    """Raise InvalidConfig where the weights alone do not fit into this machine's memory."""
+    """Raise InvalidConfig where the weights alone do not fit into a machine's memory."""
+    (node, *_) = nodes_of(config, os.environ)
     directory = Path(config.model.directory)
     is_complete = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
-    if not config.model.directory or not is_complete:
-        return  # the tiny model, or one that is refused already
+    if not config.model.directory or not is_complete or node.memory_gib is None:
+        return  # the tiny model, one that is refused already, or machines of unknown memory
     train, inference, scorer = config.train, config.inference, config.scorer
     try:
         num_numbers = num_parameters(directory)
@@ -309,7 +296,7 @@ def _check_memory(config: JobConfig) -> None:
     if scorer.reference_logprobs and scorer.device == "cpu":
         bytes_each += _BYTES_OF[scorer.dtype]
     needed = num_numbers * bytes_each
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = node.memory_gib * 2**30
     if needed > memory:
         raise InvalidConfig(
             f"The model has {num_numbers / 1e9:.1f} billion parameters, for which trainer and "

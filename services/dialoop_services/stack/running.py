@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.cli.running_stacks import STACK_FILE
 
+from dialoop_services.stack.devices import plan_here
 from dialoop_services.stack.layout import STOP_ORDER, Layout, ports_of
 from dialoop_services.stack.processes.ports import HOST
 from dialoop_services.stack.processes.redis_server import (
@@ -66,10 +67,11 @@ class RunningStack:
 
 
 def plan_stack(config: JobConfig, run_dir: RunDir, folder: Path | None = None) -> Plan:
-    """Find Redis and choose ports; InvalidConfig when there is no Redis or a port is taken.
+    """Place the processes, find Redis and choose ports; InvalidConfig when one of them fails.
 
     The services work in `folder`; None: in the current one.
     """
+    devices = plan_here(config, os.environ)
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
     ports = ports_of(config, with_redis=bool(redis.program))
     url = f"redis://{HOST}:{ports['redis']}/0" if redis.program else redis.url
@@ -82,6 +84,7 @@ def plan_stack(config: JobConfig, run_dir: RunDir, folder: Path | None = None) -
         redis_url=url,
         token=token,
         memory=memory_for(config, run_dir),
+        devices={each.name: each.variables for each in devices.processes},
     )
     return Plan(layout=layout, redis_program=redis.program)
 

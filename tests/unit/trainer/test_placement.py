@@ -30,7 +30,6 @@ SHARED: dict[str, Any] = {"placement": "shared", "train": {"pipeline_depth": 0}}
     ("config", "says"),
     [
         ({"placement": "shared"}, "set pipeline_depth = 0"),
-        ({**SHARED, "inference": {"tensor_parallel_size": 2}}, "tensor_parallel_size is 2"),
         ({**SHARED, "inference": {"data_plane": "nccl"}}, "set data_plane to shared_memory"),
         (
             {

@@ -1,0 +1,195 @@
+"""Which process gets which GPUs: a table of plans, and what every plan must hold."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from dialoop.errors import InvalidConfig
+from dialoop_services.config.file import parse_config
+from dialoop_services.stack.__main__ import main
+from dialoop_services.stack.devices import (
+    Node,
+    nodes_of,
+    plan_devices,
+    plan_here,
+    this_machine,
+)
+from dialoop_services.stack.layout import Layout
+from dialoop_services.stack.run_dir import open_run
+
+if TYPE_CHECKING:
+    from dialoop_services.config.job import JobConfig
+
+PLANS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[2] / "goldens" / "device_plans.json").read_text("utf-8")
+)
+SHARED: dict[str, Any] = {"placement": "shared", "train": {"device": "cuda", "pipeline_depth": 0}}
+
+
+def job(**values: Any) -> JobConfig:
+    return parse_config(values, source="job.toml")
+
+
+def node(gpus: int, processors: int | None = None, memory_gib: float | None = None) -> Node:
+    names = tuple(map(str, range(gpus)))
+    return Node(gpus=names, processors=processors, memory_gib=memory_gib)
+
+
+def plan_of(values: dict[str, Any]) -> Any:
+    config = job(**values)
+    return plan_devices(config, nodes_of(config, {}))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_variable_of_every_process_is_as_planned(name: str) -> None:
+    plan = plan_of(PLANS[name]["config"])
+    variables = {each.name: [each.node, dict(each.variables)] for each in plan.processes}
+    assert variables == PLANS[name]["processes"]
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if "split" in name])
+def test_no_gpu_of_a_split_plan_has_two_processes(name: str) -> None:
+    plan = plan_of(PLANS[name]["config"])
+    users = [(each.node, gpu) for each in plan.processes for gpu in each.gpus]
+    assert len(users) == len(set(users)) > 0
+
+
+def test_without_gpus_no_process_gets_a_variable() -> None:
+    plan = plan_devices(job(), (node(0, 2, 4.0),))
+    assert {each.name: dict(each.variables) for each in plan.processes} == {
+        name: {}
+        for name in ("trainer", "inference", "scorer", "collector", "environment", "replay")
+    }
+    assert plan.lines() == []
+
+
+def test_gpus_keep_the_names_under_which_this_machine_shows_them() -> None:
+    here = this_machine({"CUDA_VISIBLE_DEVICES": "5,GPU-3f,-1,7"})
+    assert here.gpus == ("5", "GPU-3f"), "CUDA ignores what follows -1"
+    plan = plan_devices(job(train={"device": "cuda"}), (here,))
+    assert plan.variables("trainer") == {"CUDA_VISIBLE_DEVICES": "5"}
+    assert plan.variables("inference") == {"CUDA_VISIBLE_DEVICES": "GPU-3f"}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Node, str]] = {
+    "too few GPUs": (
+        {"train": {"device": "cuda", "num_processes": 2}, "inference": {"num_replicas": 3}},
+        node(4),
+        "GPUs: trainer 2 + inference 1 + inference-1 1 + inference-2 1 = 5 of 4",
+    ),
+    "a replica larger than a machine": (
+        {"inference": {"tensor_parallel_size": 4}, "resources": {"num_nodes": 2}},
+        node(2),
+        "GPUs: inference 4 = 4 of 2",
+    ),
+    "too few processors": (
+        {"resources": {"trainer": {"processors": 6}, "scorer": {"processors": 3}}},
+        node(0, 8, 16.0),
+        "processors: trainer 6 + scorer 3 = 9 of 8",
+    ),
+    "too little memory": (
+        {"resources": {"trainer": {"memory_gib": 12}, "inference": {"memory_gib": 6.5}}},
+        node(0, 8, 16.0),
+        "GiB: trainer 12 + inference 6.5 = 18.5 of 16",
+    ),
+    "other devices than the trainer uses": (
+        {"train": {"device": "cuda"}, "resources": {"trainer": {"devices": 2}}},
+        node(4),
+        "devices is 2, and device and num_processes in [train] use 1",
+    ),
+    "GPUs for an engine without": (
+        {"engine": "transformers", "resources": {"inference": {"devices": 1}}},
+        node(4),
+        "devices is 1, and engine and tensor_parallel_size in [inference] use 0",
+    ),
+    "a scorer on a device that it does not get": (
+        {"scorer": {"device": "cuda:1"}, "resources": {"scorer": {"devices": 1}}},
+        node(4),
+        "devices is 1, and device in [scorer] use 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_that_does_not_fit_is_refused_with_its_arithmetic(name: str) -> None:
+    values, machine, says = REFUSED[name]
+    remedy = "in [resources]" if " of " in says else "Leave devices out"
+    with pytest.raises(InvalidConfig) as caught:
+        plan_devices(job(**values), (machine,))
+    assert says in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+def test_with_overlap_the_least_used_gpus_are_shared() -> None:
+    values = {"train": {"device": "cuda"}, "inference": {"num_replicas": 3}}
+    plan = plan_devices(job(**values, resources={"overlap": True}), (node(2),))
+    gpus = {each.name: each.gpus for each in plan.processes if each.gpus}
+    assert gpus == {
+        "trainer": ("0",),
+        "inference": ("1",),
+        "inference-1": ("0",),
+        "inference-2": ("1",),
+    }
+    with pytest.raises(InvalidConfig, match="inference-1 has no room"):
+        plan_devices(job(**values), (node(2),))
+
+
+def test_over_cuda_ipc_the_trainer_computes_where_the_replica_does() -> None:
+    values = {"train": {"device": "cuda"}, "inference": {"data_plane": "ipc"}}
+    plan = plan_devices(job(**values), (node(2),))
+    assert plan.variables("trainer") == plan.variables("inference")
+
+
+def test_a_stack_takes_no_more_than_this_machine_has() -> None:
+    here = {"CUDA_VISIBLE_DEVICES": "4,6"}
+    config = job(train={"device": "cuda"}, resources={"gpus_per_node": 2})
+    assert plan_here(config, here).variables("inference") == {"CUDA_VISIBLE_DEVICES": "6"}
+    for other in ({"gpus_per_node": 8}, {"num_nodes": 2}):
+        with pytest.raises(InvalidConfig, match="one machine with 2") as caught:
+            plan_here(job(resources=other), here)
+        assert caught.value.reason == "PLAN_TOO_LARGE"
+
+
+def test_the_layout_gives_each_process_its_variables(tmp_path: Path) -> None:
+    config = job(run="planned", **SHARED)
+    plan = plan_devices(config, (node(1),))
+    with open_run(tmp_path, config, fresh=False) as run_dir:
+        ports = {name: 1 for each in plan.processes for name in (each.name, f"{each.name}_rest")}
+        devices = {each.name: each.variables for each in plan.processes}
+        layout = Layout(config=config, run_dir=run_dir, ports=ports, devices=devices)
+        visible = {name: layout.spec(name).environment["CUDA_VISIBLE_DEVICES"] for name in devices}
+    assert (visible.pop("trainer"), visible.pop("inference")) == ("0", "0")
+    assert set(visible.values()) == {""}
+
+
+def test_the_plan_of_the_docs_is_as_printed() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "scale.md").read_text("utf-8")
+    config, lines = (
+        page.split(f"<!-- test: {name} -->\n```{kind}\n")[1].split("```")[0]
+        for name, kind in (("device_plan", "toml"), ("device_plan_lines", "text"))
+    )
+    assert plan_of(tomllib.loads(config)).lines() == lines.splitlines()
+    smaller = tomllib.loads(config)
+    smaller["resources"]["gpus_per_node"] = 6
+    with pytest.raises(InvalidConfig) as caught:
+        plan_of(smaller)
+    assert caught.value.message.split(". ")[1].rstrip(".") in page
+
+
+def test_config_check_and_print_show_a_plan_for_another_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = tmp_path / "job.toml"
+    path.write_text('store = "memory"\n[train]\ndevice = "cuda"\n')
+    for command in ("check", "config"):
+        assert main([command, str(path), "--set", "resources.gpus_per_node=2"]) == 0
+        assert "inference    node 0  CUDA_VISIBLE_DEVICES=1\n" in capsys.readouterr().out
+    assert main(["check", str(path), "--set", "resources.gpus_per_node=1"]) == 2
+    assert "trainer 1 + inference 1 = 2 of 1" in capsys.readouterr().err
+    assert main(["config", str(path)]) == 0
+    assert "# Devices: trainer has no room" in capsys.readouterr().out
