@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
 
 _MARK = "run.json"
+_PRIVATE = 0o700
+"""Mode of a new run's folder. One that is resumed keeps the mode that its owner gave it."""
 _MAPPINGS = ("options", "loss_options")
 """Keys whose values are mappings with names of the user's own."""
 
@@ -95,6 +97,7 @@ def _prepare(
             return _resume(path, config, start, reuse=reuse)
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
+    path.chmod(_PRIVATE)  # whatever the umask: it holds the queue, with all conversations
     run_id = f"{config.run}-{uuid.uuid4().hex[:8]}"
     _write_mark(path, {"run_id": run_id, "started": time.time(), **start}, config)
     return RunDir(path=path, run_id=run_id)

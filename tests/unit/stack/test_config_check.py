@@ -309,6 +309,18 @@ def test_a_resumed_run_says_what_its_config_says_otherwise(tmp_path: Path) -> No
         assert (unchanged.changes, unchanged.run_id) == ((), run_dir.run_id)
 
 
+def test_only_its_owner_reads_a_new_run_and_a_resumed_one_keeps_its_mode(tmp_path: Path) -> None:
+    config = JobConfig.model_validate({"run": "mine"})
+    with open_run(tmp_path, config, fresh=False) as run_dir:
+        assert run_dir.path.stat().st_mode & 0o777 == 0o700
+    (run_dir.path / "metrics.jsonl").touch()
+    run_dir.path.chmod(0o750)
+    with open_run(tmp_path, config, fresh=False, reuse=True) as resumed:
+        assert resumed.path.stat().st_mode & 0o777 == 0o750
+    with open_run(tmp_path, config, fresh=True) as replaced:
+        assert replaced.path.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_broken_template_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = folder / "model"
     vocabulary = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None}
