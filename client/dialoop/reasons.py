@@ -69,6 +69,10 @@ class DropReason(_Named):
         "The group was played while max_waiting_groups were waiting, and found no room.",
     )
     NO_TRAINABLE_TOKEN = "no_trainable_token", "No token of the group was sampled."
+    ROW_LARGER_THAN_CACHE = (
+        "ROW_LARGER_THAN_CACHE",
+        "The longest row has no room in the engine's cache of keys and values.",
+    )
     SCORER_FAILED = "scorer_failed", "The scorer could not score the group."
     SERVICE_AWAY = "service_away", "A service that the group needed was away for too long."
     SHUTDOWN = "shutdown", "The worker stopped."
@@ -298,6 +302,11 @@ class Reason(_Named):
         "The model's weights have no place in its checkpoint.",
     )
     MODEL_NOT_SHARDABLE = "MODEL_NOT_SHARDABLE", "The model has no list of layers to shard."
+    MODEL_TENSORS_DIFFER = (
+        "MODEL_TENSORS_DIFFER",
+        "The checkpoint lacks tensors of its architecture, or holds others.",
+    )
+    MODEL_UNKNOWN = "MODEL_UNKNOWN", "The installed transformers has no class for the model."
     NEEDS_CUDA = "NEEDS_CUDA", "The data plane needs a CUDA device."
     NEEDS_SESSION = "NEEDS_SESSION", "The environment remembers more than the messages."
     NON_FINITE_REWARD = "NON_FINITE_REWARD", "A reward is not finite."
@@ -396,6 +405,10 @@ class Reason(_Named):
     REWARD_TIMEOUT = "REWARD_TIMEOUT", "The reward function took too long."
     ROUTE_NOT_FOUND = "ROUTE_NOT_FOUND", "There is no such route."
     ROW_DOES_NOT_FIT = "ROW_DOES_NOT_FIT", "The sequences do not fit the packed row."
+    ROW_LARGER_THAN_CACHE = (
+        "ROW_LARGER_THAN_CACHE",
+        "The longest row has no room in the engine's cache of keys and values.",
+    )
     RUN_EXISTS = "RUN_EXISTS", "The run's folder exists and cannot be resumed."
     RUN_IN_USE = "RUN_IN_USE", "Another process uses the run's folder."
     RUN_NOT_FOUND = "RUN_NOT_FOUND", "The folder is no run of Dialoop."
@@ -442,6 +455,10 @@ class Reason(_Named):
     TASK_NOT_FOUND = "TASK_NOT_FOUND", "The split has no such task."
     TEMPERATURE_DIFFERS = "TEMPERATURE_DIFFERS", "A turn was sampled at another temperature."
     TEMPLATE_CONFLICT = "TEMPLATE_CONFLICT", "The template's name is taken by other content."
+    TEMPLATE_HIDES_ANSWERS = (
+        "TEMPLATE_HIDES_ANSWERS",
+        "The chat template does not show what the assistant wrote.",
+    )
     TEMPLATE_INVALID = "TEMPLATE_INVALID", "The chat template does not parse."
     TEMPLATE_LIMIT = (
         "TEMPLATE_LIMIT",
@@ -460,6 +477,10 @@ class Reason(_Named):
     )
     TENSORDICT_MISSING = "TENSORDICT_MISSING", "TorchRL's containers do not import."
     TOKENIZER_MISMATCH = "TOKENIZER_MISMATCH", "The service has another tokenizer."
+    TOKENIZER_LARGER = (
+        "TOKENIZER_LARGER",
+        "The tokenizer has ids for which the model has no embedding.",
+    )
     TOKENIZER_MISSING = "TOKENIZER_MISSING", "The environment has no tokenizer to render with."
     TOKENS_MODE_ONLY = "TOKENS_MODE_ONLY", "The environment's transforms read tokens."
     TOKEN_OUT_OF_RANGE = "TOKEN_OUT_OF_RANGE", "A token id is outside the vocabulary."

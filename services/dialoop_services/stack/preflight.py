@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -48,6 +51,14 @@ if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
 
 _ANSWERS_IN_S = 2.0
+_ANSWER = "Paris, on the Seine."
+_CONVERSATION = History(
+    (
+        Message(role="user", content="What is the capital of France?"),
+        Message(role="assistant", content=_ANSWER),
+        Message(role="user", content="And of Italy?"),
+    )
+)
 _BYTES_TO_TRAIN = 16
 """Of a parameter that is trained: its weight, its gradient and two moments, in float32."""
 _BYTES_OF = {"float32": 4, "bfloat16": 2}
@@ -158,17 +169,53 @@ def _check_models(config: JobConfig) -> None:
     positions: int | None = TINY_MODEL_POSITIONS
     if directory:
         check_model(Path(directory))
+        _check_checkpoint(directory)
         model_config = _model_config(Path(directory))
         positions = model_config.get("max_position_embeddings")
         _check_experts(config, model_config)
     if reference:
         check_model(Path(reference), key="scorer.reference_model")
+        _check_checkpoint(reference)
     longest = config.inference.max_model_len
     most = positions and positions - facts_of_engine(config.engine).num_spare_positions
     if most and longest > most:
         raise InvalidConfig(
             f"max_model_len is {longest} in [inference], and the model has {positions} positions.",
             remedy=f"Set max_model_len to {most} or less.",
+        )
+    if directory and config.engine == "vllm":
+        _check_cache(config, model_config)
+
+
+def _check_cache(config: JobConfig, model_config: Mapping[str, Any]) -> None:
+    """Raise InvalidConfig where the longest row has no room in vLLM's cache of keys and values.
+
+    It needs 2 x layers x key-value heads x head width x bytes for each token; layers with a sliding
+    window are not counted. A model of latent attention is left to vLLM.
+    """
+    heads = model_config.get("num_attention_heads")
+    layers, hidden = model_config.get("num_hidden_layers"), model_config.get("hidden_size")
+    if "kv_lora_rank" in model_config or not (heads and layers and hidden):
+        return
+    kinds = model_config.get("layer_types")
+    if kinds:
+        layers = kinds.count("full_attention")
+    elif model_config.get("sliding_window"):
+        layers = 0
+    width = (model_config.get("num_key_value_heads") or heads) * (
+        model_config.get("head_dim") or hidden // heads
+    )
+    inference = config.inference
+    each = 2 * layers * width * _BYTES_OF[inference.dtype or config.dtype]
+    needed = each * inference.max_model_len / inference.tensor_parallel_size
+    if needed > inference.kv_cache_mib << 20:
+        raise InvalidConfig(
+            f"A row of max_model_len = {inference.max_model_len} tokens needs "
+            f"{needed / 2**20:.0f} MiB of keys and values, and kv_cache_mib in [inference] is "
+            f"{inference.kv_cache_mib}.",
+            reason=Reason.ROW_LARGER_THAN_CACHE,
+            remedy=f"Set kv_cache_mib to {math.ceil(needed / 2**20)} or more, or a shorter "
+            "max_model_len.",
         )
 
 
@@ -200,17 +247,60 @@ def check_model(directory: Path, *, key: str = "model.directory") -> None:
                 reason=Reason.MODEL_INCOMPLETE,
                 remedy="Save the model there with model.save_pretrained(directory).",
             )
-    _model_config(directory)
+    model_config = _model_config(directory)
     tokenizer = Tokenizer.from_directory(directory)
+    num_rows = model_config.get("vocab_size")
+    if isinstance(num_rows, int) and tokenizer.vocab_size > num_rows:
+        raise InvalidConfig(
+            f"The tokenizer of {directory} has {tokenizer.vocab_size} ids, and the model embeds "
+            f"{num_rows}.",
+            reason=Reason.TOKENIZER_LARGER,
+            remedy="Save the model's own tokenizer there, or resize the model with "
+            "model.resize_token_embeddings.",
+        )
     try:
         template = TemplateRegistry().choose(tokenizer)
-        template.render(History((Message(role="user", content="Hello"),)))
+        text = template.render(_CONVERSATION)
     except DialoopError as error:
         raise InvalidConfig(
             f"The chat template of {directory} does not render a message: {error.message}",
             reason=Reason.TEMPLATE_INVALID,
             remedy="Correct chat_template.jinja or tokenizer_config.json there.",
         ) from error
+    if _ANSWER not in text:
+        raise InvalidConfig(
+            f"The chat template of {directory} renders a conversation without the assistant's "
+            f'words: "{_ANSWER}" is not in it.',
+            reason=Reason.TEMPLATE_HIDES_ANSWERS,
+            remedy="Correct chat_template.jinja or tokenizer_config.json there.",
+        )
+
+
+def _check_checkpoint(directory: str) -> None:
+    """Raise InvalidConfig where a checkpoint is not what its architecture needs.
+
+    A process of its own looks: torch stays out of this one.
+    """
+    command = [sys.executable, "-m", "dialoop_services.learning.model.checkpoint", directory]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        raise InvalidConfig(
+            f"The model in {directory} could not be looked at: {_last_line(answer.stderr)}",
+            reason=Reason.MODEL_INCOMPLETE,
+            remedy="Load it with transformers' AutoModelForCausalLM to see the whole error.",
+        )
+    problem = json.loads(answer.stdout)
+    if problem:
+        reason = Reason(problem["reason"])
+        raise InvalidConfig(problem["message"], reason=reason, remedy=problem["remedy"])
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def _has_weights(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
 
 
 def _model_config(directory: Path) -> dict[str, Any]:
@@ -275,8 +365,7 @@ def _check_memory(config: JobConfig) -> None:
     """Raise InvalidConfig where the weights alone do not fit into a machine's memory."""
     (node, *_) = nodes_of(config, os.environ)
     directory = Path(config.model.directory)
-    is_complete = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
-    if not config.model.directory or not is_complete or node.memory_gib is None:
+    if not config.model.directory or not _has_weights(directory) or node.memory_gib is None:
         return  # the tiny model, one that is refused already, or machines of unknown memory
     train, inference, scorer = config.train, config.inference, config.scorer
     try:
