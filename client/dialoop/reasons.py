@@ -439,6 +439,7 @@ class Reason(_Named):
     STEP_CONFLICT = "STEP_CONFLICT", "The step was asked for before, with other content."
     STEP_FAILED = "STEP_FAILED", "The environment failed in a step."
     STEP_GAP = "STEP_GAP", "The step comes too early."
+    STEP_NOT_KEPT = "STEP_NOT_KEPT", "The run has not kept that train step."
     STEP_TIMEOUT = "STEP_TIMEOUT", "The step took too long."
     STILL_RUNNING = "STILL_RUNNING", "The program was still running when its time ran out."
     STILL_STOPPING = "STILL_STOPPING", "The stack is still stopping."

@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     compare.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
     compare.add_argument("--json", action="store_true", help="print JSON")
     compare.set_defaults(module="stack", function="compare", root=ROOT)
+    _add_replay_step(commands)
     doctor = commands.add_parser(
         "doctor", help="show what this machine can run and what is missing"
     )
@@ -291,6 +292,16 @@ def _add_export(commands: Commands) -> None:
         "--base", default="", help="version that the adapter was trained on (the run's own model)"
     )
     export.set_defaults(module="stack", function="export", root=ROOT)
+
+
+def _add_replay_step(commands: Commands) -> None:
+    replay = commands.add_parser(
+        "replay-step", help="repeat train steps that a run kept, and name the first difference"
+    )
+    replay.add_argument("run", help="name of the run, or its directory")
+    replay.add_argument("steps", help="number of a train step, or several as 7..9")
+    replay.add_argument("--json", action="store_true", help="print JSON, a step a line")
+    replay.set_defaults(module="stack", function="replay_step", root=ROOT)
 
 
 def _add_config(commands: Commands) -> None:

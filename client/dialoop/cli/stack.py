@@ -82,6 +82,13 @@ def compare(arguments: argparse.Namespace) -> int:
     return _become(words, module="dialoop_services.stack.report.compare")
 
 
+def replay_step(arguments: argparse.Namespace) -> int:
+    """Repeat kept train steps of a run, and name what differs."""
+    run = arguments.run if Path(arguments.run).is_dir() else str(arguments.root / arguments.run)
+    words = [*(["--json"] if arguments.json else []), "--", run, arguments.steps]
+    return _become(words, module="dialoop_services.trainer.step_replay.replay")
+
+
 def down(arguments: argparse.Namespace) -> int:
     """Stop the stack, and wait until it and all its processes have ended.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -94,6 +94,14 @@ class ScorerFields(Section):
         return {
             name: getattr(facts, name) if getattr(self, name) is None else getattr(self, name)
             for name in ("divide_by_std", "leave_one_out")
+        }
+
+    def advantage_rule(self, loss: str) -> dict[str, Any]:
+        """Return the fields of `rl.advantages.AdvantageSettings`, for the trainer's `loss`."""
+        return self.baseline_for(loss) | {
+            "eps": self.advantage_eps,
+            "divisor": self.advantage_divisor,
+            "aggregate": self.advantage_aggregate,
         }
 
     @model_validator(mode="after")

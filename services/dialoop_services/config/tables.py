@@ -455,6 +455,9 @@ class TrainFields(Section):
     debug_table_every: int = Field(default=0, ge=0)
     """Number of train steps after which debug_table.jsonl in the run directory gets the tokens,
     log-probs, rewards and advantages of every trained sequence; 0: never."""
+    keep_steps: int = Field(default=0, ge=0)
+    """Number of newest train steps of which all numbers stay on disk, with the checkpoints before
+    them, so that `dialoop replay-step` can repeat and compare them; 0: none. One process only."""
     max_trajectories_mb: int = Field(default=0, ge=0)
     """Size of all parts of trajectories.jsonl in MB at which the oldest is deleted; 0: none is."""
 

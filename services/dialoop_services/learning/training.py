@@ -130,7 +130,7 @@ def loss_inputs(
     )
 
 
-def forward_backward(
+def forward_backward(  # noqa: PLR0913 - a model, its data, its loss and who looks on
     policy: PolicyModel,
     rows: Sequence[PackedBatch],
     loss: Loss,
@@ -138,12 +138,14 @@ def forward_backward(
     temperature: float | None = None,
     with_entropy: bool = False,
     ranks: Ranks = ALONE,
+    watch: Callable[[PackedBatch, Tensor, Tensor], None] | None = None,
 ) -> BackwardReport:
     """Add the gradients of the rows' loss; the sum does not depend on how sequences are packed.
 
     Log-probs are at `temperature` or, without one, at each sequence's own sampling temperature.
     With several ranks each passes its own rows, and all get the same report. An objective that
     whitens does so over these rows; before several updates call `whiten_sequences` instead.
+    `watch` gets each packed row, its log-probs [M] and its loss before it is differentiated.
     """
     objective = loss if isinstance(loss, Objective) else Objective(loss=loss)
     counts, num_behind = StepCounts.of(rows, ranks), rows_behind(len(rows), ranks)
@@ -157,6 +159,8 @@ def forward_backward(
         )
         inputs = loss_inputs(row, scores.logprobs, entropy=scores.entropy, counts=counts)
         output = objective(inputs)
+        if watch is not None:
+            watch(row, scores.logprobs, output.loss)
         output.loss.backward()  # type: ignore[no-untyped-call]
         total += float(output.loss.detach())
         metrics.append({name: float(value) for name, value in output.metrics.items()})

@@ -51,12 +51,7 @@ class ScorerSettings(JobSettings, ScorerFields):
     @property
     def advantages(self) -> AdvantageSettings:
         """Return how rewards become advantages."""
-        return AdvantageSettings(
-            **self.baseline_for(self.loss),
-            eps=self.advantage_eps,
-            divisor=self.advantage_divisor,
-            aggregate=self.advantage_aggregate,
-        )
+        return AdvantageSettings(**self.advantage_rule(self.loss))
 
     @property
     def needs_reference(self) -> bool:

@@ -125,7 +125,7 @@ async def serve_in(
             replay=replay,
             publisher=publisher,
             evaluator=Evaluator(settings.run, environment, replay, records),
-            checkpoints=Checkpoints(settings.run_dir),
+            checkpoints=Checkpoints(settings.run_dir, keep_steps=settings.keep_steps),
             records=records,
             board=board,
             placement=placement,

@@ -23,16 +23,27 @@ if TYPE_CHECKING:
 
 def own_rows(rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
     """Return this rank's share of `rows`, packed, on its device; all ranks pass the same rows."""
+    return pack_own(rows, own_packing(rows, ranks, max_tokens=max_tokens), ranks)
+
+
+def own_packing(
+    rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return which of `rows` share each packed row of this rank, as indices."""
     plan = plan_ranks(
         [len(r.token_ids) for r in rows],
         max_tokens=max_tokens,
         num_ranks=ranks.size,
         groups=[r.group_index for r in rows],
     )
-    return [
-        pack_rows([rows[i] for i in indices]).to(ranks.device)
-        for indices in plan.rows_of(ranks.rank)
-    ]
+    return plan.rows_of(ranks.rank)
+
+
+def pack_own(
+    rows: Sequence[TokenRow], packing: Sequence[Sequence[int]], ranks: Ranks
+) -> list[PackedBatch]:
+    """Return the rows packed as `own_packing` says, on this rank's device."""
+    return [pack_rows([rows[i] for i in indices]).to(ranks.device) for indices in packing]
 
 
 def rows_behind(num_rows: int, ranks: Ranks) -> int:

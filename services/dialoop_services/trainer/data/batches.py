@@ -53,22 +53,8 @@ class Batch:
 
     @property
     def sequences(self) -> tuple[TrainedSequence, ...]:
-        """Return the token rows to train: all that have a sampled token.
-
-        Rows with advantage 0 stay: a loss takes its means over them, and they have a KL term.
-        """
-        return tuple(
-            TrainedSequence(
-                sequence=sequence,
-                group_index=index,
-                trajectory_index=number,
-                temperature=_temperature_of(trajectory),
-            )
-            for index, group in enumerate(self.groups)
-            for number, trajectory in enumerate(group.trajectories)
-            for sequence in trajectory.sequences
-            if sequence.num_model_tokens
-        )
+        """Return the token rows to train."""
+        return sequences_of(self.groups)
 
     def staleness(self, current: PolicyVersion) -> Counter[int]:
         """Count trained trajectories by how many versions their oldest token lags `current`."""
@@ -88,6 +74,25 @@ class Batch:
             for sequence in trajectory.sequences
             if sequence.fork_cause is not ForkCause.NONE
         )
+
+
+def sequences_of(groups: Rows[Group]) -> tuple[TrainedSequence, ...]:
+    """Return the token rows of a batch's groups to train: all that have a sampled token.
+
+    Rows with advantage 0 stay: a loss takes its means over them, and they have a KL term.
+    """
+    return tuple(
+        TrainedSequence(
+            sequence=sequence,
+            group_index=index,
+            trajectory_index=number,
+            temperature=_temperature_of(trajectory),
+        )
+        for index, group in enumerate(groups)
+        for number, trajectory in enumerate(group.trajectories)
+        for sequence in trajectory.sequences
+        if sequence.num_model_tokens
+    )
 
 
 @dataclass(slots=True, kw_only=True)

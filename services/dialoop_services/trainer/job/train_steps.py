@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import ReturnItem, Selection
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import DropReason, Reason, turns_spent
 from dialoop.trajectory import Stage
 from dialoop.waits import waiting_for
@@ -25,6 +25,8 @@ from dialoop_services.trainer.data.batches import Candidates, sort_batch
 from dialoop_services.trainer.data.debug_table import write_debug_table
 from dialoop_services.trainer.data.leases import WORKER
 from dialoop_services.trainer.data.untrainable import read_rows
+from dialoop_services.trainer.step_replay.keeping import keep_step
+from dialoop_services.trainer.step_replay.trace import StepTrace
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -366,7 +368,7 @@ class TrainSteps:
             )
         await self._write_debug_table(batch, rows)
         with waiting_for("learner", "a train step"):
-            report = await asyncio.to_thread(self._learner.train_step, rows)
+            report = await self._train(batch, rows, version)
         self._count(batch, report, version)
         if report.num_updates:
             state.num_train_steps += 1
@@ -381,6 +383,26 @@ class TrainSteps:
         row |= row_of_oversize([entry.sequence for entry in batch.sequences], self._settings)
         row |= self._check_mismatch(report, version)
         return row | {"train_s": time.perf_counter() - started}
+
+    async def _train(
+        self, batch: Batch, rows: list[TokenRow], version: PolicyVersion
+    ) -> TrainStepReport:
+        """Take the train step; with `keep_steps`, keep what `dialoop replay-step` compares."""
+        settings, learner = self._settings, self._learner
+        if not settings.keep_steps:
+            return await asyncio.to_thread(learner.train_step, rows)
+        trace = learner.trace = StepTrace()
+        try:
+            report = await asyncio.to_thread(learner.train_step, rows)
+        finally:
+            learner.trace = None
+        if report.num_updates:  # a refused batch is no train step, and changes no weight
+            step = self._state.num_train_steps + 1
+            try:
+                await asyncio.to_thread(keep_step, settings, step, version, batch.groups, trace)
+            except PreconditionFailed as error:  # the weights have changed, so training goes on
+                log.error("The train step is not kept: %s", error, extra={"train_step": step})
+        return report
 
     async def _write_debug_table(self, batch: Batch, rows: list[TokenRow]) -> None:
         """Write what the loss is about to read, every `debug_table_every` train steps."""

@@ -37,7 +37,7 @@ from dialoop_services.learning.packing.trainable import (
     require_trainable,
 )
 from dialoop_services.learning.parallel.group_commands import RankGroup, collective
-from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
+from dialoop_services.learning.parallel.parallel_rows import own_packing, pack_own, score_rows
 from dialoop_services.learning.parallel.ranks import ALONE, Ranks, shard
 from dialoop_services.learning.training import (
     BackwardReport,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.data.batches import TrainedSequence
     from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
     from dialoop_services.trainer.settings import TrainerSettings
+    from dialoop_services.trainer.step_replay.trace import StepTrace
 
 Kind = Literal["warm_start", "sft", "rl"]
 """The kind of an update: each has its own loss, and warm starts have their own optimiser."""
@@ -102,6 +103,13 @@ class Learner:
         self.group = group or RankGroup(Ranks(device=torch.device(settings.device)))
         self._settings = settings
         self._ranks = ranks = self.group.ranks
+        if settings.keep_steps and ranks.size > 1:
+            raise InvalidConfig(
+                f"keep_steps is {settings.keep_steps}, and {ranks.size} processes train.",
+                remedy="Set num_processes to 1, or keep_steps to 0, in [train].",
+            )
+        self.trace: StepTrace | None = None
+        """Gets every number of the next train steps, if set; only where one process trains."""
         policy = shard(policy_of(settings, ranks), ranks)
         objective = objective_of(settings)
         # `prepare` whitens over the whole train step, so an update of a part must not whiten again.
@@ -207,13 +215,21 @@ class Learner:
         """Add the gradients of the rows' loss to the present ones; no weight changes."""
         settings = self._settings
         measures_entropy = settings.objective.entropy_metric and settings.logprob_kernel != "cut"
-        return forward_backward(
+        packing = own_packing(rows, self._ranks, max_tokens=settings.packed_row_tokens)
+        trace = self.trace if kind == "rl" else None
+        if trace is not None:
+            trace.begin_update(rows, packing)
+        backward = forward_backward(
             self.state.policy,
-            own_rows(rows, self._ranks, max_tokens=settings.packed_row_tokens),
+            pack_own(rows, packing, self._ranks),
             self._objectives[kind],
             with_entropy=kind == "rl" and measures_entropy,
             ranks=self._ranks,
+            watch=None if trace is None else trace.watch,
         )
+        if trace is not None:
+            trace.end_backward(backward.loss, self.state.policy)
+        return backward
 
     @collective(computes=True)
     def optim_step(self, loss: float, kind: Kind = "rl") -> StepReport:
@@ -221,7 +237,10 @@ class Learner:
 
         The weights stay as they are when the loss or the gradients are not finite.
         """
-        return self.state.optimizers[_OPTIMIZERS[kind]].step(loss)
+        step = self.state.optimizers[_OPTIMIZERS[kind]].step(loss)
+        if self.trace is not None and kind == "rl":
+            self.trace.end_update(step)
+        return step
 
     @collective(computes=True)
     def warm_start_step(self, rows: Rows[TokenRow]) -> UpdateReport:
@@ -239,7 +258,11 @@ class Learner:
 
         An update trains whole trajectories, however many sequences they have.
         """
+        if self.trace is not None:
+            self.trace.begin(rows, self.state.orders)
         ready = self.prepare(rows)
+        if self.trace is not None:
+            self.trace.prepared = ready
         trajectories = _by_trajectory(ready)
         num = min(self._settings.num_minibatches, len(trajectories))
         reports = []

@@ -35,10 +35,15 @@ _FILES = "files"
 
 
 class Checkpoints:
-    """The checkpoint directory of a run, which keeps the newest two."""
+    """The checkpoint directory of a run, which keeps the newest two.
 
-    def __init__(self, run_dir: Path) -> None:
+    With `keep_steps` it also keeps those from which the newest `keep_steps` train steps can be
+    repeated, one for each number of train steps.
+    """
+
+    def __init__(self, run_dir: Path, *, keep_steps: int = 0) -> None:
         self._root = run_dir / "checkpoints"
+        self._keep_steps = keep_steps
         # The folder that this process restored or saved.
         self._current: Path | None = None
 
@@ -91,11 +96,27 @@ class Checkpoints:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         kept, self._current = {directory, previous}, directory
+        if self._keep_steps:
+            kept |= self._before_steps(state.num_train_steps - self._keep_steps)
         for other in self._root.iterdir():
             # Only the one that this process restored or saved before is known to be readable.
             if other.is_dir() and other not in kept:
                 shutil.rmtree(other)
         return directory
+
+    def before_step(self, train_step: int) -> tuple[Path, int] | None:
+        """Return the newest whole checkpoint before a train step, and its number of steps."""
+        steps = {path: _steps_in(path) for path in self._whole_ones()}
+        earlier = [(path, number) for path, number in steps.items() if number < train_step]
+        return max(earlier, key=lambda pair: pair[1], default=None)
+
+    def _before_steps(self, first: int) -> set[Path]:
+        """Return the checkpoints after `first` train steps, and the newest up to there."""
+        newest: dict[int, Path] = {}
+        for path in self._whole_ones():  # the newest first
+            newest.setdefault(_steps_in(path), path)
+        start = max((number for number in newest if number <= first), default=0)
+        return {path for number, path in newest.items() if number >= start}
 
     def restore(self, learner: Learner) -> JobState | None:
         """Load the newest checkpoint that every rank can read, and return its state; None without.
@@ -137,6 +158,10 @@ class Checkpoints:
         directory = next(self._root / n for n in names if not (self._root / n).exists())
         directory.mkdir(parents=True)
         return directory
+
+
+def _steps_in(directory: Path) -> int:
+    return int(read_json(directory / "progress.json").get("num_train_steps", 0))
 
 
 def _sizes(directory: Path) -> dict[str, int]:
