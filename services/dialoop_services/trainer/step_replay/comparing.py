@@ -163,8 +163,8 @@ def _first_in_sequence(
         ("mask", masks[0], masks[1], range(len(masks[0])))
     ]
     for name in _LISTS:
-        positions = list(range(len(before[name]))) if name == "token_ids" else tokens
-        lists.append((name, before[name], now.get(name, ()), positions))
+        own = range(len(before[name])) if name == "token_ids" else tokens
+        lists.append((name, before[name], now.get(name, ()), own))
     for name, old, new, positions in lists:
         index = next(
             (i for i, pair in enumerate(zip(old, new, strict=False)) if _unlike(*pair)), -1
