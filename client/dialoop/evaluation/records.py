@@ -86,7 +86,8 @@ class EvaluationRecords:
                 )
             if fresh:
                 shutil.rmtree(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        # As the stack's own runs: it holds all conversations. One that is there keeps its mode.
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         config = {
             "run": run_dir.name,
             "model": {"directory": model_dir},

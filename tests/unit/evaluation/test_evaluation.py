@@ -44,6 +44,7 @@ async def play(run_dir: Path, policy: Any, spec: EvaluationSpec = SPEC) -> Evalu
 
 async def test_every_task_is_played_as_often_as_asked_and_counted_by_hand(tmp_path: Path) -> None:
     results = await play(tmp_path / "a", ScriptedPolicy(answer_of))
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700, "only its owner reads it"
     assert len(results.rewards) == 6
     by_hand = {key: int(key.partition("+")[0]) % 2 == 0 for key in results.rewards}
     assert {key: all(values) for key, values in results.successes.items()} == by_hand
