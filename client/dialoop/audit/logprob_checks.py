@@ -28,7 +28,7 @@ _FRESH_KL = 0.01
 """KL in nats between sampler and trainer on tokens of one policy; the job's own alarm."""
 _GROWTH = 4.0
 _PROBE_GROWN = 0.05
-_FEWEST_POINTS = 3
+_FEWEST_POINTS = 2
 _FEWEST_PAIRS = 8
 _EQUAL = 2e-6
 _EQUAL_SHARE = 0.9
@@ -189,7 +189,8 @@ def _frequencies(rollouts: list[Rollout]) -> str:
     of p over the samples. Both are estimated and compared, group by group.
     """
     by_group: dict[object, list[TokenRecord]] = defaultdict(list)
-    for rollout in rollouts:
+    # A trajectory that was written twice agrees with itself.
+    for rollout in {rollout.name: rollout for rollout in rollouts}.values():
         if rollout.temperature == 0 or len(rollout.sequences) != 1:
             continue
         tokens = rollout.sequences[0]
@@ -262,7 +263,7 @@ def check_weights(dump: Dump) -> list[AuditFinding]:
     if detail := _growth(points, floor):
         evidence.append(_at_largest(dump.rollouts, detail))
     if len(points) < _FEWEST_POINTS:
-        lacking.append("log-probs of the trainer in three steps")
+        lacking.append("log-probs of the trainer in two steps")
     same = _same_logprobs(dump.rollouts)
     if same is None:
         lacking.append("prompts that several policies answered, with log-probs")
@@ -298,9 +299,19 @@ def _failed_proofs(dump: Dump) -> Iterator[Evidence]:
                 version=dump.publishes[-1][0], detail=f"by the probe of each publish {detail}"
             )
         return
+    firsts: dict[int | None, Rollout] = {}
+    for rollout in dump.rollouts:
+        firsts.setdefault(rollout.version, rollout)
     for version, value in dump.publishes:
-        if not value <= bound:
-            yield Evidence(version=version, detail=f"the probe differs by {value:.3g} nats")
+        if value <= bound:
+            continue
+        detail = f"the probe of version {version} differs by {value:.3g} nats"
+        first = firsts.get(version)
+        spans = first.sequences[0].spans if first is not None and first.sequences else ()
+        if first is None or not spans:
+            yield Evidence(version=version, detail=detail)
+        else:  # where what it sampled begins
+            yield evidence_of(first, version=version, token=spans[0].start, detail=detail)
 
 
 def _mismatch_points(pairs: Pairs) -> list[CurvePoint]:

@@ -21,6 +21,8 @@ _CONCORDANCE = 0.9
 """Of pairs with other rewards, the share by which the longer one wins (or loses) more often."""
 _NEAR = 0.25
 """Rewards are near when they differ by less than this share of all rewards' range."""
+_MOST_MEMBERS = 64
+"""Answers of a group that are compared in pairs."""
 _SHORTEST = 8
 _FEWEST_COPIES, _FEWEST_TASKS = 8, 5
 _COPIES_SHARE = 0.1
@@ -50,7 +52,7 @@ def _groups(rollouts: list[Rollout]) -> list[list[Rollout]]:
         if rollout.reward is not None:
             key = (rollout.step, rollout.group, rollout.num_turns, rollout.num_tool_calls)
             groups[key].append(rollout)
-    return [members for members in groups.values() if len(members) > 1]
+    return [members[:_MOST_MEMBERS] for members in groups.values() if len(members) > 1]
 
 
 def _value(rollout: Rollout, name: str) -> float:
