@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from dialoop.errors import DataLost, Unsupported
+from dialoop.clients.weights import WeightsKind
+from dialoop.errors import DataLost, InvalidConfig, Unsupported
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop_services.inference.engine import EngineOptions, StopTokens
@@ -21,7 +22,10 @@ from dialoop_services.inference.transformers_engine.engine import (
     copy_weights,
     load_model,
 )
+from dialoop_services.inference.weights.loadable import PolicyAdapter
+from dialoop_services.learning.lora.adapter_config import AdapterConfig
 from dialoop_services.learning.lora.base_weights import BaseWeights
+from dialoop_services.learning.lora.layers import ADAPTER
 from dialoop_services.learning.model.checkpoint_names import to_checkpoint
 from dialoop_services.learning.model.families import FAMILIES, make_family
 from dialoop_services.learning.model.policy import load_policy
@@ -32,6 +36,7 @@ from safetensors.torch import load_file
 
 PROMPTS = ([5, 9, 17, 30], [7, 6, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50])
 NUM_TOKENS = 24
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -95,6 +100,55 @@ async def test_what_is_published_is_served_and_restored(tmp_path: Path, name: st
     restored = Learner(TrainerSettings(model_dir=model_dir, run_dir=tmp_path / "run"))
     restored.state.read_weights(weights.path)
     assert np.array_equal(restored.logprobs([probe])[0], own)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_a_lora_adapter_is_delivered_alone_and_merged(tmp_path: Path, name: str) -> None:
+    model_dir = make_family(name, tmp_path / name)
+    targets = LATENT if name.startswith("deepseek") else ()
+    lora = {"lora_rank": 4, "lora_alpha": 12.0, "lora_targets": targets}
+    learner = Learner(TrainerSettings(model_dir=model_dir, model=lora, run_dir=tmp_path / "run"))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in learner.state.policy.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.1)
+    alone = learner.export(tmp_path / "out" / ADAPTER)
+    merged = learner.export(tmp_path / "out" / "model.safetensors")
+    assert alone.kind is WeightsKind.ADAPTER
+    assert merged.kind is WeightsKind.WHOLE
+    probe = [*PROMPTS[1], *range(20, 40)]
+    (own,) = learner.logprobs([probe])
+    config = AdapterConfig.from_json(alone.adapter_config_json)
+    engine = await TransformersEngine.start(model_dir, EngineOptions(max_model_len=64))
+    try:
+        before = await engine.logprobs(probe)
+        adapter = PolicyAdapter(path=alone.path, scaling=config.scaling)
+        await engine.load_onto_base(adapter, PolicyVersion(lineage="main", number=1))
+        added = await engine.logprobs(probe)
+        await engine.load_weights(merged.path, PolicyVersion(lineage="main", number=2))
+        whole = await engine.logprobs(probe)
+    finally:
+        await engine.close()
+    assert np.abs(before.logprobs - own).max() > 1e-2
+    np.testing.assert_allclose(added.logprobs, own, atol=1e-4)
+    np.testing.assert_allclose(whole.logprobs, own, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_a_lora_adapter_of_experts_is_refused_with_the_targets_that_remain(
+    tmp_path: Path, name: str
+) -> None:
+    model_dir = make_family(name, tmp_path / name)
+    settings = TrainerSettings(
+        model_dir=model_dir, model={"lora_rank": 4}, run_dir=tmp_path / "run"
+    )
+    with pytest.raises(InvalidConfig, match="adapter of experts") as caught:
+        Learner(settings)
+    assert caught.value.reason == "LORA_TARGET"
+    assert all(target in caught.value.remedy for target in LATENT)
+    assert "up_proj" not in caught.value.remedy
 
 
 def test_a_weight_that_does_not_arrive_is_named(

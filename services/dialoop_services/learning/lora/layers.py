@@ -27,6 +27,7 @@ ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 """Name of the file beside it with rank, alpha, target modules, and the directory of the base."""
 
+_INSIDE_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _NAME = "default"
 _PREFIX = "base_model.model."
 
@@ -38,6 +39,7 @@ def add_lora(causal_lm: Any, *, rank: int, alpha: float = 0.0, targets: Sequence
     not have.
     """
     from peft import LoraConfig, inject_adapter_in_model  # imported late: it takes seconds
+    from peft.tuners.lora.layer import ParamWrapper
 
     linear = _linear_layers(causal_lm)
     unknown = sorted(set(targets) - linear)
@@ -55,6 +57,14 @@ def add_lora(causal_lm: Any, *, rank: int, alpha: float = 0.0, targets: Sequence
         task_type="CAUSAL_LM",
     )
     inject_adapter_in_model(config, causal_lm, adapter_name=_NAME)
+    experts = sorted(n for n, m in causal_lm.named_modules() if isinstance(m, ParamWrapper))
+    if experts:  # peft adapts fused experts too, where the targets name projections inside them
+        dense = sorted(name for name in linear if name not in _INSIDE_EXPERTS)
+        raise InvalidConfig(
+            f"A LoRA adapter of experts ({experts[0]}) cannot be published.",
+            reason=Reason.LORA_TARGET,
+            remedy=f"Set lora_targets to some of {', '.join(dense)}.",
+        )
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 
