@@ -138,7 +138,11 @@ def _problems_of_counts(queue: Queue) -> Iterable[str]:
         if name.startswith("1:t:dropped:") and f"1:dropped:{name[12:]}" not in queue.counts
     )
     if num_generated != num_finished + given_up:
-        yield f"{num_generated} members were finished, and the groups have {num_finished}"
+        dropped = {n: c for n, c in queue.counts.items() if n.startswith("1:t:dropped:") and c}
+        yield (
+            f"{num_generated} members were finished, and the groups have {num_finished}; "
+            f"dropped: {dropped}"
+        )
 
 
 def _problems_of_trained(queue: Queue, trained: Mapping[str, list[Row]]) -> Iterable[str]:

@@ -152,7 +152,7 @@ class Proxy:
         try:
             while self._pass_once(client, server):
                 pass
-        except OSError:
+        except (OSError, ValueError):  # another thread has closed one of them
             pass
         finally:
             self._pairs.discard(pair)

@@ -54,6 +54,7 @@ def rows_of(run_dir: Path) -> set[str]:
     return {json.loads(line)["kind"] for line in lines}
 
 
+@pytest.mark.heavy(reason="starts a stack and seven commands, half a minute")
 @pytest.mark.timeout(300)
 def test_a_detached_stack_is_used_and_stopped_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -91,6 +91,7 @@ def test_an_addition_touches_few_files(example: str, plain_copy: Path) -> None:
     git_apply(patch, plain_copy, "--check")
 
 
+@pytest.mark.heavy(reason="builds a copy with all additions, a quarter of a minute")
 def test_all_additions_work_side_by_side(tmp_path: Path) -> None:
     copy_product(tmp_path)
     shutil.copy(ROOT / "client" / "examples" / "plain_engine.py", tmp_path)
