@@ -69,10 +69,6 @@ class DropReason(_Named):
         "The group was played while max_waiting_groups were waiting, and found no room.",
     )
     NO_TRAINABLE_TOKEN = "no_trainable_token", "No token of the group was sampled."
-    ROW_LARGER_THAN_CACHE = (
-        "ROW_LARGER_THAN_CACHE",
-        "The longest row has no room in the engine's cache of keys and values.",
-    )
     SCORER_FAILED = "scorer_failed", "The scorer could not score the group."
     SERVICE_AWAY = "service_away", "A service that the group needed was away for too long."
     SHUTDOWN = "shutdown", "The worker stopped."

@@ -41,6 +41,7 @@ NOT_A_USERS = {
     "dialoop_services.inference.": "between the service and its engine; a clock, for tests",
     "dialoop_services.learning.model.": "pure numeric kernels",
     "dialoop_services.learning.parallel.": "between the ranks of one trainer",
+    "dialoop_services.learning.training:forward_backward": "the trainer watches its own rows",
     "dialoop_services.replay.": "a clock, for tests",
     "dialoop_services.rest.": "between the door and what it serves",
     "dialoop_services.runtime.": "between a server and its servicers",

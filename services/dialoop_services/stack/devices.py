@@ -1,8 +1,7 @@
 """Plan which process of a job gets which GPUs: a function of the config and of the machines.
 
-plan = plan_devices(config, this_machine(os.environ))
-plan.variables("inference-1")                # {"CUDA_VISIBLE_DEVICES": "2,3"}
-plan.lines()                                 # what `dialoop config check` prints
+`plan_devices` gets a config and what `this_machine` found. The plan's `variables` of a process are
+{"CUDA_VISIBLE_DEVICES": "2,3"}, say. Its `lines` are what `dialoop config check` prints.
 
 The largest processes are placed first, each on the first machine with room, so that the devices of
 a replica are next to each other. With placement = "shared" the trainer gets the replicas' devices.

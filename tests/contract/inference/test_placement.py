@@ -102,11 +102,11 @@ async def test_shared_is_pipeline_depth_0_bit_for_bit_and_nobody_works_at_once(
         is_published.set()
         return published
 
-    async def lease_once_published(collector: Collector) -> Any:
+    async def lease_once_published(collector: Collector, *arguments: Any) -> Any:
         # Work is handed out a moment earlier: members whose first questions come before there is an
         # answer ask again at times of their own, in any order.
         await is_published.wait()
-        return await lease(collector)
+        return await lease(collector, *arguments)
 
     monkeypatch.setattr(Publisher, "publish", publish_and_tell)
     monkeypatch.setattr(Collector, "_lease", lease_once_published)

@@ -1,9 +1,7 @@
 """`python -m dialoop_services.inference.conformance my_engines:MyEngine`: check an engine.
 
-It prints a line for each check and exits with 1 if the engine breaks one. From Python:
-
-    findings = await check_engine("my_engines:MyEngine", folder=Path("checked"))
-    assert all(finding.is_ok for finding in findings)
+It prints a line for each check and exits with 1 if the engine breaks one. From Python, await
+`check_engine` with the import path and a folder; each of its findings says whether it `is_ok`.
 
 The kit writes a tiny model with random weights, or takes yours, and starts the engine on it in
 float32. It compares what the engine says with plain forward passes of transformers. What every
