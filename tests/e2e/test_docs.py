@@ -76,6 +76,7 @@ TESTED_ELSEWHERE = {
     "collect": "tests/unit/test_collection.py",
     "device_plan": "tests/unit/stack/test_devices.py",
     "device_plan_lines": "tests/unit/stack/test_devices.py",
+    "engine_options": "tests/unit/stack/test_engine_options.py",
     "compat": "tests/unit/compat/test_offered.py",
     "top_k_window": "tests/unit/rl/test_monte_carlo.py",
     "train_in_python": "tests/contract/stack/test_jobs.py",

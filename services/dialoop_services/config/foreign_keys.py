@@ -57,6 +57,14 @@ class ForeignKeys:
             except (ValueError, TypeError) as error:
                 self.leave(name, str(error))
 
+    def map_options_of_vllm(self, table: Mapping[str, str]) -> None:
+        """Map keys to vLLM's own options, where vLLM samples; the engine must be mapped before."""
+        if self.mapped.get("engine", "vllm") == "vllm":
+            self.map({name: f"inference.engine.{option}" for name, option in table.items()})
+        for name in table:
+            if name not in self._taken:
+                self.leave(name, "it is an option of vLLM, and transformers samples here")
+
     def finish(self, reasons: Mapping[str, str], otherwise: str) -> ForeignKeys:
         """Leave out the rest: each for the reason of the longest name it begins with."""
         for name, value in self.values.items():

@@ -84,7 +84,6 @@ _REASONS = {
     "vllm_server_base_url": "the stack starts its engine itself",
     "vllm_server_host": "the stack starts its engine itself",
     "vllm_server_port": "the stack starts its engine itself",
-    "vllm_gpu_memory_utilization": "memory of the cache is kv_cache_mib in [inference]",
     "logging_steps": "every train step is logged",
     "output_dir": "runs are written to runs/<name>: set `run`",
     "sync_ref_model": "the reference model stays as it is",
@@ -100,6 +99,7 @@ def read_trl(values: dict[str, Any]) -> ForeignKeys:
     keys = ForeignKeys(values)
     keys.mapped["environment.use"] = "trl"
     keys.map(_KEYS)
+    keys.map_options_of_vllm({"vllm_gpu_memory_utilization": "gpu_memory_utilization"})
     trackers_in(keys, "report_to")
     _map_loss(keys)
     _map_batch(keys)

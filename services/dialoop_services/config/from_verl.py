@@ -87,6 +87,10 @@ _KEYS: dict[str, To] = {
     "trainer.experiment_name": ("run", run_name),
     "trainer.project_name": "trackers.project",
 }
+_OPTIONS_OF_VLLM = {
+    f"{_ROLLOUT}.{name}": name
+    for name in ("gpu_memory_utilization", "max_num_batched_tokens", "enable_chunked_prefill")
+}
 _REASONS = {
     "critic": "there is no critic: advantages compare the trajectories of a group",
     "algorithm.gamma": "there is no critic: advantages compare the trajectories of a group",
@@ -106,7 +110,6 @@ _REASONS = {
     f"{_ROLLOUT}.top_p": "what is trained is sampled from the whole distribution",
     f"{_ROLLOUT}.top_k": "what is trained is sampled from the whole distribution",
     f"{_ROLLOUT}.val_kwargs": "evaluations are greedy, and sampled at temperature 1",
-    f"{_ROLLOUT}.gpu_memory_utilization": "memory of the cache is kv_cache_mib in [inference]",
     f"{_ROLLOUT}.multi_turn": "an environment with tools is written as one: docs/environments.md",
     f"{_ACTOR}.fsdp_config": "several trainer processes share the model by FSDP2: num_processes",
     f"{_ACTOR}.strategy": "several trainer processes share the model by FSDP2: num_processes",
@@ -126,6 +129,7 @@ def read_verl(values: dict[str, Any]) -> ForeignKeys:
     keys = ForeignKeys({name: _resolve(value, flat) for name, value in flat.items()})
     keys.mapped["environment.use"] = "verl"
     keys.map(_KEYS)
+    keys.map_options_of_vllm(_OPTIONS_OF_VLLM)
     if keys.mapped.get("model.lora_rank"):
         keys.mapped["model.lora_alpha"] = float(keys.number(f"{_MODEL}.lora_alpha", 16))
     else:

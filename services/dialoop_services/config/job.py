@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dialoop_services.config.engines import EngineName, facts_of_engine
+from dialoop_services.config.engines import EngineName, facts_of_engine, require_options
 from dialoop_services.config.losses import LossFacts, facts_of
 from dialoop_services.config.presets import with_preset
 from dialoop_services.config.resources import ResourcesSection
@@ -251,6 +251,11 @@ class JobConfig(Section):
     def _require_what_is_trained_to_be_published(self) -> JobConfig:
         self.model.require_publishable(self.inference.data_plane)
         self.train.require_optimizer_for(self.model)
+        return self
+
+    @model_validator(mode="after")
+    def _require_options_of_the_engine(self) -> JobConfig:
+        require_options(self.engine, self.inference.engine)
         return self
 
     @model_validator(mode="after")

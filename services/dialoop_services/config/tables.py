@@ -183,6 +183,9 @@ class EnvironmentSection(Section):
         return self
 
 
+_STAGES, _MEMORY_SHARE = "pipeline_parallel_size", "gpu_memory_utilization"
+
+
 class InferenceFields(Section):
     """How the policy is sampled from."""
 
@@ -261,6 +264,32 @@ class InferenceSection(InferenceFields):
 
     num_replicas: int = Field(default=1, ge=1, le=64)
     """Number of inference processes; each loads every published policy."""
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """Further options of the engine under their own names, such as {gpu_memory_utilization = 0.8};
+    those that would make tokens or log-probs inexact are refused."""
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices of one replica on GPUs."""
+        return self.tensor_parallel_size * int(self.engine.get(_STAGES, 1))
+
+    @model_validator(mode="after")
+    def _require_options_that_fit(self) -> Self:
+        stages = self.engine.get(_STAGES, 1)
+        if not isinstance(stages, int) or stages < 1:
+            raise ValueError(f"{_STAGES} is {stages!r} in [inference.engine]: set a whole number")
+        default = InferenceFields.model_fields["kv_cache_mib"].default
+        if _MEMORY_SHARE in self.engine and self.kv_cache_mib != default:
+            raise ValueError(
+                f"kv_cache_mib and {_MEMORY_SHARE} in [inference.engine] both say how much memory "
+                "the cache gets: leave one of them out"
+            )
+        return self
+
+    @property
+    def has_fixed_cache(self) -> bool:
+        """Return whether kv_cache_mib says the size of the cache, and not a share of memory."""
+        return _MEMORY_SHARE not in self.engine
 
 
 class CollectorSection(Section):

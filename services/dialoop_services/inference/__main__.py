@@ -212,6 +212,7 @@ async def _start_engine(settings: InferenceSettings) -> Engine:
             weight_transfer=settings.weight_transfer,
             device_lock=settings.device_lock,
             may_fork=owns_process.get(),
+            own=settings.engine_options,
         ),
     )
     members = (*Engine.__annotations__, *vars(Engine))

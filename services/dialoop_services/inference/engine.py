@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidInput, Unavailable, Unsupported
@@ -122,6 +122,7 @@ class EngineOptions:
     weight_transfer: the backend that SupportsTransfer names; empty for none.
     device_lock: the lock of a device that the engine shares with the trainer. may_fork: whether
     this process is the engine's own and has computed nothing yet, so that it can be forked.
+    own: further options under the engine's own names, as [inference.engine] gives them.
     """
 
     max_model_len: int = 512
@@ -135,6 +136,7 @@ class EngineOptions:
     weight_transfer: str = ""
     device_lock: Path | None = None
     may_fork: bool = False
+    own: Mapping[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
+from pydantic import model_validator
 from pydantic_settings import SettingsConfigDict
 
+from dialoop_services.config.engines import require_options
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.config.tables import DEVICE_PLANES, Dtype, InferenceFields
@@ -26,6 +28,8 @@ class InferenceSettings(JobSettings, InferenceFields):
     """Hugging Face model directory with its tokenizer."""
     engine: str = job_key("engine")
     """Engine that samples: "vllm", "transformers", or the import path of yours, module:Class."""
+    engine_options: dict[str, Any] = job_key("inference.engine")
+    """Further options of the engine under its own names, as JSON: {"block_size": 32}."""
     seed: int = job_key("seed")
     """Seed for sampling requests that carry no seed."""
     weights_root: Path | None = None
@@ -43,6 +47,11 @@ class InferenceSettings(JobSettings, InferenceFields):
         """Return the number format: the table's, or else the trainer's; and the job's model."""
         model = {"model_dir": job.model.directory} if job.model.directory else {}
         return {"dtype": job.inference.dtype or job.dtype, **model}
+
+    @model_validator(mode="after")
+    def _require_options(self) -> Self:
+        require_options(self.engine, self.engine_options)
+        return self
 
     @property
     def engine_dtype(self) -> Dtype:

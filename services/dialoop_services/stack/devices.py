@@ -223,7 +223,7 @@ def _gpus_used(config: JobConfig, role: str, *, has_gpus: bool) -> int:
         _, _, index = config.scorer.device.partition(":")
         return 0 if config.scorer.device == "cpu" else int(index or 0) + 1
     if role == "inference" and has_gpus and not facts_of_engine(config.engine).cpu_only:
-        return config.inference.tensor_parallel_size
+        return config.inference.num_devices
     return 0
 
 

@@ -207,8 +207,8 @@ def _check_cache(config: JobConfig, model_config: Mapping[str, Any]) -> None:
     )
     inference = config.inference
     each = 2 * layers * width * _BYTES_OF[inference.dtype or config.dtype]
-    needed = each * inference.max_model_len / inference.tensor_parallel_size
-    if needed > inference.kv_cache_mib << 20:
+    needed = each * inference.max_model_len / inference.num_devices
+    if inference.has_fixed_cache and needed > inference.kv_cache_mib << 20:
         raise InvalidConfig(
             f"A row of max_model_len = {inference.max_model_len} tokens needs "
             f"{needed / 2**20:.0f} MiB of keys and values, and kv_cache_mib in [inference] is "

@@ -88,7 +88,7 @@ class TrainerSettings(JobSettings, TrainFields):
     explains such an answer exactly."""
     data_plane: str = job_key("inference.data_plane")
     """How weights reach replicas: as a file, as bytes over gRPC, or by vLLM's own transfer."""
-    inference_world_size: int = job_key("inference.tensor_parallel_size")
+    inference_world_size: int = Field(default=1, ge=1)
     """Number of devices of one replica, which nccl needs."""
     max_model_len: int = job_key("inference.max_model_len")
     """Largest number of tokens of prompt and response; a packed row has room for so many."""
@@ -114,10 +114,14 @@ class TrainerSettings(JobSettings, TrainFields):
 
     @classmethod
     def derive(cls, job: JobConfig) -> dict[str, Any]:
-        """Return the folders that the job names, and the bound that its number formats allow."""
+        """Return the job's folders, what its number formats allow, and the size of a replica."""
         model = {"model_dir": job.model.directory} if job.model.directory else {}
-        bound = {"max_logprob_difference": job.logprob_bound}
-        return {"run_dir": f"runs/{job.run}", **bound, **model}
+        return {
+            "run_dir": f"runs/{job.run}",
+            "max_logprob_difference": job.logprob_bound,
+            "inference_world_size": job.inference.num_devices,
+            **model,
+        }
 
     @model_validator(mode="after")
     def _require_tables_that_fit(self) -> TrainerSettings:

@@ -28,6 +28,7 @@ from dialoop.errors import InternalError, InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
+from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
@@ -151,6 +152,16 @@ class VllmEngine:
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         try:
             llm = _launch(args, may_fork=options.may_fork)
+        except ValidationError as error:  # of vLLM's config, before anything is loaded
+            first = error.errors(include_url=False)[0]
+            what = (
+                f"{'.'.join(map(str, first['loc']))} = {first['input']!r}, " if first["loc"] else ""
+            )
+            raise InvalidConfig(
+                f"vLLM refuses its options: {what}{first['msg']}.",
+                reason=Reason.ENGINE_FAILED,
+                remedy="Correct [inference.engine], or DIALOOP_INFERENCE_ENGINE_OPTIONS.",
+            ) from error
         except Exception as error:
             raise InvalidConfig(
                 f"vLLM does not start with {model_dir} ({type(error).__name__}).",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import vllm
 from dialoop.errors import InvalidConfig
@@ -26,6 +27,11 @@ def frees_memory_asleep(options: EngineOptions) -> bool:
 
 def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
     """Return the arguments of vLLM; InvalidConfig when the model has too few positions."""
+    if options.own.get("enforce_eager") is False and not current_platform.is_cuda():
+        raise InvalidConfig(
+            "enforce_eager is false in [inference.engine], and only CUDA has graphs to capture.",
+            remedy="Leave enforce_eager out.",
+        )
     limit = _max_positions(model_dir)
     if options.max_model_len >= limit:
         raise InvalidConfig(
@@ -33,6 +39,12 @@ def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
             "and scoring needs one to spare.",
             remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit - 1}.",
         )
+    is_share = "gpu_memory_utilization" in options.own
+    named: dict[str, Any] = {
+        "kv_cache_memory_bytes": None if is_share else options.kv_cache_bytes,
+        # CUDA graphs save the launches of small kernels; on a CPU there is nothing to capture.
+        "enforce_eager": not current_platform.is_cuda(),
+    }
     return AsyncEngineArgs(
         model=str(model_dir),
         dtype=options.dtype,
@@ -40,16 +52,15 @@ def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
         # token is never an input.
         max_model_len=options.max_model_len + 1,
         max_num_seqs=options.max_num_seqs,
-        kv_cache_memory_bytes=options.kv_cache_bytes,
         tensor_parallel_size=options.tensor_parallel_size,
         seed=options.seed,
-        enforce_eager=True,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
         worker_extension_cls=_EXTENSION,
         enable_sleep_mode=frees_memory_asleep(options),
         **lora_arguments(options.adapters),
         **transfer_arguments(options.weight_transfer),
+        **{**named, **options.own},
     )
 
 

@@ -1,0 +1,49 @@
+"""vLLM's arguments: Dialoop's own, and those that [inference.engine] gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.errors import InvalidConfig
+from dialoop_services.inference.engine import EngineOptions
+from dialoop_services.inference.vllm_engine import environment
+
+environment.prepare()
+vllm = pytest.importorskip("vllm")
+from dialoop_services.inference.vllm_engine import options as module  # noqa: E402
+
+
+@pytest.fixture
+def args_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(module, "_max_positions", lambda _: 1024)
+    return lambda **own: module.engine_args(tmp_path, EngineOptions(own=own))
+
+
+def test_options_of_the_config_are_added_to_dialoops_own(args_of: Any) -> None:
+    args = args_of(enable_prefix_caching=False, max_num_batched_tokens=256)
+    assert (args.enable_prefix_caching, args.max_num_batched_tokens) == (False, 256)
+    assert (args.logprobs_mode, args.max_model_len) == ("processed_logprobs", 513)
+    assert args.kv_cache_memory_bytes == EngineOptions().kv_cache_bytes
+
+
+def test_a_share_of_memory_replaces_the_fixed_size(args_of: Any) -> None:
+    args = args_of(gpu_memory_utilization=0.3)
+    assert (args.gpu_memory_utilization, args.kv_cache_memory_bytes) == (0.3, None)
+
+
+def test_graphs_are_captured_on_cuda_alone(args_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Platform:
+        is_sleep_mode_available = staticmethod(lambda: False)
+
+        def __init__(self, *, cuda: bool) -> None:
+            self.is_cuda = lambda: cuda
+
+    monkeypatch.setattr(module, "current_platform", Platform(cuda=True))
+    assert args_of().enforce_eager is False
+    assert args_of(enforce_eager=True).enforce_eager is True
+    monkeypatch.setattr(module, "current_platform", Platform(cuda=False))
+    assert args_of().enforce_eager is True
+    with pytest.raises(InvalidConfig, match="only CUDA has graphs"):
+        args_of(enforce_eager=False)
