@@ -160,14 +160,14 @@ def require_options(engine: str, options: Mapping[str, Any]) -> None:
             f'engine = "{engine}" takes no options, and [inference.engine] sets '
             f"{', '.join(options)}: leave the table out"
         )
-    known = _names_in(*facts.options_from) if options and facts.options_from else frozenset()
+    names = _names_in(*facts.options_from) if options and facts.options_from else frozenset()
     for name in options:
         reasons = (why for refused, why in facts.refused.items() if fnmatch(name, refused))
         reason = next(reasons, "")
         if reason:
             raise ValueError(f"{name} in [inference.engine] is refused. {reason}")
-        if known and name not in known:
-            hint = did_you_mean(name, sorted(known)) or " leave it out"
+        if names and name not in names:
+            hint = did_you_mean(name, sorted(names)) or " leave it out"
             raise ValueError(f'{name} is no option of engine = "{engine}":{hint}')
 
 

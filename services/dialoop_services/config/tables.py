@@ -41,6 +41,7 @@ DEVICE_PLANES = ("nccl", "ipc")
 
 _MIN_BAD_BATCHES = 3
 _MIN_ROW_TOKENS = 1024
+_STAGES, _MEMORY_SHARE = "pipeline_parallel_size", "gpu_memory_utilization"
 
 
 class ModelSection(Section):
@@ -183,9 +184,6 @@ class EnvironmentSection(Section):
         return self
 
 
-_STAGES, _MEMORY_SHARE = "pipeline_parallel_size", "gpu_memory_utilization"
-
-
 class InferenceFields(Section):
     """How the policy is sampled from."""
 
@@ -265,13 +263,17 @@ class InferenceSection(InferenceFields):
     num_replicas: int = Field(default=1, ge=1, le=64)
     """Number of inference processes; each loads every published policy."""
     engine: dict[str, Any] = Field(default_factory=dict)
-    """Further options of the engine under their own names, such as {gpu_memory_utilization = 0.8};
-    those that would make tokens or log-probs inexact are refused."""
+    """Further options of vLLM under its own names, as {gpu_memory_utilization = 0.8}."""
 
     @property
     def num_devices(self) -> int:
         """Return the number of devices of one replica on GPUs."""
         return self.tensor_parallel_size * int(self.engine.get(_STAGES, 1))
+
+    @property
+    def has_fixed_cache(self) -> bool:
+        """Return whether kv_cache_mib says the size of the cache, and not a share of memory."""
+        return _MEMORY_SHARE not in self.engine
 
     @model_validator(mode="after")
     def _require_options_that_fit(self) -> Self:
@@ -279,17 +281,9 @@ class InferenceSection(InferenceFields):
         if not isinstance(stages, int) or stages < 1:
             raise ValueError(f"{_STAGES} is {stages!r} in [inference.engine]: set a whole number")
         default = InferenceFields.model_fields["kv_cache_mib"].default
-        if _MEMORY_SHARE in self.engine and self.kv_cache_mib != default:
-            raise ValueError(
-                f"kv_cache_mib and {_MEMORY_SHARE} in [inference.engine] both say how much memory "
-                "the cache gets: leave one of them out"
-            )
+        if not self.has_fixed_cache and self.kv_cache_mib != default:
+            raise ValueError(f"kv_cache_mib and {_MEMORY_SHARE} say the same: leave one out")
         return self
-
-    @property
-    def has_fixed_cache(self) -> bool:
-        """Return whether kv_cache_mib says the size of the cache, and not a share of memory."""
-        return _MEMORY_SHARE not in self.engine
 
 
 class CollectorSection(Section):

@@ -103,7 +103,7 @@ def test_a_share_of_memory_stands_in_for_the_fixed_size_of_the_cache() -> None:
     share = {"gpu_memory_utilization": 0.5}
     assert not config_of({"engine": share}).inference.has_fixed_cache
     assert config_of({}).inference.has_fixed_cache
-    assert "leave one of them out" in refusal_of({"engine": share, "kv_cache_mib": 128})
+    assert "leave one out" in refusal_of({"engine": share, "kv_cache_mib": 128})
 
 
 def test_pipeline_stages_count_as_devices_of_a_replica() -> None:
