@@ -208,10 +208,8 @@ class Collector:
             trajectory=trajectory,
             num_discarded=played.num_discarded,
         )
-        sent = self._outbox.put(item)
-        sent.add_done_callback(partial(self._count_appended, round_, played.num_discarded))
         try:
-            outcome = await asyncio.shield(sent)
+            outcome = await self._send(round_, item)
         except DialoopError as error:
             return FailedMember(
                 reason=error.reason.lower(), message=str(error), is_outage=is_away(error)
@@ -221,6 +219,24 @@ class Collector:
         elif outcome.is_rejected and outcome.reason != Reason.NO_ROOM:
             return FailedMember(reason=outcome.reason.lower(), message=outcome.message)
         return None
+
+    async def _send(self, round_: Round, item: MemberItem) -> Appended:
+        """Return what the ledger says; wait for a version that it does not know, or has lost.
+
+        A ledger that came back without its last second is told its newest policy again.
+        """
+        announced_by = asyncio.get_running_loop().time() + self._settings.patience_s
+        attempt = 0
+        while True:
+            sent = self._outbox.put(item)
+            sent.add_done_callback(partial(self._count_appended, round_, item.num_discarded))
+            outcome = await asyncio.shield(sent)
+            is_unknown = outcome.reason == Reason.FUTURE_VERSION
+            if not is_unknown or asyncio.get_running_loop().time() >= announced_by:
+                return outcome
+            attempt += 1
+            with waiting_for("replay", "the announcement of a policy"):
+                await asyncio.sleep(self._retry_policy.wait_s(attempt))
 
     def _count_appended(
         self, round_: Round, num_discarded: int, sent: asyncio.Future[Appended]

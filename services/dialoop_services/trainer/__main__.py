@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
-from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
@@ -33,6 +32,7 @@ from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.process import run_blocking
 from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.data.demonstration_set import DemonstrationSet, demonstration_set
+from dialoop_services.trainer.data.queue_client import QueueClient
 from dialoop_services.trainer.data.warm_start import WarmStartBatches, demonstrator
 from dialoop_services.trainer.job.evaluation import Evaluator
 from dialoop_services.trainer.job.job import TrainingJob
@@ -113,7 +113,8 @@ async def serve_in(
         async def open_channel(address: str, retry: RetryPolicy | None = None) -> Channel:
             return await exits.enter_async_context(host.connect(address, retry=retry))
 
-        replay = ReplayClient(await open_channel(settings.replay_address, _RETRY_UNTIL_DEADLINE))
+        replay = QueueClient(await open_channel(settings.replay_address, _RETRY_UNTIL_DEADLINE))
+        exits.push_async_callback(replay.close)
         environment = EnvironmentClient(await open_channel(settings.environment_address))
         replicas = [InferenceClient(await open_channel(a)) for a in settings.inference_addresses]
         placement = placement_of(settings, learner, replicas)

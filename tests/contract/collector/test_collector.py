@@ -188,11 +188,29 @@ async def test_a_rejected_group_is_given_back_under_the_ledgers_reason():
     ahead = ScriptedPolicy(version=PolicyVersion(lineage="main", number=7))
     async with world(QueueLimits(max_attempts=1)) as w:
         await w.allow(1)
-        async with w.collecting(ahead) as counters:
+        async with w.collecting(ahead, patience_s=0.1) as counters:
             await w.until(lambda c: c.num_groups_dropped.get("future_version", 0) >= 1)
         counts = await w.training()
         assert adds_up(counts)
         assert counters.to_json()["num_tasks_returned"]["future_version"] >= 1
+
+
+async def test_what_an_unannounced_policy_sampled_waits_for_the_announcement():
+    """A queue that lost its last second is told its newest policy again a little later."""
+    newest = PolicyVersion(lineage="main", number=7)
+    async with world() as w:
+        await w.allow(1)
+        async with w.collecting(ScriptedPolicy(version=newest)) as counters:
+            async with asyncio.timeout(PATIENCE_S):
+                while not counters.to_json()["training"]["num_trajectories"]:
+                    await asyncio.sleep(0.01)
+            assert (await w.training()).num_groups_unscored == 0
+            await w.replay.advance_policy(RUN, newest, max_outstanding_groups=1)
+            await w.until(lambda c: c.num_groups_unscored == 1)
+        counts = await w.training()
+        assert adds_up(counts)
+        assert not counts.num_groups_dropped
+        assert counters.to_json()["num_tasks_returned"].keys() <= {"shutdown"}
 
 
 async def test_a_policys_own_failure_is_appended_not_played_again():

@@ -10,7 +10,7 @@ from dialoop import testing
 from dialoop.clients.replay import GroupLease
 from dialoop.sequences import ForkCause, PolicyVersion, Segment, Sequence, Source
 from dialoop.trajectory import SamplingParams
-from dialoop_services.trainer.data.batches import sort_batch
+from dialoop_services.trainer.data.batches import Candidates, sort_batch
 from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore
 
 from tests.support.samples.staleness_samples import CASES
@@ -162,3 +162,19 @@ def _prompt_only() -> Sequence:
 def test_a_restore_of_the_live_version_keeps_its_lineage() -> None:
     assert lineage_after_restore(version(10), version(10)) == version(10)
     assert lineage_after_restore(version(10), None) == version(10)
+
+
+def test_a_group_that_is_delivered_again_counts_as_it_is_now() -> None:
+    """After a power loss: the queue lost the first play, and a kept group was played anew."""
+    candidates = Candidates()
+
+    def deliver(*leases: GroupLease) -> list[str]:
+        candidates.add(sort_batch(leases, current=NOW, max_staleness=4, consumed_group_ids={"old"}))
+        return [kept.group.group_id for kept in candidates.kept]
+
+    assert deliver(lease("a"), lease("b"), lease("c"), lease("old")) == ["a", "b", "c", "old"]
+    uniform, stale = (0.0, 0.0), (version(1), version(1))
+    assert deliver(lease("a", advantages=uniform)) == ["b", "c", "old"]
+    assert deliver(lease("b", stale), lease("c"), lease("old", stale)) == ["c", "old"]
+    # What the policy is too new for says nothing about its tasks.
+    assert candidates.num_dropped == 1

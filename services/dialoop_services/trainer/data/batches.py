@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,12 @@ class Batch:
             if trajectory.policy_versions  # none if the prompt filled the context
         )
 
+    @property
+    def without_signal(self) -> tuple[GroupLease, ...]:
+        """Return the dropped groups of which the present policy could have been trained."""
+        dropped = self.dropped.items()
+        return tuple(x for why, leases in dropped if why != DropReason.STALE for x in leases)
+
     def forks(self) -> Counter[str]:
         """Count trained sequences that started as a fork, by cause."""
         return Counter(
@@ -106,12 +113,14 @@ class Candidates:
     def add(self, batch: Batch) -> None:
         """Keep the groups to train, and those already consumed; count the others too.
 
-        A queue that lost its newest leases may deliver a kept group again: the new lease counts.
+        A queue that lost its newest leases may deliver a kept group again, perhaps played anew: the
+        new delivery counts, also when it is dropped.
         """
         new = [*batch.train, *batch.already_consumed]
-        ids = {lease.group.group_id for lease in new}
+        delivered = itertools.chain(new, *batch.dropped.values())
+        ids = {lease.group.group_id for lease in delivered}
         self.kept = [lease for lease in self.kept if lease.group.group_id not in ids] + new
-        dropped = [lease.group for leases in batch.dropped.values() for lease in leases]
+        dropped = [lease.group for lease in batch.without_signal]
         self.num_dropped += len(dropped)
         for group in (*batch.groups, *dropped):
             self.trajectories += map(TrajectoryFigures.of, group.trajectories)
@@ -132,8 +141,8 @@ def sort_batch(
 ) -> Batch:
     """Split leased groups into train, drop and already consumed.
 
-    A loss that needs no advantages trains groups of uniform reward too. The queue checked staleness
-    when it leased the groups. This checks it again, because a publish may have come between.
+    A loss that needs no advantages trains groups of uniform reward too. A group that was trained is
+    consumed and never stale: it may come again from a queue that lost its last second.
     """
     train: list[GroupLease] = []
     consumed: list[GroupLease] = []

@@ -138,6 +138,8 @@ class TrainSteps:
                 if leased is not None:
                     return leased
                 continue
+            # Stale ones too: a queue that lost its last second may hold trained groups among them,
+            # and only the trainer knows those.
             answer = await self._replay.lease_groups(
                 self._settings.run,
                 Stage.SCORED,
@@ -145,7 +147,6 @@ class TrainSteps:
                 max_groups=size - len(kept),
                 lease_s=self._settings.lease_s,
                 wait_s=_LEASE_WAIT_S,
-                max_staleness=self._settings.max_staleness,
                 selection=Selection[self._settings.selection.upper()],
             )
             if not answer.leases:
@@ -248,7 +249,7 @@ class TrainSteps:
         if batch.train:
             self._num_without_signal = self._num_empty = 0
             return
-        self._num_without_signal += sum(len(leases) for leases in batch.dropped.values())
+        self._num_without_signal += len(batch.without_signal)
         num_empty, self._num_without_signal = divmod(
             self._num_without_signal, self._settings.groups_per_train_step
         )
