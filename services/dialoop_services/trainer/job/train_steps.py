@@ -126,8 +126,9 @@ class TrainSteps:
     async def _lease(self, wait: OpenWait) -> LeasedBatch | None:
         """Return a whole batch, or an incomplete one with groups that are trained already.
 
-        Groups are leased as they come, and each that cannot be trained is replaced. Return None
-        when the job stops, or if no group comes because the trained ones fill the queue.
+        Groups are leased as they come, stale ones too, because only the trainer knows which of them
+        are trained. Each that cannot be trained is replaced. Return None when the job stops, or if
+        no group comes because the trained ones fill the queue.
         """
         size, candidates = self._settings.groups_per_train_step, self._candidates
         self._is_queue_full = False
@@ -138,8 +139,6 @@ class TrainSteps:
                 if leased is not None:
                     return leased
                 continue
-            # Stale ones too: a queue that lost its last second may hold trained groups among them,
-            # and only the trainer knows those.
             answer = await self._replay.lease_groups(
                 self._settings.run,
                 Stage.SCORED,
