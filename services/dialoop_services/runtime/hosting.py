@@ -44,7 +44,15 @@ class Server(Protocol):
     def add_socket(self, route: SocketRoute) -> None:
         """Serve one more WebSocket where there is a REST door."""
 
-    def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+    def show(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        read: Callable[[], Mapping[str, float]],
+        *,
+        is_gauge: bool = False,
+    ) -> None:
         """Show counts by the values of a label among the service's metrics, where it has some."""
 
     def describe(self, name: str, facts: Mapping[str, str]) -> None:

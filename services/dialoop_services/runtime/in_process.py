@@ -118,7 +118,15 @@ class InProcessServer:
     def add_socket(self, route: SocketRoute) -> None:
         """Do nothing: a REST door in a process has no WebSockets."""
 
-    def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
+    def show(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        read: Callable[[], Mapping[str, float]],
+        *,
+        is_gauge: bool = False,
+    ) -> None:
         """Do nothing: metrics are at the REST door."""
 
     def describe(self, name: str, facts: Mapping[str, str]) -> None:

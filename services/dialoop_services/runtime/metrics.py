@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -21,12 +21,16 @@ _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledCounts:
-    """Growing counts by the values of one label: `dialoop_forks_total{cause="..."}`."""
+    """Growing counts by the values of one label: `dialoop_forks_total{cause="..."}`.
+
+    With `is_gauge` they are values that also fall, and the name gets no `_total`.
+    """
 
     name: str
     text: str
     label: str
-    read: Callable[[], Mapping[str, int]]
+    read: Callable[[], Mapping[str, float]]
+    is_gauge: bool = False
 
 
 class _Shown(Collector):
@@ -35,9 +39,10 @@ class _Shown(Collector):
     def __init__(self, counts: LabelledCounts) -> None:
         self._counts = counts
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         counts = self._counts
-        family = CounterMetricFamily(counts.name, counts.text, labels=[counts.label])
+        kind = GaugeMetricFamily if counts.is_gauge else CounterMetricFamily
+        family = kind(counts.name, counts.text, labels=[counts.label])
         for value, count in counts.read().items():
             family.add_metric([value], count)
         yield family

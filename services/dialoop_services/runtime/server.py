@@ -59,7 +59,7 @@ class GrpcServer:
         self._services: list[str] = []
         self._routes: list[HttpRoute] = []
         self._sockets: list[SocketRoute] = []
-        self._shown: list[tuple[str, str, str, Callable[[], Mapping[str, int]]]] = []
+        self._shown: list[tuple[str, str, str, Callable[[], Mapping[str, float]], bool]] = []
         self._health = health.aio.HealthServicer()
         self._serving: dict[str, bool] = {}
         self._details: dict[str, dict[str, str]] = {}
@@ -84,9 +84,17 @@ class GrpcServer:
         require_sockets()
         self._sockets.append(route)
 
-    def show(self, name: str, text: str, label: str, read: Callable[[], Mapping[str, int]]) -> None:
-        """Show counts by the values of a label among the service's metrics."""
-        self._shown.append((name, text, label, read))
+    def show(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        read: Callable[[], Mapping[str, float]],
+        *,
+        is_gauge: bool = False,
+    ) -> None:
+        """Show counts by the values of a label among the metrics; a gauge's values may fall."""
+        self._shown.append((name, text, label, read, is_gauge))
 
     def describe(self, name: str, facts: Mapping[str, str]) -> None:
         """Show facts of a part of the service, such as `environments/python`, in /readyz."""
@@ -170,8 +178,9 @@ class GrpcServer:
 
         metrics = Metrics()
         metrics.show_waits(current_waits.get())
-        for name, text, label, read in self._shown:
-            metrics.show(LabelledCounts(name=name, text=text, label=label, read=read))
+        for name, text, label, read, is_gauge in self._shown:
+            counts = LabelledCounts(name=name, text=text, label=label, read=read, is_gauge=is_gauge)
+            metrics.show(counts)
         return metrics
 
     def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:

@@ -134,6 +134,7 @@ async def serve_in(
         job = TrainingJob(settings, parts, supervised)
         servicer = TrainerServicer(settings, job, board, records, learner.num_parameters)
         server = host.server
+        show_metrics(server, board, records)
         server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
         keeping_up = asyncio.create_task(publisher.keep_up())
         exits.callback(keeping_up.cancel)
@@ -146,6 +147,30 @@ async def serve_in(
                 drain_s=settings.drain_s,
                 failures=(keeping_up, *map(asyncio.wrap_future, unforeseen)),
             )
+
+
+def show_metrics(server: Server, board: StatusBoard, records: RunRecords) -> None:
+    """Show steps, alarms and the newest row of each kind among the service's metrics."""
+    server.show(
+        "dialoop_steps",
+        "Steps that the trainer has taken.",
+        "kind",
+        lambda: {"train": board.num_train_steps, "warm_start": board.num_warm_start_steps},
+    )
+    server.show(
+        "dialoop_alarms",
+        "Alarms that are on.",
+        "alarm",
+        lambda: dict.fromkeys(board.alarms, 1),
+        is_gauge=True,
+    )
+    server.show(
+        "dialoop_newest",
+        "Numbers of the newest row of each kind in metrics.jsonl.",
+        "name",
+        lambda: records.newest,
+        is_gauge=True,
+    )
 
 
 async def _run_until_stopped(
