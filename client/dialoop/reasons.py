@@ -285,6 +285,8 @@ class Reason(_Named):
     MCP_MISSING = "MCP_MISSING", "MCP tools need the package mcp."
     MCP_TOOL_MISSING = "MCP_TOOL_MISSING", "The MCP server lacks a tool."
     MCP_UNREACHABLE = "MCP_UNREACHABLE", "The MCP server cannot be used."
+    MEMBER_NOT_FOUND = "MEMBER_NOT_FOUND", "No member of that name and epoch is there."
+    MEMBER_REPLACED = "MEMBER_REPLACED", "Another member has taken the name."
     MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE", "The message is larger than the limit."
     METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED", "The route has no such method."
     MLGYM_FAILED = "MLGYM_FAILED", "MLGym failed."

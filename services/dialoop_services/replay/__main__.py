@@ -7,9 +7,11 @@ from contextlib import AsyncExitStack
 
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
+from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
+from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.replay.store import QueueStore
@@ -42,9 +44,12 @@ async def serve_in(host: Host, settings: ReplaySettings) -> None:
             lambda: servicer.num_overflowed,
         )
         server.add(add_replay_to_server, servicer, "dialoop.v1.ReplayService")
+        registry = RegistryServicer(store)
+        server.add(add_RegistryServiceServicer_to_server, registry, "dialoop.v1.RegistryService")
         async with server:
             await server.wait_until_stopped()
             servicer.stop_waiting()
+            registry.stop_waiting()
 
 
 async def open_store(settings: ReplaySettings) -> QueueStore:

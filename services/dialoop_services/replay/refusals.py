@@ -45,6 +45,16 @@ _REFUSALS: Mapping[Reason, tuple[type[DialoopError], str, str]] = MappingProxyTy
             "There is no dead letter '{}'.",
             "Take a group_id from ListDeadLetters.",
         ),
+        Reason.MEMBER_NOT_FOUND: (
+            NotFound,
+            "No member '{}' of that epoch is there.",
+            "List the members: it left, its lease ended, or it was started again.",
+        ),
+        Reason.MEMBER_REPLACED: (
+            PreconditionFailed,
+            "Another member has the name '{}' now.",
+            "End this one. If both shall serve, give each a name of its own.",
+        ),
         Reason.STORE_UNAVAILABLE: (
             Unavailable,
             "The queue's store does not answer.",

@@ -103,7 +103,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
     async def AppendMembers(
         self, request: pb.AppendMembersRequest, context: _Context
     ) -> pb.AppendMembersResponse:
-        _check_run(request.run)
+        check_run(request.run)
         for item in request.items:
             _check_count("num_discarded", item.num_discarded, least=0)
         vocab_size = self._vocab_size()
@@ -131,7 +131,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
     async def AppendGroups(
         self, request: pb.AppendGroupsRequest, context: _Context
     ) -> pb.AppendGroupsResponse:
-        _check_run(request.run)
+        check_run(request.run)
         stage = _stage_of(request.stage)
         for item in request.items:
             _check_num_discarded(item, stage)
@@ -179,7 +179,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         """Return LeaseGroups' serialised answer, with the groups as they were stored."""
         self._check_lease_s(request)
         _check_query(request)
-        _check_run(request.run)
+        check_run(request.run)
         leased = await self._lease(
             request, lambda: self.store.lease_groups(request), lambda leased: leased.answer
         )
@@ -239,8 +239,8 @@ class ReplayServicer(rpc.ReplayServiceServicer):
     async def Watch(
         self, request: pb.WatchRequest, context: _Context
     ) -> AsyncIterator[pb.WatchResponse]:
-        _check_run(request.run)
-        _check_seconds("interval_s", request.interval_s)
+        check_run(request.run)
+        check_seconds("interval_s", request.interval_s)
         if not request.interval_s:
             raise InvalidInput("`interval_s` is 0.", remedy="Give seconds above 0.")
         last: pb.ReplayStats | None = None
@@ -273,7 +273,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         return await self._change(request, pb.RequeueResponse)
 
     async def Purge(self, request: pb.PurgeRequest, context: _Context) -> pb.PurgeResponse:
-        _check_run(request.run)
+        check_run(request.run)
         if request.confirm != request.run:
             raise PreconditionFailed(
                 f"Deleting run '{request.run}' needs a confirmation.",
@@ -283,7 +283,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         return await self._change(request, pb.PurgeResponse)
 
     async def _apply(self, request: Any, answer: type[Answer]) -> Answer:
-        _check_run(request.run)
+        check_run(request.run)
         return await self.store.apply(request, answer)
 
     async def _change(self, request: Any, answer: type[Answer]) -> Answer:
@@ -299,7 +299,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         answer_of: Callable[[_Leases], pb.LeaseTasksResponse | pb.LeaseGroupsResponse],
     ) -> _Leases:
         """Lease as soon as there is enough, or return the reason why not after `wait_s`."""
-        _check_seconds("wait_s", request.wait_s)
+        check_seconds("wait_s", request.wait_s)
         clock = asyncio.get_running_loop().time
         end = clock() + request.wait_s
         while True:
@@ -316,7 +316,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
 
     def _check_lease_s(self, request: Any) -> None:
         """Raise InvalidInput for an impossible `lease_s`; replace 0 by the default."""
-        _check_seconds("lease_s", request.lease_s)
+        check_seconds("lease_s", request.lease_s)
         request.lease_s = request.lease_s or self.store.limits.lease_s
 
 
@@ -430,7 +430,7 @@ def _check_played(item: pb.AppendItem, stage: Stage) -> pb.AppendOutcome | None:
     return pb.AppendOutcome(status=pb.APPEND_STATUS_REJECTED, reason=reason)
 
 
-def _check_run(run: str) -> None:
+def check_run(run: str) -> None:
     """Raise InvalidInput (BAD_RUN) for a name that cannot be part of a key."""
     if not _RUN.fullmatch(run):
         raise InvalidInput(
@@ -481,7 +481,8 @@ def _check_page(request: pb.PeekRequest | pb.ListDeadLettersRequest) -> None:
     request.max_groups = request.max_groups or _DEFAULT_PAGE
 
 
-def _check_seconds(name: str, value: float) -> None:
+def check_seconds(name: str, value: float) -> None:
+    """Raise InvalidInput unless the value is between 0 and 30 days."""
     if not 0 <= value <= _MAX_SECONDS:
         raise InvalidInput(f"`{name}` is {value}.", remedy="Use 0 to 30 days, in seconds.")
 

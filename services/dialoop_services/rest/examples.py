@@ -46,6 +46,13 @@ _TRAJECTORY = {
 }
 _GROUP = {"group_id": "arithmetic/0", "task": _TASK, "trajectories": [_TRAJECTORY]}
 _LEASE = "task/1/arithmetic/0"
+_MEMBER = {
+    "role": "inference",
+    "name": "gpu-0",
+    "address": "127.0.0.1:7002",
+    "policy_version": {"lineage": "a", "number": 3},
+    "is_ready": True,
+}
 
 EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -127,6 +134,14 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "ReplayService.Requeue": {"group_ids": ["arithmetic/0"]},
         "ReplayService.Purge": {"confirm": "demo"},
+        "RegistryService.Announce": {"member": _MEMBER, "lease_s": 10.0},
+        "RegistryService.Withdraw": {"role": "inference", "name": "gpu-0", "epoch": 7},
+        "RegistryService.Admit": {
+            "role": "inference",
+            "name": "gpu-0",
+            "epoch": 7,
+            "is_admitted": True,
+        },
         "ScorerService.LogProb": {"token_ids": [{"values": [12, 7, 9]}]},
         "ScorerService.RetrieveKl": {
             "trajectories": [_TRAJECTORY],

@@ -20,6 +20,7 @@ from dialoop.v1.replay_service_pb2 import LedgerCounts
 
 from dialoop_services.replay.leases import Kind, format_lease, parse_lease
 from dialoop_services.replay.memory_store.assembly import Assembly, GroupClosing
+from dialoop_services.replay.memory_store.members import Members
 from dialoop_services.replay.store import MemberFacts, QueueLimits
 from dialoop_services.rl.staleness import is_stale
 
@@ -137,6 +138,7 @@ class Ledger:
     num_duplicates: int = 0
     num_rejected: int = 0
     num_overflowed: Counter[str] = field(default_factory=Counter)
+    members: Members = field(default_factory=Members)
 
     @property
     def credits(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Purpose, Stage
+from dialoop.v1 import registry_service_pb2 as registry_pb
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from dialoop.wire import policy_version_from_proto, policy_version_to_proto
@@ -476,5 +477,15 @@ _TRANSITIONS: Mapping[type[Message], Callable[[Ledger, Any], Message]] = Mapping
         pb.PeekRequest: _peek,
         pb.ListDeadLettersRequest: _list_dead_letters,
         pb.RequeueRequest: _requeue,
+        registry_pb.AnnounceRequest: lambda ledger, request: ledger.members.announce(
+            request, ledger.now
+        ),
+        registry_pb.WithdrawRequest: lambda ledger, request: ledger.members.withdraw(
+            request, ledger.now
+        ),
+        registry_pb.AdmitRequest: lambda ledger, request: ledger.members.admit(request, ledger.now),
+        registry_pb.ListMembersRequest: lambda ledger, request: ledger.members.list_members(
+            request, ledger.now
+        ),
     }
 )

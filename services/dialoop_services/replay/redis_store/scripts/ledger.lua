@@ -16,7 +16,7 @@
 -- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order.
 -- If it refuses the request it returns {refused = reason, detail}.
 --
--- meta      hash: format, cursor, lineage, number, max_outstanding, order, token
+-- meta      hash: format, cursor, lineage, number, max_outstanding, order, token, epoch (the last)
 -- lineages  hash: lineage -> highest number announced
 -- counts    hash: "<purpose>:<state>", "<purpose>:dropped:<reason>", "<purpose>:t:...", ...
 -- tasks     hash: task id -> beginning of its serialised group, with the task, until it closes
@@ -26,6 +26,7 @@
 -- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
 -- finished  list: ids of consumed and dropped tasks, oldest first; records of older ones are deleted
 -- deadlines          zset: lease id by deadline
+-- registry  hash: "<role>/<name>" -> Member as JSON, with `ends_at` in ms; kept for a day after
 -- unscored, scored, evaluation, dead   streams: {g = group id, b = serialised group}
 --
 -- Record: id, p(urpose), n(um trajectories), o(rder), s(tate), refused (it found no room in the
@@ -171,6 +172,21 @@ local function refused(reason, detail)
 end
 
 local function deadline(lease_s) return now + math.floor(lease_s * 1000 + 0.5) end
+
+-- Ended leases of members are remembered, so that an orphan which renews its lease late is refused.
+local REMEMBERED_MS = 24 * 3600 * 1000
+
+local function member_id(member) return member.role .. '/' .. member.name end
+
+local function find_member(id)
+  local raw = redis.call('HGET', key('registry'), id)
+  return raw and cjson.decode(raw) or nil
+end
+
+local function write_member(id, member)
+  redis.call('HDEL', key('registry'), id) -- first, so that a full Redis lets members stay
+  redis.call('HSET', key('registry'), id, cjson.encode(member))
+end
 
 -- Return a lease of each task, in order.
 local function new_leases(kind, task_ids)

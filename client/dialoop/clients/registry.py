@@ -1,0 +1,139 @@
+"""RegistryClient: who serves a run, under leases that members renew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dialoop.clients.channel import Rpc
+from dialoop.v1 import registry_service_pb2 as pb
+from dialoop.wire import policy_version_from_proto, policy_version_to_proto
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    from dialoop.clients.channel import Channel
+    from dialoop.sequences import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceMember:
+    """A service that takes part in a run.
+
+    role, name: "inference", "gpu-0"; a service that is started again keeps them and gets a new
+    `epoch`, 0 before it has joined. address, rest_address: host:port, empty where it serves none.
+    serves: names of environments, or the base model's digest. load: requests that run or wait in
+    it. is_admitted: whether it is in rotation; the trainer decides.
+
+    ServiceMember(role="inference", name="gpu-0", address="10.0.0.7:7002", is_ready=True, load=3.0)
+    """
+
+    role: str
+    name: str
+    address: str = ""
+    rest_address: str = ""
+    epoch: int = 0
+    serves: tuple[str, ...] = ()
+    policy_version: PolicyVersion | None = None
+    is_ready: bool = False
+    load: float = 0.0
+    is_admitted: bool = False
+
+
+def _rpc(name: str, *, is_retried: bool = True) -> Rpc[Any, Any]:
+    request, answer = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
+    path = f"/dialoop.v1.RegistryService/{name}"
+    return Rpc(path, request, answer, is_retried=is_retried, deadline_s=10.0)
+
+
+ANNOUNCE = _rpc("Announce")
+WITHDRAW = _rpc("Withdraw")
+ADMIT = _rpc("Admit")
+LIST_MEMBERS = _rpc("ListMembers")
+WATCH_MEMBERS = _rpc("WatchMembers", is_retried=False)
+
+
+class RegistryClient:
+    """Asks the registry of a replay service; `run` scopes everything."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def announce(self, run: str, member: ServiceMember, *, lease_s: float) -> ServiceMember:
+        """Join with epoch 0, or renew the lease; return the member as the registry has it.
+
+        Raise PreconditionFailed (MEMBER_REPLACED) once another member has the name.
+        """
+        request = pb.AnnounceRequest(run=run, member=_to_proto(member), lease_s=lease_s)
+        answer = await self._channel.call(ANNOUNCE, request)
+        return replace(member, epoch=answer.epoch, is_admitted=answer.is_admitted)
+
+    async def withdraw(self, run: str, member: ServiceMember) -> bool:
+        """Leave; return whether the member was there."""
+        request = pb.WithdrawRequest(
+            run=run, role=member.role, name=member.name, epoch=member.epoch
+        )
+        was_listed: bool = (await self._channel.call(WITHDRAW, request)).was_listed
+        return was_listed
+
+    async def admit(self, run: str, member: ServiceMember, *, is_admitted: bool) -> None:
+        """Put a member into rotation, or take it out.
+
+        Raise NotFound (MEMBER_NOT_FOUND) if it left or was started again.
+        """
+        request = pb.AdmitRequest(
+            run=run,
+            role=member.role,
+            name=member.name,
+            epoch=member.epoch,
+            is_admitted=is_admitted,
+        )
+        await self._channel.call(ADMIT, request)
+
+    async def list_members(self, run: str, role: str = "") -> tuple[ServiceMember, ...]:
+        """Return the members whose lease has not ended, of one role or all, by role and name."""
+        request = pb.ListMembersRequest(run=run, role=role)
+        return _from_protos((await self._channel.call(LIST_MEMBERS, request)).members)
+
+    async def watch(
+        self, run: str, role: str = "", *, interval_s: float = 1.0
+    ) -> AsyncIterator[tuple[ServiceMember, ...]]:
+        """Yield the list of members at once and after every change, at most every interval_s."""
+        request = pb.WatchMembersRequest(run=run, role=role, interval_s=interval_s)
+        async for answer in self._channel.stream(WATCH_MEMBERS, request):
+            yield _from_protos(answer.members)
+
+
+def _to_proto(member: ServiceMember) -> pb.Member:
+    version = member.policy_version
+    return pb.Member(
+        role=member.role,
+        name=member.name,
+        address=member.address,
+        rest_address=member.rest_address,
+        epoch=member.epoch,
+        serves=member.serves,
+        policy_version=policy_version_to_proto(version) if version is not None else None,
+        is_ready=member.is_ready,
+        load=member.load,
+    )
+
+
+def _from_protos(members: Iterable[pb.Member]) -> tuple[ServiceMember, ...]:
+    return tuple(
+        ServiceMember(
+            role=member.role,
+            name=member.name,
+            address=member.address,
+            rest_address=member.rest_address,
+            epoch=member.epoch,
+            serves=tuple(member.serves),
+            policy_version=policy_version_from_proto(member.policy_version)
+            if member.HasField("policy_version")
+            else None,
+            is_ready=member.is_ready,
+            load=member.load,
+            is_admitted=member.is_admitted,
+        )
+        for member in members
+    )
