@@ -31,7 +31,7 @@ chaos: setup  ## a job under kills, stops, cuts and a lost second; SEED=3, ENGIN
 	CHAOS_SEED=$(or $(SEED),0) CHAOS_ENGINE=$(or $(ENGINE),transformers) \
 	  $(BIN)/python -m pytest -m heavy tests/chaos
 
-check: setup  ## format, lint, types, layers, protos, generated code, the console's page, rooms
+check: setup  ## format, lint, types, layers, protos, generated code, the console's page, rooms, evidence
 	$(BIN)/ruff format --check --exclude '*.md' .  # snippets align their comments by hand
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -41,6 +41,7 @@ check: setup  ## format, lint, types, layers, protos, generated code, the consol
 	infra/check_generated.sh
 	infra/check_console.sh
 	$(BIN)/python infra/check_rooms.py
+	$(BIN)/python infra/evidence_page.py --check
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 
 proto: setup  ## generate client/dialoop/v1 from proto/
