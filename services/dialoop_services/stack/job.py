@@ -12,7 +12,7 @@ from dialoop.clients.trainer import Phase
 
 from dialoop_services.config.job import warnings_for_advantages, warnings_for_formats
 from dialoop_services.stack.report import summary
-from dialoop_services.stack.report.live import LiveView
+from dialoop_services.stack.report.live import LiveView, PhaseProgress
 from dialoop_services.stack.report.observer import PhaseClock, observing
 from dialoop_services.stack.report.plot import draw_learning
 from dialoop_services.stack.report.report import report
@@ -45,7 +45,7 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
             stats = await _final_stats(stack, observer)
         await stack.supervisor.stop_all()
         clock.record("stopping")
-        rescoring = await _rescore(stack, log)
+        rescoring = await _rescore(stack, log, LiveView(console, log))
         clock.record("re-scoring")
         restarts = {s.spec.name: s.num_restarts for s in stack.supervisor.services}
     findings = _findings(plan, stats, last, clock, rescoring, restarts)
@@ -78,7 +78,7 @@ async def _final_stats(stack: RunningStack, observer: Observer) -> ReplayStats:
     return await observer.final_stats()
 
 
-async def _rescore(stack: RunningStack, log: LogStream) -> dict[str, Any]:
+async def _rescore(stack: RunningStack, log: LogStream, live: LiveView) -> dict[str, Any]:
     """Score a sample of the trajectories again under the policy versions that sampled them."""
     layout = stack.layout
     run_dir, model = layout.run_dir.path, layout.run_dir.model(layout.config)
@@ -89,13 +89,37 @@ async def _rescore(stack: RunningStack, log: LogStream) -> dict[str, Any]:
     # As many threads as the trainer has: more would spin while they wait for each other.
     options["num_threads"] = layout.config.train.num_threads
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    code = await stack.supervisor.run_once("rescore", (*command, f"--model-dir={model}", *words))
+    words = [*command, f"--model-dir={model}", *words]
+    with live:
+        showing = asyncio.create_task(_show_rescoring(log, live))
+        try:
+            code = await stack.supervisor.run_once("rescore", tuple(words))
+        finally:
+            showing.cancel()
     line = log.last_line("rescore")
     if code:
         log.say("stack", f"Trajectories were not re-scored: {line}", style="yellow")
         return {**summary.NOT_RESCORED, "failure": line}
     result: dict[str, Any] = json.loads(line)
     return result
+
+
+async def _show_rescoring(log: LogStream, live: LiveView) -> None:
+    """Show how far the re-scoring is, until cancelled."""
+    while True:
+        await asyncio.sleep(_POLL_S)
+        if progress := rescoring_progress(log.last_line("rescore")):
+            live.show_progress(progress, {})
+
+
+def rescoring_progress(line: str) -> PhaseProgress | None:
+    """Return the progress that a line of the re-scoring tells of; None for other lines."""
+    try:
+        counts = json.loads(line)
+        done, total = int(counts["num_done"]), int(counts["num_total"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return PhaseProgress(name="re-scoring", num_done=done, num_total=total)
 
 
 def _findings(

@@ -7,19 +7,28 @@ import io
 import json
 import os
 import signal
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from dialoop.clients.replay import LedgerCounts
 from dialoop.clients.trainer import Phase, TrainerStatus
 from dialoop.sequences import PolicyVersion
 from dialoop_services.config.job import JobConfig
 from dialoop_services.stack import __main__ as stack
+from dialoop_services.stack.job import rescoring_progress
 from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.report import live
-from dialoop_services.stack.report.live import LiveView
+from dialoop_services.stack.report.live import LiveView, PhaseProgress
 from dialoop_services.stack.report.observer import Snapshot
 from dialoop_services.stack.run_dir import RunDir
+from dialoop_services.trainer.records import rescore
 from rich.console import Console
+
+EMPTY = LedgerCounts(
+    **{f.name: 0 for f in fields(LedgerCounts) if f.name.startswith("num_") and f.type == "int"}
+)
 
 
 def snapshot(step: int, *alarms: str) -> Snapshot:
@@ -83,6 +92,48 @@ def test_without_a_terminal_a_line_is_printed_only_for_something_new(
         view.show(snapshot(step))
         steps.append(output.tell() > before)
     assert steps == [True, False, True, False, True]
+
+
+def test_an_evaluation_counts_its_tasks_and_says_the_time_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    view = LiveView(console, LogStream(console, tmp_path))
+    for ended, now in ((10, 0.0), (25, 30.0)):
+        counts = replace(
+            EMPTY,
+            num_tasks_offered=80 - ended,
+            num_groups_leased=12,
+            num_groups_scored=8,
+            num_groups_consumed=ended - 3,
+            num_groups_dropped={"failed": 3},
+        )
+        stats = SimpleNamespace(training=EMPTY, evaluation=counts, credits=0)
+        monkeypatch.setattr(live.time, "monotonic", lambda now=now: now)
+        evaluating = replace(snapshot(4).status, phase=Phase.EVALUATING)
+        view.show(replace(snapshot(4), status=evaluating, stats=stats))
+    # 15 of the other 75 took 30 s.
+    assert "evaluating 10/100 " in output.getvalue()
+    assert "evaluating 25/100, about 150 s left" in output.getvalue()
+
+
+def test_a_rescoring_shows_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    show_rows = rescore._print_progress()
+    show_rows(64, 256)
+    show_rows(65, 256)  # too soon
+    (line,) = capsys.readouterr().out.splitlines()
+    progress = rescoring_progress(line)
+    assert progress == PhaseProgress(name="re-scoring", num_done=64, num_total=256)
+    output = io.StringIO()
+    console = Console(file=output, width=200)
+    LiveView(console, LogStream(console, tmp_path)).show_progress(progress, {})
+    assert "re-scoring 64/256" in output.getvalue()
+
+
+@pytest.mark.parametrize("line", ["", "Loading.", "3", '{"num_rows": 4}', '{"num_done": 1'])
+def test_other_lines_of_the_rescoring_tell_of_no_progress(line: str) -> None:
+    assert rescoring_progress(line) is None
 
 
 def save(run_dir: Path, **progress: object) -> None:

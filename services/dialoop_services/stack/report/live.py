@@ -46,13 +46,17 @@ class PhaseProgress:
 
 
 def progress_of(snapshot: Snapshot) -> PhaseProgress:
-    """Return the progress of the phase: warm start and training count steps, other phases none."""
-    status = snapshot.status
+    """Return the progress of the phase, in steps; an evaluation's is in the tasks of all so far."""
+    status, stats = snapshot.status, snapshot.stats
     name = snapshot.phase.name.lower().replace("_", " ")
     if status is None or snapshot.phase is Phase.STARTING:
         return PhaseProgress(name="starting", num_done=0, num_total=0)
     if snapshot.phase is Phase.WARM_START:
         done, total = status.num_warm_start_steps, status.max_warm_start_steps
+    elif snapshot.phase is Phase.EVALUATING and stats is not None:
+        counts = stats.evaluation
+        done = counts.num_groups_consumed + sum(counts.num_groups_dropped.values())
+        total = done + counts.num_open
     else:
         done, total = status.num_train_steps, status.max_train_steps
     return PhaseProgress(name=name, num_done=done, num_total=total)
@@ -153,17 +157,21 @@ class LiveView:
 
     def show(self, snapshot: Snapshot) -> None:
         """Draw the table anew. Without a terminal, print lines when there is something new."""
+        self.show_progress(progress_of(snapshot), figures_of(snapshot))
+
+    def show_progress(self, progress: PhaseProgress, figures: dict[str, str]) -> None:
+        """Do the same with a phase that no snapshot tells of."""
         now = time.monotonic()
-        progress, figures = progress_of(snapshot), figures_of(snapshot)
         headline = _headline(progress, self._left.seconds(progress, now))
         if self._console.is_terminal:
             headline = f"{self._log.elapsed_s:.0f} s  {headline}"
             self._live.update(_table(headline, progress, figures), refresh=True)
             return
-        is_new = (progress, figures["alarms"]) != self._printed
-        if now - self._printed_at < (_LINES_EVERY_S if is_new else _AT_LEAST_EVERY_S):
+        new = progress, figures.get("alarms", _UNKNOWN)
+        every_s = _LINES_EVERY_S if new != self._printed else _AT_LEAST_EVERY_S
+        if now - self._printed_at < every_s:
             return
-        self._printed, self._printed_at = (progress, figures["alarms"]), now
+        self._printed, self._printed_at = new, now
         for line in lines_of(headline, figures, _WIDTH - self._log.margin):
             self._log.say("stack", line)
 

@@ -1,4 +1,4 @@
-"""Check a run's log-probs; print one JSON line.
+"""Check a run's log-probs; print the result as a JSON line, after lines of progress.
 
 `python -m dialoop_services.trainer.records.rescore RUN_DIR --within-s 60`
 
@@ -16,7 +16,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -39,6 +39,7 @@ from dialoop_services.trainer.publish.export import WEIGHTS, RunPolicies
 
 _MAX_PER_VERSION = 256
 _WITHIN_S = 60.0
+_PRINT_EVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +155,7 @@ def _as_row(sampled: SampledTokens) -> TokenRow:
     return TokenRow.from_demonstration(list(sampled.token_ids), mask.tolist())
 
 
-def rescore(
+def rescore(  # noqa: PLR0913 - what it may use, and who hears of it
     run_dir: Path,
     model_dir: Path,
     *,
@@ -162,9 +163,11 @@ def rescore(
     device: str = "cpu",
     dtype: str = "float32",
     max_row_tokens: int = 1024,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> dict[str, Any]:
     """Re-score a sample of trajectories.jsonl within `within_s` seconds of reading and scoring.
 
+    on_progress gets the number of rows that were scored and of those in the sample.
     max_difference is in nats, None if no token was checked. by_depth is from `mismatch_by_depth`.
     num_unchecked_rows counts by reason: policy_gone (its weights were deleted), time, and sample
     (beyond the sample of its version).
@@ -184,16 +187,14 @@ def rescore(
         if policy is None or left_s <= 0:
             break
         share_ends_at = time.monotonic() + left_s / (len(kept) - number)
-        policy.causal_lm.load_state_dict(
-            from_checkpoint(policy.causal_lm, weights.of(version)), strict=False
-        )
-        policy.causal_lm.tie_weights()
+        weights.load_into(policy, version)
         done = checked[version, temperature] = []
         for batch in batches_of(kept[version, temperature].rows, max_row_tokens):
             if done and time.monotonic() > share_ends_at:
                 break
             differences.append(differences_of(policy, batch, temperature, device))
             done += batch
+            on_progress(sum(map(len, checked.values())), num_sampled)
     rows = [row for done in checked.values() for row in done]
     depths = np.concatenate([np.empty(0, np.int64), *(row.positions for row in rows)])
     apart = np.concatenate([np.empty(0), *differences])
@@ -235,6 +236,12 @@ class _Weights:
         """Return whether the version's weights are still on the disk."""
         return any((self._policies / version / name).is_file() for name in (ADAPTER, WEIGHTS))
 
+    def load_into(self, policy: PolicyModel, version: str) -> None:
+        """Replace the model's weights with those of the version."""
+        tensors = from_checkpoint(policy.causal_lm, self.of(version))
+        policy.causal_lm.load_state_dict(tensors, strict=False)
+        policy.causal_lm.tie_weights()
+
     def of(self, version: str) -> dict[str, torch.Tensor]:
         """Return the version's tensors."""
         directory = self._policies / version
@@ -261,7 +268,21 @@ def main() -> None:
         torch.set_num_threads(num_threads)
     run_dir, model_dir = arguments.pop("run_dir"), arguments.pop("model_dir")
     model_dir = model_dir or RunPolicies.of(run_dir).model_dir
-    print(json.dumps(rescore(run_dir, model_dir, **arguments)))  # noqa: T201
+    result = rescore(run_dir, model_dir, on_progress=_print_progress(), **arguments)
+    print(json.dumps(result))  # noqa: T201
+
+
+def _print_progress() -> Callable[[int, int], None]:
+    """Return a function that prints a JSON line, at most twice a second."""
+    printed_at = -math.inf
+
+    def show(num_done: int, num_total: int) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= _PRINT_EVERY_S:
+            printed_at = time.monotonic()
+            print(json.dumps({"num_done": num_done, "num_total": num_total}), flush=True)  # noqa: T201
+
+    return show
 
 
 if __name__ == "__main__":

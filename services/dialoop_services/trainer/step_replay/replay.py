@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from dialoop.errors import DialoopError, InvalidInput, NotFound, PreconditionFailed
 from dialoop.reasons import Reason
+from rich.console import Console
+from rich.progress import Progress
 
 from dialoop_services.config.job import JobConfig
 from dialoop_services.rl.advantages import AdvantageSettings, with_advantages
@@ -277,15 +279,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     differs = False
     try:
         first, last = steps_of(options.steps)
-        for result in StepRepeater(options.run_dir).replay(first, last):
-            text = json.dumps(result.as_json()) if options.json else _line(result)
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
-            differs = differs or result.difference is not None
+        with _progress() as progress:
+            bar = progress.add_task("train steps", total=last - first + 1)
+            for result in StepRepeater(options.run_dir).replay(first, last):
+                text = json.dumps(result.as_json()) if options.json else _line(result)
+                sys.stdout.write(text + "\n")
+                sys.stdout.flush()
+                progress.advance(bar)
+                differs = differs or result.difference is not None
     except DialoopError as error:
         sys.stderr.write(f"dialoop: {error}\n")
         return 2 if isinstance(error, (InvalidInput, NotFound)) else 1
     return int(differs)
+
+
+def _progress() -> Progress:
+    """Return a bar with the time left on the standard error, where that is a terminal."""
+    console = Console(stderr=True)
+    # Redirected, lines would go to the bar's stream: right only where both are the terminal.
+    to_terminal = sys.stdout.isatty()
+    return Progress(
+        console=console,
+        disable=not console.is_terminal,
+        redirect_stdout=to_terminal,
+        transient=True,
+    )
 
 
 def _line(result: StepReplay) -> str:
