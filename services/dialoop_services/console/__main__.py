@@ -15,7 +15,7 @@ from dialoop_services.console.live_runs import LiveRuns
 from dialoop_services.console.watched_runs import WatchedRuns
 from dialoop_services.rest.app import RestDoor
 from dialoop_services.runtime.listening import address_of, bound_socket, require_safe_address
-from dialoop_services.runtime.process import die_with_parent
+from dialoop_services.runtime.process import die_with_parent, end_command
 from dialoop_services.runtime.settings import ServerSettings, load
 from dialoop_services.runtime.shutdown import StopSignal
 
@@ -59,4 +59,4 @@ async def _serve(settings: ServerSettings, runs: WatchedRuns) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_command(main)

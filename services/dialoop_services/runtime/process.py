@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dialoop.errors import InvalidConfig
 
@@ -71,6 +71,24 @@ def run_blocking(work: Callable[[], None], *, name: str) -> None:
             raise
         sys.stderr.write(f"dialoop {name}: {reason.message}\n")
         sys.exit(reason.exit_code)
+
+
+def end_command(main: Callable[[], int]) -> NoReturn:
+    """End the process with main's exit code.
+
+    It is 0 where the reader of the output has gone (`dialoop replay-step demo 1..40 | head -1`),
+    and 130 after Ctrl-C.
+    """
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Or Python would write the rest at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
 
 
 def die_with_parent() -> None:

@@ -32,7 +32,7 @@ from dialoop_services.config.file import (
 )
 from dialoop_services.config.imported import import_config
 from dialoop_services.runtime.exit_reason import ExitReason, known_error
-from dialoop_services.runtime.process import die_with_parent
+from dialoop_services.runtime.process import die_with_parent, end_command
 from dialoop_services.stack import job, preflight
 from dialoop_services.stack.branch import find_branch
 from dialoop_services.stack.devices import nodes_of, plan_devices
@@ -322,4 +322,4 @@ def _fail(error: BaseException) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_command(main)

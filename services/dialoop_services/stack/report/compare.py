@@ -23,6 +23,8 @@ from dialoop.runs.run_config import compare_configs, flat_config
 from rich.console import Console
 from rich.table import Table
 
+from dialoop_services.runtime.process import end_command
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -187,4 +189,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_command(main)

@@ -22,6 +22,8 @@ from dialoop.errors import AlreadyExists, DialoopError, InvalidConfig, InvalidIn
 from dialoop.reasons import Reason
 from safetensors import SafetensorError, safe_open
 
+from dialoop_services.runtime.process import end_command
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -238,4 +240,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_command(main)

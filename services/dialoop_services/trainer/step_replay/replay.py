@@ -24,6 +24,7 @@ from dialoop_services.config.job import JobConfig
 from dialoop_services.rl.advantages import AdvantageSettings, with_advantages
 from dialoop_services.rl.monte_carlo import with_turn_advantages
 from dialoop_services.rl.selection import with_best_alone
+from dialoop_services.runtime.process import end_command
 from dialoop_services.trainer.data.batches import sequences_of
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
@@ -318,4 +319,4 @@ def _line(result: StepReplay) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_command(main)
