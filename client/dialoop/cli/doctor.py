@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -14,13 +15,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from dialoop.cli.console import rich_console
+from dialoop.cli.console import rich_console, say
 
 if TYPE_CHECKING:
     import argparse
@@ -48,10 +49,14 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Print the report; return 0 when training can start here, 1 when a requirement is missing."""
     console = rich_console()
     findings = examine()
+    is_ready = all(f.value or not f.is_required for f in findings)
+    if arguments.json:
+        say(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return 0 if is_ready else 1
     for finding in findings:
         console.print(_line(finding), soft_wrap=True)
-    missing = [f.name for f in findings if f.is_required and not f.value]
-    if missing:
+    if not is_ready:
+        missing = [f.name for f in findings if f.is_required and not f.value]
         console.print(Text(f"Training cannot start: {', '.join(missing)}.", style="bold red"))
         return 1
     console.print(Text(_verdict(findings), style="bold green"))

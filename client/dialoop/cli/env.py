@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,9 +68,12 @@ def check(arguments: argparse.Namespace) -> int:
     findings = asyncio.run(
         check_environment(environment, answers=arguments.say, num_tasks=arguments.tasks)
     )
+    wrong = sum(not finding.is_ok for finding in findings)
+    if arguments.json:
+        say(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return 1 if wrong else 0
     for finding in findings:
         say(_line(finding))
-    wrong = sum(not finding.is_ok for finding in findings)
     say(
         f"{environment.name}: " + (f"{wrong} of {len(findings)} failed" if wrong else "all is well")
     )
@@ -77,21 +82,34 @@ def check(arguments: argparse.Namespace) -> int:
 
 def list_environments(arguments: argparse.Namespace) -> int:
     """Print a service's environments, or else those that come with Dialoop; return 0."""
+    rows = _environments(arguments)
+    if arguments.json:
+        names = ("name", "description")
+        say(json.dumps([dict(zip(names, row, strict=True)) for row in rows], indent=2))
+        return 0
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, description in rows:
+        say(f"{name:{width}} {description}")
+    return 0
+
+
+def _environments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return each environment's name, or the path to use it by, and what it is."""
     address = arguments.address
     if arguments.run:
         address = address or require_addresses(arguments.root / arguments.run)["environment"]
     if address:
+        rows = []
         for info in asyncio.run(_ask_service(address)):
             splits = ", ".join(f"{split.name} {split.num_tasks}" for split in info.splits)
-            say(f"{info.name:20} {info.description} ({splits or 'questions of the caller'})")
-        return 0
-    for name, function in BUILT_IN.items():
-        say(f"{name:44} {_first_line(function)}")
-    for name, use in BUILT_IN_PATHS.items():
-        say(f"{name:44} {_first_line_at(use)}")
-    for use in READY_MADE:
-        say(f"{use:44} {_first_line_at(use)}")
-    return 0
+            text = f"{info.description} ({splits or 'questions of the caller'})"
+            rows.append((info.name, text))
+        return rows
+    return [
+        *((name, _first_line(function)) for name, function in BUILT_IN.items()),
+        *((name, _first_line_at(use)) for name, use in BUILT_IN_PATHS.items()),
+        *((use, _first_line_at(use)) for use in READY_MADE),
+    ]
 
 
 async def _ask_service(address: str) -> tuple[EnvironmentInfo, ...]:

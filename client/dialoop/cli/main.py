@@ -77,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor", help="show what this machine can run and what is missing"
     )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(module="doctor", function="doctor")
     _add_eval(commands)
     _add_audit(commands)
@@ -185,12 +186,14 @@ def _add_env(commands: Commands) -> None:
         "--say", action="append", default=[], metavar="TEXT", help="another answer to try"
     )
     check.add_argument("--tasks", type=int, default=3, help="tasks of each split to play (3)")
+    check.add_argument("--json", action="store_true", help="print JSON")
     _add_options(check)
     check.set_defaults(module="env", function="check")
     _add_play(actions)
     listed = actions.add_parser("list", help="list the environments")
     listed.add_argument("--address", default="", help="host:port of an environment service")
     listed.add_argument("--run", default="", help="list those of this run's stack")
+    listed.add_argument("--json", action="store_true", help="print JSON")
     listed.set_defaults(module="env", function="list_environments", root=ROOT)
 
 

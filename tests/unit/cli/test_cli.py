@@ -328,6 +328,10 @@ def test_doctor_names_what_is_missing_and_how_to_install_it(monkeypatch, capsys)
     assert "Training cannot start: dialoop-services, torch, transformers." in printed
     assert "DOES NOT ANSWER" in printed
     assert "secret" not in printed
+    assert main(["doctor", "--json"]) == 1
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert (checks["torch"]["value"], checks["torch"]["is_required"]) == ("", True)
+    assert checks["torch"]["remedy"] == "pip install torch==2.13.0"
 
 
 @pytest.mark.parametrize(

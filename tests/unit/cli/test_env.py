@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
 import time
@@ -105,6 +106,16 @@ def test_list_names_what_is_built_in_and_what_a_service_has(capsys):
     printed = capsys.readouterr().out
     for name in ("arithmetic", "twenty_questions", "dialoop.tasks.gsm8k:gsm8k"):
         assert name in printed
+
+
+def test_environments_and_findings_are_printed_as_json(capsys):
+    assert main(["env", "list", "--json"]) == 0
+    listed = {row["name"]: row["description"] for row in json.loads(capsys.readouterr().out)}
+    assert listed["arithmetic"]
+    assert main(["env", "check", "arithmetic", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert all(finding.keys() == {"check", "problem", "remedy", "note"} for finding in findings)
+    assert {finding["problem"] for finding in findings} == {""}
 
 
 async def test_what_is_built_in_passes(monkeypatch):
