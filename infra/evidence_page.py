@@ -190,6 +190,8 @@ def _line(test: str, runs: Mapping[str, Any]) -> str:
     verdict = f"{record['passed']} of {defined} passed in {record['seconds']} s, {at}"
     if record["passed"] < defined:
         verdict += f"; the others {NOT_RUN}"
+    elif record["reason"]:
+        verdict += f"; some of their cases {NOT_RUN}"
     return f"{verdict}: {record['reason']}" if record["reason"] else verdict
 
 

@@ -55,7 +55,7 @@ def dialoop(*words: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=400,
+        timeout=800,
         env=os.environ | {"PYTHONPATH": paths},
     )
     assert ended.returncode == 0, ended.stderr + ended.stdout
@@ -116,8 +116,8 @@ def assert_welch(cell: dict[str, Any], values: Sequence[float], others: Sequence
     assert share_within(t, freedom) == pytest.approx(0.95, abs=1e-6)
 
 
-@pytest.mark.heavy(reason="trains six tiny jobs, two to three minutes")
-@pytest.mark.timeout(900)
+@pytest.mark.heavy(reason="trains six tiny jobs, four to six minutes")
+@pytest.mark.timeout(1800)
 def test_seeds_branches_and_their_comparison_equal_a_hand_computation(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(CONFIG)

@@ -53,6 +53,8 @@ def test_part_of_a_file_is_said_to_be_a_part(script: dict[str, Any]) -> None:
     assert whole == "7 of 7 passed in 3 s, 2026-01-02, commit abc, machine 1"
     part = line(script, passed=6, reason="needs vLLM")
     assert part.endswith("; the others *not run*: needs vLLM")
+    cases = line(script, passed=7, reason="no bwrap")
+    assert cases.endswith("machine 1; some of their cases *not run*: no bwrap")
     assert line(script, passed=0, reason="needs vLLM") == "*not run*: skipped, needs vLLM"
     assert line(script, passed=1, failed=2).startswith("**failed**: 2 of 7, ")
 
