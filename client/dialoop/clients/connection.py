@@ -22,7 +22,6 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.recordings import RecordingClient
-from dialoop.clients.registry import RegistryClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.scorer import ScorerClient
 from dialoop.clients.template import TemplateClient
@@ -49,7 +48,6 @@ C = TypeVar(
     EnvironmentClient,
     InferenceClient,
     RecordingClient,
-    RegistryClient,
     ReplayClient,
     ScorerClient,
     TemplateClient,
@@ -141,11 +139,6 @@ class Dialoop:
     def replay(self) -> ReplayClient:
         """Return the client of the task ledger and the queue of groups."""
         return self._client("replay", ReplayClient)
-
-    @property
-    def registry(self) -> RegistryClient:
-        """Return the client of the services that take part in a run; replay keeps the list."""
-        return self._client("replay", RegistryClient)
 
     @property
     def scorer(self) -> ScorerClient:
