@@ -353,6 +353,10 @@ class Reason(_Named):
         "OPTION_RESERVED",
         "The name is an argument of rendering, not a template option.",
     )
+    OTHER_INCARNATION = (
+        "OTHER_INCARNATION",
+        "Another incarnation of the service listens at the address.",
+    )
     OUT_OF_RANGE = "OUT_OF_RANGE", "A number is out of range."
     PACKAGE_MISSING = "PACKAGE_MISSING", "An optional package is missing."
     PARTS_UNSUPPORTED = "PARTS_UNSUPPORTED", "A message has a part that is not text."

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 Q = TypeVar("Q", bound="Message")
 A = TypeVar("A", bound="Message")
 
+EPOCH_METADATA = "dialoop-epoch"
+"""Key of the metadata that name the member of the registry that a call is for."""
+
 _ONCE = RetryPolicy(max_attempts=1)
 
 
@@ -83,7 +86,9 @@ class Transport(Protocol):
 class Channel:
     """Calls the rpcs of the service at `host:port`; make it inside a running event loop.
 
-    With a `transport` it calls through that, and its errors name `address`.
+    With a `transport` it calls through that, and its errors name `address`. With an `epoch` only
+    the member of the registry that has it answers; another service at the address refuses with
+    Unavailable (OTHER_INCARNATION).
     """
 
     def __init__(
@@ -94,10 +99,13 @@ class Channel:
         max_message_bytes: int = 64 * 1024 * 1024,
         retry: RetryPolicy | None = None,
         transport: Transport | None = None,
+        epoch: int = 0,
     ) -> None:
         self.address = address
         self._waits = current_waits.get()
         self._metadata: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        if epoch:
+            self._metadata += ((EPOCH_METADATA, str(epoch)),)
         self._retry = retry or RetryPolicy()
         self._channel = transport or _connection(address, max_message_bytes)
 

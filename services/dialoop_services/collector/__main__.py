@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from functools import partial
+from itertools import zip_longest
+from typing import Any
 
 from dialoop.agents import AgentHost
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.recordings import RecordingClient
+from dialoop.clients.registry import RegistryClient, ServiceMember
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 
@@ -22,6 +27,7 @@ from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.collector.token_episodes import TokenEpisodes
 from dialoop_services.runtime import Connect, Host, OwnProcess, load, run
+from dialoop_services.runtime.fleet import Fleet, follow
 
 
 async def serve() -> None:
@@ -58,23 +64,30 @@ async def make_collector(
     # again itself, so its channel must not add attempts to what may end the service.
     once = RetryPolicy(max_attempts=1)
     groups = EnvironmentClient(await channel(settings.environment_address, once))
-    replicas = [InferenceClient(await channel(a, once)) for a in settings.inference_addresses]
     sessions = RetryingSessions(environment, retry_policy)
     agents = load_agents(settings)
-    recordings = [
-        RecordingClient(await channel(address, once), rest_url=f"http://{rest_address}")
-        for address, rest_address in zip(
-            settings.inference_addresses, settings.inference_rest_addresses, strict=bool(agents)
-        )
-    ]
+    policy, recordings = Replicas((), retry_policy), RecordingReplicas((), retry_policy)
+    fleet = Fleet(lambda m: connect(m.address, retry=once, epoch=m.epoch), _clients_of)
+    exits.push_async_callback(fleet.close)
+
+    async def send_to(members: tuple[ServiceMember, ...]) -> None:
+        clients = await fleet.update(member for member in members if member.is_admitted)
+        policy.update(inference for inference, _ in clients.values())
+        recordings.update(recording for _, recording in clients.values() if recording is not None)
+
+    beside: tuple[partial[Coroutine[Any, Any, None]], ...] = ()
+    if settings.discovery == "registry":
+        registry = RegistryClient(await channel(settings.replay_address))
+        beside = (partial(follow, registry, settings.run, "inference", send_to),)
+    else:
+        await send_to(_members_of(settings))
     host = AgentHost(
-        recordings=RecordingReplicas(recordings, retry_policy),
+        recordings=recordings,
         api_key=settings.token.get_secret_value() or "none",
         sessions=sessions,
         scores=environment,
         time_limit_s=settings.agent_time_limit_s,
     )
-    policy = Replicas(replicas, retry_policy)
     player = GroupPlayer(
         sessions,
         policy,
@@ -92,7 +105,33 @@ async def make_collector(
         player=player,
         task_supply=TaskSupply(settings, replay, environment, retry_policy),
         counters=counters,
+        beside=beside,
     )
+
+
+def _members_of(settings: CollectorSettings) -> tuple[ServiceMember, ...]:
+    """Return the replicas that the settings name; only agents need the REST addresses."""
+    pairs = zip_longest(
+        settings.inference_addresses, settings.inference_rest_addresses, fillvalue=""
+    )
+    return tuple(
+        ServiceMember(
+            role="inference",
+            name=address,
+            address=address,
+            rest_address=rest_address,
+            is_admitted=True,
+        )
+        for address, rest_address in pairs
+    )
+
+
+def _clients_of(
+    channel: Channel, member: ServiceMember
+) -> tuple[InferenceClient, RecordingClient | None]:
+    rest_url = f"http://{member.rest_address}"
+    recording = RecordingClient(channel, rest_url=rest_url) if member.rest_address else None
+    return InferenceClient(channel), recording
 
 
 async def collect(collector: Collector, counters: Counters, stopping: asyncio.Event) -> None:

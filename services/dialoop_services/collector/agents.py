@@ -11,7 +11,7 @@ from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from dialoop.agents import Agent, AgentHost, Recordings
     from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
@@ -47,11 +47,15 @@ class RecordingReplicas:
     A recording stays at its replica. If that replica dies, the run is lost and played again.
     """
 
-    def __init__(self, replicas: Sequence[Recordings], retry_policy: RetryPolicy) -> None:
+    def __init__(self, replicas: Iterable[Recordings], retry_policy: RetryPolicy) -> None:
         self._replicas = tuple(replicas)
         self._retry_policy = retry_policy
         self._next = 0
         self._home: dict[str, Recordings] = {}
+
+    def update(self, replicas: Iterable[Recordings]) -> None:
+        """Begin recordings at these from now on; one that began stays at its replica."""
+        self._replicas = tuple(replicas)
 
     async def create(
         self,
@@ -68,6 +72,11 @@ class RecordingReplicas:
         """
 
         async def begin() -> str:
+            if not self._replicas:
+                raise Unavailable(
+                    "No inference replica is in rotation.",
+                    remedy="See the logs of the replicas, and of the trainer, which admits them.",
+                )
             replica = self._replicas[self._next % len(self._replicas)]
             self._next += 1
             base_url = await replica.create(
@@ -81,7 +90,7 @@ class RecordingReplicas:
             return base_url
 
         def wait_s(attempt: int) -> float:
-            return self._retry_policy.wait_s(attempt) / len(self._replicas)
+            return self._retry_policy.wait_s(attempt) / max(1, len(self._replicas))
 
         return await retry(begin, self._retry_policy, wait_s=wait_s)
 
@@ -119,11 +128,11 @@ def load_agents(settings: CollectorSettings) -> dict[str, Agent]:
 
     Raise InvalidConfig for a path that is no agent, and where no replica can record.
     """
-    if settings.agents and len(settings.inference_rest_addresses) != len(
-        settings.inference_addresses
-    ):
+    is_fixed = settings.discovery == "addresses"
+    num_addresses = len(settings.inference_addresses)
+    if settings.agents and is_fixed and len(settings.inference_rest_addresses) != num_addresses:
         raise InvalidConfig(
-            f"There are agents, {len(settings.inference_addresses)} inference_addresses and "
+            f"There are agents, {num_addresses} inference_addresses and "
             f"{len(settings.inference_rest_addresses)} inference_rest_addresses.",
             reason=Reason.NO_REST_ADDRESS,
             remedy="Give the REST address of every replica, in the same order.",

@@ -25,7 +25,8 @@ from dialoop_services.collector.outbox import Outbox, is_away
 from dialoop_services.collector.player import FailedMember, Round
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Coroutine, Mapping
+    from typing import Any
 
     from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo
     from dialoop.clients.replay import Appended, LeasedTasks, ReplayClient, TaskLease
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from dialoop_services.collector.settings import CollectorSettings
     from dialoop_services.collector.task_supply import TaskSupply
 
+    Beside = Callable[[], Coroutine[Any, Any, None]]
+
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 5.0
@@ -45,7 +48,7 @@ _LAST_LEASE_S = 1.0
 class Collector:
     """Owns the rounds that are being played and the tasks that play them, both by lease id."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parts
         self,
         settings: CollectorSettings,
         *,
@@ -54,6 +57,7 @@ class Collector:
         player: GroupPlayer,
         task_supply: TaskSupply,
         counters: Counters,
+        beside: tuple[Beside, ...] = (),
     ) -> None:
         self._settings = settings
         self._replay = replay
@@ -61,6 +65,7 @@ class Collector:
         self._player = player
         self._task_supply = task_supply
         self._counters = counters
+        self._beside = beside
         self._retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
         self._outbox = Outbox(settings.run, replay, self._retry_policy)
         self._rounds: dict[str, Round] = {}
@@ -74,6 +79,8 @@ class Collector:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._task_supply.run())
                 tasks.create_task(self._keep_leases())
+                for run in self._beside:
+                    tasks.create_task(run())
                 while True:
                     with waiting_for("replay", "tasks to play", is_idle=True) as wait:
                         leases = await self._lease(wait)

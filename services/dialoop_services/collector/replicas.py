@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.clients.errors import DEATHS, is_worth_retrying
 from dialoop.clients.retry import RetryPolicy, retry
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, Unavailable
 from dialoop.waits import waiting_for
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
-    from collections.abc import Sequence as Several
 
     from dialoop.chat import ChatHistory, History
     from dialoop.clients.environment import StepItem
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from dialoop_services.collector.batched_group import Groups
 
 T = TypeVar("T")
+
+_WAIT_FOR_ONE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -96,11 +97,21 @@ class Replicas:
     one. Satisfies `dialoop.episode.Policy`.
     """
 
-    def __init__(self, policies: Several[Policy], retry_policy: RetryPolicy) -> None:
+    def __init__(self, policies: Iterable[Policy], retry_policy: RetryPolicy) -> None:
         self._replicas = [_Replica(policy) for policy in policies]
+        self._joined = asyncio.Event()
         self._turn = itertools.count()
         self._retry_policy = retry_policy
         self._suspects = _Suspects()
+
+    def update(self, policies: Iterable[Policy]) -> None:
+        """Send requests to these from now on; what is known of those that stay is kept."""
+        present = {id(replica.policy): replica for replica in self._replicas}
+        self._replicas = [present.get(id(policy)) or _Replica(policy) for policy in policies]
+        if self._replicas:
+            self._joined.set()
+        else:
+            self._joined.clear()
 
     async def generate(  # noqa: PLR0913 - a policy's question
         self,
@@ -156,6 +167,8 @@ class Replicas:
 
         One that has the context comes before those that have not.
         """
+        if not self._replicas:
+            await self._wait_for_one()
         start = next(self._turn)
         count = len(self._replicas)
         ordered = [self._replicas[(start + i) % count] for i in range(count)]
@@ -166,6 +179,17 @@ class Replicas:
         soonest = min(ordered, key=lambda replica: replica.back_at)
         await asyncio.sleep(soonest.back_at - now)
         return soonest
+
+    async def _wait_for_one(self) -> None:
+        try:
+            async with asyncio.timeout(_WAIT_FOR_ONE_S):
+                with waiting_for("registry", "a replica in rotation"):
+                    await self._joined.wait()
+        except TimeoutError:
+            raise Unavailable(
+                "No inference replica is in rotation.",
+                remedy="See the logs of the replicas, and of the trainer, which admits them.",
+            ) from None
 
     def _set_aside(self, replica: _Replica) -> None:
         now = time.monotonic()

@@ -7,7 +7,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from dialoop.trajectory import Purpose, SamplingParams, Task
 from pydantic import Field
@@ -15,7 +15,7 @@ from pydantic_settings import SettingsConfigDict
 
 from dialoop_services.collector.mixture import Mixture, TaskStream
 from dialoop_services.config.job import JobConfig
-from dialoop_services.config.settings import JobSettings
+from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.config.tables import CollectorSection, EnvironmentSection
 
 
@@ -49,6 +49,8 @@ class CollectorSettings(JobSettings, CollectorSection):
     """host:port of the replay service."""
     environment_address: str = "127.0.0.1:7001"
     """host:port of the environment service."""
+    discovery: Literal["addresses", "registry"] = job_key("discovery")
+    """Whether replicas are those of inference_addresses, or those in the registry."""
     inference_addresses: list[str] = Field(default=["127.0.0.1:7002"], min_length=1)
     """host:port of every inference replica; requests go to them in turn."""
     inference_rest_addresses: list[str] = Field(default_factory=list)

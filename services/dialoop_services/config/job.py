@@ -20,6 +20,7 @@ from dialoop_services.config.presets import with_preset
 from dialoop_services.config.resources import ResourcesSection
 from dialoop_services.config.scorer_tables import ScorerSection
 from dialoop_services.config.tables import (
+    DEVICE_PLANES,
     CollectorSection,
     Dtype,
     EnvironmentSection,
@@ -182,6 +183,9 @@ class JobConfig(Section):
     """Where the queue is kept: "redis", or "memory" of the replay service, lost when it ends."""
     placement: Literal["split", "shared"] = "split"
     """Devices: "split" for engines and trainer apart, "shared" for turns on the same devices."""
+    discovery: Literal["addresses", "registry"] = "addresses"
+    """Inference replicas that collectors and the trainer use: the "addresses" of this stack, or
+    those in the "registry", which may join and leave while the job runs."""
     hang_timeout_s: float = Field(default=60.0, ge=0)
     """Seconds without any answer after which a process of the stack is killed and started again; 0:
     never."""
@@ -221,6 +225,22 @@ class JobConfig(Section):
     @classmethod
     def _with_preset(cls, values: Any) -> Any:
         return with_preset(values) if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _require_fixed_replicas(self) -> JobConfig:
+        if self.discovery == "registry":
+            if self.placement == "shared":
+                raise ValueError(
+                    'placement = "shared" takes turns with the replicas of this machine alone; '
+                    'set discovery = "addresses"'
+                )
+            if self.inference.data_plane in DEVICE_PLANES:
+                raise ValueError(
+                    f'inference.data_plane = "{self.inference.data_plane}" connects the replicas '
+                    'that are there at the start; set discovery = "addresses", or another '
+                    "data plane"
+                )
+        return self
 
     @model_validator(mode="after")
     def _require_names(self) -> JobConfig:

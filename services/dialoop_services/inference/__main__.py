@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import socket
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dialoop.clients.registry import RegistryClient, ServiceMember
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidConfig
 from dialoop.import_paths import load_attribute
@@ -38,18 +41,20 @@ from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
 from dialoop_services.inference.weights.parameters import num_parameters
 from dialoop_services.inference.weights.publications import ModelDigests, Publications
+from dialoop_services.runtime.fleet import announce, reachable_address
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.runtime.process import RESTARTS_VARIABLE, run
 from dialoop_services.runtime.settings import load
 from dialoop_services.runtime.shutdown import owns_process
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
     from pathlib import Path
 
     from dialoop_services.runtime.hosting import Host, Server
 
 _SERVICE = "dialoop.v1.InferenceService"
+ROLE = "inference"
 
 
 async def serve() -> None:
@@ -93,7 +98,10 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
         _add_servicers(server, replica, renderer, settings)
         async with server:
             await report(not replica.fault)
-            await _until_over(server, replica, wake_after_s=settings.wake_after_s)
+            async with _membership(host, replica, settings) as announcing:
+                await _until_over(
+                    server, replica, wake_after_s=settings.wake_after_s, also=announcing
+                )
 
 
 def _add_servicers(
@@ -141,19 +149,62 @@ def _add_servicers(
     server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
 
 
-async def _until_over(server: Server, replica: Replica, *, wake_after_s: float) -> None:
-    """Wait for the stop signal; raise when the engine dies first, so that a supervisor restarts."""
+@asynccontextmanager
+async def _membership(
+    host: Host, replica: Replica, settings: InferenceSettings
+) -> AsyncIterator[tuple[asyncio.Task[None], ...]]:
+    """Keep the replica in the registry, if the settings say so; yield what must not end."""
+    if settings.discovery != "registry":
+        yield ()
+        return
+    listens_at = host.server.address
+    address = settings.advertised_address or reachable_address(listens_at)
+    name = settings.name or f"{socket.gethostname()}-{listens_at.rpartition(':')[2]}"
+    member = ServiceMember(
+        role=ROLE,
+        name=name,
+        address=address,
+        rest_address=reachable_address(host.server.rest_address),
+    )
+
+    def state(member: ServiceMember) -> ServiceMember:
+        return replace(
+            member,
+            policy_version=replica.engine.policy_version,
+            is_ready=not replica.fault,
+            load=float(replica.num_requests_running),
+        )
+
+    async with host.connect(settings.replay_address) as channel:
+        announcing = asyncio.create_task(
+            announce(RegistryClient(channel), settings.run, member, state, host.server.incarnation)
+        )
+        try:
+            yield (announcing,)
+        finally:
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
+
+
+async def _until_over(
+    server: Server, replica: Replica, *, wake_after_s: float, also: Iterable[asyncio.Task[None]]
+) -> None:
+    """Wait for the stop signal; raise when the engine dies first, so that a supervisor restarts.
+
+    The same if a task of `also` fails.
+    """
     dying = asyncio.create_task(replica.until_engine_dies())
     dying.add_done_callback(lambda _: server.stop())
     following = asyncio.create_task(replica.follow_latest())
     waking = asyncio.create_task(replica.wake_when_left(after_s=wake_after_s))
-    for task in (following, waking):
+    watched = (following, waking, *also)
+    for task in watched:
         task.add_done_callback(lambda task: server.stop() if _has_failed(task) else None)
     try:
         await server.wait_until_stopped()
         if dying.done():
             raise engine_stopped()
-        for task in (following, waking):
+        for task in watched:
             if task.done():
                 task.result()
     finally:

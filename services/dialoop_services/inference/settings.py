@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 from pydantic_settings import SettingsConfigDict
@@ -39,6 +39,16 @@ class InferenceSettings(JobSettings, InferenceFields):
     feeds and that has no weights_root: restarted, it would serve the model directory's weights."""
     max_new_tokens: int = job_key("collector.max_new_tokens")
     """Number of tokens sampled when a request sets no limit."""
+    discovery: Literal["addresses", "registry"] = job_key("discovery")
+    """Whether the replica announces itself in the registry, under a lease that it renews."""
+    replay_address: str = "127.0.0.1:7003"
+    """host:port of the replay service, which has the registry."""
+    run: str = "default"
+    """Run id, under which the replica announces itself."""
+    name: str = ""
+    """Name of the replica in the registry; empty: that of its machine and its port."""
+    advertised_address: str = ""
+    """host:port under which others reach the replica; empty: the address it listens on."""
     device_lock: Path | None = None
     """Lock file of the device shared with a trainer; absent: the replica has its own device."""
 

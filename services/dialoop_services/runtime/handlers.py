@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.runtime.auth import Token
     from dialoop_services.runtime.calls import Calls
+    from dialoop_services.runtime.fleet import Incarnation
 
     Handler = grpc.RpcMethodHandler[Any, Any]
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -40,9 +41,17 @@ _DRAIN_S = 1.0
 class Handlers:
     """Collects the methods that a generated `add_..._to_server` registers, in place of a server."""
 
-    def __init__(self, calls: Calls, token: Token, *, door: str = "grpc") -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        token: Token,
+        *,
+        door: str = "grpc",
+        incarnation: Incarnation | None = None,
+    ) -> None:
         self._calls = calls
         self._token = token
+        self._incarnation = incarnation
         self._door = door
         self._by_service: dict[str, dict[str, Handler]] = {}
 
@@ -81,7 +90,7 @@ class Handlers:
         is_ours = service.startswith(_OURS)  # calls of reflection are not counted
         begin = self._calls.starter(rpc, self._door) if is_ours else _Unobserved
         made: Handler = make(
-            _Envelope(rpc, begin, self._token).around(getattr(handler, kind)),
+            _Envelope(rpc, begin, self._token, self._incarnation).around(getattr(handler, kind)),
             request_deserializer=_lenient(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
@@ -122,10 +131,17 @@ class _Unobserved:
 class _Envelope:
     """The wrapper of one method."""
 
-    def __init__(self, rpc: str, begin: Callable[[], Observed], token: Token) -> None:
+    def __init__(
+        self,
+        rpc: str,
+        begin: Callable[[], Observed],
+        token: Token,
+        incarnation: Incarnation | None,
+    ) -> None:
         self._rpc = rpc
         self._begin = begin
         self._token = token
+        self._incarnation = incarnation
 
     def around(self, function: Any) -> Any:
         """Return the method as gRPC calls it."""
@@ -136,12 +152,15 @@ class _Envelope:
 
     def _around_unary(self, function: Any) -> Any:
         begin, token, rpc = self._begin, self._token, self._rpc
+        incarnation = self._incarnation
 
         async def unary(request: Any, context: Context) -> Any:
             call = begin()
             status = "CANCELLED"
             try:
                 token.require_in(context, rpc)
+                if incarnation is not None:
+                    incarnation.require_in(context)
                 call.set_request(request)
                 answer = await function(_require_decoded(request, rpc), context)
                 status = "OK"
@@ -161,12 +180,15 @@ class _Envelope:
 
     def _around_stream(self, function: Any) -> Any:
         begin, token, rpc = self._begin, self._token, self._rpc
+        incarnation = self._incarnation
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             call = begin()
             status = "CANCELLED"
             try:
                 token.require_in(context, rpc)
+                if incarnation is not None:
+                    incarnation.require_in(context)
                 call.set_request(request)
                 async for answer in function(_require_decoded(request, rpc), context):
                     yield answer

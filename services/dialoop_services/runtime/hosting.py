@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.rest.http_routes import HttpRoute
     from dialoop_services.rest.socket_routes import SocketRoute
+    from dialoop_services.runtime.fleet import Incarnation
     from dialoop_services.runtime.settings import ServerSettings
 
 
@@ -30,6 +31,14 @@ class Server(Protocol):
     @property
     def address(self) -> str:
         """Return the address that other services connect to."""
+
+    @property
+    def rest_address(self) -> str:
+        """Return host:port of the REST door; empty where there is none."""
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Return which member of the registry the service is."""
 
     @property
     def stopping(self) -> asyncio.Event:
@@ -75,8 +84,10 @@ class Server(Protocol):
 class Connect(Protocol):
     """Makes channels to other services."""
 
-    def __call__(self, address: str, *, retry: RetryPolicy | None = None) -> Channel:
-        """Return a channel that the caller closes."""
+    def __call__(
+        self, address: str, *, retry: RetryPolicy | None = None, epoch: int = 0
+    ) -> Channel:
+        """Return a channel that the caller closes; with an epoch, to that member alone."""
 
 
 class Host(Protocol):
@@ -99,10 +110,13 @@ class OwnProcess:
         self.server: Server = GrpcServer(settings)
         self.connect: Connect = self._connect
 
-    def _connect(self, address: str, *, retry: RetryPolicy | None = None) -> Channel:
+    def _connect(
+        self, address: str, *, retry: RetryPolicy | None = None, epoch: int = 0
+    ) -> Channel:
         return Channel(
             address,
             token=self._settings.token.get_secret_value(),
             max_message_bytes=self._settings.max_message_bytes,
             retry=retry,
+            epoch=epoch,
         )

@@ -23,9 +23,10 @@ from google.protobuf import descriptor_pool
 
 from dialoop_services.runtime.auth import Token
 from dialoop_services.runtime.calls import Calls
+from dialoop_services.runtime.fleet import Incarnation
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.in_process_call import ClientCall, InProcessCall, Wire, rpc_error
-from dialoop_services.runtime.listening import bound_socket
+from dialoop_services.runtime.listening import address_of, bound_socket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,12 +65,17 @@ class InProcessNetwork:
         return server
 
     def connect(
-        self, name: str, *, retry: RetryPolicy | None = None, token: str | None = None
+        self,
+        name: str,
+        *,
+        retry: RetryPolicy | None = None,
+        token: str | None = None,
+        epoch: int = 0,
     ) -> Channel:
         """Return a channel to the server of that name, which may start later or start again."""
         transport = InProcessTransport(self._place(name))
         token = self._token if token is None else token
-        return Channel(name, token=token, retry=retry, transport=transport)
+        return Channel(name, token=token, retry=retry, transport=transport, epoch=epoch)
 
     def transport(self, name: str) -> InProcessTransport:
         """Return the transport through which a generated stub calls a service."""
@@ -96,7 +102,10 @@ class InProcessServer:
         self._wire = wire
         self.rest_port: int | None = None
         self._token = token
-        self._handlers = Handlers(Calls(), Token(token), door="in_process")
+        self.incarnation = Incarnation()
+        self._handlers = Handlers(
+            Calls(), Token(token), door="in_process", incarnation=self.incarnation
+        )
         self._drain_s = drain_s
         self._servicers: list[Any] = []
         self._routes: list[HttpRoute] = []
@@ -136,6 +145,16 @@ class InProcessServer:
     def serving(self) -> dict[str, bool]:
         """Return for each service name whether it reports itself as serving."""
         return dict(self._serving)
+
+    @property
+    def address(self) -> str:
+        """Return the name that other services connect to."""
+        return self._place.name
+
+    @property
+    def rest_address(self) -> str:
+        """Return host:port of the REST door; empty when there is none."""
+        return "" if self.rest_port is None else address_of(HOST, self.rest_port)
 
     @property
     def stopping(self) -> asyncio.Event:

@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from dialoop_services.runtime.auth import Token
 from dialoop_services.runtime.calls import Calls
+from dialoop_services.runtime.fleet import Incarnation
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.listening import (
     ConnectionLimits,
@@ -64,6 +65,7 @@ class GrpcServer:
         self._serving: dict[str, bool] = {}
         self._details: dict[str, dict[str, str]] = {}
         self._stop = StopSignal()
+        self.incarnation = Incarnation()
         self._port = 0
         self._rest_port: int | None = None
         self._exits = AsyncExitStack()
@@ -253,7 +255,7 @@ class GrpcServer:
             ],
             maximum_concurrent_rpcs=self._settings.max_calls,
         )
-        handlers = Handlers(calls, self._token())
+        handlers = Handlers(calls, self._token(), incarnation=self.incarnation)
         for register, servicer in self._registrations:
             register(servicer, handlers)
         names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]

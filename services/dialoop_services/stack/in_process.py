@@ -268,8 +268,10 @@ class _Services:
         host = _Host(server=server, connect=self._connect)
         self._tasks[name] = asyncio.create_task(serve_in(host, settings))
 
-    def _connect(self, address: str, *, retry: RetryPolicy | None = None) -> Channel:
-        return self.network.connect(address, retry=retry)
+    def _connect(
+        self, address: str, *, retry: RetryPolicy | None = None, epoch: int = 0
+    ) -> Channel:
+        return self.network.connect(address, retry=retry, epoch=epoch)
 
     async def _until_up(self, name: str) -> None:
         """Wait until a service listens; raise what keeps it from listening."""

@@ -149,7 +149,8 @@ class Layout:
         if service == "inference":
             # Whatever brings the policies, a replica that starts reads the newest one from here.
             weights = {"weights_root": self.memory or self.run_dir.policies.resolve()}
-            return {**model, **weights, **self._device_lock(), "seed": self._seed_of(name)}
+            own = {**of_run, "name": name, "seed": self._seed_of(name)}
+            return {**model, **weights, **self._device_lock(), **own}
         if service == "scorer":
             reference = self.config.scorer.reference_model
             return {**of_run, **({"model_dir": Path(reference).resolve()} if reference else model)}

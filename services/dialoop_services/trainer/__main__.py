@@ -47,6 +47,7 @@ from dialoop_services.trainer.learner.ranks import (
     make_learner,
 )
 from dialoop_services.trainer.publish.publisher import Publisher
+from dialoop_services.trainer.publish.rotation import Rotation
 from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.records.trackers import trackers_of
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
@@ -116,10 +117,12 @@ async def serve_in(
         replay = QueueClient(await open_channel(settings.replay_address, _RETRY_UNTIL_DEADLINE))
         exits.push_async_callback(replay.close)
         environment = EnvironmentClient(await open_channel(settings.environment_address))
-        replicas = [InferenceClient(await open_channel(a)) for a in settings.inference_addresses]
+        rotation = Rotation(settings, host.connect) if settings.discovery == "registry" else None
+        addresses = settings.inference_addresses if rotation is None else []
+        replicas = [InferenceClient(await open_channel(address)) for address in addresses]
         placement = placement_of(settings, learner, replicas)
         exits.push_async_callback(placement.leave)
-        publisher = Publisher(settings, learner, replicas, replay, placement)
+        publisher = Publisher(settings, learner, replicas, replay, placement, rotation)
         parts = JobParts(
             learner=learner,
             demonstrations=warm_start,
@@ -136,8 +139,7 @@ async def serve_in(
         server = host.server
         show_metrics(server, board, records)
         server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
-        keeping_up = asyncio.create_task(publisher.keep_up())
-        exits.callback(keeping_up.cancel)
+        beside = _tasks_beside(publisher, rotation, exits)
         unforeseen = (learner.group.failed, job.broken)
         async with server:
             await _run_until_stopped(
@@ -145,8 +147,20 @@ async def serve_in(
                 job,
                 board,
                 drain_s=settings.drain_s,
-                failures=(keeping_up, *map(asyncio.wrap_future, unforeseen)),
+                failures=(*beside, *map(asyncio.wrap_future, unforeseen)),
             )
+
+
+def _tasks_beside(
+    publisher: Publisher, rotation: Rotation | None, exits: AsyncExitStack
+) -> list[asyncio.Task[None]]:
+    tasks = [asyncio.create_task(publisher.keep_up())]
+    if rotation is not None:
+        exits.push_async_callback(rotation.close)
+        tasks.append(asyncio.create_task(rotation.follow(publisher.take_replicas)))
+    for task in tasks:
+        exits.callback(task.cancel)
+    return tasks
 
 
 def show_metrics(server: Server, board: StatusBoard, records: RunRecords) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -71,6 +71,8 @@ class TrainerSettings(JobSettings, TrainFields):
     """host:port of the replay service."""
     environment_address: str = "127.0.0.1:7001"
     """host:port of the environment service, which has the tasks for evaluation."""
+    discovery: Literal["addresses", "registry"] = job_key("discovery")
+    """Whether replicas are those of inference_addresses, or those in the registry."""
     inference_addresses: list[str] = Field(default=["127.0.0.1:7002"], min_length=1)
     """host:port of every inference replica; every publish goes to all of them."""
     shared_memory_dir: Path | None = None

@@ -43,7 +43,7 @@ TARGETS = targets()
 # What containers have of their own: where they listen, find each other and keep files.
 PLACES = {"host", "port", "rest_port", "token", "run", "run_dir", "model_dir", "weights_root"}
 PLACES |= {"worker", "redis_url", "replay_address", "environment_address"}
-PLACES |= {"inference_address", "inference_addresses"}
+PLACES |= {"inference_address", "inference_addresses", "name"}
 PLACES |= {"tiny_model_seed"}  # the service `model` makes it, before the others
 
 

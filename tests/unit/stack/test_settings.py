@@ -34,7 +34,8 @@ PLACES = {
     "environment": "task_file heldout_file inference_address model_dir openenv ttl_s max_ttl_s "
     "capacity step_timeout_s abandon_s max_working_steps health_interval_s reap_interval_s "
     "max_concurrent_items",
-    "inference": "model_dir weights_root awaits_policy device_lock",
+    "inference": "model_dir weights_root awaits_policy replay_address name advertised_address "
+    "device_lock",
     "collector": "run_dir worker replay_address environment_address inference_addresses "
     "inference_rest_addresses model_dir",
     "scorer": "worker replay_address model_dir",

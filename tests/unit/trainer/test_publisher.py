@@ -288,3 +288,26 @@ async def test_no_training_task_is_leased_before_the_first_policy_is_live(tmp_pa
         await made.publish(PolicyVersion(lineage="main", number=number))
     assert before_load == [[(1, 0)], [(1, 0), (1, 4), (2, 4)]]
     assert replay.announced[-1] == (2, 4)
+
+
+async def test_a_replica_catches_up_while_a_quick_trainer_publishes_on_and_another_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself it would load a policy only once that has been the newest for two looks."""
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.005)
+    well, late, hung = FakeReplica(-1.0), FakeReplica(-1.0), FakeReplica(-1.0)
+    late.hangs = hung.hangs = True
+    made = publisher(tmp_path, well, late, hung, publish_deadline_s=0.2)
+    assert (await made.publish(version(1))).num_replicas == 1
+    late.hangs = False
+    hung.on_load = lambda: setattr(made, "_settings", TrainerSettings(run_dir=tmp_path))
+    number, num_replicas = 1, 1
+    async with running(made.keep_up()), asyncio.timeout(PATIENCE_S):
+        await until(lambda: len(hung.manifests) > 1)  # its second load lasts for two minutes
+        while num_replicas == 1:
+            number += 1
+            num_replicas = (await made.publish(version(number))).num_replicas
+            await asyncio.sleep(0)
+    assert num_replicas == 2
+    assert late.version == version(number)
+    assert hung.version is None

@@ -25,16 +25,17 @@ from dialoop_services.trainer.learner.learner_state import WEIGHTS
 from dialoop_services.trainer.publish.data_planes import pointer_of, weights_sender_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from dialoop.clients.inference import InferenceClient
+    from dialoop.clients.inference import InferenceClient, PolicyStatus
     from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import Floats
 
     from dialoop_services.trainer.job.placement import Placement
     from dialoop_services.trainer.learner.learner import Learner
     from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
+    from dialoop_services.trainer.publish.rotation import Rotation
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -75,19 +76,21 @@ class Publisher:
         replicas: Sequence[InferenceClient],
         replay: ReplayClient,
         placement: Placement | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         self._settings = settings
         self._learner = learner
         self._replicas = tuple(replicas)
         self._replay = replay
         self._placement = placement or Split()
+        self._rotation = rotation
         self._root = settings.run_dir / "policies"
         self._sender = weights_sender_of(settings)
         self._file = ADAPTER if settings.publishes_adapters else WEIGHTS
         self._publishing = asyncio.Lock()
         # Replicas that missed a publish: others do not wait for them until they have caught up.
         self._behind: set[InferenceClient] = set()
-        self._newest: tuple[WeightsManifest, ExportedWeights] | None = None
+        self._newest: tuple[WeightsManifest, ExportedWeights, Sequence[Floats]] | None = None
         # Random ids come from the whole vocabulary, so the probes touch every part of the weights.
         generator = np.random.default_rng(0)
         shape = (_NUM_PROBES, _PROBE_TOKENS)
@@ -141,7 +144,7 @@ class Publisher:
                 self._load_and_prove(manifest, weights, own),
                 asyncio.to_thread(sync_tree, path.parent),
             )
-            self._newest = manifest, weights
+            self._newest = manifest, weights, own
         # The policy is live now, so the queue may return the credits of the trained groups.
         await self.announce(version, trained_lease_ids)
         self._delete_old()
@@ -184,8 +187,7 @@ class Publisher:
             differences = await asyncio.gather(
                 *(self._bring(replica, manifest, weights, own, left_s) for replica in waited_for)
             )
-            pairs = zip(waited_for, differences, strict=True)
-            self._behind = (self._behind - set(waited_for)) | {r for r, d in pairs if d is None}
+            await self._note_service(dict(zip(waited_for, differences, strict=True)))
             proven = [difference for difference in differences if difference is not None]
             if proven:
                 return len(proven), max(proven)
@@ -196,6 +198,23 @@ class Publisher:
             reason=Reason.PUBLISH_TIMED_OUT,
             remedy="Read the logs of the inference replicas. One that comes back loads the policy.",
         )
+
+    async def _note_service(self, differences: Mapping[InferenceClient, float | None]) -> None:
+        """Note which replicas serve the policy, by how far their answers were off; None: not."""
+        bound = math.inf if self._rotation is None else self._settings.max_logprob_difference
+        well = {r for r, off in differences.items() if off is not None and off <= bound}
+        missed = differences.keys() - well
+        self._behind = (self._behind - well) | missed
+        if self._rotation is not None:
+            await self._rotation.put(well, is_in=True)
+            await self._rotation.put(missed, is_in=False)
+
+    def take_replicas(
+        self, replicas: Collection[InferenceClient], in_rotation: Collection[InferenceClient]
+    ) -> None:
+        """Publish to these from now on; those out of rotation have to prove themselves first."""
+        self._replicas = tuple(replicas)
+        self._behind = set(replicas) - set(in_rotation)
 
     async def _bring(
         self,
@@ -239,7 +258,12 @@ class Publisher:
         return True
 
     def _warn(self, replica: InferenceClient, message: str, **facts: object) -> None:
-        log.warning(message, extra={"replica": self._replicas.index(replica), **facts})
+        log.warning(message, extra={"replica": self._name_of(replica), **facts})
+
+    def _name_of(self, replica: InferenceClient) -> str:
+        if self._rotation is not None:
+            return self._rotation.name_of(replica)
+        return str(self._replicas.index(replica))
 
     def _manifest(self, version: PolicyVersion, weights: ExportedWeights) -> WeightsManifest:
         return WeightsManifest(
@@ -255,33 +279,62 @@ class Publisher:
     async def keep_up(self) -> None:
         """Bring replicas that missed a publish back to the newest policy, until cancelled.
 
-        A replica that can fetch the policy does so by itself, and only has to be noticed.
+        One that hangs keeps neither a publish nor another replica waiting.
         """
-        while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            # Asked outside the lock, so that a replica that hangs holds up no publish.
-            candidates = self._behind if self._sender.is_fetched else self._replicas
-            await asyncio.gather(*(self._catch_up(replica) for replica in tuple(candidates)))
+        looks: dict[InferenceClient, asyncio.Task[None]] = {}
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_EVERY_S)
+                for replica in [replica for replica, look in looks.items() if look.done()]:
+                    looks.pop(replica).result()
+                candidates = self._behind if self._sender.is_fetched else self._replicas
+                for replica in set(candidates) - looks.keys():
+                    looks[replica] = asyncio.create_task(self._catch_up(replica))
+        finally:
+            for look in looks.values():
+                look.cancel()
 
     async def _catch_up(self, replica: InferenceClient) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 status = await replica.get_policy()
+            began, newest = time.perf_counter(), self._newest
+            if newest is None or not await self._bring_up(replica, status, *newest[:2]):
+                return
+            # What it loaded just now bounds how long it may keep a publish waiting.
+            quickly_s = max(_ANSWER_S, 2 * (time.perf_counter() - began))
             async with self._publishing:
-                if self._newest is None:
+                manifest, weights, own = self._newest or newest
+                if manifest is not newest[0] and not await self._load(
+                    replica, manifest, weights, deadline_s=quickly_s
+                ):
                     return
-                manifest, weights = self._newest
-                has_it = status.policy_version == manifest.policy_version
-                # A replica asleep has given its device to the trainer; it needs no second load.
-                is_well = has_it and (status.ready or status.reason == Reason.ASLEEP)
-                if not is_well and not self._sender.is_fetched:
-                    deadline_s = self._settings.publish_deadline_s
-                    is_well = await self._load(replica, manifest, weights, deadline_s=deadline_s)
-                if is_well:
+                if self._rotation is None:
                     self._behind.discard(replica)
+                elif replica in self._behind:
+                    off = await self._probe(manifest.policy_version, replica, own, _ANSWER_S)
+                    await self._note_service({replica: off})
         except (DialoopError, TimeoutError) as error:
             reason = error.reason if isinstance(error, DialoopError) else "TIMED_OUT"
             self._warn(replica, "A replica lacks the newest policy.", reason=reason)
+
+    async def _bring_up(
+        self,
+        replica: InferenceClient,
+        status: PolicyStatus,
+        manifest: WeightsManifest,
+        weights: ExportedWeights,
+    ) -> bool:
+        """Load the policy if the replica lacks it; return whether it has it then."""
+        is_asleep = status.reason == Reason.ASLEEP
+        if status.policy_version == manifest.policy_version and (status.ready or is_asleep):
+            return True
+        # A replica asleep has given its device to the trainer. One that can fetch the policy does
+        # so when it wakes.
+        if is_asleep and self._sender.is_fetched:
+            return False
+        deadline_s = self._settings.publish_deadline_s
+        return await self._load(replica, manifest, weights, deadline_s=deadline_s)
 
     async def _serves(self, replica: InferenceClient, version: PolicyVersion) -> bool:
         try:

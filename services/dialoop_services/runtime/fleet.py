@@ -1,0 +1,197 @@
+"""Members of a run that come and go: announce oneself, and follow those of a role.
+
+A registry that does not answer changes nothing for `GRACE_S`: the last known members serve on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from dialoop.clients.channel import EPOCH_METADATA
+from dialoop.clients.errors import is_worth_retrying
+from dialoop.errors import DialoopError, Unavailable
+from dialoop.reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+    import grpc
+    from dialoop.clients.channel import Channel
+    from dialoop.clients.registry import RegistryClient, ServiceMember
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+"""Seconds after which a member that does not renew its lease is no longer listed."""
+GRACE_S = 300.0
+"""Seconds without a registry after which nobody counts as a member."""
+_RENEWALS = 3
+_LIST_EVERY_S, _AGAIN_S = 0.5, 1.0
+_CLOSE_AFTER_S = 900.0
+_ANYWHERE = ("0.0.0.0", "::", "[::]")
+
+C = TypeVar("C")
+
+
+class Incarnation:
+    """Which member of the registry a service is: its epoch, 0 before it has joined."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def require_in(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Raise Unavailable (OTHER_INCARNATION) for a call to a member that this one is not.
+
+        It may have got the address of one that died, and its caller does not know that yet.
+        """
+        for key, value in context.invocation_metadata() or ():
+            if key == EPOCH_METADATA and value != str(self.epoch):
+                raise Unavailable(
+                    "Another incarnation of the service was called than listens here.",
+                    reason=Reason.OTHER_INCARNATION,
+                    remedy="Ask the registry for the members of the run, and call one of these.",
+                )
+
+
+def reachable_address(address: str) -> str:
+    """Return host:port for others; a service that listens everywhere has the name of its machine.
+
+    reachable_address("10.0.0.7:7002")  # "10.0.0.7:7002"
+    """
+    host, _, port = address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in _ANYWHERE else address
+
+
+async def announce(
+    registry: RegistryClient,
+    run: str,
+    member: ServiceMember,
+    state: Callable[[ServiceMember], ServiceMember],
+    incarnation: Incarnation,
+    *,
+    lease_s: float = LEASE_S,
+) -> None:
+    """Join and renew the lease until cancelled, then leave; `state` fills in what changes.
+
+    `incarnation` gets the epoch.
+    Raise PreconditionFailed (MEMBER_REPLACED) once another member has the name.
+    """
+    member = replace(member, epoch=0)
+    is_away = False
+    try:
+        while True:
+            try:
+                joined = await registry.announce(run, state(member), lease_s=lease_s)
+                if not member.epoch:
+                    log.info("Joined the run.", extra={"member": member.name, "run": run})
+                member, is_away = replace(member, epoch=joined.epoch), False
+                incarnation.epoch = joined.epoch
+            except DialoopError as error:
+                if not is_worth_retrying(error):
+                    raise
+                if not is_away:
+                    log.warning("The registry does not answer.", extra={"reason": error.reason})
+                is_away = True
+            await asyncio.sleep(lease_s / _RENEWALS)
+    finally:
+        if member.epoch and not is_away:
+            await _leave(registry, run, member)
+
+
+async def _leave(registry: RegistryClient, run: str, member: ServiceMember) -> None:
+    try:
+        async with asyncio.timeout(1.0):
+            await registry.withdraw(run, member)
+    except (DialoopError, TimeoutError):
+        log.warning("The registry was not told of the end; the lease runs out by itself.")
+
+
+async def follow(
+    registry: RegistryClient,
+    run: str,
+    role: str,
+    update: Callable[[tuple[ServiceMember, ...]], Awaitable[None]],
+    *,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Call `update` with the members of a role, at once and after every change, until cancelled."""
+    clock = asyncio.get_running_loop().time
+    heard_at, is_known = clock(), False
+    while True:
+        try:
+            async for members in registry.watch(run, role, interval_s=_LIST_EVERY_S):
+                heard_at, is_known = clock(), True
+                await update(members)
+                heard_at = clock()
+        except DialoopError as error:
+            if not is_worth_retrying(error):
+                raise
+            log.warning("The registry does not answer.", extra={"reason": error.reason})
+        if is_known and clock() - heard_at > grace_s:
+            log.error("Without a registry for too long: no member gets calls.")
+            is_known = False
+            await update(())
+        await asyncio.sleep(_AGAIN_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined(Generic[C]):
+    channel: Channel
+    client: C
+
+
+class Fleet(Generic[C]):
+    """Connections to members, by name and epoch.
+
+    Calls in flight to a member that left go on. Those to one that was replaced under its name
+    break off, so that no answer of an older incarnation arrives.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[ServiceMember], Channel],
+        client_of: Callable[[Channel, ServiceMember], C],
+    ) -> None:
+        self._connect = connect
+        self._client_of = client_of
+        self._joined: dict[tuple[str, int], _Joined[C]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def update(self, members: Iterable[ServiceMember]) -> Mapping[ServiceMember, C]:
+        """Return the clients of these members; one that stays keeps its client."""
+        present = {(member.name, member.epoch): member for member in members}
+        newest: dict[str, int] = {}
+        for name, epoch in present:
+            newest[name] = max(epoch, newest.get(name, 0))
+        for key in self._joined.keys() - present.keys():
+            left = self._joined.pop(key)
+            is_replaced = newest.get(key[0], 0) > key[1]
+            self._close(left.channel, after_s=0.0 if is_replaced else _CLOSE_AFTER_S)
+        for key in present.keys() - self._joined.keys():
+            channel = self._connect(present[key])
+            self._joined[key] = _Joined(channel, self._client_of(channel, present[key]))
+        return {member: self._joined[key].client for key, member in present.items()}
+
+    def _close(self, channel: Channel, *, after_s: float) -> None:
+        async def close() -> None:
+            try:
+                await asyncio.sleep(after_s)
+            finally:
+                await channel.close()
+
+        task = asyncio.create_task(close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for joined in self._joined.values():
+            await joined.channel.close()
+        self._joined.clear()
