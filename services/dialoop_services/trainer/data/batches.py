@@ -14,7 +14,7 @@ from dialoop_services.rl.staleness import is_stale
 from dialoop_services.trainer.data.batch_metrics import TrajectoryFigures, metrics_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from collections.abc import Sequence as Rows
 
     from dialoop.clients.replay import GroupLease
@@ -36,11 +36,15 @@ class TrainedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The leased groups, sorted by what to do with them; `dropped` is by reason."""
+    """The leased groups, sorted by what to do with them; `dropped` is by reason.
+
+    candidates: metrics of all groups leased for the train step, those dropped before it included.
+    """
 
     train: tuple[GroupLease, ...]
     already_consumed: tuple[GroupLease, ...]
     dropped: dict[str, tuple[GroupLease, ...]]
+    candidates: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def groups(self) -> tuple[Group, ...]:

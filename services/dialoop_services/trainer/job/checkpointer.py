@@ -87,6 +87,7 @@ class Checkpointer:
                 policy_version=self.state.policy_version,
                 trained=() if batch is None else batch.trained_lease_ids,
                 dropped={why: tuple(x.lease_id for x in leases) for why, leases in dropped},
+                candidates={} if batch is None else batch.candidates,
                 evaluated=evaluated,
                 judged=judged,
             )

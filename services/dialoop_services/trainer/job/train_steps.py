@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -344,9 +344,10 @@ class TrainSteps:
             self._candidates.num_dropped += sum(map(len, batch.dropped.values()))
             await self.drop(batch)
             return
-        row, self._candidates = self._candidates.row(), Candidates()
+        batch = replace(batch, candidates=self._candidates.row())
+        self._candidates = Candidates()
         rows = leased.rows_of(batch, self._state.policy_version)
-        row |= await self.learn(batch, rows) | {"lease_s": lease_s}
+        row = await self.learn(batch, rows) | {"lease_s": lease_s}
 
         async def record(published: Published, step: int, version: PolicyVersion) -> None:
             row["publish_s"] = published.publish_s
@@ -378,7 +379,7 @@ class TrainSteps:
             self._board.raise_alarm(NO_SIGNAL, on=False)
         else:
             self._count_empty(1)
-        row = {"num_groups_trained": len(batch.train)}
+        row = {**batch.candidates, "num_groups_trained": len(batch.train)}
         row |= _row_of_report(report) | _row_of_staleness(batch, version)
         row |= row_of_oversize([entry.sequence for entry in batch.sequences], self._settings)
         row |= self._check_mismatch(report, version)

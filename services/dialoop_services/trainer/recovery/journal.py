@@ -33,14 +33,16 @@ class JournalEntry:
     """A train step, a publish without one, or the result of an evaluation.
 
     policy_version: the version after it. trained: lease ids. dropped: lease ids by reason.
-    evaluated: the train step after which an evaluation was due. judged: its result, None if it
-    failed.
+    candidates: metrics of the groups that were leased for the step, since the queue keeps only some
+    of them. evaluated: the train step after which an evaluation was due. judged: its result, None
+    if it failed.
     """
 
     train_step: int
     policy_version: PolicyVersion
     trained: tuple[str, ...] = ()
     dropped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    candidates: Mapping[str, Any] = field(default_factory=dict)
     evaluated: int | None = None
     judged: float | None = None
 
@@ -53,12 +55,14 @@ class JournalEntry:
         """Return plain JSON."""
         version = {"lineage": self.policy_version.lineage, "number": self.policy_version.number}
         leases = {"trained": self.trained, "dropped": dict(self.dropped)}
+        candidates = {"candidates": dict(self.candidates)} if self.candidates else {}
         evaluation = {"evaluated": self.evaluated, "judged": self.judged}
         is_evaluation = self.evaluated is not None
         return {
             "train_step": self.train_step,
             **version,
             **leases,
+            **candidates,
             **(evaluation if is_evaluation else {}),
         }
 
@@ -70,6 +74,7 @@ class JournalEntry:
             policy_version=PolicyVersion(lineage=data["lineage"], number=data["number"]),
             trained=tuple(data["trained"]),
             dropped={reason: tuple(leases) for reason, leases in data["dropped"].items()},
+            candidates=data.get("candidates", {}),
             evaluated=data.get("evaluated"),
             judged=data.get("judged"),
         )

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dialoop.clients.replay import ReturnItem
 from dialoop.reasons import DropReason
 from dialoop.trajectory import Stage
 
-from dialoop_services.trainer.data.batches import Batch, Candidates
+from dialoop_services.trainer.data.batches import Batch
 from dialoop_services.trainer.data.leases import WORKER
 from dialoop_services.trainer.recovery.checkpoint import published_policy
 
@@ -117,7 +117,7 @@ class Recovery:
         if batch is None:
             return False
         since = state.num_train_steps
-        row = _row_of(batch) | await self._steps.learn(batch) if entry.trained else {}
+        row = await self._steps.learn(batch) if entry.trained else {}
         self._schedule.schedule_evaluation(since=since)
         self._checkpointer.mark_trained(entry.trained)
         if entry.policy_version != state.policy_version:
@@ -138,6 +138,7 @@ class Recovery:
             train=trained,
             already_consumed=(),
             dropped={why: leases for why, leases in dropped.items() if leases},
+            candidates=entry.candidates,
         )
 
     async def _reopen(self, lease_ids: tuple[str, ...]) -> tuple[GroupLease, ...] | None:
@@ -182,10 +183,3 @@ class Recovery:
         weights = await asyncio.to_thread(self._learner.export, directory / live.file_name)
         shutil.rmtree(directory)
         return weights.sha256 == live.sha256
-
-
-def _row_of(batch: Batch) -> dict[str, Any]:
-    """Return the metrics of a recovered step's candidates, as far as the journal names them."""
-    candidates = Candidates()
-    candidates.add(batch)
-    return candidates.row()
