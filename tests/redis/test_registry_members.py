@@ -1,0 +1,34 @@
+"""A thousand members that join, renew, leave, die and are replaced, against the real service."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.heavy(reason="a thousand members for a quarter of a minute, on each store")
+@pytest.mark.redis
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("store", ["memory", "redis"])
+def test_the_list_of_a_thousand_members_is_that_of_those_that_live(store: str) -> None:
+    program = ROOT / "benchmarks" / "fleet" / "registry_members.py"
+    ended = subprocess.run(
+        [sys.executable, str(program), "--seconds", "15", "--store", store, "--seed", "7"],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    figures = json.loads(ended.stdout)
+    assert figures["members"] == 1000
+    assert figures["list_was_right"]
+    assert figures["num_changes_seen"] > 0
