@@ -187,7 +187,11 @@ async def _membership(
 
 
 async def _until_over(
-    server: Server, replica: Replica, *, wake_after_s: float, also: Iterable[asyncio.Task[None]]
+    server: Server,
+    replica: Replica,
+    *,
+    wake_after_s: float,
+    also: Iterable[asyncio.Task[None]] = (),
 ) -> None:
     """Wait for the stop signal; raise when the engine dies first, so that a supervisor restarts.
 
