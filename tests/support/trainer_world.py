@@ -216,6 +216,7 @@ class FakePublisher:
         self.published: list[tuple[str, int]] = []
         self.announced: list[str] = []
         self.kept: list[str] = []
+        self.num_behind = 0
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -241,6 +242,7 @@ class FakePublisher:
             publish_s=0.0,
             max_logprob_difference=0.0,
             num_replicas=1,
+            num_behind=self.num_behind,
         )
 
 

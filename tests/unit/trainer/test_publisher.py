@@ -214,7 +214,9 @@ async def test_a_hung_replica_holds_up_one_publish_and_later_ones_not_until_it_i
         async with Channel(address) as channel:
             hung = InferenceClient(channel)
             publishing = publisher(tmp_path, hung, well, publish_deadline_s=0.5)
-            seconds = [(await publishing.publish(version(n))).publish_s for n in (1, 2, 3)]
+            published = [await publishing.publish(version(n)) for n in (1, 2, 3)]
+            seconds = [each.publish_s for each in published]
+            assert [each.num_behind for each in published] == [1, 1, 1]
             assert seconds[0] >= 0.5
             assert max(seconds[1:]) < 0.5
             # It goes on, loads the newest policy by itself, and is waited for again.
@@ -225,7 +227,8 @@ async def test_a_hung_replica_holds_up_one_publish_and_later_ones_not_until_it_i
             back.version = version(3)
             async with running(publishing.keep_up()):
                 await until(lambda: not publishing._behind)
-            assert (await publishing.publish(version(4))).num_replicas == 2
+            again = await publishing.publish(version(4))
+            assert (again.num_replicas, again.num_behind) == (2, 0)
 
 
 async def test_a_publish_without_any_replica_ends_at_its_deadline(tmp_path: Path) -> None:

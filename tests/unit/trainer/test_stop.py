@@ -18,7 +18,7 @@ from dialoop.sequences import PolicyVersion
 from dialoop_services.stack.report.plot import draw_learning, read_metrics
 from dialoop_services.trainer.__main__ import _run_until_stopped
 from dialoop_services.trainer.job.checkpointer import DEAD_LETTERS_FORGOTTEN
-from dialoop_services.trainer.job.policy_versions import PUBLISH_WAITS
+from dialoop_services.trainer.job.policy_versions import PUBLISH_WAITS, REPLICA_BEHIND
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.job.train_steps import FRESH_MISMATCH, GROUPS_SET_ASIDE
 
@@ -498,6 +498,17 @@ async def test_a_publish_that_waits_for_replicas_is_an_alarm_and_a_requested_one
         await here.job.publish()
     assert here.board.alarms == set()
     assert not here.job.broken.done()
+
+
+@pytest.mark.parametrize(("num_behind", "alarms"), [(0, set()), (1, {REPLICA_BEHIND})])
+async def test_a_replica_that_missed_a_publish_is_an_alarm_until_a_publish_finds_it_there(
+    world: Callable[..., World], num_behind: int, alarms: set[str]
+) -> None:
+    here = world(num_steps=0)
+    here.board.raise_alarm(REPLICA_BEHIND, on=True)
+    here.publisher.num_behind = num_behind
+    await here.run()
+    assert here.board.alarms == alarms
 
 
 async def test_a_queue_full_of_trained_groups_gets_a_checkpoint_before_it_is_due(

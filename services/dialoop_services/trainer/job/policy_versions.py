@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 PUBLISH_WAITS = "PUBLISH_WAITS"
 """The alarm that a publish waits for replicas; it ends with the publish."""
+REPLICA_BEHIND = "REPLICA_BEHIND"
+"""The alarm that a replica missed a publish; it ends with the first publish after it caught up."""
 
 _LATE_S = 20.0
 
@@ -201,6 +203,7 @@ class VersionedPublisher:
             state.max_logprob_difference, published.max_logprob_difference
         )
         self._parts.board.announce(published)
+        self._parts.board.raise_alarm(REPLICA_BEHIND, on=published.num_behind > 0)
         self._parts.records.metric(
             "publish",
             train_step=state.num_train_steps if train_step is None else train_step,

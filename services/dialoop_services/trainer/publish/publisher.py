@@ -49,13 +49,17 @@ KEPT = "kept"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """One publish. max_logprob_difference is in nats, over all replicas and probe tokens."""
+    """One publish. max_logprob_difference is in nats, over all replicas and probe tokens.
+
+    num_behind: replicas that missed this publish or an earlier one and have not caught up.
+    """
 
     policy_version: PolicyVersion
     weights: ExportedWeights
     publish_s: float
     max_logprob_difference: float
     num_replicas: int
+    num_behind: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +94,7 @@ class Publisher:
         self._publishing = asyncio.Lock()
         # Replicas that missed a publish: others do not wait for them until they have caught up.
         self._behind: set[InferenceClient] = set()
+        self._missed: set[InferenceClient] = set()  # of these, all but those that have just joined
         self._newest: tuple[WeightsManifest, ExportedWeights, Sequence[Floats]] | None = None
         # Random ids come from the whole vocabulary, so the probes touch every part of the weights.
         generator = np.random.default_rng(0)
@@ -154,6 +159,7 @@ class Publisher:
             publish_s=time.perf_counter() - started,
             max_logprob_difference=difference,
             num_replicas=num_replicas,
+            num_behind=len(self._missed),
         )
 
     async def announce(self, version: PolicyVersion, trained_lease_ids: Sequence[str] = ()) -> None:
@@ -205,6 +211,7 @@ class Publisher:
         well = {r for r, off in differences.items() if off is not None and off <= bound}
         missed = differences.keys() - well
         self._behind = (self._behind - well) | missed
+        self._missed = (self._missed - well) | missed
         if self._rotation is not None:
             await self._rotation.put(well, is_in=True)
             await self._rotation.put(missed, is_in=False)
@@ -215,6 +222,7 @@ class Publisher:
         """Publish to these from now on; those out of rotation have to prove themselves first."""
         self._replicas = tuple(replicas)
         self._behind = set(replicas) - set(in_rotation)
+        self._missed &= self._behind
 
     async def _bring(
         self,
@@ -311,6 +319,7 @@ class Publisher:
                     return
                 if self._rotation is None:
                     self._behind.discard(replica)
+                    self._missed.discard(replica)
                 elif replica in self._behind:
                     off = await self._probe(manifest.policy_version, replica, own, _ANSWER_S)
                     await self._note_service({replica: off})
