@@ -89,8 +89,8 @@ def problems_of(
 ) -> list[str]:
     """Return a sentence for everything that does not add up; none for a run that lost nothing."""
     rows = list(trajectories)
-    steps = {row["train_step"]: row for row in metrics if row["kind"] == "train"}
-    trained = _rows_by_group(rows)
+    steps = _steps_kept(metrics)
+    trained = _rows_by_group(rows, steps)
     return [
         *_problems_of_tasks(queue),
         *_problems_of_counts(queue),
@@ -99,11 +99,27 @@ def problems_of(
     ]
 
 
-def _rows_by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Return the trained rows by group; a step that a killed trainer repeats has the same rows."""
+def _steps_kept(metrics: Iterable[Row]) -> dict[int, Row]:
+    """Return the rows of train steps, without those that a restore took back."""
+    steps: dict[int, Row] = {}
+    for row in metrics:
+        if row["kind"] == "restore":
+            steps = {step: kept for step, kept in steps.items() if step <= row["train_step"]}
+        elif row["kind"] == "train":
+            steps[row["train_step"]] = row
+    return steps
+
+
+def _rows_by_group(rows: Iterable[Row], steps: Mapping[int, Row]) -> dict[str, list[Row]]:
+    """Return the trained rows by group; a step that a killed trainer repeats has the same rows.
+
+    A step that was taken back, because the queue had lost its groups, was done again with others:
+    the policy that it made is of another lineage.
+    """
     by_group: dict[str, dict[tuple[str, int], Row]] = defaultdict(dict)
     for row in rows:
-        if row["outcome"] == "trained":
+        lineage = steps.get(row["train_step"], {}).get("lineage")
+        if row["outcome"] == "trained" and row.get("lineage") == lineage:
             by_group[row["group_id"]][row["trajectory_id"], row["train_step"]] = row
     return {group: list(members.values()) for group, members in by_group.items()}
 

@@ -42,7 +42,8 @@ class Books:
         ]
         self.rows += [self.row(names[6], m, step=3, outcome="uniform_reward") for m in range(2)]
         self.metrics = [
-            {"kind": "train", "train_step": step, "policy_version": step + 1} for step in (1, 2, 3)
+            {"kind": "train", "train_step": step, "policy_version": step + 1, "lineage": "main"}
+            for step in (1, 2, 3)
         ]
 
     @staticmethod
@@ -56,6 +57,7 @@ class Books:
             "group_id": group,
             "trajectory_id": f"{group}#{member}",
             "train_step": step,
+            "lineage": "main",
             "sequences": [{"segments": segments}],
         }
 
@@ -142,6 +144,21 @@ def test_whole_books_have_no_problem():
     # A step that a killed trainer repeats writes its rows again.
     books.rows += copy.deepcopy(books.rows[8:])
     assert books.problems() == []
+
+
+def test_a_step_that_was_taken_back_and_done_again_with_other_groups_is_no_loss():
+    books = Books()
+    lost = [
+        {**row, "lineage": "main", "group_id": "g", "train_step": 3} for row in books.rows[8:10]
+    ]
+    books.rows = [*books.rows[:8], *lost, *books.rows[8:]]
+    redone = {**books.metrics[2], "lineage": "main.1"}
+    books.metrics += [{"kind": "restore", "train_step": 2}, redone]
+    for row in books.rows[10:]:
+        row["lineage"] = "main.1"
+    assert books.problems() == []
+    books.metrics.pop()  # and one that was not done again is a loss
+    assert any("was never trained" in problem for problem in books.problems())
 
 
 @pytest.mark.parametrize(

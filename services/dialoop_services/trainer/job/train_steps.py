@@ -467,7 +467,8 @@ class TrainSteps:
         update was refused has its own kind, since the train step's number is of the step before.
         """
         kind, outcome = ("train", "trained") if row["num_updates"] else ("refused", "refused")
-        await self._record_groups(batch.groups, outcome, step=step, is_recovered=is_recovered)
+        fate = {"train_step": step, "lineage": version.lineage}
+        await self._record_groups(batch.groups, outcome, is_recovered=is_recovered, **fate)
         self._records.metric(kind, train_step=step, policy_version=version, **row)
 
     async def drop(self, batch: Batch) -> None:
@@ -477,7 +478,7 @@ class TrainSteps:
             await self._replay.drop(self._settings.run, lease_ids, reason)
             self._held.release(lease_ids)
             groups = [lease.group for lease in leases]
-            await self._record_groups(groups, reason, step=self._state.num_train_steps)
+            await self._record_groups(groups, reason, train_step=self._state.num_train_steps)
 
     def _count(self, batch: Batch, report: TrainStepReport, version: PolicyVersion) -> None:
         state = self._state
@@ -495,9 +496,9 @@ class TrainSteps:
         state.num_trained_tokens += report.num_trained_tokens
 
     async def _record_groups(
-        self, groups: Sequence[Group], outcome: str, *, step: int, is_recovered: bool = False
+        self, groups: Sequence[Group], outcome: str, *, is_recovered: bool = False, **fate: Any
     ) -> None:
-        fate: dict[str, Any] = {"outcome": outcome, "label": "training", "train_step": step}
+        fate = {"outcome": outcome, "label": "training", **fate}
         written = await asyncio.to_thread(self._records.ids_of, **fate) if is_recovered else ()
         trajectories = [t for g in groups for t in g.trajectories if t.trajectory_id not in written]
         await asyncio.to_thread(self._records.trajectories, trajectories, **fate)

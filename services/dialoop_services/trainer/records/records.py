@@ -116,10 +116,20 @@ class RunRecords:
             )
 
     def trajectories(
-        self, trajectories: Iterable[Trajectory], *, outcome: str, label: str, train_step: int
+        self,
+        trajectories: Iterable[Trajectory],
+        *,
+        outcome: str,
+        label: str,
+        train_step: int,
+        lineage: str = "",
     ) -> None:
-        """Add trajectories with their outcome: trained, evaluation or the reason of a drop."""
-        fate = _fate(outcome=outcome, label=label, train_step=train_step)
+        """Add trajectories with their outcome: trained, evaluation or the reason of a drop.
+
+        lineage: of the policy that the train step made. If a restore took that step back, the row
+        of the step in metrics.jsonl has another lineage.
+        """
+        fate = _fate(outcome, label, train_step, lineage)
         lines = [fate + json.dumps(as_row(t), ensure_ascii=False)[1:] for t in trajectories]
         with self._writing:
             self._trajectories.write("".join(line + "\n" for line in lines))
@@ -127,9 +137,11 @@ class RunRecords:
             if self._trajectories.tell() >= self._part_bytes:
                 self._begin_part()
 
-    def ids_of(self, *, outcome: str, label: str, train_step: int) -> frozenset[str]:
+    def ids_of(
+        self, *, outcome: str, label: str, train_step: int, lineage: str = ""
+    ) -> frozenset[str]:
         """Return the ids of trajectories that were added with these values; it reads all parts."""
-        fate = _fate(outcome=outcome, label=label, train_step=train_step)
+        fate = _fate(outcome, label, train_step, lineage)
         ids: set[str] = set()
         for part in trajectory_files(self._run_dir):
             with part.open(encoding="utf-8", newline="\n") as lines:
@@ -162,9 +174,10 @@ class RunRecords:
             tracker.close()
 
 
-def _fate(*, outcome: str, label: str, train_step: int) -> str:
+def _fate(outcome: str, label: str, train_step: int, lineage: str) -> str:
     """Return the beginning of a line of trajectories.jsonl."""
     fate = {"outcome": outcome, "label": label, "train_step": train_step}
+    fate |= {"lineage": lineage} if lineage else {}
     return json.dumps(fate, ensure_ascii=False).removesuffix("}") + ", "
 
 
