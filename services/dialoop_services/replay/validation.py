@@ -23,21 +23,11 @@ from dialoop.wire.sequences import DATA_TYPES, FIXED_COLUMNS, column_twice, type
 from numpy.typing import NDArray
 
 from dialoop_services.replay.serialised import PER_TOKEN, floats_of
+from dialoop_services.rl.bounds import BOUNDS, MAX_SIZE
 
 _Rejection = replay_service_pb2.AppendOutcome
 
-# A log-softmax in float32 rounds to at most a little above 0.
-_MAX_LOGPROB = 1e-3
-_MIN_LOGPROB = -1e4
-# Beyond this, squares and sums lose all digits that tell rewards or advantages apart in float32.
-_MAX_SIZE = 1e9
-_PROBABILITY = (_MIN_LOGPROB, _MAX_LOGPROB)
 _FINITE = (-sys.float_info.max, sys.float_info.max)
-_BOUNDS = {
-    "inference_logprobs": _PROBABILITY,
-    "ref_logprobs": _PROBABILITY,
-    "token_advantages": (-_MAX_SIZE, _MAX_SIZE),
-}
 # Characters of numpy's types of floating-point numbers.
 _FLOATS = "efd"
 _CHARS = {number: dtype.char for number, dtype in DATA_TYPES.items()}
@@ -110,7 +100,7 @@ def _check_numbers(numbers: _Numbers, vocab_size: int) -> None:
         is_ids = name == "token_ids"
         if not is_ids and char not in _FLOATS:
             continue
-        low, high = (0, highest_id) if is_ids else _BOUNDS.get(name, _FINITE)
+        low, high = (0, highest_id) if is_ids else BOUNDS.get(name, _FINITE)
         whole = b"".join([data for _, _, data in columns])
         if _lies_in(np.frombuffer(whole, char), low, high):
             continue
@@ -196,18 +186,18 @@ def _is_trainable(reward: pb.Reward) -> bool:
         return False
     if not reward.per_token:
         return True
-    return _lies_in(floats_of(reward.SerializeToString(), PER_TOKEN), -_MAX_SIZE, _MAX_SIZE)
+    return _lies_in(floats_of(reward.SerializeToString(), PER_TOKEN), -MAX_SIZE, MAX_SIZE)
 
 
 def _unfit_reward(reward: pb.Reward) -> _Unfit:
     if not np.isfinite([reward.value, reward.weight, *reward.per_token]).all():
         return _Unfit(Reason.NON_FINITE, "a number is not finite.")
-    return _Unfit(Reason.OUT_OF_RANGE, f"a number is above {_MAX_SIZE:g} in size.")
+    return _Unfit(Reason.OUT_OF_RANGE, f"a number is above {MAX_SIZE:g} in size.")
 
 
 def _is_number(value: float) -> bool:
     """Return whether the number can be trained; one that is not finite cannot."""
-    return -_MAX_SIZE <= value <= _MAX_SIZE
+    return -MAX_SIZE <= value <= MAX_SIZE
 
 
 def _check_columns(
@@ -247,7 +237,7 @@ def _check_presence(
     if num_sampled and "inference_logprobs" not in columns:
         raise _unfit_rows("inference_logprobs", 0, _SAMPLED, num_tokens, num_sampled)
     advantage = sequence.advantage
-    if not -_MAX_SIZE <= advantage <= _MAX_SIZE:
+    if not -MAX_SIZE <= advantage <= MAX_SIZE:
         reason = Reason.OUT_OF_RANGE if math.isfinite(advantage) else Reason.NON_FINITE
         raise _Unfit(reason, f"advantage is {advantage:g}.")
     if stage is not Stage.SCORED or not num_sampled or "token_advantages" in columns:

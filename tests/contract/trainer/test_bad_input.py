@@ -18,6 +18,7 @@ from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.trajectory import Group, SamplingParams, Stage
 from dialoop_services.learning.model.tiny import make_tiny_model, tiny_config
+from dialoop_services.replay import servicer
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime.hosting import OwnProcess
@@ -168,6 +169,58 @@ async def test_bad_groups_are_set_aside_with_their_data_and_the_others_are_train
     order = [json.loads(line)["group_id"] for line in trained]
     expected = [group.group_id for number, group in enumerate(changed) if number not in spoilt]
     assert order[::2] == expected
+
+
+def with_number(name: str, number: float) -> Spoil:
+    """Spoil the first number of a column, or the advantage."""
+
+    def spoil(row: Sequence) -> Sequence:
+        if name == "advantage":
+            return replace(row, advantage=number)
+        values = getattr(row, name).copy()
+        values[0] = number
+        return replace(row, **{name: values})
+
+    return spoil
+
+
+POISON: list[tuple[str, float, str]] = [
+    ("inference_logprobs", float("nan"), "non_finite"),
+    ("inference_logprobs", -1e30, "out_of_range"),
+    ("inference_logprobs", 5.0, "out_of_range"),
+    ("ref_logprobs", 9.0, "out_of_range"),
+    ("advantage", float("inf"), "non_finite"),
+    ("advantage", 1e38, "out_of_range"),
+]
+
+
+async def test_numbers_of_a_queue_without_checks_are_set_aside_and_again_after_a_requeue(
+    tmp_path: Path, model_dir: Path, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue's file may be older than the check at append, and a requeue passes no check."""
+    monkeypatch.setattr(servicer, "check_group", lambda *_, **__: None)
+    spoilt = [
+        change_sequences(group, with_number(name, number), member=1)
+        for group, (name, number, _) in zip(groups, POISON, strict=False)
+    ]
+    reasons = {group.group_id: poison[2] for group, poison in zip(spoilt, POISON, strict=True)}
+    whole = groups[len(spoilt) : len(spoilt) + 4]
+    queue = [*spoilt[:3], *whole[:2], *spoilt[3:], *whole[2:]]
+    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), queue) as world:
+        async with training(world, num_steps=2):
+            await until_done(world)
+        letters = await world.replay.list_dead_letters(world.run)
+        assert {letter.group_id: letter.reason for letter in letters} == reasons
+        assert await world.replay.requeue(world.run, list(reasons)) == len(reasons)
+        async with training(world, num_steps=3):
+            async with asyncio.timeout(60):
+                while len(letters := await world.replay.list_dead_letters(world.run)) < len(POISON):
+                    await asyncio.sleep(0.05)
+        stats = await world.replay.get_stats(world.run)
+    assert {letter.group_id: letter.reason for letter in letters} == reasons
+    assert stats.training.num_groups_consumed == len(whole)
+    assert [row["num_groups_trained"] for row in world.train_rows] == [2, 2]
+    assert [row["num_refused"] for row in world.train_rows] == [0, 0]
 
 
 async def test_a_scorer_that_never_gives_what_the_loss_needs_fails_the_job_by_name(

@@ -45,6 +45,7 @@ from dialoop_services.learning.training import (
     forward_backward,
     whiten_sequences,
 )
+from dialoop_services.rl.bounds import BOUNDS, MAX_SIZE
 from dialoop_services.trainer.learner.learner_state import LearnerState, move_training
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ class Learner:
         """
         for row in sequences:
             _require_known_tokens(row, self.vocab_size)
+            _require_numbers(row)
         rows = [
             TokenRow.from_sequence(
                 s.sequence,
@@ -390,6 +392,23 @@ def _require_known_tokens(row: TrainedSequence, vocab_size: int) -> None:
             reason=Reason.TOKEN_OUT_OF_RANGE,
             remedy="Play with the tokenizer of the model that is trained.",
         )
+
+
+def _require_numbers(row: TrainedSequence) -> None:
+    """Raise InvalidInput for numbers that the queue refuses today, which an older file may hold."""
+    sequence = row.sequence
+    columns = {name: getattr(sequence, name) for name in BOUNDS}
+    columns["advantage"] = np.array([sequence.advantage or 0.0])
+    for name, values in columns.items():
+        low, high = BOUNDS.get(name, (-MAX_SIZE, MAX_SIZE))
+        wrong = values[~((values >= low) & (values <= high))]  # so that NaN is wrong, too
+        if len(wrong):
+            is_number = np.isfinite(wrong[0])
+            raise InvalidInput(
+                f"{name} has {wrong[0]:g}, and may have {low:g} to {high:g}.",
+                reason=Reason.OUT_OF_RANGE if is_number else Reason.NON_FINITE,
+                remedy="Play or score the group again: nothing can be learned from this number.",
+            )
 
 
 def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
