@@ -298,7 +298,12 @@ async def _lease_among_many(
             await _append_small(stub, names, options.before)
         await _wait_for_log(options.url)
         request = pb.LeaseGroupsRequest(
-            run=RUN, stage=UNSCORED, worker="scorer", max_groups=_LEASE, lease_s=3600
+            run=RUN,
+            stage=UNSCORED,
+            worker="scorer",
+            max_groups=_LEASE,
+            lease_s=3600,
+            selection=f"SELECTION_{options.selection.upper()}",
         )
         used = {name: _cpu_s(pid) for name, pid in pids.items()}
         for _ in range(_WAITING_LEASES):
@@ -346,7 +351,7 @@ def _rates(server: RedisServer, options: argparse.Namespace) -> dict[str, float]
 
 def _round_of(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the arguments of each measurement of a round, by name."""
-    sizes = ("groups", "kib", "batch", "parallel", "fsync", "store")
+    sizes = ("groups", "kib", "batch", "parallel", "fsync", "store", "selection")
     same = [f"--{name}={getattr(options, name)}" for name in sizes]
     before = ["--before", options.before]
     if options.waiting:
@@ -370,7 +375,7 @@ def _compare(options: argparse.Namespace) -> dict[str, object]:
     settings = {*vars(options), "cores"}
     for _ in range(options.rounds):
         for name, arguments in ways.items():
-            command = [sys.executable, __file__, *arguments]
+            command = [sys.executable, "-m", "benchmarks.replay_throughput", *arguments]
             printed = json.loads(subprocess.check_output(command, text=True))
             rounds[name].append(
                 {
@@ -400,6 +405,9 @@ def main() -> None:
     parser.add_argument("--raw", action="store_true", help="XADD alone, without the service")
     parser.add_argument("--atropos", default="", help="a python that has atroposlib and uvicorn")
     parser.add_argument("--waiting", type=int, default=0, help="groups that wait beside a lease")
+    parser.add_argument(
+        "--selection", choices=("fifo", "uniform"), default="fifo", help="order of these leases"
+    )
     parser.add_argument("--rounds", type=int, default=0, help="measure all ways in turn")
     options = parser.parse_args()
     facts = vars(options) | {"before": bool(options.before), "atropos": bool(options.atropos)}

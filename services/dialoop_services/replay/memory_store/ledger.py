@@ -446,16 +446,12 @@ class Ledger:
         return (record, stage, entry) if entry and entry.lease_id == lease_id else None
 
     def ready_in_turn(self, stage: Stage, selection: pb.Selection) -> list[Record]:
-        """Return the ready groups of a stage in the order in which they are to be leased.
-
-        A uniform draw sorts by a hash of the newest lease's token, which no draw shares with the
-        one before.
-        """
+        """Return the ready groups of a stage in the order in which they are to be leased."""
         oldest_first = [record for _, record in sorted(self.ready[stage].items())]
         if selection == pb.SELECTION_PRIORITY:
             return sorted(oldest_first, key=lambda record: -record.entries[stage].priority)
         if selection == pb.SELECTION_UNIFORM:
-            return sorted(oldest_first, key=lambda record: _draw(self.token, record.task_id))
+            return random_order(oldest_first, self.token)
         return oldest_first
 
     def fitting(self, entries: Sequence[StagedGroup]) -> Sequence[StagedGroup]:
@@ -512,8 +508,17 @@ class Ledger:
         )
 
 
-def _draw(token: int, task_id: str) -> str:
-    return hashlib.sha1(f"{token}/{task_id}".encode(), usedforsecurity=False).hexdigest()
+def random_order(records: Sequence[Record], token: int) -> list[Record]:
+    """Return the records in an order that the newest lease's token decides, each as likely.
+
+    No two draws share the token. Fisher and Yates' shuffle, as lease_groups.lua has it.
+    """
+    order = list(records)
+    for i in range(len(order)):
+        digest = hashlib.sha1(f"{token}/{i}".encode(), usedforsecurity=False).hexdigest()
+        j = i + int(digest[:13], 16) % (len(order) - i)
+        order[i], order[j] = order[j], order[i]
+    return order
 
 
 def _add(dropped: MutableMapping[str, int], reason: str, by: int) -> None:

@@ -10,66 +10,72 @@ local function is_stale(rec)
   return false
 end
 
--- Return the ready groups in another order than the oldest first: this reads the whole index.
-local function ready_in_turn()
-  local ids, rank, place = redis.call('ZRANGE', ready, 0, -1), {}, {}
-  local token = meta('token')
-  for i, id in ipairs(ids) do
-    place[id] = i
-    if call.selection == 'uniform' then rank[id] = redis.sha1hex(token .. '/' .. id)
-    else rank[id] = -(load(id).e[stage].pr or 0) end
-  end
-  table.sort(ids, function(a, b)
-    if rank[a] ~= rank[b] then return rank[a] < rank[b] end
-    return place[a] < place[b]
-  end)
-  return ids
+-- Return pages of ready groups, the oldest first.
+local function in_order(from, most) return redis.call('ZRANGE', ready, from, from + most - 1) end
+
+-- Return pages of ready groups, the highest priority first, the oldest among equals.
+local function by_priority(from, most)
+  local page = redis.call('ZRANGE', key('ranked'), from, from + most - 1)
+  for i, member in ipairs(page) do page[i] = ranked_id(member) end
+  return page
 end
 
-local ready_now = {}
--- Add the groups of these ids, and return how many of all that were looked at are still ready.
-local function take(ids)
-  local num_left = 0
-  preload(ids)
-  for _, id in ipairs(ids) do
+local token, swapped, num_ready = meta('token'), {}, redis.call('ZCARD', ready)
+-- Return pages of a random order of the ready groups, as Fisher and Yates shuffle: only what was
+-- swapped is kept. `random_order` in memory_store/ledger.py is the same function.
+local function at_random(from, most)
+  local page = {}
+  for i = from, math.min(from + most, num_ready) - 1 do
+    local drawn = tonumber(string.sub(redis.sha1hex(token .. '/' .. i), 1, 13), 16)
+    local j = i + drawn % (num_ready - i)
+    local place = swapped[j] or j
+    swapped[j] = swapped[i] or i
+    page[#page + 1] = redis.call('ZRANGE', ready, place, place)[1]
+  end
+  return page
+end
+
+local next_page = in_order
+if call.selection == 'uniform' then next_page = at_random
+elseif call.selection == 'priority' and stage == 'scored' then
+  next_page = by_priority
+  if redis.call('ZCARD', key('ranked')) < num_ready then -- appended by a version without this index
+    for _, id in ipairs(redis.call('ZRANGE', ready, 0, -1)) do add_ready(load(id), stage) end
+  end
+end
+
+-- Pages of as many as are wanted: what is not leased costs nothing. What is dropped stays in the
+-- indexes until all pages have been read.
+local ready_now, stale, from = {}, {}, 0
+repeat
+  local page = next_page(from, call.max_groups)
+  from = from + #page
+  preload(page)
+  for _, id in ipairs(page) do
     if #ready_now == call.max_groups then break end
-    num_left = num_left + 1
     if string.sub(id, 1, #call.task_id_prefix) == call.task_id_prefix then
       local rec = load(id)
-      if is_stale(rec) then
-        drop_entry(rec, stage, 'stale')
-        num_left = num_left - 1
-      else
-        ready_now[#ready_now + 1] = rec
-      end
+      if is_stale(rec) then stale[#stale + 1] = rec else ready_now[#ready_now + 1] = rec end
     end
   end
-  return num_left
-end
-
-if call.selection == 'uniform' or call.selection == 'priority' then
-  take(ready_in_turn())
-else
-  -- Pages of as many as are wanted: what is not leased costs nothing.
-  local from = 0
-  repeat
-    local page = redis.call('ZRANGE', ready, from, from + call.max_groups - 1)
-    from = from + take(page)
-  until #page == 0 or #ready_now == call.max_groups
-end
+until #page == 0 or #ready_now == call.max_groups
+for _, rec in ipairs(stale) do drop_entry(rec, stage, 'stale') end
 
 if #ready_now < math.max(1, call.min_groups) then
   local empty = #ready_now > 0 and 'EMPTY_REASON_TOO_FEW' or 'EMPTY_REASON_NO_GROUPS'
   return {cjson.encode({empty_reason = empty, num_ready = redis.call('ZCARD', ready)})}
 end
 
-local leases, reply, ids, entry_ids = {}, {''}, {}, {}
+local leases, reply, ids, members, entry_ids = {}, {''}, {}, {}, {}
 local num_fitting = count_fitting(ready_now, function(rec) return rec.e[stage].b end)
 for i = 1, num_fitting do
-  ids[i], entry_ids[i] = ready_now[i].id, entry_id(ready_now[i].e[stage])
+  local rec = ready_now[i]
+  ids[i], members[i], entry_ids[i] = rec.id, ranked(rec, stage), entry_id(rec.e[stage])
 end
 for first = 1, num_fitting, PAGE do -- before other writes: see "Above maxmemory" in ledger.lua
-  redis.call('ZREM', ready, unpack(ids, first, math.min(num_fitting, first + PAGE - 1)))
+  local last = math.min(num_fitting, first + PAGE - 1)
+  redis.call('ZREM', ready, unpack(ids, first, last))
+  if stage == 'scored' then redis.call('ZREM', key('ranked'), unpack(members, first, last)) end
 end
 for i, lease_id in ipairs(new_leases(stage, ids)) do
   local rec = ready_now[i]

@@ -24,6 +24,7 @@
 --           of groups that follow each other are one group with the trajectories of all
 -- ledger    hash: task id -> record as JSON (below); small, and kept so that repeats are noticed
 -- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
+-- ranked    zset: entry order and id of each task in ready:scored, by priority, the highest first
 -- finished  list: ids of consumed and dropped tasks, oldest first; records of older ones are deleted
 -- deadlines          zset: lease id by deadline
 -- registry  hash: "<role>/<name>" -> Member as JSON, with `ends_at` in ms; kept for a day after
@@ -235,6 +236,23 @@ end
 
 local function entry_id(entry) return string.format('%.0f-0', entry.o) end
 
+-- A ready group of a stage by its priority, the oldest first among equals; ranked_id reads it back.
+local function ranked(rec, stage) return string.format('%016.0f', rec.e[stage].o) .. rec.id end
+local function ranked_id(member) return string.sub(member, 17) end
+
+local function add_ready(rec, stage)
+  local entry = rec.e[stage]
+  redis.call('ZADD', key('ready:' .. stage), entry.o, rec.id)
+  if stage == 'scored' then redis.call('ZADD', key('ranked'), -(entry.pr or 0), ranked(rec, stage)) end
+end
+
+-- Return whether the group was ready.
+local function remove_ready(rec, stage)
+  local was_ready = redis.call('ZREM', key('ready:' .. stage), rec.id) == 1
+  if was_ready and stage == 'scored' then redis.call('ZREM', key('ranked'), ranked(rec, stage)) end
+  return was_ready
+end
+
 local has_stream = {}
 local function add_entry(rec, stage, payload, priority)
   local stream, order = key(stage), next_order()
@@ -245,7 +263,7 @@ local function add_entry(rec, stage, payload, priority)
   rec.e[stage] = {o = order, l = '', n = 0, f = 0, b = #payload,
                   pr = priority}
   redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.id, 'b', payload)
-  redis.call('ZADD', key('ready:' .. stage), order, rec.id)
+  add_ready(rec, stage)
 end
 
 local function open_members(rec)
@@ -365,7 +383,7 @@ end
 
 local function remove_entry(rec, stage)
   local entry = rec.e[stage]
-  redis.call('ZREM', key('ready:' .. stage), rec.id)
+  remove_ready(rec, stage)
   end_lease(entry.l)
   redis.call('XACK', key(stage), WORKERS, entry_id(entry))
   redis.call('XDEL', key(stage), entry_id(entry))
@@ -472,7 +490,7 @@ local function redeliver(rec, stage, reason, failed, aside)
     return true
   end
   if rec.s == 'training' or rec.s == 'trained' then move(rec, 'scored') end
-  redis.call('ZADD', key('ready:' .. stage), entry.o, rec.id)
+  add_ready(rec, stage)
   return false
 end
 
@@ -508,7 +526,7 @@ end
 -- Extend a group's lease to lease_s from now, even if it expired and nobody took it.
 local function hold(rec, stage, lease_s)
   local entry = rec.e[stage]
-  if redis.call('ZREM', key('ready:' .. stage), rec.id) == 1 then
+  if remove_ready(rec, stage) then
     -- Its expiry counted as a failure, but the holder is still at work.
     if not entry.i then entry.f = entry.f - 1 end
     if stage ~= 'unscored' then move(rec, 'training') end

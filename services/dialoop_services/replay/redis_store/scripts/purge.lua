@@ -2,6 +2,6 @@
 local names = {
   'meta', 'lineages', 'counts', 'tasks', 'members', 'ledger', 'deadlines', 'dead', 'finished',
   'registry', 'offered:1', 'offered:2', 'unscored', 'scored', 'evaluation', 'ready:unscored',
-  'ready:scored', 'ready:evaluation'}
+  'ready:scored', 'ready:evaluation', 'ranked'}
 for _, name in ipairs(names) do redis.call('UNLINK', KEYS[1] .. name) end
 return {'{}'}
