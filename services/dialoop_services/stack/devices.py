@@ -21,6 +21,7 @@ from dialoop.reasons import Reason
 
 from dialoop_services.config.engines import facts_of_engine
 from dialoop_services.config.resources import ROLES
+from dialoop_services.stack.launch.plan import Needs
 from dialoop_services.stack.layout import replica_names, service_of
 
 if TYPE_CHECKING:
@@ -53,6 +54,11 @@ class PlacedProcess:
     processors: int
     memory_gib: float
     variables: Mapping[str, str]
+
+    @property
+    def needs(self) -> Needs:
+        """Return what the process needs of any machine."""
+        return Needs(gpus=len(self.gpus), processors=self.processors, memory_gib=self.memory_gib)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,21 +1,29 @@
-"""Turn a job config into processes, each with its command, variables, address and order."""
+"""Turn a job config into the launch plan: each process's command, variables, address and order."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dialoop_services.config.settings import CONFIG_VARIABLE, overrides_of
 from dialoop_services.runtime.device_lock import DEVICE_LOCK, is_owned
+from dialoop_services.stack.launch.plan import (
+    HEAD,
+    REPLICAS,
+    LaunchPlan,
+    Needs,
+    PlannedProcess,
+)
 from dialoop_services.stack.processes.child import ServiceSpec
 from dialoop_services.stack.processes.ports import HOST, choose_ports
 from dialoop_services.stack.processes.readiness import grpc_alive, grpc_ready
+from dialoop_services.stack.processes.redis_server import redis_command, redis_service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,7 +51,7 @@ _STOP_GRACE_S = {"trainer": 45.0, "inference": 30.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A stack on this machine: the address of each process, and the settings that it gets."""
+    """The processes of a stack: the address of each, and the settings that it gets."""
 
     config: JobConfig
     run_dir: RunDir
@@ -53,6 +61,10 @@ class Layout:
     memory: Path | None = None
     devices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Variables of each process that the plan of the devices gives it."""
+    needs: Mapping[str, Needs] = field(default_factory=dict)
+    """What the plan of the devices keeps for each process."""
+    redis_program: str = ""
+    """The Redis that the stack starts itself; empty: none."""
     folder: Path | None = None
     """Where the services work, so where relative paths and modules of the config are; None: here.
     """
@@ -81,8 +93,62 @@ class Layout:
         """Return the names of the processes that are Dialoop's services, in any order."""
         return tuple(name for name in self.ports if rest_name(name) in self.ports)
 
-    def spec(self, name: str) -> ServiceSpec:
-        """Return how to start the process `name` (`inference-1` is the second replica)."""
+    def launch_plan(self) -> LaunchPlan:
+        """Return the plan of all processes, which every launcher starts them from."""
+        first = ("redis",) if self.redis_program else ()
+        processes = (self.process(name) for name in (*first, *self.services))
+        return LaunchPlan(run=self.config.run, processes=tuple(processes))
+
+    def process(self, name: str) -> PlannedProcess:
+        """Return the plan of the process `name` (`inference-1` is the second replica)."""
+        if name == "redis":
+            return self._redis()
+        service = service_of(name)
+        return PlannedProcess(
+            name=name,
+            role=service,
+            command=(sys.executable, "-m", *self._program(service)),
+            variables=self._variables_of(name),
+            address=self.address(name),
+            rest_address=self.rest_address(name),
+            needs=self.needs.get(name, Needs()),
+            group=REPLICAS if service == "inference" else HEAD,
+            after=self._after(service),
+            needs_model=service == "inference",
+            ready_timeout_s=_READY_TIMEOUT_S.get(service, 120.0),
+            hang_timeout_s=self.config.hang_timeout_s,
+            stop_grace_s=_STOP_GRACE_S.get(service, 20.0),
+            stop_rank=STOP_ORDER.index(service),
+        )
+
+    def _redis(self) -> PlannedProcess:
+        return PlannedProcess(
+            name="redis",
+            role="redis",
+            command=redis_command(self.redis_program, **self._redis_place),
+            address=self.address("redis"),
+            ready_timeout_s=30.0,
+            hang_timeout_s=self.config.hang_timeout_s,
+            stop_rank=STOP_ORDER.index("redis"),
+        )
+
+    @property
+    def _redis_place(self) -> dict[str, Any]:
+        return {"port": self.ports["redis"], "directory": self.run_dir.path / "redis"}
+
+    def _after(self, service: str) -> tuple[str, ...]:
+        """Return the processes that must be ready before one of the service starts.
+
+        Each starts as early as it can: vLLM takes half a minute, and the trainer warms up.
+        """
+        if service == "replay" and self.redis_program:
+            return ("redis",)
+        if service == "scorer":
+            return ("replay", "environment", "trainer", *self.replicas)
+        return ("scorer",) if service == "collector" else ()
+
+    def _variables_of(self, name: str) -> dict[str, str]:
+        """Return all variables that a process gets beside those of its machine."""
         service = service_of(name)
         variables = (
             self.environment_of(name)
@@ -100,20 +166,32 @@ class Layout:
             variables["PYTHONPATH"] = os.pathsep.join(str(Path(p).resolve()) for p in path if p)
         if service == "trainer":  # replace the variables of a torchrun that may run this stack
             variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        return ServiceSpec(
-            name=name,
-            command=(sys.executable, "-m", *self._program(service)),
-            environment=variables,
-            folder=self.folder,
-            address=self.address(name),
-            rest_address=self.rest_address(name),
-            is_ready=grpc_ready(self.address(name)),
-            ready_timeout_s=_READY_TIMEOUT_S.get(service, 120.0),
-            is_held_up=self._held_up(service),
-            is_alive=grpc_alive(self.address(name)),
-            hang_timeout_s=self.config.hang_timeout_s,
-            stop_grace_s=_STOP_GRACE_S.get(service, 20.0),
-            stop_rank=STOP_ORDER.index(service),
+        return variables
+
+    def spec(self, name: str) -> ServiceSpec:
+        """Return how the supervisor starts the process `name` and tells that it is well."""
+        process = self.process(name)
+        if name == "redis":
+            spec = redis_service(self.redis_program, **self._redis_place)
+        else:
+            spec = ServiceSpec(
+                name=name,
+                command=process.command,
+                environment=process.variables,
+                folder=self.folder,
+                address=process.address,
+                rest_address=process.rest_address,
+                is_ready=grpc_ready(process.address),
+                is_held_up=self._held_up(process.role),
+                is_alive=grpc_alive(process.address),
+            )
+        return replace(
+            spec,
+            ready_timeout_s=process.ready_timeout_s,
+            hang_timeout_s=process.hang_timeout_s,
+            stop_grace_s=process.stop_grace_s,
+            stop_rank=process.stop_rank,
+            restart=process.restart,
         )
 
     def _program(self, service: str) -> tuple[str, ...]:

@@ -12,18 +12,17 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dialoop.cli.running_stacks import STACK_FILE
 
 from dialoop_services.stack.devices import plan_here
-from dialoop_services.stack.layout import STOP_ORDER, Layout, ports_of
+from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.processes.ports import HOST
 from dialoop_services.stack.processes.redis_server import (
     FoundRedis,
     find_redis,
-    redis_service,
     version_of,
 )
 from dialoop_services.stack.processes.shared_memory import fill_with_latest, memory_for
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop_services.config.job import JobConfig
+    from dialoop_services.stack.launch.plan import PlannedProcess
     from dialoop_services.stack.processes.log_stream import LogStream
     from dialoop_services.stack.run_dir import RunDir
 
@@ -45,12 +45,12 @@ class Plan:
     """What will be started; decided before the first process, so that mistakes show early."""
 
     layout: Layout
-    redis_program: str = ""
 
     @property
     def redis_version(self) -> str:
         """Return the version of the Redis that the stack starts; empty if it starts none."""
-        return version_of(self.redis_program) if self.redis_program else ""
+        program = self.layout.redis_program
+        return version_of(program) if program else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,10 @@ def plan_stack(config: JobConfig, run_dir: RunDir, folder: Path | None = None) -
         token=token,
         memory=memory_for(config, run_dir),
         devices={each.name: each.variables for each in devices.processes},
+        needs={each.name: each.needs for each in devices.processes},
+        redis_program=redis.program,
     )
-    return Plan(layout=layout, redis_program=redis.program)
+    return Plan(layout=layout)
 
 
 @asynccontextmanager
@@ -181,35 +183,22 @@ def _announce(layout: Layout, supervisor: Supervisor) -> Iterator[Announcement]:
 
 
 async def _start_all(plan: Plan, supervisor: Supervisor) -> None:
-    """Start each service as early as it can: vLLM takes half a minute, and the trainer warms up."""
+    """Start each process of the launch plan once those are ready that it waits for."""
     layout = plan.layout
+    processes = layout.launch_plan().processes
+    ready = {process.name: asyncio.Event() for process in processes}
+
+    async def start(process: PlannedProcess) -> None:
+        for name in process.after:
+            await ready[name].wait()
+        if process.needs_model:
+            await _model_made(layout)
+        await supervisor.start(layout.spec(process.name))
+        ready[process.name].set()
+
     async with asyncio.TaskGroup() as starting:
-        starting.create_task(_start_queue(plan, supervisor))
-        starting.create_task(supervisor.start(layout.spec("environment")))
-        starting.create_task(supervisor.start(layout.spec("trainer")))
-        await _model_made(layout)
-        for name in layout.replicas:
-            starting.create_task(supervisor.start(layout.spec(name)))
-    for name in ("scorer", "collector"):
-        await supervisor.start(layout.spec(name))
-
-
-async def _start_queue(plan: Plan, supervisor: Supervisor) -> None:
-    layout = plan.layout
-    if plan.redis_program:
-        spec = redis_service(
-            plan.redis_program,
-            port=layout.ports["redis"],
-            directory=layout.run_dir.path / "redis",
-        )
-        await supervisor.start(
-            replace(
-                spec,
-                stop_rank=STOP_ORDER.index("redis"),
-                hang_timeout_s=layout.config.hang_timeout_s,
-            )
-        )
-    await supervisor.start(layout.spec("replay"))
+        for process in processes:
+            starting.create_task(start(process))
 
 
 async def _model_made(layout: Layout) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dialoop_services.stack.launch.plan import RestartRule
 from dialoop_services.stack.processes.processes import kill_members
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class ServiceSpec:
     hang_timeout_s: float = 60.0
     stop_grace_s: float = 20.0
     stop_rank: int = 0
+    restart: RestartRule = field(default_factory=RestartRule)
 
 
 class Child:

