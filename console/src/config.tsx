@@ -1,7 +1,8 @@
 // What runs were started with, and where they differ.
 
 import { useState } from "preact/hooks";
-import { query, type ConfigLines, type Run } from "./api";
+import type { ConfigLines, Run } from "./answers";
+import { query } from "./api";
 import { go, useAnswer, useKeys, type Address } from "./hooks";
 import { plain, Problem } from "./texts";
 

@@ -3,7 +3,8 @@
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { query, type Run, type Series, type Value } from "./api";
+import type { Run, Series, Value } from "./answers";
+import { query } from "./api";
 import { go, useAnswer, useKeys, type Address } from "./hooks";
 import { number, Problem } from "./texts";
 

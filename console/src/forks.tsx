@@ -1,6 +1,6 @@
 // How the sequences of a trajectory hang together: where each leaves an earlier one, and why.
 
-import type { Branch } from "./api";
+import type { Branch } from "./answers";
 import { linkTo, useAnswer, type Address } from "./hooks";
 import { number, Problem, visible } from "./texts";
 

@@ -1,7 +1,8 @@
 // The address, keys, theme and answers of the service, as hooks.
 
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
-import { follow, get, Refusal } from "./api";
+import { Refusal } from "./answers";
+import { follow, get } from "./api";
 
 export type Address = { page: string; values: URLSearchParams };
 

@@ -1,20 +1,22 @@
 // The console: its head, its pages by address, and the keys that work everywhere.
 
 import { render } from "preact";
-import { useState } from "preact/hooks";
-import { setToken, type Run } from "./api";
+import { useEffect, useState } from "preact/hooks";
+import type { Run } from "./answers";
+import { setToken } from "./api";
 import { Config } from "./config";
 import { Curves } from "./curves";
+import { isExport, readHead } from "./exported";
 import { change, go, linkTo, useAddress, useAnswer, useKeys, useTheme, useTicks } from "./hooks";
 import "./style.css";
 import { NowPage } from "./now";
 import { QueuePage } from "./queue";
-import { Problem } from "./texts";
+import { moment, Problem } from "./texts";
 import { Trajectories } from "./trajectories";
 import { TrajectoryPage } from "./trajectory";
 import { Weights } from "./weights";
 
-const PAGES: [string, string][] = [
+const ALL_PAGES: [string, string][] = [
   ["trajectories", "Trajectories"],
   ["curves", "Curves"],
   ["config", "Config"],
@@ -22,8 +24,11 @@ const PAGES: [string, string][] = [
   ["now", "Now"],
   ["queue", "Queue"],
 ];
+const LIVE = ["now", "queue"];
+// An export has no stack that runs.
+const PAGES = ALL_PAGES.filter(([page]) => !isExport() || !LIVE.includes(page));
 const HELP: [string, string][] = [
-  ["1, 2, 3, 4, 5, 6", "Trajectories, Curves, Config, Weights, Now, Queue"],
+  [PAGES.map((_, index) => index + 1).join(", "), PAGES.map(([, title]) => title).join(", ")],
   ["r", "next run"],
   ["t", "dark or light"],
   ["?", "this help"],
@@ -40,8 +45,12 @@ const HELP: [string, string][] = [
   ["m, M", "tokens: next and previous colouring"],
   ["s", "tokens: next sequence"],
   ["d", "config: only differences"],
-  ["!", "now: pause or resume training"],
-  ["a, e", "queue: choose all; put the chosen back"],
+  ...(isExport()
+    ? []
+    : ([
+        ["!", "now: pause or resume training"],
+        ["a, e", "queue: choose all; put the chosen back"],
+      ] as [string, string][])),
 ];
 
 function Console() {
@@ -91,6 +100,7 @@ function Console() {
           </select>
         </label>
         {run && <Reading run={run} />}
+        {isExport() && <Exported />}
         <span class="space" />
         <button type="button" onClick={flipTheme}>
           {theme === "dark" ? "Light" : "Dark"} <kbd>t</kbd>
@@ -120,10 +130,21 @@ function Console() {
       )}
       {run && address.page === "config" && <Config runs={runs} run={run} address={address} />}
       {run && address.page === "weights" && <Weights key={run.name} run={run} />}
-      {run && address.page === "now" && <NowPage key={run.name} run={run} />}
-      {run && address.page === "queue" && <QueuePage key={run.name} run={run} />}
+      {run && !isExport() && address.page === "now" && <NowPage key={run.name} run={run} />}
+      {run && !isExport() && address.page === "queue" && <QueuePage key={run.name} run={run} />}
     </>
   );
+}
+
+/** Say that this is a copy, and of when. */
+function Exported() {
+  const [time, setTime] = useState<number | null>(null);
+  useEffect(() => {
+    readHead()
+      .then((head) => setTime(head.time))
+      .catch(() => undefined); // every page names what is wrong with the export
+  }, []);
+  return <span class="reading">exported {moment(time)}</span>;
 }
 
 function Reading({ run }: { run: Run }) {
@@ -131,7 +152,7 @@ function Reading({ run }: { run: Run }) {
   const percent = num_bytes_of_run ? Math.floor((100 * num_bytes) / num_bytes_of_run) : 100;
   return (
     <span class="reading" role="status">
-      {percent < 100 && `reading: ${percent} %`}
+      {percent < 100 && !isExport() && `reading: ${percent} %`}
       {num_bad_lines > 0 && ` ${num_bad_lines} lines cannot be read`}
     </span>
   );

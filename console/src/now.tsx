@@ -1,7 +1,8 @@
 // What the stack of a run does at this moment: services, training, queue, and who waits for whom.
 
 import { useState } from "preact/hooks";
-import { post, type Now, type Run } from "./api";
+import type { Now, Run } from "./answers";
+import { post } from "./api";
 import { useEvents, useKeys } from "./hooks";
 import { moment, number, plain, Problem } from "./texts";
 

@@ -1,7 +1,8 @@
 // The groups that the queue gave up, with their reasons, and a way to put them back.
 
 import { useState } from "preact/hooks";
-import { post, type DeadLetter, type Run } from "./api";
+import type { DeadLetter, Run } from "./answers";
+import { post } from "./api";
 import { useAnswer, useKeys, useTicks } from "./hooks";
 import { number, plain, Problem } from "./texts";
 

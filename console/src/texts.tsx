@@ -1,6 +1,6 @@
 // How values and model text are shown. Text of a model becomes text nodes and nothing else.
 
-import type { Summary, Value } from "./api";
+import type { Summary, Value } from "./answers";
 
 export function number(value: Value | undefined, digits = 4): string {
   if (value === null || value === undefined) return "–";

@@ -1,7 +1,8 @@
 // The heat map of a sequence's tokens, and the numbers of the one that is pointed at.
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { query, type Tokens, type Value } from "./api";
+import type { Tokens, Value } from "./answers";
+import { query } from "./api";
 import { change, useAnswer, useKeys, type Address } from "./hooks";
 import { number, Problem, visible } from "./texts";
 

@@ -1,7 +1,8 @@
 // The list: filters, sorting and paging over all trajectories of a run.
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { query, type Choices, type Page, type Run, type Summary } from "./api";
+import type { Choices, Page, Run, Summary } from "./answers";
+import { query } from "./api";
 import { change, go, linkTo, useAnswer, useKeys, type Address } from "./hooks";
 import { number, plain, policy, Problem } from "./texts";
 

@@ -1,6 +1,7 @@
 // One trajectory: its group side by side, its messages by turn, and its tokens.
 
-import { query, type Member, type Message, type Page, type Run, type Trajectory } from "./api";
+import type { Member, Message, Page, Run, Trajectory } from "./answers";
+import { query } from "./api";
 import { ForkTree } from "./forks";
 import { change, go, linkTo, useAnswer, useKeys, type Address } from "./hooks";
 import { contentText, number, plain, policy, Problem } from "./texts";

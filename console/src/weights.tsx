@@ -1,7 +1,7 @@
 // The policies that a run published, newest first.
 
 import { useState } from "preact/hooks";
-import type { Publishes, Run, Value } from "./api";
+import type { Publishes, Run, Value } from "./answers";
 import { linkTo, useAnswer, useKeys } from "./hooks";
 import { bytes, moment, number, plain, Problem } from "./texts";
 

@@ -61,6 +61,9 @@ def parser() -> argparse.ArgumentParser:
     console.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
     console.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     console.add_argument("--port", default="0", help="port to listen on (a free one)")
+    console.add_argument(
+        "--export", default="", metavar="DIR", help="write a folder that any browser opens, and end"
+    )
     console.set_defaults(module="stack", function="console", root=ROOT)
     completion = commands.add_parser(
         "completion", help="print a script that completes dialoop's words in your shell"

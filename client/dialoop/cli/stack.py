@@ -71,8 +71,10 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def console(arguments: argparse.Namespace) -> int:
-    """Serve the console of runs."""
-    words = ["--host", arguments.host, "--port", arguments.port, "--", *_run_dirs(arguments)]
+    """Serve the console of runs, or write it into a folder."""
+    words = ["--host", arguments.host, "--port", arguments.port]
+    words += ["--export", arguments.export] if arguments.export else []
+    words += ["--", *_run_dirs(arguments)]
     return _become(words, module="dialoop_services.console")
 
 

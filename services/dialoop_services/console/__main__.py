@@ -1,4 +1,4 @@
-"""`python -m dialoop_services.console RUN...`: serve the console of runs until Ctrl-C."""
+"""`python -m dialoop_services.console RUN...`: serve the console of runs, or export it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidInput, NotFound
+from rich.console import Console
+from rich.progress import Progress
 
 from dialoop_services.console.app import console_app
+from dialoop_services.console.export import export_runs
 from dialoop_services.console.live_runs import LiveRuns
 from dialoop_services.console.watched_runs import WatchedRuns
 from dialoop_services.rest.app import RestDoor
@@ -30,8 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a run")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port (0: a free one)")
+    parser.add_argument("--export", type=Path, help="write a folder for any browser, and end")
     options = parser.parse_args(arguments)
     try:
+        if options.export is not None:
+            return _export(options.runs, options.export)
         settings = load(ServerSettings, host=options.host, port=options.port)
         require_safe_address(settings)
         with WatchedRuns(options.runs) as runs:
@@ -39,6 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DialoopError as error:
         sys.stderr.write(f"dialoop: {' '.join(str(error).split())}\n")
         return 2 if isinstance(error, (InvalidInput, NotFound)) else 1
+    return 0
+
+
+def _export(run_dirs: Sequence[Path], folder: Path) -> int:
+    console = Console(stderr=True)
+    with (
+        WatchedRuns(run_dirs) as runs,
+        Progress(console=console, disable=not console.is_terminal) as progress,
+    ):
+        bars = {name: progress.add_task(name, total=None) for name in runs.indexes}
+        num_bytes = export_runs(
+            runs.indexes,
+            folder,
+            show=lambda name, done, total: progress.update(bars[name], completed=done, total=total),
+        )
+    sys.stdout.write(f"{folder / 'index.html'}: {num_bytes / 1e6:.1f} MB; open it in a browser\n")
     return 0
 
 

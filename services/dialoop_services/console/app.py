@@ -2,17 +2,13 @@
 
 GET only reads. POST puts dead letters back into a running queue, and pauses and resumes training.
 `console_app(runs, live, token="")` makes the application. Errors are problem documents, as those of
-the services. Numbers that are not finite travel as the texts "NaN", "Infinity" and "-Infinity",
-because JSON has none.
+the services.
 """
 
 from __future__ import annotations
 
 import asyncio
-import bisect
-import itertools
 import json
-import math
 from dataclasses import asdict
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -21,14 +17,19 @@ from dialoop.errors import DialoopError, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.runs import Filters
 from dialoop.runs.forks import fork_tree
-from dialoop.runs.intervals import wilson_interval
-from dialoop.runs.publishes import proof_bound, publishes_of
-from dialoop.runs.run_config import compare_configs, flat_config, read_run
+from dialoop.runs.run_config import compare_configs, flat_config
 from dialoop.runs.token_numbers import MAX_TOKENS, token_page
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from dialoop_services.console.answers import (
+    describe_publishes,
+    describe_run,
+    describe_trajectory,
+    series_of,
+    to_json,
+)
 from dialoop_services.console.live_runs import LOOK_EVERY_S
 from dialoop_services.rest.guard import Guard
 from dialoop_services.rest.problems import (
@@ -42,10 +43,9 @@ from dialoop_services.rest.problems import (
 from dialoop_services.runtime.auth import Token
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from pathlib import Path
 
-    from dialoop.runs.index import Point, RunIndex
     from starlette.requests import Request
 
     from dialoop_services.console.live_runs import LiveRuns
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 ASSETS = "/assets/"
 _MAX_GROUP = 64
 _MAX_BODY_BYTES = 64 * 1024
-_EVALUATION, _MEAN_REWARD, _NUM_TRAJECTORIES = "evaluation/", "mean_reward", "num_trajectories"
 _PAGING = ("sort", "offset", "limit")
 _TYPES = {
     ".js": "text/javascript",
@@ -107,7 +106,7 @@ def console_app(runs: WatchedRuns, live: LiveRuns, *, token: str) -> App:
             Route(f"{one_run}/now", acting.now),
             Route(f"{one_run}/queue", _answering_async(acting.queue)),
             *(Route(p, _answering_async(act), methods=["POST"]) for p, act in acts.items()),
-            *(Route(path, _serving(*content)) for path, content in _page().items()),
+            *(Route(path, _serving(*content)) for path, content in page_files().items()),
         ],
         exception_handlers={
             DialoopError: _refuse,
@@ -134,19 +133,7 @@ class _Routes:
     def runs(self, _: Request) -> Any:
         """List the runs with what they are and how far their indexes are."""
         self._runs.keep_reading()
-        listed = []
-        for name, index in self._runs.indexes.items():
-            facts = read_run(index.run_dir)
-            listed.append(
-                {
-                    "name": name,
-                    "path": str(index.run_dir),
-                    "run_id": facts.get("run_id", ""),
-                    "started": facts.get("started"),
-                    "progress": asdict(index.progress()),
-                }
-            )
-        return {"runs": listed}
+        return {"runs": [describe_run(name, i) for name, i in self._runs.indexes.items()]}
 
     def choices(self, request: Request) -> Any:
         """List the values that filters of a run can have."""
@@ -168,19 +155,7 @@ class _Routes:
         """Return a trajectory without its tokens."""
         index = self._runs.index_of(request.path_params["run"])
         number = _whole(request.path_params, "number", 0)
-        row = index.row(number)
-        return {
-            "summary": asdict(index.summary(number)),
-            **{k: v for k, v in row.items() if k != "sequences"},
-            "sequences": [
-                {
-                    "num_tokens": len(sequence["token_ids"]),
-                    "fork_cause": sequence.get("fork_cause", "NONE"),
-                    "advantage": sequence.get("advantage"),
-                }
-                for sequence in row["sequences"]
-            ],
-        }
+        return describe_trajectory(index.summary(number), index.row(number))
 
     def tokens(self, request: Request) -> Any:
         """Return what is known of each token of a sequence."""
@@ -228,23 +203,17 @@ class _Routes:
 
     def publishes(self, request: Request) -> Any:
         """Return the policies that a run published, and the bound of their proof."""
-        index = self._runs.index_of(request.path_params["run"])
-        rows = [asdict(publish) for publish in publishes_of(index)]
-        return {"bound": proof_bound(index), "publishes": rows}
+        return describe_publishes(self._runs.index_of(request.path_params["run"]))
 
     def curves(self, request: Request) -> Any:
         """Return series of several runs, a column per number."""
         query = request.query_params
-        series = []
-        for run, index in self._runs.indexes_of(query.getlist("run")).items():
-            for name in query.getlist("name"):
-                points = index.points(name)
-                columns = ("time", "train_step", "policy_version", "value")
-                values: dict[str, Any] = {c: [getattr(p, c) for p in points] for c in columns}
-                if query.get("x") == "samples":
-                    values["samples"] = num_samples_of(index, points)
-                values["low"], values["high"] = bands_of(index, name) or (None, None)
-                series.append({"run": run, "name": name, **values})
+        has_samples = query.get("x") == "samples"
+        series = [
+            {"run": run, **series_of(index, name, has_samples=has_samples)}
+            for run, index in self._runs.indexes_of(query.getlist("run")).items()
+            for name in query.getlist("name")
+        ]
         return {"series": series}
 
     def config(self, request: Request) -> Any:
@@ -252,37 +221,6 @@ class _Routes:
         indexes = self._runs.indexes_of(request.query_params.getlist("run"))
         lines = compare_configs([flat_config(index.run_dir) for index in indexes.values()])
         return {"runs": list(indexes), "lines": [asdict(line) for line in lines]}
-
-
-def bands_of(index: RunIndex, name: str) -> tuple[list[float | None], list[float | None]] | None:
-    """Return the 95 % interval around each point of an evaluation's mean reward; None for others.
-
-    It is Wilson's interval for a share. Rewards between 0 and 1 have at most a share's variance, so
-    for them it is no narrower than it has to be. A mean outside 0..1 has no interval.
-    """
-    if not (name.startswith(_EVALUATION) and name.endswith(f"/{_MEAN_REWARD}")):
-        return None
-    counts = {
-        point.row: point.value
-        for point in index.points(f"{name[: -len(_MEAN_REWARD)]}{_NUM_TRAJECTORIES}")
-    }
-    lows: list[float | None] = []
-    highs: list[float | None] = []
-    for point in index.points(name):
-        count = counts.get(point.row, 0.0)
-        is_share = 0.0 <= point.value <= 1.0 and count >= 1.0 and math.isfinite(count)
-        low, high = wilson_interval(point.value, count) if is_share else (None, None)
-        lows.append(low)
-        highs.append(high)
-    return lows, highs
-
-
-def num_samples_of(index: RunIndex, points: Sequence[Point]) -> list[int]:
-    """Return for each point how many trajectories were trained up to its train step."""
-    by_step = sorted(index.num_trained_by_step().items())
-    steps = [step for step, _ in by_step]
-    sums = [0, *itertools.accumulate(count for _, count in by_step)]
-    return [sums[bisect.bisect_right(steps, point.train_step)] for point in points]
 
 
 class _LiveRoutes:
@@ -301,7 +239,7 @@ class _LiveRoutes:
 
         async def events() -> AsyncIterator[bytes]:
             while True:
-                yield b"data: " + _json(await self._live.now(run_dir)) + b"\n\n"
+                yield b"data: " + to_json(await self._live.now(run_dir)) + b"\n\n"
                 await asyncio.sleep(LOOK_EVERY_S)
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -375,7 +313,7 @@ def _answering(make: Callable[[Request], Any]) -> Callable[[Request], Response]:
     """Return an endpoint, which Starlette runs in a thread since it waits for files."""
 
     def answer(request: Request) -> Response:
-        return Response(_json(make(request)), media_type="application/json")
+        return Response(to_json(make(request)), media_type="application/json")
 
     return answer
 
@@ -384,30 +322,12 @@ def _answering_async(act: Callable[[Request], Awaitable[Any]]) -> Any:
     """Return an endpoint that waits for services, not for files."""
 
     async def answer(request: Request) -> Response:
-        return Response(_json(await act(request)), media_type="application/json")
+        return Response(to_json(await act(request)), media_type="application/json")
 
     return answer
 
 
-def _json(value: Any) -> bytes:
-    try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
-    except ValueError:
-        return json.dumps(_spelled_out(value), separators=(",", ":")).encode()
-
-
-def _spelled_out(value: Any) -> Any:
-    """Return the value with numbers that are not finite as texts that JavaScript reads."""
-    if isinstance(value, dict):
-        return {key: _spelled_out(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_spelled_out(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def _page() -> dict[str, tuple[bytes, str]]:
+def page_files() -> dict[str, tuple[bytes, str]]:
     """Return path -> content and type of the page's files; nothing else can be asked for."""
     folder = resources.files("dialoop_services.console") / "page"
     files = {"/": folder / "index.html"}

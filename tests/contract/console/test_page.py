@@ -1,4 +1,4 @@
-"""The console's page in a browser, over a finished run and one that grows.
+"""The console's page in a browser: served, over a finished run and one that grows, and exported.
 
 DIALOOP_TEST_BROWSER names the program of a Chromium; playwright has to be installed beside it.
 """
@@ -9,9 +9,11 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from dialoop_services.learning.model.tiny import write_tokenizer
 
 PROGRAM = os.environ.get("DIALOOP_TEST_BROWSER", "")
 pytestmark = [
-    pytest.mark.heavy(reason="a browser opens every page: a minute"),
+    pytest.mark.heavy(reason="a browser opens every page three times: a minute or two"),
     pytest.mark.skipif(
         not PROGRAM or importlib.util.find_spec("playwright") is None,
         reason="needs playwright, and a Chromium's path in DIALOOP_TEST_BROWSER",
@@ -142,28 +144,60 @@ def write_run(folder: Path, *, loss: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Iterator[Any]:
-    """A console of two runs in a process of its own, and a browser."""
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+
+
+def serve(command: list[str], stack: ExitStack) -> str:
+    """Start a server that prints its address, and return that line."""
+    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    stack.callback(process.terminate)
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def export(root: Path) -> Path:
+    """Write the export of both runs, and take the runs away."""
+    folder = root / "export"
+    words = [str(root / "a"), str(root / "b"), "--export", str(folder)]
+    subprocess.run([sys.executable, "-m", "dialoop_services.console", *words], check=True)
+    for name in "ab":
+        shutil.rmtree(root / name)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["served", "disk", "web server"])
+def site(request, tmp_path_factory) -> Iterator[Any]:
+    """The console of two runs, or its export from a disk or a web server, and a browser."""
     from playwright.sync_api import sync_playwright
 
     root = tmp_path_factory.mktemp("runs")
     rows = write_run(root / "a", loss="grpo")
     write_run(root / "b", loss="dapo")
-    command = [sys.executable, "-m", "dialoop_services.console", str(root / "a"), str(root / "b")]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
-        sync_playwright() as playwright,
-    ):
-        assert process.stdout is not None
-        address = process.stdout.readline().split(": ")[1].split(" ")[0]
-        options: Any = {"executable_path": PROGRAM, "args": ["--no-sandbox"]}
+    with sync_playwright() as playwright, ExitStack() as stack:
+        if request.param == "served":
+            runs = [str(root / "a"), str(root / "b")]
+            line = serve([sys.executable, "-m", "dialoop_services.console", *runs], stack)
+            base = address = line.split(": ")[1].split(" ")[0]
+        elif request.param == "disk":
+            base = export(root).as_uri()
+            address = f"{base}/index.html"
+        else:
+            words = ["--bind", "127.0.0.1", "--directory", str(export(root)), "0"]
+            line = serve([sys.executable, "-u", "-m", "http.server", *words], stack)
+            base = address = line.split("(")[1].split(")")[0]
+        options: Any = {"executable_path": PROGRAM, "args": FLAGS}
         browser = playwright.chromium.launch(**options)
         try:
-            yield SimpleNamespace(address=address, browser=browser, rows=rows, root=root)
+            yield SimpleNamespace(
+                kind=request.param,
+                address=address,
+                base=base,
+                browser=browser,
+                rows=rows,
+                root=root,
+            )
         finally:
             browser.close()
-            process.terminate()
 
 
 @pytest.fixture
@@ -176,7 +210,7 @@ def page(site) -> Iterator[Any]:
     page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
     page.on(
         "request",
-        lambda r: None if r.url.startswith(site.address) else errors.append(f"asked {r.url}"),
+        lambda r: None if r.url.startswith(site.base) else errors.append(f"asked {r.url}"),
     )
     yield page
     context.close()
@@ -221,11 +255,12 @@ def test_every_filter_shows_what_a_plain_pass_accepts(name, value, page, site):
     open_page(page, site, "trajectories?run=a")
     page.wait_for_selector("table.list tbody tr")
     field = page.locator(f"#filter-{name}")
-    with page.expect_response(lambda answer: f"{name}=" in answer.url):
-        if field.evaluate("element => element.tagName") == "SELECT":
-            field.select_option(value)
-        else:
-            field.fill(value)
+    if field.evaluate("element => element.tagName") == "SELECT":
+        field.select_option(value)
+    else:
+        field.fill(value)
+    page.wait_for_function(f"() => location.hash.includes('{name}=')")
+    page.wait_for_selector(f"#total:text-is('{len(expected)}')")
     assert total(page) == len(expected)
     shown = page.locator("table.list tbody td:first-child").all_inner_texts()
     assert list(map(int, shown)) == sorted(expected, reverse=True)[:50]
@@ -266,7 +301,8 @@ def test_the_list_by_keys_alone(page, site):
     page.keyboard.press("Escape")
     page.keyboard.press("x")
     page.wait_for_function("() => document.getElementById('total').textContent === '160'")
-    pages = [(2, ".chart"), (3, "table.config"), (4, "table.weights"), (5, "#no-stack")]
+    pages = [(2, ".chart"), (3, "table.config"), (4, "table.weights")]
+    pages += [(5, "#no-stack")] if site.kind == "served" else []
     pages.append((1, "table.list"))
     for key, head in pages:
         page.keyboard.press(str(key))
@@ -404,7 +440,35 @@ def test_dark_and_light_follow_the_system_and_the_switch(site):
         context.close()
 
 
+def test_an_export_has_no_page_of_a_running_stack_and_says_when_it_was_made(page, site):
+    open_page(page, site, "trajectories?run=a")
+    total(page)
+    titles = [text.split()[0] for text in page.locator("nav a").all_inner_texts()]
+    if site.kind == "served":
+        assert titles[-2:] == ["Now", "Queue"]
+        return
+    assert titles == ["Trajectories", "Curves", "Config", "Weights"]
+    page.wait_for_selector("text=/exported 20[0-9-]+ [0-9:]+/")
+    page.keyboard.press("5")
+    page.keyboard.press("?")
+    assert "#/trajectories" in page.url
+    assert "pause" not in page.inner_text(".help")
+
+
+def test_an_export_that_lacks_a_file_says_which(site, tmp_path):
+    if site.kind != "disk":
+        pytest.skip("the files lie on a disk in one of the three")
+    folder = shutil.copytree(site.root / "export", tmp_path / "torn")
+    (folder / "data" / "0" / "texts-0.js").unlink()
+    page = site.browser.new_page()
+    page.goto(f"{(folder / 'index.html').as_uri()}#/trajectories?text=Result")
+    page.wait_for_selector("[role=alert]:has-text('data/0/texts-0.js')")
+    page.close()
+
+
 def test_a_run_that_grows_is_followed_within_five_seconds(page, site):
+    if site.kind != "served":
+        pytest.skip("an export does not grow")
     open_page(page, site, "trajectories?run=b")
     assert total(page) == 160
     row = site.rows[0] | {"trajectory_id": "new", "task_key": "fresh"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dialoop.runs import RunIndex
 from dialoop.runs.intervals import wilson_interval
-from dialoop_services.console.app import bands_of, num_samples_of
+from dialoop_services.console.answers import bands_of, num_samples_of
 
 MEAN = "evaluation/running/mean_reward"
 
