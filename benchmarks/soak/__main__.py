@@ -162,6 +162,14 @@ def figures_of(samples: list[dict[str, Any]], run_dir: Path) -> dict[str, Any]:
         "load": round(sum(cpu_s.values()) / seconds / len(os.sched_getaffinity(0)), 3),
         "num_train_steps": last["num_steps"],
         "processes": table,
+        "mib_every_two_minutes": {
+            name: [
+                round(each["processes"][name]["mib"], 1)
+                for each in samples[::12]
+                if name in each["processes"]
+            ]
+            for name in names
+        },
         "disk_mb": {kind: round(size / 1e6, 1) for kind, size in last["disk"].items()},
         "disk_bound_mb": round(bound / 1e6, 1),
         "problems": problems,

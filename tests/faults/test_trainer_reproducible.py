@@ -153,7 +153,7 @@ async def compare(
 
 
 @pytest.mark.heavy(reason="trains three times, half a minute")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_a_killed_trainer_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     trains = (train_through, train_with_kills)
     _, killed = await compare(tmp_path, memory_store, *trains, are_forked=True)
@@ -163,7 +163,7 @@ async def test_a_killed_trainer_ends_with_the_bits_of_one_that_was_not(tmp_path:
 
 
 @pytest.mark.heavy(reason="kills a trainer of adapters, as the test above one of all weights")
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 async def test_a_killed_trainer_of_adapters_redoes_them_too(tmp_path: Path) -> None:
     lora = {"lora_rank": 4}
     trains = tuple(partial(train, model=lora) for train in (train_through, train_with_kills))
@@ -174,7 +174,7 @@ async def test_a_killed_trainer_of_adapters_redoes_them_too(tmp_path: Path) -> N
 
 @pytest.mark.heavy(reason="kills a trainer over and over, on Redis")
 @pytest.mark.redis
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_a_trainer_may_be_killed_at_any_moment(tmp_path: Path, redis_url: str) -> None:
     def store() -> QueueStore:
         return RedisStore(redis_url, QueueLimits(max_deliveries=1000))
@@ -187,7 +187,7 @@ async def test_a_trainer_may_be_killed_at_any_moment(tmp_path: Path, redis_url: 
 
 @pytest.mark.heavy(reason="starts five trainers, each of which imports torch")
 @pytest.mark.redis
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_processes_of_their_own_agree_bit_by_bit_on_redis(
     tmp_path: Path, redis_url: str
 ) -> None:

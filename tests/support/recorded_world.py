@@ -235,7 +235,7 @@ class Trainer:
 
     async def until(self, condition: Callable[[], object], *, every_s: float = 0.01) -> None:
         """Wait for a fact while it runs; its log is told when it ends first."""
-        deadline = time.monotonic() + 2 * PATIENCE_S
+        deadline = time.monotonic() + 5 * PATIENCE_S
         while not condition():
             assert self.is_alive, self.log.read_text()[-4000:]
             assert time.monotonic() < deadline, self.log.read_text()[-4000:]

@@ -40,9 +40,15 @@ class Killed(Exception):
     """What ends the process in these tests."""
 
 
-def lease(group_id: str, policy: PolicyVersion, *, lease_id: str = "") -> GroupLease:
+def lease(
+    group_id: str,
+    policy: PolicyVersion,
+    *,
+    lease_id: str = "",
+    advantages: tuple[float, ...] = (1.0, -1.0),
+) -> GroupLease:
     """A scored group of two members."""
-    members = tuple(_member(group_id, policy, advantage) for advantage in (1.0, -1.0))
+    members = tuple(_member(group_id, policy, advantage) for advantage in advantages)
     return GroupLease(
         lease_id=lease_id or f"lease-{group_id}",
         group=testing.group(*members, group_id=group_id),
@@ -189,6 +195,7 @@ class FakeReplay:
 
     async def drop(self, run: str, lease_ids: list[str], reason: str) -> tuple[str, ...]:
         self.dropped |= dict.fromkeys(lease_ids, reason)
+        self.held = tuple(lease_id for lease_id in self.held if lease_id not in lease_ids)
         return ()
 
     async def give_back(self, run: str, items: Any) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dialoop.sequences import PolicyVersion
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from dialoop.sequences import PolicyVersion
 
 
 def is_stale(
@@ -31,3 +31,19 @@ def is_stale(
         version.lineage != current.lineage or current.number - version.number > max_staleness
         for version in versions
     )
+
+
+def publish_order(version: PolicyVersion) -> tuple[int, int]:
+    """Return the place of a version among all of its run: main.2-7 gives (2, 7).
+
+    A restart that gives published versions up begins main.1, the next one main.2. The times of
+    files say less, since a clock may jump.
+    """
+    generation = version.lineage.partition(".")[2]
+    return int(generation) if generation.isdecimal() else 0, version.number
+
+
+def version_of_name(name: str) -> PolicyVersion:
+    """Return the version that a folder is named after; number -1 if it is named otherwise."""
+    lineage, _, number = name.rpartition("-")
+    return PolicyVersion(lineage=lineage, number=int(number) if number.isdecimal() else -1)

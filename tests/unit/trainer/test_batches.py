@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,12 @@ from dialoop import testing
 from dialoop.clients.replay import GroupLease
 from dialoop.sequences import ForkCause, PolicyVersion, Segment, Sequence, Source
 from dialoop.trajectory import SamplingParams
-from dialoop_services.trainer.data.batches import Candidates, sort_batch
+from dialoop_services.trainer.data.batches import (
+    figures_of_dropped,
+    keep_for_step,
+    metrics_of_candidates,
+    sort_batch,
+)
 from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore
 
 from tests.support.samples.staleness_samples import CASES
@@ -166,15 +172,18 @@ def test_a_restore_of_the_live_version_keeps_its_lineage() -> None:
 
 def test_a_group_that_is_delivered_again_counts_as_it_is_now() -> None:
     """After a power loss: the queue lost the first play, and a kept group was played anew."""
-    candidates = Candidates()
+    kept: list[GroupLease] = []
+    dropped: list[list[dict[str, Any]]] = []
 
     def deliver(*leases: GroupLease) -> list[str]:
-        candidates.add(sort_batch(leases, current=NOW, max_staleness=4, consumed_group_ids={"old"}))
-        return [kept.group.group_id for kept in candidates.kept]
+        batch = sort_batch(leases, current=NOW, max_staleness=4, consumed_group_ids={"old"})
+        kept[:] = keep_for_step(kept, batch)
+        dropped.extend(figures_of_dropped(batch))
+        return [each.group.group_id for each in kept]
 
     assert deliver(lease("a"), lease("b"), lease("c"), lease("old")) == ["a", "b", "c", "old"]
     uniform, stale = (0.0, 0.0), (version(1), version(1))
     assert deliver(lease("a", advantages=uniform)) == ["b", "c", "old"]
     assert deliver(lease("b", stale), lease("c"), lease("old", stale)) == ["c", "old"]
     # What the policy is too new for says nothing about its tasks.
-    assert candidates.num_dropped == 1
+    assert metrics_of_candidates([kept[0].group], dropped)["num_groups_dropped"] == 1

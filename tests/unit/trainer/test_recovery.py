@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop.clients.replay import ReturnItem
+from dialoop.clients.replay import GroupLease, ReturnItem
 from dialoop.sequences import PolicyVersion
 from dialoop_services.stack.report.plot import read_metrics
 from dialoop_services.trainer.records.records import BATCH_KINDS
@@ -248,16 +248,41 @@ async def test_a_drop_that_a_kill_cut_short_is_made_up_for(world: Callable[..., 
     here.replay.drop = kill  # type: ignore[method-assign, assignment]
     with pytest.raises(ExceptionGroup):
         await here.run()
-    again = after(here, world(num_steps=1), in_work="ab")
-    again.replay.batches += here.replay.batches
-    again.replay.batches.append(
-        lambda: [lease("a", FIRST), lease("b", replace(FIRST, lineage="other"))]
-    )
+    again = after(here, world(num_steps=1), in_work="a")
+    again.replay.batches.append(lambda: [lease("a", FIRST)])
     again.offer("c")
     await again.run()
-    assert again.replay.given_back == ["lease-a", "lease-b"]
-    assert again.replay.dropped["lease-b"] == "stale"
+    assert again.replay.given_back == ["lease-a"]
+    assert again.replay.dropped == {"lease-b": "stale"}
     assert len(again.learner.trained) == 1
+
+
+@pytest.mark.parametrize("are_gone", [True, False])
+async def test_groups_dropped_before_a_kill_count_in_the_row_of_the_next_step(
+    world: Callable[..., World], tmp_path: Path, are_gone: bool
+) -> None:
+    def uniform(*names: str) -> list[GroupLease]:
+        return [lease(name, FIRST, advantages=(0.0, 0.0)) for name in names]
+
+    settings = {"num_steps": 1, "pipeline_depth": 0}
+    undisturbed = World(tmp_path / "undisturbed", **settings)
+    here = world(**settings)
+    for each in (undisturbed, here):
+        each.replay.batches += [lambda: uniform("u"), lambda: uniform("v", "w")]
+    here.replay.batches.append(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ExceptionGroup):
+        await here.run()
+    again = after(here, world(**settings), lost="uvw" if are_gone else "")
+    for each in (undisturbed, again):
+        each.offer("a", "b", policy=FIRST)
+        await each.run()
+    undisturbed.records.close()
+    (row,), (own,) = kept_rows(undisturbed), kept_rows(again)
+    assert own["num_groups_dropped"] == row["num_groups_dropped"] == 3
+    assert [own[name] for name in own if "reward" in name] == [
+        row[name] for name in row if "reward" in name
+    ]
+    assert again.job.state.num_empty_batches == undisturbed.job.state.num_empty_batches == 1
 
 
 async def test_publishes_and_evaluations_since_the_checkpoint_are_remembered(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dialoop.reasons import DropReason
@@ -39,6 +39,7 @@ class Batch:
     """The leased groups, sorted by what to do with them; `dropped` is by reason.
 
     candidates: metrics of all groups leased for the train step, those dropped before it included.
+    Empty before they are known.
     """
 
     train: tuple[GroupLease, ...]
@@ -55,6 +56,11 @@ class Batch:
     def trained_lease_ids(self) -> tuple[str, ...]:
         """Return the leases of the groups to train."""
         return tuple(lease.lease_id for lease in self.train)
+
+    @property
+    def dropped_lease_ids(self) -> dict[str, tuple[str, ...]]:
+        """Return the leases of the groups to drop, by reason."""
+        return {why: tuple(x.lease_id for x in leases) for why, leases in self.dropped.items()}
 
     @property
     def sequences(self) -> tuple[TrainedSequence, ...]:
@@ -106,32 +112,34 @@ def sequences_of(groups: Rows[Group]) -> tuple[TrainedSequence, ...]:
     )
 
 
-@dataclass(slots=True, kw_only=True)
-class Candidates:
-    """What was leased for the next train step: groups kept for it, and figures of all."""
+def keep_for_step(kept: Rows[GroupLease], batch: Batch) -> list[GroupLease]:
+    """Return the groups kept for the next train step after `batch` was leased for it too.
 
-    kept: list[GroupLease] = field(default_factory=list)
-    num_dropped: int = 0
-    trajectories: list[TrajectoryFigures] = field(default_factory=list)
+    A queue that lost its newest leases may deliver a kept group again, perhaps played anew: the
+    new delivery counts, also when it is dropped.
+    """
+    new = [*batch.train, *batch.already_consumed]
+    delivered = itertools.chain(new, *batch.dropped.values())
+    ids = {lease.group.group_id for lease in delivered}
+    return [lease for lease in kept if lease.group.group_id not in ids] + new
 
-    def add(self, batch: Batch) -> None:
-        """Keep the groups to train, and those already consumed; count the others too.
 
-        A queue that lost its newest leases may deliver a kept group again, perhaps played anew: the
-        new delivery counts, also when it is dropped.
-        """
-        new = [*batch.train, *batch.already_consumed]
-        delivered = itertools.chain(new, *batch.dropped.values())
-        ids = {lease.group.group_id for lease in delivered}
-        self.kept = [lease for lease in self.kept if lease.group.group_id not in ids] + new
-        dropped = [lease.group for lease in batch.without_signal]
-        self.num_dropped += len(dropped)
-        for group in (*batch.groups, *dropped):
-            self.trajectories += map(TrajectoryFigures.of, group.trajectories)
+def figures_of_dropped(batch: Batch) -> list[list[dict[str, Any]]]:
+    """Return what the next train step's metrics need of each group that was dropped before it.
 
-    def row(self) -> dict[str, Any]:
-        """Return the metrics of all candidates of a train step."""
-        return metrics_of(self.trajectories) | {"num_groups_dropped": self.num_dropped}
+    Not of a stale group: that the policy is too new for it says nothing about its task.
+    """
+    groups = (lease.group for lease in batch.without_signal)
+    return [[asdict(TrajectoryFigures.of(t)) for t in group.trajectories] for group in groups]
+
+
+def metrics_of_candidates(
+    trained: Rows[Group], dropped: Rows[Rows[Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """Return the metrics of a train step's groups and of the figures of those dropped before it."""
+    figures = [TrajectoryFigures.of(t) for group in trained for t in group.trajectories]
+    figures += [TrajectoryFigures(**values) for group in dropped for values in group]
+    return metrics_of(figures) | {"num_groups_dropped": len(dropped)}
 
 
 def sort_batch(

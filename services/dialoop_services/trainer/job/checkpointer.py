@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dialoop.clients.replay import ReturnItem
 from dialoop.reasons import DropReason
 
+from dialoop_services.trainer.data.batches import figures_of_dropped
 from dialoop_services.trainer.data.leases import HeldLeases
 from dialoop_services.trainer.job.state import PhaseTimer
 from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore, published_policy
@@ -40,6 +41,8 @@ class Checkpointer:
         self.timer = PhaseTimer(state)
         self.journal = Journal(parts.checkpoints)
         self.held = HeldLeases(settings.run, parts.replay, lease_s=settings.lease_s)
+        # A line that is added while a checkpoint is saved would be in neither.
+        self._writing = asyncio.Lock()
         self.before_saving: Callable[[], Awaitable[None]] | None = None
         """Awaited before a checkpoint: until the publish of the newest train step has ended."""
 
@@ -80,18 +83,36 @@ class Checkpointer:
         """
         if self._settings.mode != "rl" or not self.state.num_policy_versions:
             return
-        dropped = () if batch is None else batch.dropped.items()
         self.journal.add(
             JournalEntry(
                 train_step=self.state.num_train_steps,
                 policy_version=self.state.policy_version,
                 trained=() if batch is None else batch.trained_lease_ids,
-                dropped={why: tuple(x.lease_id for x in leases) for why, leases in dropped},
+                dropped={} if batch is None else batch.dropped_lease_ids,
                 candidates={} if batch is None else batch.candidates,
                 evaluated=evaluated,
                 judged=judged,
             )
         )
+
+    async def record_dropped(self, batch: Batch, num_in_a_row: tuple[int, int]) -> None:
+        """Write which groups are about to be dropped before a train step, and keep their figures.
+
+        After a kill the metrics of that step would lack them, as the queue has them no more.
+        """
+        figures = figures_of_dropped(batch)
+        async with self._writing:
+            self.state.dropped_candidates += figures
+            self.journal.add(
+                JournalEntry(
+                    train_step=self.state.num_train_steps,
+                    policy_version=self.state.policy_version,
+                    dropped=batch.dropped_lease_ids,
+                    figures=figures,
+                    num_in_a_row=num_in_a_row,
+                    num_empty_batches=self.state.num_empty_batches,
+                )
+            )
 
     async def checkpoint(self) -> Path:
         """Save everything, then acknowledge what the checkpoint contains."""
@@ -101,7 +122,8 @@ class Checkpointer:
         if has_published:  # in a warm start the queue may not be there yet
             state.cursor = await self._cursor()
         self.timer.count()
-        path = await asyncio.to_thread(self._parts.checkpoints.save, self._parts.learner, state)
+        async with self._writing:
+            path = await asyncio.to_thread(self._parts.checkpoints.save, self._parts.learner, state)
         if has_published:
             await self._replay.acknowledge(self._settings.run, state.consumed_lease_ids)
         self.held.release(state.consumed_lease_ids)

@@ -36,6 +36,8 @@ class JobState:
     stopped_early: why training ended before its last step. A resumed job decides that again, by the
     settings that it has.
     due_evaluations: train steps after which an evaluation is due that has no result yet.
+    dropped_candidates: figures of the groups dropped since the last train step, for the metrics of
+    the next; a list of trajectories for each group.
     """
 
     policy_version: PolicyVersion = field(
@@ -60,6 +62,7 @@ class JobState:
     trained_lengths: Counter[int] = field(default_factory=Counter)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     due_evaluations: list[int] = field(default_factory=list)
+    dropped_candidates: list[list[dict[str, Any]]] = field(default_factory=list)
     heldout_losses: dict[str, float] = field(default_factory=dict)
     phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
 

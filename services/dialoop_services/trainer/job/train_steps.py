@@ -21,7 +21,7 @@ from dialoop.waits import waiting_for
 
 from dialoop_services.rl.depth import first_above
 from dialoop_services.rl.lengths import length_bin
-from dialoop_services.trainer.data.batches import Candidates, sort_batch
+from dialoop_services.trainer.data.batches import keep_for_step, metrics_of_candidates, sort_batch
 from dialoop_services.trainer.data.debug_table import write_debug_table
 from dialoop_services.trainer.data.leases import WORKER
 from dialoop_services.trainer.data.untrainable import read_rows
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.job.policy_versions import VersionedPublisher
     from dialoop_services.trainer.learner.learner import TrainStepReport
     from dialoop_services.trainer.publish.publisher import Published
+    from dialoop_services.trainer.recovery.journal import JournalEntry
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,8 @@ class TrainSteps:
         self._versions = versions
         # Groups refused since the last batch with a group that can be trained.
         self._num_refused = 0
-        self._candidates = Candidates()
+        # Groups leased for the next train step.
+        self._kept: list[GroupLease] = []
         # Why the last wait for a batch ended: trained groups fill the queue.
         self._is_queue_full = False
         # Groups in a row of which none can be trained, less than a batch of them; and the whole
@@ -130,11 +132,10 @@ class TrainSteps:
         are trained. Each that cannot be trained is replaced. Return None when the job stops, or if
         no group comes because the trained ones fill the queue.
         """
-        size, candidates = self._settings.groups_per_train_step, self._candidates
+        size = self._settings.groups_per_train_step
         self._is_queue_full = False
         while not (self._board.is_stopping or self._state.stopped_early):
-            kept = candidates.kept
-            if len(kept) >= size:
+            if len(self._kept) >= size:
                 leased = await self._read()
                 if leased is not None:
                     return leased
@@ -143,7 +144,7 @@ class TrainSteps:
                 self._settings.run,
                 Stage.SCORED,
                 worker=WORKER,
-                max_groups=size - len(kept),
+                max_groups=size - len(self._kept),
                 lease_s=self._settings.lease_s,
                 wait_s=_LEASE_WAIT_S,
                 selection=Selection[self._settings.selection.upper()],
@@ -168,14 +169,14 @@ class TrainSteps:
             self._alarm_of_memory(is_full=False)
             self._held.hold(lease.lease_id for lease in answer.leases)
             batch = self._sort(answer.leases)
-            candidates.add(batch)
-            await self.drop(batch)
+            self._kept = keep_for_step(self._kept, batch)
             self._count_signal(batch)
+            await self._drop_before_step(batch)
             if batch.train:
                 wait.restart()
             if batch.already_consumed:
                 return LeasedBatch(
-                    leases=tuple(candidates.kept),
+                    leases=tuple(self._kept),
                     trained_lease_ids=(),
                     version=self._state.policy_version,
                     rows=[],
@@ -236,12 +237,25 @@ class TrainSteps:
 
     async def _return_kept(self) -> None:
         """Give the groups of an incomplete batch back, since training is over."""
-        ids = [lease.lease_id for lease in self._candidates.kept]
+        ids = [lease.lease_id for lease in self._kept]
         items = [ReturnItem(lease_id=i, reason=DropReason.TRAINER_STOPPED) for i in ids]
         if items:
             await self._replay.give_back(self._settings.run, items)
         self._held.release(ids)
-        self._candidates = Candidates()
+        self._kept = []
+
+    async def _drop_before_step(self, batch: Batch) -> None:
+        """Drop groups that cannot be trained; the metrics of the next train step count them."""
+        if batch.dropped:
+            in_a_row = (self._num_without_signal, self._num_empty)
+            await self._checkpointer.record_dropped(batch, in_a_row)
+            await self.drop(batch)
+
+    def count_dropped(self, entry: JournalEntry) -> None:
+        """Count groups that a killed trainer dropped before the train step that comes next."""
+        self._state.dropped_candidates += entry.figures
+        self._state.num_empty_batches = entry.num_empty_batches
+        self._num_without_signal, self._num_empty = entry.num_in_a_row
 
     def _count_signal(self, batch: Batch) -> None:
         """Count candidates in a row that cannot be trained; a batch's number of them is empty."""
@@ -274,7 +288,7 @@ class TrainSteps:
         The queue then sets those groups aside as dead letters, and others take their places.
         Raises the first error after `max_refused_groups` bad groups in a row.
         """
-        leases = tuple(self._candidates.kept)
+        leases = tuple(self._kept)
         version, batch = self._state.policy_version, self._sort(leases)
         to_rows = partial(self._learner.rows_to_train, current=version)
         rows, untrainable = await asyncio.to_thread(read_rows, batch, to_rows)
@@ -292,7 +306,7 @@ class TrainSteps:
         ]
         await self._replay.give_back(self._settings.run, items)
         self._held.release(ids)
-        self._candidates.kept = [lease for lease in leases if lease.lease_id not in ids]
+        self._kept = [lease for lease in leases if lease.lease_id not in ids]
         for group in untrainable:
             self._report(group)
         self._board.raise_alarm(GROUPS_SET_ASIDE, on=True)
@@ -340,12 +354,11 @@ class TrainSteps:
             await self._checkpointer.checkpoint()
         if len(batch.train) < self._settings.groups_per_train_step:
             # A publish has made some stale, or some were trained already: others are leased.
-            self._candidates.kept = list(batch.train)
-            self._candidates.num_dropped += sum(map(len, batch.dropped.values()))
-            await self.drop(batch)
+            self._kept = list(batch.train)
+            await self._drop_before_step(batch)
             return
-        batch = replace(batch, candidates=self._candidates.row())
-        self._candidates = Candidates()
+        candidates = metrics_of_candidates(batch.groups, self._state.dropped_candidates)
+        batch, self._kept = replace(batch, candidates=candidates), []
         rows = leased.rows_of(batch, self._state.policy_version)
         row = await self.learn(batch, rows) | {"lease_s": lease_s}
 
@@ -471,17 +484,19 @@ class TrainSteps:
         await self._record_groups(batch.groups, outcome, is_recovered=is_recovered, **fate)
         self._records.metric(kind, train_step=step, policy_version=version, **row)
 
-    async def drop(self, batch: Batch) -> None:
+    async def drop(self, batch: Batch, *, is_recovered: bool = False) -> None:
         """Drop the groups that cannot be trained, with their reasons."""
+        step = self._state.num_train_steps
         for reason, leases in batch.dropped.items():
             lease_ids = [lease.lease_id for lease in leases]
             await self._replay.drop(self._settings.run, lease_ids, reason)
             self._held.release(lease_ids)
             groups = [lease.group for lease in leases]
-            await self._record_groups(groups, reason, train_step=self._state.num_train_steps)
+            await self._record_groups(groups, reason, is_recovered=is_recovered, train_step=step)
 
     def _count(self, batch: Batch, report: TrainStepReport, version: PolicyVersion) -> None:
         state = self._state
+        state.dropped_candidates = []
         state.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
         for group in batch.groups:
             state.consumed_group_ids[group.group_id] = state.num_policy_versions

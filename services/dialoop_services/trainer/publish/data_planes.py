@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dialoop.clients.weights import WeightsKind
 
 from dialoop_services.config.own_data_plane import load_data_plane
+from dialoop_services.rl.staleness import publish_order, version_of_name
 from dialoop_services.runtime.durable import write_json
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class FileSender:
         path, version = _path(manifest, weights), manifest.policy_version
         write_json(self._root / "latest.json", pointer_of(version, path, weights))
         policies = [path for path in self._root.iterdir() if path.is_dir()]
-        policies.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+        policies.sort(key=lambda path: publish_order(version_of_name(path.name)), reverse=True)
         for old in policies[_KEPT_IN_MEMORY:]:
             shutil.rmtree(old, ignore_errors=True)
 

@@ -22,6 +22,7 @@ from dialoop.errors import AlreadyExists, DialoopError, InvalidConfig, InvalidIn
 from dialoop.reasons import Reason
 from safetensors import SafetensorError, safe_open
 
+from dialoop_services.rl.staleness import publish_order, version_of_name
 from dialoop_services.runtime.process import end_command
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class RunPolicies:
         folders = {
             path.parent for name in (WEIGHTS, ADAPTER) for path in self.policies.glob(f"*/{name}")
         }
-        return tuple(path.name for path in sorted(folders, key=_age))
+        return tuple(path.name for path in sorted(folders, key=_place_of))
 
     def policy(self, version: str) -> Path:
         """Return the directory of a version, of `latest`, or of a number that one lineage has.
@@ -215,9 +216,8 @@ def _write_dtype(path: Path, dtype: str) -> None:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _age(policy: Path) -> tuple[float, str]:
-    weights = next(p for n in (WEIGHTS, ADAPTER) if (p := policy / n).is_file())
-    return weights.stat().st_mtime, policy.name
+def _place_of(policy: Path) -> tuple[int, int]:
+    return publish_order(version_of_name(policy.name))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 
 from dialoop_services.learning.lora.layers import ADAPTER
+from dialoop_services.rl.staleness import publish_order, version_of_name
 from dialoop_services.runtime.durable import sync_tree, write_json
 from dialoop_services.trainer.job.placement import Split
 from dialoop_services.trainer.learner.learner_state import WEIGHTS
@@ -398,7 +399,7 @@ class Publisher:
 
 def policies_to_delete(policies: Iterable[Path], *, newest: int, every: int) -> list[Path]:
     """Return which policies go: all but the first, the `newest`, every n-th, and those kept."""
-    ordered = sorted(policies, key=_exported_at)
+    ordered = sorted(policies, key=_export_order)
     return [
         path
         for path in ordered[1:-newest]
@@ -417,7 +418,7 @@ def _largest_difference(own: Floats, theirs: Floats) -> float:
     return math.inf if math.isnan(difference) else difference
 
 
-def _exported_at(policy: Path) -> float:
-    """Return when the policy's weights were written; 0 if its export was cut short."""
-    files = (policy / name for name in (WEIGHTS, ADAPTER))
-    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+def _export_order(policy: Path) -> tuple[bool, tuple[int, int]]:
+    """Return the policy's place among all of its run; one that was cut short comes first."""
+    is_whole = any((policy / name).is_file() for name in (WEIGHTS, ADAPTER))
+    return is_whole, publish_order(version_of_name(policy.name))

@@ -17,6 +17,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from safetensors import SafetensorError
 
+from dialoop_services.rl.staleness import publish_order, version_of_name
 from dialoop_services.runtime.durable import named_failures, named_reads, sync_tree, write_json
 from dialoop_services.trainer.job.state import JobState
 
@@ -62,10 +63,8 @@ class Checkpoints:
         if not self._pointer.is_file():
             return []
         with named_reads(self._root):
-            saved = [path / "progress.json" for path in self._root.iterdir()]
-            saved = [path for path in saved if path.is_file()]
-            saved.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-        folders = [path.parent for path in saved]
+            folders = [p for p in self._root.iterdir() if (p / "progress.json").is_file()]
+        folders.sort(key=_saving_order, reverse=True)
         name = read_json(self._pointer).get("name", "")
         if self._root / name in folders:
             named = self._root / name
@@ -160,6 +159,17 @@ class Checkpoints:
         return directory
 
 
+def _saving_order(directory: Path) -> tuple[tuple[int, int], int, int, int, str]:
+    """Return the place of a checkpoint among those of its run; a damaged one comes first."""
+    progress = read_json(directory / "progress.json")
+    if "policy_version" not in progress:
+        return (-1, -1), 0, 0, 0, directory.name
+    order = publish_order(PolicyVersion(**progress["policy_version"]))
+    # A second one of the same step has "-2" at its end.
+    num_steps = (progress.get(f"num_{kind}_steps", 0) for kind in ("warm_start", "train"))
+    return order, *num_steps, len(directory.name), directory.name
+
+
 def _steps_in(directory: Path) -> int:
     return int(read_json(directory / "progress.json").get("num_train_steps", 0))
 
@@ -205,18 +215,12 @@ def lineage_after_restore(
     When newer versions were published and are now discarded, their numbers must not return with
     other weights, so a new lineage starts (main, main.1, main.2, ...).
     """
-    ages = [_age(version) for version in published if version is not None]
+    ages = [publish_order(version) for version in published if version is not None]
     newest_generation, number = max(ages, default=(0, 0))
-    if (newest_generation, number) <= _age(restored):
+    if (newest_generation, number) <= publish_order(restored):
         return restored
     base = restored.lineage.partition(".")[0]
     return PolicyVersion(lineage=f"{base}.{newest_generation + 1}", number=restored.number)
-
-
-def _age(version: PolicyVersion) -> tuple[int, int]:
-    """Return the sort key of a run's versions: (2, 7) for main.2-7."""
-    generation = version.lineage.partition(".")[2]
-    return int(generation) if generation.isdecimal() else 0, version.number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,15 +249,16 @@ def published_policy(run_dir: Path) -> LatestPolicy | None:
             sha256=data["sha256"],
         )
     weights = max(
-        policies.glob("*/*.safetensors"), key=lambda path: path.stat().st_mtime_ns, default=None
+        policies.glob("*/*.safetensors"),
+        key=lambda path: publish_order(version_of_name(path.parent.name)),
+        default=None,
     )
     if weights is None:
         return None
-    lineage, _, number = weights.parent.name.rpartition("-")
     with weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return LatestPolicy(
-        version=PolicyVersion(lineage=lineage, number=int(number)),
+        version=version_of_name(weights.parent.name),
         file_name=weights.name,
         sha256=digest,
     )

@@ -19,7 +19,7 @@ from dialoop_services.runtime.durable import named_failures, sync_file
 from dialoop_services.trainer.records.records import open_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from dialoop_services.trainer.recovery.checkpoint import Checkpoints
@@ -30,12 +30,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """A train step, a publish without one, or the result of an evaluation.
+    """A train step, a publish without one, groups dropped before a step, or an evaluation's result.
 
     policy_version: the version after it. trained: lease ids. dropped: lease ids by reason.
     candidates: metrics of the groups that were leased for the step, since the queue keeps only some
-    of them. evaluated: the train step after which an evaluation was due. judged: its result, None
-    if it failed.
+    of them. figures: what metrics need of groups dropped before the next step. num_in_a_row: groups
+    and batches without a signal in a row by then. num_empty_batches: of the whole job by then.
+    evaluated: the train step after which an evaluation was due. judged: its result, None if it
+    failed.
     """
 
     train_step: int
@@ -43,6 +45,9 @@ class JournalEntry:
     trained: tuple[str, ...] = ()
     dropped: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     candidates: Mapping[str, Any] = field(default_factory=dict)
+    figures: Sequence[list[dict[str, Any]]] = ()
+    num_in_a_row: tuple[int, int] = (0, 0)
+    num_empty_batches: int = 0
     evaluated: int | None = None
     judged: float | None = None
 
@@ -51,19 +56,29 @@ class JournalEntry:
         """Return all leases of the entry."""
         return self.trained + tuple(i for lease_ids in self.dropped.values() for i in lease_ids)
 
+    @property
+    def is_before_a_step(self) -> bool:
+        """Return whether it says only what was dropped before a train step."""
+        return bool(self.dropped) and not self.trained
+
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""
         version = {"lineage": self.policy_version.lineage, "number": self.policy_version.number}
         leases = {"trained": self.trained, "dropped": dict(self.dropped)}
         candidates = {"candidates": dict(self.candidates)} if self.candidates else {}
+        before = {
+            "figures": list(self.figures),
+            "num_in_a_row": self.num_in_a_row,
+            "num_empty_batches": self.num_empty_batches,
+        }
         evaluation = {"evaluated": self.evaluated, "judged": self.judged}
-        is_evaluation = self.evaluated is not None
         return {
             "train_step": self.train_step,
             **version,
             **leases,
             **candidates,
-            **(evaluation if is_evaluation else {}),
+            **(before if self.is_before_a_step else {}),
+            **(evaluation if self.evaluated is not None else {}),
         }
 
     @classmethod
@@ -75,6 +90,9 @@ class JournalEntry:
             trained=tuple(data["trained"]),
             dropped={reason: tuple(leases) for reason, leases in data["dropped"].items()},
             candidates=data.get("candidates", {}),
+            figures=data.get("figures", ()),
+            num_in_a_row=tuple(data.get("num_in_a_row", (0, 0))),
+            num_empty_batches=data.get("num_empty_batches", 0),
             evaluated=data.get("evaluated"),
             judged=data.get("judged"),
         )

@@ -95,10 +95,11 @@ class Recovery:
         recorded = self._records.recorded_versions()
         live = published_policy(self._settings.run_dir)
         for number, entry in enumerate(entries):
+            is_new = entry.policy_version != self._state.policy_version
             if not await self._recover(entry, is_recorded=entry.policy_version in recorded):
                 log.warning("A group to recover is gone.", extra={"train_step": entry.train_step})
                 return number
-            if live is not None and not await self._is_as_published(live):
+            if is_new and live is not None and not await self._is_as_published(live):
                 log.error(
                     "Recovered weights differ from the published ones.",
                     extra={"policy_version": str(live.version)},
@@ -110,6 +111,8 @@ class Recovery:
     async def _recover(self, entry: JournalEntry, *, is_recorded: bool) -> bool:
         """Repeat what one entry says; return False if the queue has lost its groups."""
         state = self._state
+        if entry.is_before_a_step:
+            self._steps.count_dropped(entry)
         if entry.evaluated is not None:
             self._schedule.mark_evaluated(entry.evaluated, judged=entry.judged, is_recovered=True)
             return True
@@ -125,7 +128,7 @@ class Recovery:
             state.num_policy_versions += 1
         if row and not is_recorded:
             await self._steps.record_recovered(batch, row)
-        await self._steps.drop(batch)
+        await self._steps.drop(batch, is_recovered=True)
         return True
 
     async def _batch(self, entry: JournalEntry) -> Batch | None:

@@ -16,7 +16,11 @@
 -- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order.
 -- If it refuses the request it returns {refused = reason, detail}.
 --
--- meta      hash: format, cursor, lineage, number, max_outstanding, order, token, epoch (the last)
+-- The ledger's clock goes with the server's, but never backwards, and between two calls by at most
+-- MAX_STEP_MS: if the server's clock jumps, or Redis was away, no lease runs out for it.
+--
+-- meta      hash: format, cursor, lineage, number, max_outstanding, order, token, epoch (the last),
+--           clock ("<server's ms>:<ledger's ms>")
 -- lineages  hash: lineage -> highest number announced
 -- counts    hash: "<purpose>:<state>", "<purpose>:dropped:<reason>", "<purpose>:t:...", ...
 -- tasks     hash: task id -> beginning of its serialised group, with the task, until it closes
@@ -45,18 +49,28 @@ local function key(name) return KEYS[1] .. name end
 
 local call = cjson.decode(ARGV[2])
 local limits = call.limits
-local now = tonumber(ARGV[1])
-if not now then
-  local time = redis.call('TIME')
-  now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-end
 
 local function meta(field) return redis.call('HGET', key('meta'), field) or '' end
 local function set_meta(field, value) redis.call('HSET', key('meta'), field, value) end
 
+local MAX_STEP_MS = 10000
+local format, clock = unpack(redis.call('HMGET', key('meta'), 'format', 'clock'))
+local now, new_clock = tonumber(ARGV[1]), nil
+if not now then
+  local time = redis.call('TIME')
+  local server = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+  local server_then, now_then = string.match(clock or '', '^(%d+):(%d+)$')
+  local passed = server - (tonumber(server_then) or server)
+  now = (tonumber(now_then) or server) + math.max(0, math.min(passed, MAX_STEP_MS))
+  -- Not at every call: a call that changes nothing else need not wait for the disk.
+  if not server_then or passed < 0 or passed >= 1000 then
+    new_clock = string.format('%.0f:%.0f', server, now)
+  end
+end
+
 -- Groups are kept as protobuf wrote them, so what another format wrote cannot be read.
 local FORMAT = '3'
-if meta('format') ~= FORMAT and redis.call('EXISTS', key('ledger')) == 1 then
+if format ~= FORMAT and redis.call('EXISTS', key('ledger')) == 1 then
   return {cjson.encode({refused = 'STORE_FORMAT'})}
 end
 
@@ -139,6 +153,10 @@ local function flush()
     if by ~= 0 then redis.call('HINCRBY', key('counts'), field, by) end
   end
   if order then set_meta('order', string.format('%.0f', order)) end
+  if new_clock and redis.call('EXISTS', key('meta')) == 1 then
+    redis.call('HDEL', key('meta'), 'clock') -- first, so that a full Redis lets it go on
+    set_meta('clock', new_clock)
+  end
   new_members, changed, added, order = {}, {}, {}, nil
 end
 
