@@ -103,11 +103,16 @@ def _unary(stub: EnvironmentServiceStub) -> Sender:
 
 
 class _Stream:
-    """Sends requests over one stream, and gives each caller its answer."""
+    """Sends requests over one stream, and gives each caller its answer.
+
+    Where the service does so too, what is asked at the same time goes in one message, as
+    `dialoop.clients.interact` does.
+    """
 
     def __init__(self, stub: EnvironmentServiceStub) -> None:
         self._outbox: asyncio.Queue[pb.InteractRequest] = asyncio.Queue()
         self._waiting: dict[str, asyncio.Future[Any]] = {}
+        self._speaks_items = False
         self._call = stub.Interact(self._requests(), metadata=METADATA)
         self._reading = asyncio.create_task(self._read())
 
@@ -123,13 +128,21 @@ class _Stream:
 
     async def _requests(self) -> AsyncIterator[pb.InteractRequest]:
         while True:
-            yield await self._outbox.get()
+            request = await self._outbox.get()
+            if self._speaks_items:
+                others = [self._outbox.get_nowait() for _ in range(self._outbox.qsize())]
+                yield pb.InteractRequest(items=[request, *others])
+            else:
+                request.takes_items = True
+                yield request
 
     async def _read(self) -> None:
-        async for response in self._call:
-            if response.HasField("error"):
-                raise RuntimeError(response.error.message)
-            self._waiting.pop(response.request_id).set_result(response)
+        async for message in self._call:
+            self._speaks_items |= bool(message.items)
+            for response in message.items or (message,):
+                if response.HasField("error"):
+                    raise RuntimeError(response.error.message)
+                self._waiting.pop(response.request_id).set_result(response)
 
 
 class _Batch:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 INTERACT: Rpc[Any, Any] = Rpc(
     "/dialoop.v1.EnvironmentService/Interact", pb.InteractRequest, pb.InteractResponse
 )
+# A message takes no further request once it has this size, so that the service can read it.
+_MAX_BYTES = 1_000_000
 
 
 class InteractiveSessions:
@@ -52,6 +54,8 @@ class InteractiveSessions:
         # Filled by calls, which then wait for their answers; drained by the stream.
         self._outbox: asyncio.Queue[pb.InteractRequest] = asyncio.Queue()
         self._waiting: dict[str, asyncio.Future[pb.InteractResponse]] = {}
+        # Whether the service reads and writes several requests and answers in one message.
+        self._speaks_items = False
         self._broken: DialoopError | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -132,17 +136,30 @@ class InteractiveSessions:
         return response
 
     async def _requests(self) -> AsyncIterator[pb.InteractRequest]:
+        """Yield what calls ask; several in one message once the service has answered so."""
         while True:
-            yield await self._outbox.get()
+            request = await self._outbox.get()
+            if not self._speaks_items:
+                request.takes_items = True
+                yield request
+                continue
+            message, size = pb.InteractRequest(items=[request]), request.ByteSize()
+            while not self._outbox.empty() and size < _MAX_BYTES:
+                request = self._outbox.get_nowait()
+                message.items.append(request)
+                size += request.ByteSize()
+            yield message
 
     async def _read(self) -> None:
         """Hand answers to those who wait for them, until the stream breaks."""
         broken: DialoopError = Unavailable("The stream ended.", reason=Reason.STREAM_ENDED)
         try:
-            async for answer in self._channel.exchange(INTERACT, self._requests()):
-                waiting = self._waiting.get(answer.request_id)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answer)
+            async for message in self._channel.exchange(INTERACT, self._requests()):
+                self._speaks_items |= bool(message.items)
+                for answer in message.items or (message,):
+                    waiting = self._waiting.get(answer.request_id)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(answer)
         except DialoopError as error:
             broken = error
         finally:

@@ -454,34 +454,40 @@ class BatchStepItem(_message.Message):
     def __init__(self, response: _Optional[_Union[StepResponse, _Mapping]] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
 
 class InteractRequest(_message.Message):
-    __slots__ = ("request_id", "create_session", "reset", "step", "close_session")
+    __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "items", "takes_items")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CREATE_SESSION_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ITEMS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     create_session: CreateSessionRequest
     reset: ResetRequest
     step: StepRequest
     close_session: CloseSessionRequest
-    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionRequest, _Mapping]] = ...) -> None: ...
+    items: _containers.RepeatedCompositeFieldContainer[InteractRequest]
+    takes_items: bool
+    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionRequest, _Mapping]] = ..., items: _Optional[_Iterable[_Union[InteractRequest, _Mapping]]] = ..., takes_items: bool = ...) -> None: ...
 
 class InteractResponse(_message.Message):
-    __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "error")
+    __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "error", "items")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CREATE_SESSION_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     create_session: CreateSessionResponse
     reset: ResetResponse
     step: StepResponse
     close_session: CloseSessionResponse
     error: ItemError
-    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionResponse, _Mapping]] = ..., reset: _Optional[_Union[ResetResponse, _Mapping]] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionResponse, _Mapping]] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
+    items: _containers.RepeatedCompositeFieldContainer[InteractResponse]
+    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionResponse, _Mapping]] = ..., reset: _Optional[_Union[ResetResponse, _Mapping]] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionResponse, _Mapping]] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ..., items: _Optional[_Iterable[_Union[InteractResponse, _Mapping]]] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
     __slots__ = ("session_id",)

@@ -14,6 +14,7 @@ from dialoop.wire import chat_history_from_proto, sampling_from_proto, trajector
 from dialoop.wire.runs import text_history_to_proto, trials_to_proto
 
 from dialoop_services.environment import encoding
+from dialoop_services.environment.interaction import Interaction
 from dialoop_services.runtime.calls import announce_start
 from dialoop_services.runtime.errors import public_error
 
@@ -155,29 +156,13 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return batch
 
     async def Interact(self, requests: AsyncIterator[pb.InteractRequest], context: Any) -> None:
-        # What can be answered at once is answered before the next request is read, so it needs no
-        # task. A request that has to wait takes one of `places` until its answer is written, and
-        # without a free place nothing more is read: the client has to wait then. `context.write`
-        # and not `yield`, because answers come from several tasks.
-        places = asyncio.Semaphore(self._max_concurrent_items)
-        writing = asyncio.Lock()
+        async def answer(request: pb.InteractRequest) -> pb.InteractResponse:
+            return await self._interact(request, context)
 
-        async def answer(request: pb.InteractRequest) -> None:
-            response = await self._interact(request, context)
-            async with writing:
-                await context.write(response)
-            places.release()
-
-        async with asyncio.TaskGroup() as answers:
-            async for request in requests:
-                response = self._interact_at_once(request)
-                if response is None:
-                    await places.acquire()
-                    answers.create_task(answer(request))
-                    await asyncio.sleep(0)  # it begins now, so that no later step overtakes it
-                else:
-                    async with writing:
-                        await context.write(response)
+        stream = Interaction(
+            context, self._interact_at_once, answer, max_waiting=self._max_concurrent_items
+        )
+        await stream.play(requests)
 
     async def StepHistory(
         self, request: pb.StepHistoryRequest, context: Any
@@ -271,16 +256,15 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             response.error.CopyFrom(encoding.item_error(public_error(error)))
         return response
 
-    def _interact_at_once(self, request: pb.InteractRequest) -> pb.InteractResponse | None:
-        """Return the answer, or the error, of a step for which nothing has to wait; else None."""
+    def _interact_at_once(self, request: pb.InteractRequest, response: pb.InteractResponse) -> bool:
+        """Write the answer, or the error, of a step for which nothing has to wait."""
         if request.WhichOneof("request") != "step":
-            return None
-        response = pb.InteractResponse(request_id=request.request_id)
+            return False
         try:
-            return response if self._put_at_once(request.step, response.step) else None
+            return self._put_at_once(request.step, response.step)
         except Exception as error:
             response.error.CopyFrom(encoding.item_error(public_error(error)))
-            return response
+            return True
 
     async def _each(
         self,

@@ -111,3 +111,61 @@ async def test_no_more_is_read_while_all_places_wait():
     Held.let_go.set()
     await playing
     assert len(written.answers) == 3
+
+
+async def open_sessions(service: EnvironmentServicer, *names: str) -> None:
+    openings = [request for name in names for request in requests_to_open(name, "plain")]
+    await service.Interact(stream_of(openings), Written())
+
+
+async def test_requests_in_one_message_are_answered_in_one_message():
+    service, written = servicer(), Written()
+    await open_sessions(service, "a", "b")
+    unknown = pb.InteractRequest(request_id="empty")
+    together = pb.InteractRequest(takes_items=True, items=[step("a"), unknown, step("b")])
+    await service.Interact(stream_of([together]), written)
+    steps, (error,) = (
+        [item for message in written.answers for item in message.items if item.HasField(kind)]
+        for kind in ("step", "error")
+    )
+    assert [item.request_id for item in steps] == ["a step", "b step"]
+    assert (error.request_id, error.error.reason) == ("empty", "INVALID_INPUT")
+    assert len(written.answers) == 2  # an error is no step: it came from a task
+
+
+async def test_a_caller_that_does_not_take_items_gets_each_answer_alone():
+    service, written = servicer(), Written()
+    await open_sessions(service, "a", "b")
+    await service.Interact(stream_of([pb.InteractRequest(items=[step("a"), step("b")])]), written)
+    assert [answer.request_id for answer in written.answers] == ["a step", "b step"]
+    assert not any(answer.items for answer in written.answers)
+
+
+async def test_long_answers_are_written_one_by_one():
+    service, written = servicer(), Written()
+    await open_sessions(service, "a", "b")
+    steps = [step("a"), step("b")]
+    for request in steps:
+        request.step.whole_prompt = True
+        request.step.history.response.messages[0].content = "7" * 600_000
+    await service.Interact(stream_of([pb.InteractRequest(takes_items=True, items=steps)]), written)
+    assert [answer.request_id for answer in written.answers] == ["a step", "b step"]
+    assert all(len(answer.SerializeToString()) > 600_000 for answer in written.answers)
+
+
+async def test_answers_that_become_ready_while_one_is_written_go_together():
+    Held.let_go = asyncio.Event()
+    service, written = servicer(), Written()
+    openings = [request for name in "hijk" for request in requests_to_open(name, "held")]
+    await service.Interact(stream_of(openings), written)
+    written.answers.clear()
+    together = pb.InteractRequest(takes_items=True, items=[step(name) for name in "hijk"])
+    playing = asyncio.create_task(service.Interact(stream_of([together]), written))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not written.answers
+    Held.let_go.set()
+    await playing
+    ids = [item.request_id for message in written.answers for item in message.items]
+    assert sorted(ids) == [f"{name} step" for name in "hijk"]
+    assert len(written.answers) < 4
