@@ -141,6 +141,13 @@ def _libraries() -> list[MachineCheck]:
             "pip install 'dialoop-services[trainer,inference]'",
         ),
         ("vllm", "vllm", 'engine = "vllm"', False, "make setup"),
+        (
+            "openai",
+            "openai",
+            'engine = "openai", and policies behind an endpoint',
+            False,
+            'pip install "dialoop[endpoint]"',
+        ),
         ("fastapi", "fastapi", "REST", False, "pip install fastapi uvicorn"),
     )
     return [

@@ -153,7 +153,7 @@ def _model_dir(arguments: argparse.Namespace, scratch: Path) -> Path | None:
     named = Path(arguments.policy)
     if _is_url(arguments.policy):
         return None
-    if (named / "config.json").is_file():
+    if any((named / name).is_file() for name in ("config.json", "tokenizer.json")):
         return named.resolve()
     source = _run_of(arguments)
     if source is None:
@@ -214,6 +214,8 @@ async def _serving(arguments: argparse.Namespace, model_dir: Path, log: Path) ->
         "PORT": str(port),
         "MAX_NUM_SEQS": str(max(1, arguments.concurrency)),
     }
+    if arguments.engine_option:
+        settings["ENGINE_OPTIONS"] = json.dumps(options_of(arguments.engine_option))
     if arguments.max_model_len:
         settings["MAX_MODEL_LEN"] = str(arguments.max_model_len)
     variables = {f"DIALOOP_INFERENCE_{name}": value for name, value in settings.items()}

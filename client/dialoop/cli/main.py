@@ -256,6 +256,13 @@ def _add_eval(commands: Commands) -> None:
     evaluate.add_argument(
         "--engine", default="transformers", help="engine for a model directory (transformers)"
     )
+    evaluate.add_argument(
+        "--engine-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the engine, as url=http://127.0.0.1:8000/v1 with --engine openai",
+    )
     evaluate.add_argument("--max-model-len", type=int, help="the engine's longest sequence")
     evaluate.add_argument("--fresh", action="store_true", help="replace an earlier evaluation")
     evaluate.add_argument("--json", action="store_true", help="print the results as JSON")

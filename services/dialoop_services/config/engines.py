@@ -92,6 +92,7 @@ class EngineFacts:
     is missing. cpu_only: it never computes on a CUDA device. in_process: it can share a process
     with the other services. num_spare_positions: so many of the model's positions it keeps free.
     keeps_experts_on_cpu: on a CPU a mixture of experts goes on with the experts it started with.
+    loads_weights: whether it can load what a trainer publishes.
     takes_options: whether [inference.engine] may say anything. options_from: the module and class
     whose annotated fields are its options; empty where the engine itself checks them. refused: for
     each option, or pattern of options, that it may not say, the reason and what to do.
@@ -105,6 +106,7 @@ class EngineFacts:
     in_process: bool = True
     num_spare_positions: int = 0
     keeps_experts_on_cpu: bool = False
+    loads_weights: bool = True
     takes_options: bool = True
     options_from: tuple[str, str] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -131,6 +133,14 @@ ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
             install="Run `pip install 'dialoop-services[trainer,inference]'`.",
             cpu_only=True,
             takes_options=False,
+        ),
+        "openai": EngineFacts(
+            path="dialoop_services.inference.outside_engine:OutsideEngine",
+            packages={"openai": ("openai",)},
+            install='Run `pip install "dialoop[endpoint]"`.',
+            in_process=False,
+            loads_weights=False,
+            options_from=("dialoop_services.config.outside", "OutsideServer"),
         ),
     }
 )

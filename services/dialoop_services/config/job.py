@@ -175,7 +175,8 @@ class JobConfig(Section):
     """Seed of the tiny model, demonstrations, task order and sampling. The variable SEED overrides
     it."""
     engine: EngineName = "vllm"
-    """Engine that samples: "vllm", "transformers", or the import path of yours, module:Class."""
+    """Engine that samples: "vllm", "transformers", "openai" (a server that Dialoop does not run; it
+    is not trained), or the import path of yours, module:Class."""
     dtype: Dtype = "float32"
     """Number format of the trainer's weights: "float32" or "bfloat16". Log-probs of engine and
     trainer agree to 1e-4 in float32 only."""
@@ -276,6 +277,22 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _require_options_of_the_engine(self) -> JobConfig:
         require_options(self.engine, self.inference.engine)
+        return self
+
+    @model_validator(mode="after")
+    def _require_temperature_of_an_outside_reference(self) -> JobConfig:
+        server, temperature = self.scorer.reference_server, self.collector.temperature
+        is_used = self.scorer.reference_logprobs or self.scorer.kl_coefficient
+        if server is not None and is_used and temperature != 1.0:
+            raise ValueError(
+                f"temperature is {temperature:g} in [collector], and reference_server in [scorer] "
+                "scores at temperature 1: set temperature to 1, or name a reference_model instead"
+            )
+        if server is not None and self.scorer.reference_model:
+            raise ValueError(
+                "reference_model and reference_server in [scorer] say the same: leave one out; the "
+                "server's model must have the tokenizer of the policy"
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from dialoop_services.config.losses import facts_of
+from dialoop_services.config.outside import OutsideServer
 from dialoop_services.config.tables import Dtype
 from dialoop_services.config.values import FilePath, Section
 
@@ -20,7 +21,9 @@ class ScorerModel(Section):
     id: str = Field(min_length=1)
     """Name of the model in requests; "reference" is taken."""
     directory: FilePath = Field(min_length=1)
-    """Hugging Face model directory."""
+    """Hugging Face model directory; with `server`, that of its tokenizer."""
+    server: OutsideServer | None = None
+    """Server of OpenAI's API that has the model, as {url, model}; absent: it is loaded here."""
 
 
 class RewardSpec(Section):
@@ -62,9 +65,12 @@ class ScorerFields(Section):
     """Coefficient c of the reward -c * KL(policy, reference model) of each token; 0: none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How the KL in the reward is estimated from sampled tokens: "k1", "k2" or "k3"."""
+    reference_server: OutsideServer | None = None
+    """Server of OpenAI's API that has the reference or teacher model, as {url, model}; absent: it
+    is loaded here. It scores at temperature 1 alone."""
     models: tuple[ScorerModel, ...] = ()
     """Models beside the reference model whose log-probs and KL ScorerService gives: {id,
-    directory}."""
+    directory} or {id, directory, server}."""
     dtype: Dtype = "float32"
     """Number format of the reference model: "float32" or "bfloat16"."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")

@@ -65,16 +65,18 @@ async def serve() -> None:
 
 async def serve_in(host: Host, settings: InferenceSettings) -> None:
     """Serve until the host says stop or the engine dies."""
-    if not (settings.model_dir / "config.json").is_file():
+    loads_weights = facts_of_engine(settings.engine).loads_weights
+    needed = "config.json" if loads_weights else "tokenizer.json"
+    if not (settings.model_dir / needed).is_file():
         raise InvalidConfig(
-            f"There is no model in {settings.model_dir}.",
+            f"There is no {needed} in {settings.model_dir}.",
             remedy="Set DIALOOP_INFERENCE_MODEL_DIR to a Hugging Face model directory.",
         )
     own_data_plane = load_data_plane(settings.data_plane)
     renderer = Renderer.of(settings.model_dir)
     server = host.server
     async with (
-        _model_digests(settings.model_dir) as model_digests,  # while the engine starts
+        _model_digests(settings.model_dir, loads_weights) as model_digests,  # beside the start
         lease_device(settings.device_lock) as lease,
         _engine(settings) as engine,
     ):
@@ -130,7 +132,7 @@ def _add_servicers(
     servicer = InferenceServicer(
         replica,
         renderer,
-        num_parameters=num_parameters(settings.model_dir),
+        num_parameters=_num_parameters(settings),
         max_new_tokens=settings.max_new_tokens,
         store=store,
         contexts=contexts,
@@ -222,9 +224,20 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
     return not task.cancelled() and task.exception() is not None
 
 
+def _num_parameters(settings: InferenceSettings) -> int:
+    """Return the number of the model's parameters; 0 where its weights are outside."""
+    is_here = facts_of_engine(settings.engine).loads_weights
+    return num_parameters(settings.model_dir) if is_here else 0
+
+
 @asynccontextmanager
-async def _model_digests(model_dir: Path) -> AsyncIterator[asyncio.Task[ModelDigests]]:
-    reading = asyncio.create_task(ModelDigests.of(model_dir))
+async def _model_digests(
+    model_dir: Path, loads_weights: bool
+) -> AsyncIterator[asyncio.Task[ModelDigests]]:
+    """Yield the digests that are being read; none of weights that are outside."""
+    reading = asyncio.create_task(
+        ModelDigests.of(model_dir) if loads_weights else asyncio.sleep(0, ModelDigests())
+    )
     try:
         yield reading
     finally:

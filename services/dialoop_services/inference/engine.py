@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 BASE_VERSION = PolicyVersion(lineage="base", number=0)
 """The version of a model directory's own weights."""
+OUTSIDE_VERSION = PolicyVersion(lineage="outside", number=0)
+"""The version of weights that are on a server which Dialoop does not run."""
 
 MIN_TEMPERATURE = 0.01
 """Below this vLLM would silently sample at another temperature; 0 is greedy."""
@@ -193,6 +195,17 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Release threads, processes and memory."""
         ...
+
+
+@runtime_checkable
+class OutsideWeights(Protocol):
+    """An engine whose weights are on a server that Dialoop does not run.
+
+    It serves OUTSIDE_VERSION, and refuses `load_weights` with Unsupported before anything changes.
+    What its server cannot do it refuses with Unsupported too, and never answers otherwise.
+    """
+
+    weights_are_outside: bool
 
 
 @runtime_checkable
@@ -446,4 +459,14 @@ def engine_stopped() -> Unavailable:
     """Return the error of a request that finds the engine stopped."""
     return Unavailable(
         "The engine stopped.", reason=Reason.NOT_READY, remedy="Try another replica."
+    )
+
+
+def loads_refused(engine: str) -> Unsupported:
+    """Return the error of a publish to an engine whose weights are elsewhere."""
+    return Unsupported(
+        f"The engine {engine} samples from a server whose weights Dialoop does not set.",
+        reason=Reason.UNSUPPORTED,
+        remedy='Train with engine = "vllm" or "transformers"; use this one for evaluations and '
+        "teachers.",
     )

@@ -27,7 +27,8 @@ class InferenceSettings(JobSettings, InferenceFields):
     model_dir: Path
     """Hugging Face model directory with its tokenizer."""
     engine: str = job_key("engine")
-    """Engine that samples: "vllm", "transformers", or the import path of yours, module:Class."""
+    """Engine that samples: "vllm", "transformers", "openai" (a server that Dialoop does not run; it
+    is not trained), or the import path of yours, module:Class."""
     engine_options: dict[str, Any] = job_key("inference.engine")
     """Further options of the engine under its own names, as JSON: {"block_size": 32}."""
     seed: int = job_key("seed")

@@ -13,6 +13,7 @@ from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_serv
 from dialoop_services.config.scorer_tables import REFERENCE
 from dialoop_services.runtime import Host, OwnProcess, load, run
 from dialoop_services.scorer.estimator import load_estimator
+from dialoop_services.scorer.outside_reference import load_outside_reference
 from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.rewards import KlPenalty, load_rewards
 from dialoop_services.scorer.scoring import Scoring
@@ -21,6 +22,7 @@ from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
 
 if TYPE_CHECKING:
+    from dialoop_services.config.outside import OutsideServer
     from dialoop_services.scorer.reference_batches import Reference
 
 
@@ -47,12 +49,12 @@ async def serve_in(host: Host, settings: ScorerSettings) -> None:
 
 def make_scorer(settings: ScorerSettings) -> Scorer:
     """Return the scorer that the settings describe; load the reference now if scoring needs it."""
-    directories = {model.id: Path(model.directory) for model in settings.models}
+    places = {model.id: (Path(model.directory), model.server) for model in settings.models}
     if settings.model_dir is not None:
-        directories[REFERENCE] = settings.model_dir
+        places[REFERENCE] = settings.model_dir, settings.reference_server
     models = {
-        name: ReferenceBatches(partial(_load_model, directory, settings))
-        for name, directory in directories.items()
+        name: ReferenceBatches(partial(_load_model, directory, server, settings))
+        for name, (directory, server) in places.items()
     }
     reference = models.get(REFERENCE)
     if reference is not None and settings.needs_reference:
@@ -71,7 +73,11 @@ def make_scorer(settings: ScorerSettings) -> Scorer:
     return Scorer(scoring, models, max_groups=settings.max_groups)
 
 
-def _load_model(directory: Path, settings: ScorerSettings) -> Reference:
+def _load_model(
+    directory: Path, server: OutsideServer | None, settings: ScorerSettings
+) -> Reference:
+    if server is not None:
+        return load_outside_reference(server, directory)
     # Imported only here, so that a scorer without a model runs without torch.
     from dialoop_services.scorer.reference import load_reference
 

@@ -153,6 +153,14 @@ def _check_engine(config: JobConfig) -> None:
                 reason=facts.reason,
                 remedy=facts.install,
             )
+    if not facts.loads_weights:
+        raise InvalidConfig(
+            f'engine is "{config.engine}", whose weights are on a server that no job can train.',
+            reason=Reason.MODEL_NOT_PUBLISHABLE,
+            remedy='Set engine = "vllm" or "transformers". To evaluate what the server has, run '
+            f"`dialoop eval ... --engine {config.engine}`; as a teacher, name it as "
+            "reference_server in [scorer].",
+        )
     # Only the inference service imports an engine of the user's own, which may need torch.
     module, _, _ = facts.path.partition(":")
     if config.engine not in ENGINES and find_module(module) is None:

@@ -80,7 +80,7 @@ class LoadsNothing(TransformersEngine):
     ("engine", "broken"),
     [
         (Mislabels, "logprobs"),
-        (ForgetsTemperature, "sample"),
+        (ForgetsTemperature, "sample: temperature"),
         (KeepsTheAdapter, "adapters"),
         (LoadsNothing, "load"),
     ],

@@ -15,6 +15,7 @@ from dialoop_services.config.job import JobConfig
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.runtime.settings import load
 from dialoop_services.stack.devices import Node, plan_devices
+from dialoop_services.stack.preflight import mistakes_in
 from dialoop_services.trainer.settings import TrainerSettings
 
 
@@ -137,3 +138,28 @@ def test_the_options_of_the_docs_are_taken() -> None:
     text = page.split("<!-- test: engine_options -->\n```toml\n")[1].split("```")[0]
     config = parse_config(tomllib.loads(text), source="docs/configuration.md")
     assert (config.inference.num_devices, len(config.inference.engine)) == (2, 3)
+
+
+OUTSIDE = {"engine": "openai", "inference": {"engine": {"url": "http://127.0.0.1:1/v1"}}}
+
+
+def test_a_job_cannot_train_what_a_server_outside_has() -> None:
+    config = parse_config(OUTSIDE | {"store": "memory"}, source="job.toml")
+    mistakes = [error.message for error in mistakes_in(config)]
+    assert any("no job can train" in mistake for mistake in mistakes)
+    with pytest.raises(InvalidConfig, match="uri is no option"):
+        parse_config({"engine": "openai", "inference": {"engine": {"uri": "x"}}}, source="job.toml")
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentence"),
+    [
+        ({"collector": {"temperature": 0.7}}, "scores at temperature 1"),
+        ({"scorer": {"reference_model": "models/teacher"}}, "say the same"),
+    ],
+)
+def test_a_teacher_outside_scores_at_temperature_1_alone(tables, sentence) -> None:
+    server = {"reference_server": {"url": "http://127.0.0.1:1/v1"}, "reference_logprobs": True}
+    scorer = server | tables.get("scorer", {})
+    with pytest.raises(InvalidConfig, match=sentence):
+        parse_config(tables | {"scorer": scorer}, source="job.toml")

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from dialoop.cli.play import options_of
 from dialoop.errors import DialoopError
 
 from dialoop_services.inference.conformance.running import check_engine
@@ -28,11 +29,23 @@ def main() -> int:
     parser.add_argument(
         "--model-dir", type=Path, help="a model to check with; a tiny one if absent"
     )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of [inference.engine], as url=http://127.0.0.1:8000/v1",
+    )
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path.cwd()))
     with tempfile.TemporaryDirectory() as folder:
-        check = check_engine(arguments.engine, folder=Path(folder), model_dir=arguments.model_dir)
         try:
+            check = check_engine(
+                arguments.engine,
+                folder=Path(folder),
+                model_dir=arguments.model_dir,
+                own=options_of(arguments.option),
+            )
             findings = asyncio.run(check)
         except DialoopError as error:
             sys.stderr.write(f"{error.message} {error.remedy}\n")

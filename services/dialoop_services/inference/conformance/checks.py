@@ -33,6 +33,8 @@ from dialoop_services.inference.conformance.bench import (
 )
 from dialoop_services.inference.engine import (
     BASE_VERSION,
+    OUTSIDE_VERSION,
+    OutsideWeights,
     StopTokens,
     SupportsAdapters,
     SupportsPause,
@@ -58,9 +60,10 @@ async def _status(bench: EngineBench) -> str:
         engine.max_model_len == bench.options.max_model_len,
         f"max_model_len is {engine.max_model_len}; asked were {bench.options.max_model_len}.",
     )
+    fresh = OUTSIDE_VERSION if isinstance(engine, OutsideWeights) else BASE_VERSION
     require(
-        engine.policy_version == BASE_VERSION,
-        f"A fresh engine serves {engine.policy_version}, not {BASE_VERSION}.",
+        engine.policy_version == fresh,
+        f"A fresh engine serves {engine.policy_version}, not {fresh}.",
     )
     return f"{engine.name} {engine.version}"
 
@@ -71,15 +74,14 @@ async def _logprobs(bench: EngineBench) -> str:
     return f"{len(PROMPTS)} rows"
 
 
-async def _sample(bench: EngineBench) -> str:
-    """Check sampled log-probs at two temperatures, of requests that run at the same time."""
-    for temperature in (1.0, 0.7):
-        samples = await asyncio.gather(
-            *(bench.sample(ids, temperature=temperature, seed=3) for ids in PROMPTS)
-        )
-        for ids, sampled in zip(PROMPTS, samples, strict=True):
-            bench.require_own(ids, sampled, temperature=temperature)
-    return "two temperatures"
+async def _sample(bench: EngineBench, *, temperature: float = 1.0) -> str:
+    """Check sampled log-probs of requests that run at the same time."""
+    samples = await asyncio.gather(
+        *(bench.sample(ids, temperature=temperature, seed=3) for ids in PROMPTS)
+    )
+    for ids, sampled in zip(PROMPTS, samples, strict=True):
+        bench.require_own(ids, sampled, temperature=temperature)
+    return f"temperature {temperature}"
 
 
 async def _greedy(bench: EngineBench) -> str:
@@ -356,6 +358,7 @@ CORE: Mapping[str, Run] = {
     "status": _status,
     "logprobs": _logprobs,
     "sample": _sample,
+    "sample: temperature": partial(_sample, temperature=0.7),
     "sample: greedy": _greedy,
     "sample: seeds": _seeds,
     "sample: stop tokens": _stops,
@@ -366,6 +369,8 @@ CORE: Mapping[str, Run] = {
     "load: bad weights": _bad_weights,
 }
 """What every engine must do, in the order in which it is checked."""
+REFUSABLE = ("logprobs", "sample: temperature", "load")
+"""What an engine whose weights are outside may refuse by name, with Unsupported."""
 CAPABILITIES: Mapping[str, tuple[type, Run]] = {
     "streaming": (SupportsStreaming, _streaming),
     "top log-probs": (SupportsTopLogprobs, _top_logprobs),

@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dialoop.conformance.checks import Finding
 from dialoop.conformance.play import Broken
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, Unsupported
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 
 from dialoop_services.config.engines import ENGINES, facts_of_engine
 from dialoop_services.inference.conformance.bench import RANK, EngineBench, reference
-from dialoop_services.inference.conformance.checks import CAPABILITIES, CORE, Run, close_twice
-from dialoop_services.inference.engine import Engine, EngineOptions
+from dialoop_services.inference.conformance.checks import (
+    CAPABILITIES,
+    CORE,
+    REFUSABLE,
+    Run,
+    close_twice,
+)
+from dialoop_services.inference.engine import Engine, EngineOptions, OutsideWeights
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
 from dialoop_services.learning.model.families import make_family
 
+_REFUSED = "refused by name,"
 _WIDE = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}  # as vLLM needs on a CPU
 
 
 async def check_engine(
-    engine: str, *, folder: Path, model_dir: Path | None = None
+    engine: str,
+    *,
+    folder: Path,
+    model_dir: Path | None = None,
+    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Finding, ...]:
     """Start the engine of that name or import path and run every check on it.
 
     folder: where the kit writes models and weights. model_dir: a model to check with; a tiny one
-    of the kit's own if it is left out. Raises InvalidConfig (ENGINE_NOT_FOUND).
+    of the kit's own if it is left out. own: options as [inference.engine] gives them. An engine
+    whose weights are outside may refuse what REFUSABLE lists; the finding says what it refused with
+    which reason. Raises InvalidConfig (ENGINE_NOT_FOUND).
     """
     model_dir = model_dir or make_family("qwen2", folder / "model", fields=_WIDE)
-    async with _bench(engine, model_dir, folder) as bench:
-        findings = [await _finding(name, check, bench) for name, check in CORE.items()]
+    async with _bench(engine, model_dir, folder, own) as bench:
+        findings: list[Finding] = []
+        for name, check in CORE.items():
+            before = [each for each in findings if name.startswith(f"{each.check}: ")]
+            is_refused = any(each.note.startswith(_REFUSED) for each in before)
+            findings.append(
+                Finding(check=name, note=before[0].note)
+                if is_refused
+                else await _finding(name, check, bench)
+            )
         for name, (protocol, check) in CAPABILITIES.items():
             if isinstance(bench.engine, protocol):
                 findings.append(await _finding(name, check, bench))
@@ -44,7 +66,9 @@ async def check_engine(
 
 
 @asynccontextmanager
-async def _bench(engine: str, model_dir: Path, folder: Path) -> AsyncIterator[EngineBench]:
+async def _bench(
+    engine: str, model_dir: Path, folder: Path, own: Mapping[str, Any]
+) -> AsyncIterator[EngineBench]:
     kind: Any = load_attribute(
         facts_of_engine(engine).path,
         what="engine",
@@ -52,7 +76,7 @@ async def _bench(engine: str, model_dir: Path, folder: Path) -> AsyncIterator[En
         built_in=ENGINES,
     )
     adapters = AdapterLimits(max_adapters=1, max_rank=2 * RANK)
-    options = EngineOptions(max_model_len=64, max_num_seqs=4, adapters=adapters)
+    options = EngineOptions(max_model_len=64, max_num_seqs=4, adapters=adapters, own=own)
     running: Engine = await kind.start(model_dir, options)
     try:
         yield EngineBench(engine=running, model_dir=model_dir, folder=folder, options=options)
@@ -66,6 +90,10 @@ async def _finding(name: str, check: Run, bench: EngineBench) -> Finding:
         return Finding(check=name, note=await check(bench))
     except Broken as broken:
         return Finding(check=name, problem=broken.problem, remedy=broken.remedy)
+    except Unsupported as error:
+        if name in REFUSABLE and isinstance(bench.engine, OutsideWeights):
+            return Finding(check=name, note=f"{_REFUSED} {error.reason}: {error.message}")
+        return Finding(check=name, problem=f"It is refused: {error.message}", remedy=error.remedy)
     except DialoopError as error:
         problem = f"It raises {type(error).__name__}: {error.message}"
         return Finding(check=name, problem=problem, remedy=error.remedy)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from dialoop.trajectory import SamplingParams
 
-    from dialoop_services.inference.engine import OnTokens, Sampled, TokenChunk
+    from dialoop_services.inference.engine import OnTokens, Sampled, StopTokens, TokenChunk
     from dialoop_services.inference.recordings.store import CallPrompt, CallRecord, Recording
     from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
@@ -60,6 +60,13 @@ class PromptJob:
     reader: Reader
     recording: Recording | None
     call: CallRecord | None
+    stop_ids: tuple[int, ...] = ()
+    ignores_end: bool = False
+
+    def stop_tokens(self, stop: StopTokens) -> StopTokens:
+        """Return what ends an answer: `stop`, or without the end of turn, and further tokens."""
+        ends = {token: text for token, text in stop.by_id.items() if text or not self.ignores_end}
+        return replace(stop, by_id={**dict.fromkeys(self.stop_ids, ""), **ends})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,7 @@ class AnswerJob:
     adapter: str = ""
     with_prompt_ids: bool = False
     with_usage: bool = False
+    scores_prompt: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -122,12 +130,14 @@ class Answering:
                     for part in job.parts
                 ]
             )
-            for part, sampled in zip(job.parts, answers, strict=True):
+            scores = await self._prompt_logprobs(job)
+            for part, sampled, scored in zip(job.parts, answers, scores, strict=True):
                 ids = [CallIds() for _ in sampled]
                 self.record(part, sampled, ids, time.perf_counter() - started)
                 num_sampled += sum(len(output.token_ids) for output in sampled)
                 for output, call_ids in zip(sampled, ids, strict=True):
-                    choices.append(_choice(job, part, output, call_ids, index=len(choices)))
+                    choice = _choice(job, part, output, call_ids, index=len(choices))
+                    choices.append(choice | scored)
         numbers = usage(job.num_prompt_tokens, num_sampled)
         return {**job.head.document(choices), "usage": numbers, **job.prompt_ids()}
 
@@ -163,7 +173,7 @@ class Answering:
         sampled = await self._replica.sample(
             part.prompt.prompt.sequence.token_ids.tolist(),
             sampling,
-            stop=await self._renderer.find_stop_tokens(sampling.stop),
+            stop=part.stop_tokens(await self._renderer.find_stop_tokens(sampling.stop)),
             num_samples=num,
             on_tokens=on_tokens,
             adapter=adapter,
@@ -171,6 +181,25 @@ class Answering:
         if any(output.stop_reason is StopReason.CANCELLED for output in sampled):
             raise Unavailable("The engine cancelled the sample.", reason=Reason.CANCELLED)
         return list(sampled)
+
+    async def _prompt_logprobs(self, job: AnswerJob) -> list[dict[str, Any]]:
+        """Return for each prompt the field of its log-probs; empty where nobody asked for it."""
+        if not job.scores_prompt:
+            return [{} for _ in job.parts]
+        rows = [part.prompt.prompt.sequence.token_ids.tolist() for part in job.parts]
+        scored = await self._replica.logprobs(rows, adapter=job.adapter)
+        return [
+            {
+                "prompt_logprobs": [
+                    None,
+                    *(
+                        {str(token): {"logprob": value}}
+                        for token, value in zip(row[1:], scores.logprobs.tolist(), strict=True)
+                    ),
+                ]
+            }
+            for row, scores in zip(rows, scored, strict=True)
+        ]
 
     def record(
         self, part: PromptJob, sampled: list[Sampled], ids: list[CallIds], generate_s: float

@@ -92,6 +92,11 @@ class Jobs:
         """Return the job of a plain completion of one or more prompts."""
         self._require_model(body, recording)
         num_top = body.logprobs or 0
+        if body.stream and body.prompt_logprobs is not None:
+            raise field_error("prompt_logprobs", "stream is set", remedy="Leave one of them out.")
+        if recording is not None and body.ignore_eos:
+            why = "the calls of a recording end with the policy's turn"
+            raise field_error("ignore_eos", why, remedy="Leave it out.")
         sampling = self._sampling(body, None, recording, ())
         num_known = _top_logprobs("logprobs", num_top, sampling, self.replica.engine)
         sampling = replace(sampling, top_logprobs=num_known)
@@ -103,11 +108,16 @@ class Jobs:
         ids = [head.call_id + (f"-{i}" if len(rows) > 1 else "") for i in range(len(rows))]
         made = [prompts.completion(row, recording) for row in rows]
         parts = [
-            self._part(body, prompt, AnswerSyntax(), recording, sampling, call_id)
+            replace(
+                self._part(body, prompt, AnswerSyntax(), recording, sampling, call_id),
+                stop_ids=tuple(body.stop_token_ids or ()),
+                ignores_end=body.ignore_eos,
+            )
             for prompt, call_id in zip(made, ids, strict=True)
         ]
         with_logprobs = body.logprobs is not None
-        return self._job(body, head, parts, sampling, with_logprobs=with_logprobs, num_top=num_top)
+        job = self._job(body, head, parts, sampling, with_logprobs=with_logprobs, num_top=num_top)
+        return replace(job, scores_prompt=body.prompt_logprobs is not None)
 
     def _part(
         self,

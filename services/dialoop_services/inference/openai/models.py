@@ -239,5 +239,12 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = Field(default=None, ge=0, le=20)
     """How many of the likeliest tokens each position names. An engine that knows the sampled token
     alone serves 0, and 1 at temperature 0."""
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    """Tokens that end an answer, beside the end of turn."""
+    ignore_eos: bool = False
+    """Go on after the end of turn; not in a recording."""
+    prompt_logprobs: Literal[0] | None = None
+    """0 adds to each choice the log-prob of each token of its prompt, at temperature 1, as vLLM
+    does: null for the first, then {"id": {"logprob": ...}}. Not in a stream."""
     echo: Literal[False] = False
     best_of: Literal[1] = 1

@@ -15,6 +15,7 @@ from dialoop.errors import DialoopError, PreconditionFailed, Unavailable, Unsupp
 from dialoop.reasons import Reason
 
 from dialoop_services.inference.engine import (
+    OutsideWeights,
     SupportsBegin,
     SupportsConstraints,
     SupportsPause,
@@ -23,6 +24,7 @@ from dialoop_services.inference.engine import (
     SupportsTopLogprobs,
     SupportsTransfer,
     context_full,
+    loads_refused,
     require_ids,
     require_one_stream,
     require_sampling,
@@ -235,7 +237,12 @@ class Replica(Sleeper):
                 return tuple(scored)
 
     async def load(self, manifest: WeightsManifest, contents: AsyncIterator[Content]) -> LoadTimes:
-        """Load what the manifest announces as the policy or an adapter, over any data plane."""
+        """Load what the manifest announces as the policy or an adapter, over any data plane.
+
+        Unsupported where the weights are on a server that Dialoop does not run.
+        """
+        if isinstance(self._engine, OutsideWeights):
+            raise loads_refused(self._engine.name)
         async with self._data_planes.of(manifest).arriving(manifest, contents) as arrived:
             return await self._load(arrived, manifest)
 
@@ -259,6 +266,8 @@ class Replica(Sleeper):
 
         A replica that awaits a policy takes no requests until it has one.
         """
+        if isinstance(self._engine, OutsideWeights):
+            return
         manifest = self._followed = self._publications.latest()
         if manifest is None:
             if self._awaits_policy:
@@ -277,6 +286,8 @@ class Replica(Sleeper):
         trainer has pushed it, if all went well.
         """
         looks = RetryPolicy(first_wait_s=look_every_s, max_wait_s=_LONGEST_PAUSE_S)
+        if isinstance(self._engine, OutsideWeights):
+            await asyncio.Event().wait()  # there is nothing to load until the service ends
         seen, num_failed = self._followed, 0
         while True:
             await asyncio.sleep(looks.wait_s(num_failed + 1, chance=1.0))
