@@ -110,6 +110,15 @@ def _add_stack_commands(commands: Commands) -> None:
         metavar="RUN@STEP",
         help="start from the policy that RUN published after STEP",
     )
+    train.add_argument(
+        "--on",
+        default="",
+        choices=("local", "ray", "slurm", "kubernetes", "skypilot"),
+        help="what runs the job, instead of the config's launch.on",
+    )
+    train.add_argument(
+        "--print", action="store_true", help="print what --on would start, and start nothing"
+    )
     for command, function in ((up, "up"), (train, "train")):
         _add_set(command)
         command.add_argument("--run", default="", help="name of the run, instead of the config's")

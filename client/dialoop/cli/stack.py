@@ -40,6 +40,8 @@ def train(arguments: argparse.Namespace) -> int:
     words = ["train", *_job_words(arguments)]
     words += ["--seeds", arguments.seeds] if arguments.seeds else []
     words += ["--from", arguments.branch] if arguments.branch else []
+    words += ["--on", arguments.on] if arguments.on else []
+    words += ["--print"] if arguments.print else []
     return _become(words)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from dialoop_services.config.engines import EngineName, facts_of_engine, require_options
+from dialoop_services.config.launch import LaunchSection
 from dialoop_services.config.losses import LossFacts, facts_of
 from dialoop_services.config.presets import with_preset
 from dialoop_services.config.resources import ResourcesSection
@@ -209,6 +210,7 @@ class JobConfig(Section):
     gates: GatesSection = GatesSection()
     ports: PortsSection = PortsSection()
     resources: ResourcesSection = ResourcesSection()
+    launch: LaunchSection = LaunchSection()
 
     @property
     def logprob_bound(self) -> float:
@@ -240,6 +242,28 @@ class JobConfig(Section):
                     f'inference.data_plane = "{self.inference.data_plane}" connects the replicas '
                     'that are there at the start; set discovery = "addresses", or another '
                     "data plane"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _require_what_several_machines_can_share(self) -> JobConfig:
+        on = self.launch.on
+        if on != "local" and self.placement == "shared":
+            raise ValueError(
+                f'placement = "shared" takes turns on one machine, and on is "{on}" in [launch]: '
+                'set placement = "split", or on = "local"'
+            )
+        if on != "local" and not self.launch.shared_folder:
+            if self.inference.data_plane == "shared_memory":
+                raise ValueError(
+                    "shared_folder is false in [launch], and data_plane is shared_memory, which "
+                    'brings weights through the run\'s folder: set data_plane = "chunks" in '
+                    "[inference]"
+                )
+            if not self.model.directory:
+                raise ValueError(
+                    "shared_folder is false in [launch], and the tiny model is made in the run's "
+                    "folder: set directory in [model] to one that every machine has"
                 )
         return self
 

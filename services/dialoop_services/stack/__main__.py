@@ -2,6 +2,7 @@
 
 `... train CONFIG --seeds 0,1,2` runs it once for each seed and compares what they learned;
 `... train CONFIG --from RUN@STEP` starts from a policy of another run.
+`... train CONFIG --on slurm` hands the job to Slurm; --print shows what it would hand over.
 
 `... config [CONFIG]` prints the config with all defaults; `... check CONFIG` says what is wrong;
 `... import FILE` prints the job file for a config of verl or TRL.
@@ -31,11 +32,13 @@ from dialoop_services.config.file import (
     toml_of,
 )
 from dialoop_services.config.imported import import_config
+from dialoop_services.config.launch import TARGETS
 from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent, end_command
 from dialoop_services.stack import job, preflight
 from dialoop_services.stack.branch import find_branch
 from dialoop_services.stack.devices import nodes_of, plan_devices
+from dialoop_services.stack.launch import commands, slurm
 from dialoop_services.stack.layout import variables_of_tables
 from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.processes import adopt_orphans, descendants, kill
@@ -102,6 +105,12 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
     if not options.seeds:
         return _start(options, words, _config(options, branch), branch)
     jobs = [_config(options, branch, seed=seed) for seed in seeds_of(options.seeds)]
+    if any(not commands.runs_here(loaded.config) for loaded in jobs):
+        raise InvalidConfig(
+            f"--seeds compares jobs that run here, not on {jobs[0].config.launch.on}.",
+            remedy="Start one job for each seed, with --run NAME --set seed=1, and compare them "
+            "with `dialoop compare`.",
+        )
     codes = []
     for loaded in jobs:
         code = ended_with(options.folder, loaded.config) if not options.fresh else None
@@ -125,11 +134,17 @@ def _start(
     """Run a job or serve, in the run's folder, and return the exit code."""
     config = preflight.check(loaded.config, folder=loaded.folder)
     is_job = options.command == "train"
+    if is_job and options.print:
+        sys.stdout.write(commands.text_of(config, _again(words), options.folder, loaded.folder))
+        return 0
+    if is_job and not commands.runs_here(config):
+        return commands.hand_over(config, words, options.folder)
+    fresh = slurm.is_fresh(os.environ, options.folder / config.run, fresh=options.fresh)
     start = started_with(
         words, loaded.origins, branch_of=None if branch is None else branch.as_json()
     )
     with open_run(
-        options.folder, config, fresh=options.fresh, reuse=not is_job, started_with=start
+        options.folder, config, fresh=fresh, reuse=not is_job, started_with=start
     ) as run_dir:
         code = _run(config, run_dir, loaded.folder, is_job=is_job)
         if is_job and code > _SIGNALLED:
@@ -137,9 +152,14 @@ def _start(
         return code
 
 
+def _again(words: Sequence[str]) -> list[str]:
+    """Return the words of a command that does what this one would, were it not for --print."""
+    return [word for word in words if word != "--print"]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m dialoop_services.stack", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    subparsers = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("serve", "start every service and stay (the default)"),
         ("train", "run a job to its end and sum it up"),
@@ -147,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         ("check", "say what is wrong in a config, without starting anything"),
         ("import", "print the job file for a config of verl or TRL"),
     ):
-        command = commands.add_parser(name, help=text)
+        command = subparsers.add_parser(name, help=text)
         count = None if name in ("train", "check", "import") else "?"
         command.add_argument("config", type=Path, nargs=count, help="TOML job config; -: stdin")
         command.add_argument("--folder", type=Path, default=ROOT, help="where runs are kept (runs)")
@@ -162,6 +182,10 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "train":
             command.add_argument("--seeds", default="", help="run once for each seed, as 0,1,2")
+            command.add_argument("--on", default="", choices=TARGETS, help="what runs the job")
+            command.add_argument(
+                "--print", action="store_true", help="print what --on would start, and end"
+            )
             command.add_argument(
                 "--from", dest="branch", default="", help="RUN@STEP: start from its policy"
             )
@@ -189,6 +213,8 @@ def _config(
         overrides = [*_serving_alone(with_ports=options.config is None), *overrides]
     if branch is not None:
         overrides = [*branch.overrides(), *overrides]
+    if options.command == "train" and options.on:
+        overrides = [*overrides, Override(path="launch.on", value=options.on, origin="--on")]
     loaded = load_with_origins(
         options.config,
         environment=os.environ,
@@ -253,7 +279,7 @@ def _run(config: JobConfig, run_dir: RunDir, folder: Path, *, is_job: bool) -> i
         log.say("stack", f"resuming {run_dir.path}")
         for change in run_dir.changes:
             log.say("stack", f"the config has changed: {change}", style="yellow")
-    plan = plan_stack(config, run_dir, folder)
+    plan = plan_stack(config, run_dir, folder, commands.site_of(config) if is_job else None)
     work = job.train(plan, log, console) if is_job else _serve(plan, log)
     try:
         return asyncio.run(_until_stopped(work, log))

@@ -25,7 +25,7 @@ from dialoop_services.stack.launch.plan import Needs
 from dialoop_services.stack.layout import replica_names, service_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from dialoop_services.config.job import JobConfig
 
@@ -132,10 +132,16 @@ class _Room:
         self.memory_gib += demand.memory_gib
 
 
-def plan_devices(config: JobConfig, nodes: Sequence[Node]) -> DevicePlan:
-    """Return the plan of a job on these machines; InvalidConfig (PLAN_TOO_LARGE) if none fits."""
+def plan_devices(
+    config: JobConfig, nodes: Sequence[Node], *, without: Collection[str] = ()
+) -> DevicePlan:
+    """Return the plan of a job on these machines; InvalidConfig (PLAN_TOO_LARGE) if none fits.
+
+    Services in `without` run elsewhere.
+    """
     has_gpus = any(node.gpus for node in nodes)
     demands = _demands(config, most=max(len(node.gpus) for node in nodes), has_gpus=has_gpus)
+    demands = [each for each in demands if service_of(each.name) not in without]
     rooms = [_Room(node=node, users=[0] * len(node.gpus)) for node in nodes]
     together = _shares_devices(config) and has_gpus
     places: dict[str, tuple[int, tuple[str, ...]]] = {}
@@ -162,7 +168,7 @@ def this_machine(environment: Mapping[str, str]) -> Node:
 def nodes_of(config: JobConfig, environment: Mapping[str, str]) -> tuple[Node, ...]:
     """Return the machines that a config describes; this one where it describes none."""
     wanted, here = config.resources, this_machine(environment)
-    is_other = wanted.is_for_other_machines
+    is_other = wanted.is_for_other_machines or config.launch.on != "local"
     count = wanted.gpus_per_node
     node = Node(
         gpus=here.gpus if count is None else tuple(str(index) for index in range(count)),
@@ -192,6 +198,30 @@ def plan_here(config: JobConfig, environment: Mapping[str, str]) -> DevicePlan:
         memory_gib=wanted.memory_gib_per_node or here.memory_gib,
     )
     return plan_devices(config, (node,))
+
+
+def needs_elsewhere(config: JobConfig) -> dict[str, Needs]:
+    """Return what each process needs of machines that are not known yet, as those of a cluster.
+
+    They have GPUs where [resources] says so, or the trainer computes on one.
+    """
+    per_node = config.resources.gpus_per_node
+    has_gpus = config.train.device == "cuda" if per_node is None else per_node > 0
+    demands = _demands(config, most=per_node or 0, has_gpus=has_gpus)
+    for demand in demands:
+        if per_node is not None and (demand.gpus > per_node or "trainer-" in demand.name):
+            name = service_of(demand.name)
+            gpus = sum(each.gpus for each in demands if service_of(each.name) == name)
+            gpus = demand.gpus if name == "inference" else gpus
+            raise _too_large(
+                f"A process has to lie on one node. GPUs: {name} {gpus} of {per_node}.",
+                remedy="Lower num_processes or tensor_parallel_size, or take nodes with more GPUs; "
+                "docs/scale.md says how torchrun starts a trainer on several nodes.",
+            )
+    return {
+        each.name: Needs(gpus=each.gpus, processors=each.processors, memory_gib=each.memory_gib)
+        for each in demands
+    }
 
 
 def _demands(config: JobConfig, *, most: int, has_gpus: bool) -> list[_Demand]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dialoop_services.config.file import Override
     from dialoop_services.config.job import JobConfig
     from dialoop_services.config.settings import JobSettings
+    from dialoop_services.stack.processes.child import Starter
     from dialoop_services.stack.run_dir import RunDir
 
 STOP_ORDER = (
@@ -45,6 +46,7 @@ STOP_ORDER = (
 """Order in which services stop: producers of work first, the queue's store last."""
 
 _SEED_STRIDE = 7919
+_EVERYWHERE = "0.0.0.0"
 _READY_TIMEOUT_S = {"inference": 300.0}
 _STOP_GRACE_S = {"trainer": 45.0, "inference": 30.0}
 
@@ -63,6 +65,10 @@ class Layout:
     """Variables of each process that the plan of the devices gives it."""
     needs: Mapping[str, Needs] = field(default_factory=dict)
     """What the plan of the devices keeps for each process."""
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    """Address of each process's machine, where others than this one have to reach it."""
+    starters: Mapping[str, Starter] = field(default_factory=dict)
+    """What starts the processes that run elsewhere."""
     redis_program: str = ""
     """The Redis that the stack starts itself; empty: none."""
     folder: Path | None = None
@@ -82,11 +88,14 @@ class Layout:
 
     def address(self, name: str) -> str:
         """Return host:port of a process."""
-        return f"{HOST}:{self.ports[name]}"
+        return f"{self._host(name)}:{self.ports[name]}"
 
     def rest_address(self, name: str) -> str:
         """Return host:port of the REST door of a process."""
-        return f"{HOST}:{self.ports[rest_name(name)]}"
+        return f"{self._host(name)}:{self.ports[rest_name(name)]}"
+
+    def _host(self, name: str) -> str:
+        return self.hosts.get(name, HOST)
 
     @property
     def services(self) -> tuple[str, ...]:
@@ -160,6 +169,8 @@ class Layout:
                 CONFIG_VARIABLE: "",  # the variables already hold all values of the file
             }
         )
+        if name in self.hosts:  # of several machines, so it listens to all; a token is required
+            variables[f"DIALOOP_{service.upper()}_HOST"] = _EVERYWHERE
         if self.folder is not None:
             # Modules are looked up in the config's folder first, then where the command started.
             path = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH109
@@ -183,6 +194,7 @@ class Layout:
                 rest_address=process.rest_address,
                 is_ready=grpc_ready(process.address),
                 is_held_up=self._held_up(process.role),
+                starter=self.starters.get(name),
                 is_alive=grpc_alive(process.address),
             )
         return replace(
@@ -226,8 +238,14 @@ class Layout:
             return {**model, "inference_address": self.address("inference")}
         if service == "inference":
             # Whatever brings the policies, a replica that starts reads the newest one from here.
-            weights = {"weights_root": self.memory or self.run_dir.policies.resolve()}
+            weights: dict[str, object] = {
+                "weights_root": self.memory or self.run_dir.policies.resolve()
+            }
+            if name in self.hosts and not self.config.launch.shared_folder:
+                weights = {"awaits_policy": True}
             own = {**of_run, "name": name, "seed": self._seed_of(name)}
+            if name in self.hosts:
+                own["advertised_address"] = self.address(name)
             return {**model, **weights, **self._device_lock(), **own}
         if service == "scorer":
             reference = self.config.scorer.reference_model

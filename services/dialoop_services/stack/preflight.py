@@ -32,7 +32,7 @@ from dialoop_services.config.engines import (
 )
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.inference.weights.parameters import num_parameters
-from dialoop_services.stack.devices import nodes_of, plan_devices
+from dialoop_services.stack.devices import needs_elsewhere, nodes_of, plan_devices
 from dialoop_services.stack.layout import ports_of
 from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
 from dialoop_services.stack.user_code import (
@@ -346,6 +346,10 @@ def _check_packages(config: JobConfig) -> None:
 def _check_devices(config: JobConfig) -> None:
     """Raise InvalidConfig where the processes need more GPUs than the machines have."""
     train = config.train
+    if config.launch.on != "local":
+        needs_elsewhere(config)  # the launcher compares it with the cluster's machines
+        if not config.resources.is_for_other_machines:
+            return
     wanted = {
         "scorer.device": int(config.scorer.device != "cpu"),
         "train.device": train.num_processes if train.device == "cuda" else 0,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.cli.running_stacks import STACK_FILE
 
-from dialoop_services.stack.devices import plan_here
+from dialoop_services.stack.launch.site import this_site
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.processes.ports import HOST
 from dialoop_services.stack.processes.redis_server import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.config.job import JobConfig
     from dialoop_services.stack.launch.plan import PlannedProcess
+    from dialoop_services.stack.launch.site import Site
     from dialoop_services.stack.processes.log_stream import LogStream
     from dialoop_services.stack.run_dir import RunDir
 
@@ -66,12 +67,14 @@ class RunningStack:
         return self.plan.layout
 
 
-def plan_stack(config: JobConfig, run_dir: RunDir, folder: Path | None = None) -> Plan:
+def plan_stack(
+    config: JobConfig, run_dir: RunDir, folder: Path | None = None, site: Site | None = None
+) -> Plan:
     """Place the processes, find Redis and choose ports; InvalidConfig when one of them fails.
 
-    The services work in `folder`; None: in the current one.
+    The services work in `folder`; None: in the current one. They run on `site`; None: all here.
     """
-    devices = plan_here(config, os.environ)
+    site = site or this_site(config)
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
     ports = ports_of(config, with_redis=bool(redis.program))
     url = f"redis://{HOST}:{ports['redis']}/0" if redis.program else redis.url
@@ -83,9 +86,11 @@ def plan_stack(config: JobConfig, run_dir: RunDir, folder: Path | None = None) -
         ports=ports,
         redis_url=url,
         token=token,
-        memory=memory_for(config, run_dir),
-        devices={each.name: each.variables for each in devices.processes},
-        needs={each.name: each.needs for each in devices.processes},
+        memory=None if site.hosts else memory_for(config, run_dir),
+        devices=site.devices,
+        needs=site.needs,
+        hosts=site.hosts,
+        starters=site.starters,
         redis_program=redis.program,
     )
     return Plan(layout=layout)

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dialoop_services.stack.launch.plan import RestartRule
 from dialoop_services.stack.processes.processes import kill_members
@@ -25,6 +25,8 @@ PARENT_VARIABLE = "DIALOOP_PARENT_PID"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
     """How to start a service, and how to tell that it is ready and that it is alive.
+
+    `starter` starts one that runs elsewhere; None: on this machine.
 
     The time for becoming ready does not run while `is_held_up` returns true. A ready service is
     killed and started again when `is_alive`, which gets the seconds that it may take, has found no
@@ -47,6 +49,43 @@ class ServiceSpec:
     stop_grace_s: float = 20.0
     stop_rank: int = 0
     restart: RestartRule = field(default_factory=RestartRule)
+    starter: Starter | None = None
+
+
+class Process(Protocol):
+    """What the supervisor does with a process, wherever that runs."""
+
+    @property
+    def pid(self) -> int:
+        """Return the id of the process on this machine that stands for it."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return None while it runs; the code is negative when a signal ended it."""
+
+    async def wait(self) -> int:
+        """Wait for its end."""
+
+    async def stop(self, grace_s: float) -> int:
+        """Ask it to end, and kill it after `grace_s`."""
+
+    def kill(self) -> None:
+        """Kill it and all that it started."""
+
+
+class Starter(Protocol):
+    """Starts a command whose output goes to `log`."""
+
+    async def __call__(
+        self,
+        command: tuple[str, ...],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        guardian: Guardian,
+        folder: Path | None = None,
+    ) -> Process:
+        """Return the started process."""
 
 
 class Child:
@@ -55,7 +94,12 @@ class Child:
     def __init__(self, process: asyncio.subprocess.Process, guardian: Guardian) -> None:
         self._process = process
         self._guardian = guardian
+        self._kill_elsewhere: Callable[[], None] | None = None
         guardian.watch(process.pid)
+
+    def also_kill(self, kill: Callable[[], None]) -> None:
+        """Call `kill` too when the process is killed, for what it runs on another machine."""
+        self._kill_elsewhere = kill
 
     @classmethod
     async def start(
@@ -115,4 +159,6 @@ class Child:
 
     def kill(self) -> None:
         """Kill the process and all that it started."""
+        if self._kill_elsewhere is not None:
+            self._kill_elsewhere()
         kill_members({self.pid})

@@ -34,7 +34,7 @@ from dialoop_services.stack.processes.child import Child
 from dialoop_services.stack.processes.guardian import Guardian
 
 if TYPE_CHECKING:
-    from dialoop_services.stack.processes.child import ServiceSpec
+    from dialoop_services.stack.processes.child import Process, ServiceSpec
     from dialoop_services.stack.processes.log_stream import LogStream
 
 # Waits between starts have no jitter, since no two services wait for the same thing.
@@ -63,7 +63,7 @@ class Service:
 
     spec: ServiceSpec
     state: State = State.STARTING
-    child: Child | None = None
+    child: Process | None = None
     num_restarts: int = 0
     num_failures: int = 0
     """Ends in a row, since it was last ready for a minute."""
@@ -177,7 +177,8 @@ class Supervisor:
         started = time.monotonic()
         reason_file = self._log.path_of(spec.name).with_suffix(".exit.json")
         reason_file.unlink(missing_ok=True)
-        service.child = child = await Child.start(
+        start = spec.starter or Child.start
+        service.child = child = await start(
             spec.command,
             environment={
                 **spec.environment,
@@ -205,7 +206,7 @@ class Supervisor:
             code = await child.wait()
         return killed or self._how_it_ended(spec, code, read_exit_reason(reason_file))
 
-    async def _becomes_ready(self, service: Service, child: Child) -> bool:
+    async def _becomes_ready(self, service: Service, child: Process) -> bool:
         """Return False when the process has ended, or its time for becoming ready."""
         spec = service.spec
         try:
@@ -221,7 +222,7 @@ class Supervisor:
             return False
         return False
 
-    def _give_up_starting(self, service: Service, child: Child) -> str:
+    def _give_up_starting(self, service: Service, child: Process) -> str:
         """Kill a process that does not become ready; Unavailable if the service never was."""
         late = f"was not ready within {service.spec.ready_timeout_s:g} s"
         if not service.was_ready:
@@ -234,7 +235,7 @@ class Supervisor:
         child.kill()
         return f"{late} and was killed"
 
-    async def _until_it_ends(self, service: Service, child: Child) -> int:
+    async def _until_it_ends(self, service: Service, child: Process) -> int:
         """Wait for the process's end, and kill it when it answers nothing for too long."""
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(self._kill_if_it_hangs(service, child))
@@ -242,7 +243,7 @@ class Supervisor:
             watching.cancel()
         return code
 
-    async def _kill_if_it_hangs(self, service: Service, child: Child) -> None:
+    async def _kill_if_it_hangs(self, service: Service, child: Process) -> None:
         spec, limit_s = service.spec, service.spec.hang_timeout_s
         if spec.is_alive is None or not limit_s:
             return

@@ -1,0 +1,50 @@
+"""Define [launch]: on what the processes of a job are started.
+
+[launch]
+on = "slurm"
+[launch.slurm]
+partition = "gpu"
+time_limit_min = 240
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dialoop_services.config.values import Section
+
+Target = Literal["local", "ray", "slurm", "kubernetes", "skypilot"]
+TARGETS: tuple[Target, ...] = ("local", "ray", "slurm", "kubernetes", "skypilot")
+
+
+class SlurmSection(Section):
+    """The Slurm job: one component for the trainer and what stays with it, one for each replica."""
+
+    partition: str = ""
+    """Partition of the job; empty: the cluster's default."""
+    account: str = ""
+    """Account that is charged; empty: your default."""
+    time_limit_min: int = Field(default=0, ge=0)
+    """Minutes that the job may run before it saves and goes back in the queue; 0: the
+    partition's limit."""
+    save_before_s: int = Field(default=120, ge=15)
+    """Seconds before the time limit at which the job saves a checkpoint and goes back in the
+    queue. A started train step has to end in them."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch for every component, as ["--constraint=h100"]."""
+    setup: tuple[str, ...] = ()
+    """Lines of shell before the job starts, as ["module load cuda"]."""
+
+
+class LaunchSection(Section):
+    """Where the processes of `dialoop train` are started."""
+
+    on: Target = "local"
+    """What starts the processes: "local", this machine; "ray", "slurm"; "kubernetes" and
+    "skypilot", for which files are written. `dialoop train --on` overrides it."""
+    shared_folder: bool = True
+    """Whether all machines see the run's folder. If not, replicas get weights by `data_plane`
+    "chunks" or one of yours, and find the model directory on their own disk."""
+    slurm: SlurmSection = SlurmSection()

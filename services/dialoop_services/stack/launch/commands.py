@@ -1,0 +1,77 @@
+"""Do what `--on` and `--print` of `dialoop train` say: print a job, hand it over or place it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dialoop_services.stack.launch import slurm
+from dialoop_services.stack.layout import Layout, ports_of
+from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
+from dialoop_services.stack.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.stack.launch.plan import PlannedProcess
+    from dialoop_services.stack.launch.site import Site
+
+
+def site_of(config: JobConfig) -> Site | None:
+    """Return where this process starts the job; None: all of it on this machine."""
+    if config.launch.on == "slurm":
+        return slurm.slurm_site(config, os.environ)
+    return None
+
+
+def runs_here(config: JobConfig) -> bool:
+    """Return whether this process starts the job's processes, and does not hand the job over."""
+    return config.launch.on == "local" or slurm.is_inside(os.environ)
+
+
+def hand_over(config: JobConfig, words: Sequence[str], root: Path) -> int:
+    """Give the job to what [launch] names, say what became of it, and return the exit code."""
+    number = slurm.submit(config, words, root)
+    sys.stdout.write(
+        f"Submitted job {number}. It writes to {slurm.log_of(config, root)} and to "
+        f"{root / config.run}. `squeue --job={number}` shows it, `scancel {number}` ends it.\n"
+    )
+    return 0
+
+
+def text_of(config: JobConfig, words: Sequence[str], root: Path, folder: Path) -> str:
+    """Return what would be started or handed over, as `--print` shows it."""
+    if config.launch.on == "slurm":
+        return slurm.script_of(config, words, root)
+    return _local_text(config, root, folder)
+
+
+def _local_text(config: JobConfig, root: Path, folder: Path) -> str:
+    """Return the launch plan of this machine as shell commands, with the ports of this moment."""
+    from dialoop_services.stack.launch.site import this_site
+
+    redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
+    site = this_site(config)
+    layout = Layout(
+        config=config,
+        run_dir=RunDir(path=root / config.run, run_id=config.run),
+        folder=folder,
+        ports=ports_of(config, with_redis=bool(redis.program)),
+        redis_url=redis.url,
+        redis_program=redis.program,
+        devices=site.devices,
+        needs=site.needs,
+    )
+    return "\n".join(map(_lines_of, layout.launch_plan().processes))
+
+
+def _lines_of(process: PlannedProcess) -> str:
+    needs = process.needs
+    waits = ", ".join((*process.after, *(("the model",) if process.needs_model else ())))
+    head = f"# {process.name}: {needs.gpus} GPUs" + (f", after {waits}" if waits else "")
+    variables = (f"{name}={shlex.quote(value)}" for name, value in process.variables.items())
+    return "\n".join((head, " \\\n  ".join((*variables, shlex.join(process.command))), ""))

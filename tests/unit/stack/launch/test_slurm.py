@@ -1,0 +1,227 @@
+"""What is handed to Slurm: the script, the arithmetic of nodes, and the steps of the replicas."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dialoop.errors import DialoopError, InvalidConfig, Unavailable
+from dialoop_services.config.file import parse_config
+from dialoop_services.stack.__main__ import main
+from dialoop_services.stack.launch import slurm
+from dialoop_services.stack.launch.plan import Needs
+from dialoop_services.stack.launch.slurm import ClusterNode, Component, SlurmStep
+
+CONFIG: dict[str, Any] = {
+    "run": "golden",
+    "train": {"device": "cuda", "num_processes": 4},
+    "inference": {"num_replicas": 2, "tensor_parallel_size": 2},
+    "resources": {
+        "gpus_per_node": 8,
+        "trainer": {"processors": 16, "memory_gib": 64},
+        "collector": {"processors": 2},
+        "inference": {"processors": 8},
+    },
+    "launch": {
+        "on": "slurm",
+        "slurm": {"partition": "gpu", "time_limit_min": 60, "setup": ["module load cuda"]},
+    },
+}
+
+
+def directives(script: str) -> list[list[str]]:
+    """The options of each component."""
+    components: list[list[str]] = [[]]
+    for line in script.splitlines():
+        if line == "#SBATCH hetjob":
+            components.append([])
+        elif line.startswith("#SBATCH "):
+            components[-1].append(line.removeprefix("#SBATCH "))
+    return components
+
+
+def test_each_component_asks_for_what_its_processes_need(tmp_path: Path) -> None:
+    script = slurm.script_of(parse_config(CONFIG, source="job.toml"), ["train", "a b"], tmp_path)
+    head, *replicas = directives(script)
+    common = ["--partition=gpu", "--nodes=1", "--ntasks=1"]
+    assert head == [
+        "--job-name=dialoop-golden",
+        f"--output={tmp_path / '.golden.slurm.log'}",
+        "--open-mode=append",
+        "--requeue",
+        "--signal=B:USR1@120",
+        "--time=60",
+        *common,
+        "--cpus-per-task=18",
+        "--mem=65536M",
+        "--gres=gpu:4",
+    ]
+    each = ["--job-name=dialoop-golden", "--time=60", *common, "--cpus-per-task=8", "--gres=gpu:2"]
+    assert replicas == [each, each]
+    assert script.index("module load cuda") < script.index("-m dialoop_services.stack train 'a b'")
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(143, True), (0, False), (1, False)])
+def test_a_job_that_was_stopped_by_its_time_limit_goes_back_in_the_queue(
+    code: int, requeued: bool, tmp_path: Path
+) -> None:
+    config = parse_config({"launch": {"on": "slurm"}}, source="job.toml")
+    script = slurm.script_of(config, ["train", "x"], tmp_path)
+    job = f"trap 'exit {code}' TERM; touch {tmp_path}/started; while :; do sleep 0.05; done"
+    (tmp_path / "job").write_text(job)
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/requeued\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    lines = [
+        f"bash {tmp_path}/job &" if line.endswith("x &") else line for line in script.splitlines()
+    ]
+    batch = subprocess.Popen(
+        ["bash", "-c", "\n".join(lines)],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
+    )
+    while not (tmp_path / "started").exists():
+        assert batch.poll() is None
+    batch.send_signal(10)
+    assert batch.wait(20) == code
+    assert (tmp_path / "requeued").exists() == requeued
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+NODES = [ClusterNode(processors=8, memory_gib=16, gpus=2)] * 2
+FITS = Component(name="trainer", needs=Needs(gpus=2, processors=8, memory_gib=16))
+REFUSED = {
+    "gpus": (Needs(gpus=3), "GPUs: trainer 2 + inference 3 = 5 of 4, 2 at most on one node"),
+    "processors": (Needs(processors=9), "processors: trainer 8 + inference 9 = 17 of 16"),
+    "memory": (Needs(memory_gib=17), "GiB: trainer 16 + inference 17 = 33 of 32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_job_larger_than_the_cluster_is_refused_with_its_arithmetic(name: str) -> None:
+    needs, says = REFUSED[name]
+    slurm.require_room([FITS, FITS], NODES)
+    with pytest.raises(InvalidConfig, match="does not fit") as caught:
+        slurm.require_room([FITS, Component(name="inference", needs=needs)], NODES)
+    assert says in caught.value.message
+    assert caught.value.reason == "PLAN_TOO_LARGE"
+
+
+def test_a_process_larger_than_a_node_is_refused_before_slurm_is_asked() -> None:
+    values = {**CONFIG, "resources": {"gpus_per_node": 2}}
+    with pytest.raises(InvalidConfig, match="GPUs: trainer 4 of 2"):
+        slurm.components_of(parse_config(values, source="job.toml"))
+
+
+def test_without_slurm_nothing_is_started_and_the_remedy_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(Unavailable, match="sbatch is not on PATH") as caught:
+        slurm.submit(parse_config(CONFIG, source="job.toml"), ["train"], tmp_path / "runs")
+    assert caught.value.reason == "NO_SLURM"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_in_a_job_without_a_component_for_each_replica_nothing_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = parse_config({"launch": {"on": "slurm"}}, source="job.toml")
+    monkeypatch.setattr(slurm, "_ask", lambda *words: "n1\n")
+    inside = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1"}
+    with pytest.raises(Unavailable, match="no component 1"):
+        slurm.slurm_site(config, inside)
+
+
+def test_head_and_replicas_know_each_other_by_the_addresses_of_their_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("DIALOOP_TOKEN", raising=False)
+    config = parse_config({"launch": {"on": "slurm"}, "engine": "transformers"}, source="job.toml")
+
+    def ask(*words: str) -> str:
+        is_node = words[:3] == ("scontrol", "show", "node")
+        return f"NodeName={words[-1]} NodeAddr={words[-1]}.cluster Port=1" if is_node else words[-1]
+
+    monkeypatch.setattr(slurm, "_ask", ask)
+    inside = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_ID_HET_GROUP_1": "8",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n2",
+    }
+    site = slurm.slurm_site(config, inside)
+    assert (site.hosts["trainer"], site.hosts["inference"]) == ("n1.cluster", "n2.cluster")
+    assert site.starters.keys() == {"inference"}
+    assert len(os.environ["DIALOOP_TOKEN"]) > 20, "services of several machines need a token"
+
+
+def test_a_replica_is_a_step_in_its_own_component(tmp_path: Path) -> None:
+    needs = Needs(gpus=2, processors=8)
+    step = SlurmStep(name="inference-1", group=2, needs=needs, job="9")
+    command = step.command(("python", "-m", "dialoop_services.inference"), tmp_path)
+    assert command == (
+        "srun",
+        "--het-group=2",
+        "--ntasks=1",
+        "--job-name=inference-1",
+        "--unbuffered",
+        f"--chdir={tmp_path}",
+        "--cpus-per-task=8",
+        "--gres=gpu:2",
+        "env",
+        "--unset=DIALOOP_PARENT_PID",
+        "python",
+        "-m",
+        "dialoop_services.inference",
+    )
+
+
+def test_a_job_that_slurm_starts_again_goes_on_if_it_has_a_checkpoint(tmp_path: Path) -> None:
+    first, again = {"SLURM_RESTART_COUNT": "0"}, {"SLURM_RESTART_COUNT": "1"}
+    assert slurm.is_fresh(first, tmp_path, fresh=True)
+    assert not slurm.is_fresh(first, tmp_path, fresh=False)
+    assert slurm.is_fresh(again, tmp_path, fresh=False)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest.json").write_text("{}")
+    assert not slurm.is_fresh(again, tmp_path, fresh=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"placement": "shared", "train": {"pipeline_depth": 0}}, 'on is "slurm" in [launch]'),
+        ({"launch": {"shared_folder": False}}, 'set data_plane = "chunks"'),
+        (
+            {"launch": {"shared_folder": False}, "inference": {"data_plane": "chunks"}},
+            "set directory in [model]",
+        ),
+    ],
+)
+def test_what_several_machines_cannot_share_is_refused(values: dict[str, Any], says: str) -> None:
+    launch = {**values.get("launch", {}), "on": "slurm"}
+    with pytest.raises(DialoopError) as caught:
+        parse_config({**values, "launch": launch}, source="job.toml")
+    assert says in caught.value.message
+
+
+def test_print_shows_the_script_and_the_local_plan_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text('engine = "transformers"\nstore = "memory"\n')
+    words = ["train", "job.toml", "--print"]
+    assert main([*words, "--on", "slurm"]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=dialoop-default\n")
+    assert "dialoop_services.stack train job.toml --on slurm &\n" in script, "without --print"
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    heads = [line for line in printed.splitlines() if line.startswith("# ")]
+    assert "# scorer: 0 GPUs, after replay, environment, trainer, inference" in heads
+    assert "# inference: 0 GPUs, after the model" in heads
+    assert printed.count(" -m dialoop_services.") == len(heads) == 6
+    assert not (tmp_path / "runs").exists()
