@@ -289,10 +289,8 @@ def test_config_print_lists_what_a_key_may_be() -> None:
     assert (
         'Allowed: one of "adamw", "muon", or your own as "module:function".' in lines["optimizer"]
     )
-    assert (
-        'Allowed: one of "vllm", "transformers", or your own as "module:Class".'
-        in (lines["engine"])
-    )
+    engines = 'Allowed: one of "vllm", "transformers", "openai", or your own as "module:Class".'
+    assert engines in lines["engine"]
     assert lines["train_split"].count("Allowed") == 0
     assert "Allowed: at least 0 and below 1." in lines["heldout_fraction"]
 
