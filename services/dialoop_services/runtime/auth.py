@@ -12,7 +12,7 @@ from dialoop.errors import PermissionDenied, Unauthenticated
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
-    import grpc
+    from collections.abc import Iterable
 
 ADMIN_RPCS = frozenset({"TemplateService.RegisterTemplate"})
 """What only the holder of the admin token may call, where there is one."""
@@ -33,11 +33,10 @@ class Token:
         """Return whether every call needs a token."""
         return bool(self._expected)
 
-    def require_in(self, context: grpc.aio.ServicerContext[Any, Any], rpc: str = "") -> None:
-        """Raise what `require` raises, for the call's metadata."""
+    def require_in(self, metadata: Iterable[tuple[str, Any]], rpc: str = "") -> None:
+        """Raise what `require` raises, for a call with this metadata."""
         if not self._expected and not (self._admin and rpc in ADMIN_RPCS):
             return
-        metadata = context.invocation_metadata() or ()
         authorization = next((value for key, value in metadata if key == "authorization"), "")
         self.require(str(authorization).encode(), rpc)
 

@@ -19,7 +19,6 @@ from dialoop.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
 
-    import grpc
     from dialoop.clients.channel import Channel
     from dialoop.clients.registry import RegistryClient, ServiceMember
 
@@ -43,12 +42,12 @@ class Incarnation:
     def __init__(self) -> None:
         self.epoch = 0
 
-    def require_in(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def require_in(self, metadata: Iterable[tuple[str, Any]]) -> None:
         """Raise Unavailable (OTHER_INCARNATION) for a call to a member that this one is not.
 
         It may have got the address of one that died, and its caller does not know that yet.
         """
-        for key, value in context.invocation_metadata() or ():
+        for key, value in metadata:
             if key == EPOCH_METADATA and value != str(self.epoch):
                 raise Unavailable(
                     "Another incarnation of the service was called than listens here.",

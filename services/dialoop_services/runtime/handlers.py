@@ -158,9 +158,10 @@ class _Envelope:
             call = begin()
             status = "CANCELLED"
             try:
-                token.require_in(context, rpc)
+                metadata = context.invocation_metadata() or ()  # made anew at each call
+                token.require_in(metadata, rpc)
                 if incarnation is not None:
-                    incarnation.require_in(context)
+                    incarnation.require_in(metadata)
                 call.set_request(request)
                 answer = await function(_require_decoded(request, rpc), context)
                 status = "OK"
@@ -186,9 +187,10 @@ class _Envelope:
             call = begin()
             status = "CANCELLED"
             try:
-                token.require_in(context, rpc)
+                metadata = context.invocation_metadata() or ()  # made anew at each call
+                token.require_in(metadata, rpc)
                 if incarnation is not None:
-                    incarnation.require_in(context)
+                    incarnation.require_in(metadata)
                 call.set_request(request)
                 async for answer in function(_require_decoded(request, rpc), context):
                     yield answer

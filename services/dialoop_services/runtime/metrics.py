@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -68,45 +77,67 @@ class _ShownWaits(Collector):
         yield ages
 
 
+class _Times:
+    """How many times fell below each bound and not below the one before, and their sum."""
+
+    __slots__ = ("counts", "seconds")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(_BUCKETS_S) + 1)
+        self.seconds = 0.0
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return each bound with the number of times up to it, as Prometheus wants them."""
+        bounds = (*map(floatToGoString, _BUCKETS_S), "+Inf")
+        return list(zip(bounds, accumulate(self.counts), strict=True))
+
+
+class _Calls(Collector):
+    """Counts calls. Prometheus's own counters lock, and take a sixth of the time of a short call.
+
+    All calls of a service run on its event loop, and so do those who ask for the counts.
+    """
+
+    def __init__(self) -> None:
+        self.running = {"grpc": 0, "rest": 0}
+        self.ended: dict[tuple[str, str, str], int] = defaultdict(int)
+        self.times: dict[tuple[str, str], _Times] = defaultdict(_Times)
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["rpc", "door", "status"]
+        ended = CounterMetricFamily("dialoop_calls", "Calls that have ended.", labels=labels)
+        for key, count in self.ended.items():
+            ended.add_metric(key, count)
+        text = "Time from a call's request to its last answer."
+        times = HistogramMetricFamily("dialoop_call_seconds", text, labels=labels[:2])
+        for pair, observed in self.times.items():
+            times.add_metric(pair, observed.buckets(), observed.seconds)
+        running = GaugeMetricFamily("dialoop_calls_running", "Calls in flight.", labels=["door"])
+        for door, count in self.running.items():
+            running.add_metric([door], count)
+        yield from (ended, times, running)
+
+
 class Metrics:
     """The Prometheus registry of one service."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._calls = Counter(
-            "dialoop_calls",
-            "Calls that have ended.",
-            ["rpc", "door", "status"],
-            registry=self._registry,
-        )
-        self._seconds = Histogram(
-            "dialoop_call_seconds",
-            "Time from a call's request to its last answer.",
-            ["rpc", "door"],
-            registry=self._registry,
-            buckets=_BUCKETS_S,
-        )
-        self._running = Gauge(
-            "dialoop_calls_running", "Calls in flight.", ["door"], registry=self._registry
-        )
-        self._running_by_door = {door: self._running.labels(door) for door in ("grpc", "rest")}
-        # Looking a labelled counter up costs more than counting; one entry per rpc and status.
-        self._ended: dict[tuple[str, str, str], tuple[Counter, Histogram]] = {}
+        self._calls = _Calls()
+        self._registry.register(self._calls)
 
     def count_start(self, door: str) -> None:
         """Count a call that has begun."""
-        self._running_by_door[door].inc()
+        self._calls.running[door] += 1
 
     def count_end(self, rpc: str, door: str, status: str, seconds: float) -> None:
         """Count a call that has ended; `status` is a name such as "OK" or "NOT_FOUND"."""
-        self._running_by_door[door].dec()
-        key = (rpc, door, status)
-        if key not in self._ended:
-            pair = self._calls.labels(*key), self._seconds.labels(rpc, door)
-            self._ended[key] = pair
-        calls, times = self._ended[key]
-        calls.inc()
-        times.observe(seconds)
+        calls = self._calls
+        calls.running[door] -= 1
+        calls.ended[rpc, door, status] += 1
+        times = calls.times[rpc, door]
+        times.counts[bisect_left(_BUCKETS_S, seconds)] += 1
+        times.seconds += seconds
 
     def show(self, counts: LabelledCounts) -> None:
         """Show counts of another part of the service; they are read at each request."""
