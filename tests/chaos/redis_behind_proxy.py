@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -21,11 +22,19 @@ _POLL_S = 0.05
 class RedisBehindProxy:
     """`url` leads through the proxy. The server keeps its file in `folder`."""
 
-    def __init__(self, program: str, folder: Path, *, appendfsync: str = "always") -> None:
+    def __init__(
+        self,
+        program: str,
+        folder: Path,
+        *,
+        appendfsync: str = "always",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self._program = program
         self._appendfsync = appendfsync
+        self._variables = variables or {}
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self._port = probe.getsockname()[1]
         self.proxy = Proxy(self._port)
@@ -61,6 +70,13 @@ class RedisBehindProxy:
         self._server.wait()
         self._start()
 
+    def revive(self, *, is_ready: bool = False) -> None:
+        """Start the server again if it has ended itself; wait until it answers if asked to."""
+        if self._server.poll() is not None:
+            self._launch()
+        if is_ready:
+            self._wait_ready()
+
     def lose_power(self) -> int:
         """Kill the server, cut what it wrote in the last second, and start it; return the bytes."""
         self._server.kill()
@@ -74,6 +90,10 @@ class RedisBehindProxy:
         return num_lost
 
     def _start(self) -> None:
+        self._launch()
+        self._wait_ready()
+
+    def _launch(self) -> None:
         options = {
             "port": str(self._port),
             "bind": "127.0.0.1",
@@ -85,7 +105,11 @@ class RedisBehindProxy:
             "save": "",
         }
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
-        self._server = subprocess.Popen([self._program, *words], stdout=subprocess.DEVNULL)
+        self._server = subprocess.Popen(
+            [self._program, *words], stdout=subprocess.DEVNULL, env=os.environ | self._variables
+        )
+
+    def _wait_ready(self) -> None:
         client, deadline = redis.Redis(port=self._port), time.monotonic() + 60.0
         while True:
             try:
@@ -93,6 +117,8 @@ class RedisBehindProxy:
                 break
             except redis.RedisError:
                 assert time.monotonic() < deadline, "Redis does not start"
+                if self._server.poll() is not None:
+                    self._launch()
                 time.sleep(_POLL_S)
         client.close()
 

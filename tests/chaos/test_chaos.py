@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from errno import EIO, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dialoop.cli.running_stacks import find_stack
 from dialoop_services.stack.processes.redis_server import find_redis
 
 from tests.chaos.ledger_checker import check_run
+from tests.chaos.machine import KINDS, SERVICES, Machine
 from tests.chaos.redis_behind_proxy import RedisBehindProxy, stop_for
 from tests.support.stack_jobs import Job, assert_accounted, lines_of, wait_for, write_config
 
@@ -28,8 +30,8 @@ SEED = int(os.environ.get("CHAOS_SEED", "0"))
 ENGINE = os.environ.get("CHAOS_ENGINE", "transformers")
 WITHIN_S = 1200.0
 PAUSE_S = 30.0
-SERVICES = ("replay", "collector", "environment", "scorer", "trainer", "inference")
 NETWORK = ("cut", "delay", "half-open", "dropped answers")
+DISK_S, CLOCK_S = 4.0, 3.0
 
 GROUPS_OF_TWO = "groups_per_train_step = 2"
 CONFIG = """
@@ -66,6 +68,8 @@ class Chaos:
 
     job: Job
     queue: RedisBehindProxy
+    machine: Machine
+    random: random.Random
     done: list[tuple[str, str, float]] = field(default_factory=list)
 
     def pid_of(self, service: str) -> int | None:
@@ -94,8 +98,12 @@ class Chaos:
     def do(self, kind: str, target: str) -> None:
         """Do one fault, and wait until the job has trained a step since, or some seconds."""
         num_before, began_at = self.num_steps(), time.monotonic()
-        if target == "redis":
+        if target == "redis" and kind in ("kill", "stop", "power"):
             self._act_on_redis(kind)
+        elif kind == "clock":
+            self._set_clock(target)
+        elif kind in ("full disk", "failing writes"):
+            self._break_disk(kind, target)
         elif target == "network":
             self._act_on_network(kind)
         else:
@@ -117,6 +125,24 @@ class Chaos:
         else:
             stop_for(self.queue.pid, 4.0)
 
+    def _set_clock(self, target: str) -> None:
+        """Set a clock forward by up to three hours, then back by up to six; it stays so."""
+        ahead_s = self.random.randint(300, 3 * 3600)
+        self.machine.jump_clock(target, ahead_s)
+        time.sleep(CLOCK_S)
+        self.machine.jump_clock(target, ahead_s - self.random.randint(300, 6 * 3600))
+
+    def _break_disk(self, kind: str, target: str) -> None:
+        """Let writes fail; a Redis that ends itself for it is started again, as by a supervisor."""
+        kinds = KINDS if target == "machine" else (target,)
+        self.machine.fail_writes(ENOSPC if kind == "full disk" else EIO, *kinds)
+        ends_at = time.monotonic() + DISK_S
+        while time.monotonic() < ends_at:
+            self.queue.revive()
+            time.sleep(0.2)
+        self.machine.mend_disk()
+        self.queue.revive(is_ready=True)
+
     def _act_on_network(self, kind: str) -> None:
         proxy = self.queue.proxy
         if kind == "delay":
@@ -129,13 +155,25 @@ class Chaos:
         proxy.delay_s, proxy.is_half_open, proxy.drops_answers = 0.0, False, False
 
 
-def schedule(seed: int, *, num_kills: int, num_stops: int, power: bool) -> list[tuple[str, str]]:
-    """The faults of a run in their order."""
+CLOCKS = tuple(("clock", kind) for kind in KINDS)
+DISKS = (*(("failing writes", kind) for kind in KINDS), *[("full disk", "machine")] * 2)
+
+
+def schedule(
+    seed: int,
+    *,
+    num_kills: int,
+    num_stops: int,
+    power: bool = False,
+    machine: tuple[tuple[str, str], ...] = (),
+) -> list[tuple[str, str]]:
+    """The faults of a run in their order; `machine` are those of clocks and disks."""
     targets = (*SERVICES, "redis")
     faults = [("kill", target) for target in targets] * num_kills
     faults += [("stop", target) for target in targets] * num_stops
     faults += [(kind, "network") for kind in NETWORK]
     faults += [("power", "redis")] * (3 if power else 0)
+    faults += machine
     random.Random(seed).shuffle(faults)
     return faults
 
@@ -158,12 +196,14 @@ def run_under(
         config = folder / "job.toml"
         config.write_text(CONFIG.format(engine=engine, num_steps=num_steps))
     program = find_redis({"PATH": os.environ["PATH"]}).program
-    began_at = time.monotonic()
+    machine, began_at = Machine(folder), time.monotonic()
     with (
-        RedisBehindProxy(program, folder / "queue", appendfsync=appendfsync) as queue,
-        Job(folder, "train", str(config), REDIS_URL=queue.url) as job,
+        RedisBehindProxy(
+            program, folder / "queue", appendfsync=appendfsync, variables=machine.variables
+        ) as queue,
+        Job(folder, "train", str(config), REDIS_URL=queue.url, **machine.variables) as job,
     ):
-        chaos = Chaos(job, queue)
+        chaos = Chaos(job, queue, machine, random.Random(SEED))
         wait_for(lambda: chaos.num_steps() > 0 or chaos.has_ended(), WITHIN_S)
         for kind, target in faults:
             assert not chaos.has_ended(), f"ended after {len(chaos.done)} faults\n{job.output}"
@@ -207,20 +247,24 @@ def counts_of(faults: list[tuple[str, str]]) -> Callable[[str, str], int]:
 
 
 def test_a_schedule_is_the_seeds_and_holds_what_it_must():
-    faults = schedule(3, num_kills=3, num_stops=2, power=False)
-    assert faults == schedule(3, num_kills=3, num_stops=2, power=False)
-    assert faults != schedule(4, num_kills=3, num_stops=2, power=False)
+    faults = schedule(3, num_kills=3, num_stops=2, machine=CLOCKS + DISKS)
+    assert faults == schedule(3, num_kills=3, num_stops=2, machine=CLOCKS + DISKS)
+    assert faults != schedule(4, num_kills=3, num_stops=2, machine=CLOCKS + DISKS)
     count = counts_of(faults)
     for target in (*SERVICES, "redis"):
         assert (count("kill", target), count("stop", target)) == (3, 2)
     assert all(count(kind, "network") == 1 for kind in NETWORK)
+    for kind in KINDS:
+        assert (count("clock", kind), count("failing writes", kind)) == (1, 1)
+    assert count("full disk", "machine") == 2
 
 
 @pytest.mark.redis
 @pytest.mark.timeout(600)
-def test_a_small_job_survives_five_faults(tmp_path: Path) -> None:
+def test_a_small_job_survives_seven_faults(tmp_path: Path) -> None:
     """The form of the jobs below that takes less than a minute."""
     faults = [("kill", target) for target in ("collector", "redis", "trainer", "replay")]
+    faults += [("clock", "redis"), ("full disk", "machine")]
     config = write_config(tmp_path, num_warm_start_steps=100, num_train_steps=12)
     config.write_text(config.read_text().replace("groups_per_train_step = 4", GROUPS_OF_TWO))
     figures = run_under(tmp_path, [*faults, ("cut", "network")], num_steps=12, config=config)
@@ -233,8 +277,8 @@ def test_a_small_job_survives_five_faults(tmp_path: Path) -> None:
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("seed", [SEED] if "CHAOS_SEED" in os.environ else [0, 1, 2])
 def test_a_job_survives_every_process_killed_three_times(tmp_path: Path, seed: int) -> None:
-    faults = schedule(seed, num_kills=3, num_stops=2, power=False)
-    run_under(tmp_path, faults, num_steps=48)
+    faults = schedule(seed, num_kills=3, num_stops=2, machine=CLOCKS + DISKS)
+    run_under(tmp_path, faults, num_steps=66)
 
 
 @pytest.mark.heavy(reason="a job under three power losses, some minutes")
@@ -242,8 +286,9 @@ def test_a_job_survives_every_process_killed_three_times(tmp_path: Path, seed: i
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("seed", [SEED] if "CHAOS_SEED" in os.environ else [0, 1, 2])
 def test_a_job_survives_the_loss_of_the_queues_last_second(tmp_path: Path, seed: int) -> None:
-    faults = schedule(seed, num_kills=1, num_stops=0, power=True)
-    run_under(tmp_path, faults, num_steps=40, appendfsync="everysec")
+    machine = (("clock", "redis"), ("full disk", "machine"), ("failing writes", "redis"))
+    faults = schedule(seed, num_kills=1, num_stops=0, power=True, machine=machine)
+    run_under(tmp_path, faults, num_steps=42, appendfsync="everysec")
 
 
 @pytest.mark.heavy(reason="a job with vLLM under a dozen faults, some minutes")
@@ -251,5 +296,6 @@ def test_a_job_survives_the_loss_of_the_queues_last_second(tmp_path: Path, seed:
 @pytest.mark.timeout(2400)
 def test_a_job_with_vllm_survives_every_process_killed(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    faults = schedule(SEED, num_kills=1, num_stops=1, power=False)
-    run_under(tmp_path, faults, num_steps=32, engine="vllm")
+    machine = (("clock", "inference"), ("full disk", "machine"), ("failing writes", "inference"))
+    faults = schedule(SEED, num_kills=1, num_stops=1, machine=machine)
+    run_under(tmp_path, faults, num_steps=36, engine="vllm")

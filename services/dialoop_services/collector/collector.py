@@ -204,7 +204,7 @@ class Collector:
         """Append a finished member; return why the ledger does not take it, or None."""
         if self._settings.total_turns >= 0:
             # What is in the queue has been counted, even if this process is killed right now.
-            self._counters.save()
+            await self._counters.save_at_last()
         trajectory = played.trajectory
         if self._settings.last_turn_only and round_.task.purpose is Purpose.TRAINING:
             num_turns = len(trajectory.turns)

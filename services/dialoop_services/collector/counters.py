@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dialoop.sequences import ForkCause
 from dialoop.trajectory import Owner, Purpose
+from dialoop.waits import waiting_for
 
 from dialoop_services.rl.lengths import length_bin
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
 
 
 class Counters:
@@ -94,8 +98,19 @@ class Counters:
     async def keep_saved(self, *, interval_s: float = 1.0) -> None:
         """Save the counts until cancelled; the caller saves the last ones."""
         while True:
-            self.save()
+            await self.save_at_last()
             await asyncio.sleep(interval_s)
+
+    async def save_at_last(self, *, interval_s: float = 1.0) -> None:
+        """Save the counts; where the disk is full or fails, try until it does no more."""
+        while True:
+            try:
+                self.save()
+                return
+            except OSError as error:
+                log.warning("The counts cannot be saved.", extra={"error": str(error)})
+            with waiting_for("disk", "the collector's counts"):
+                await asyncio.sleep(interval_s)
 
     def to_json(self) -> dict[str, Any]:
         """Return all counts, by purpose where they depend on it."""

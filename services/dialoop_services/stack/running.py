@@ -101,7 +101,7 @@ async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStac
     """Start everything in the plan; when the context is left, all of it has ended."""
     with fill_with_latest(plan.layout.memory, plan.layout.run_dir.policies):
         async with supervise(log) as supervisor:
-            with _announce(plan.layout, supervisor) as announcement:
+            with _announce(plan.layout, supervisor, log) as announcement:
                 supervisor.run_beside(announcement.keep_current())
                 await _start_all(plan, supervisor)
                 announcement.is_ready = True
@@ -128,9 +128,11 @@ class Announcement:
     It has the addresses once all services are ready, and at any time what each process does.
     """
 
-    def __init__(self, layout: Layout, supervisor: Supervisor) -> None:
+    def __init__(self, layout: Layout, supervisor: Supervisor, log: LogStream) -> None:
         self._layout = layout
         self._supervisor = supervisor
+        self._log = log
+        self._error = ""
         self._path = layout.run_dir.path / STACK_FILE
         self._latest = ""
         self._is_withdrawn = False
@@ -157,9 +159,19 @@ class Announcement:
         if text == self._latest or self._is_withdrawn:
             return
         fresh = self._path.with_suffix(".tmp")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(self._path)
-        self._latest = text
+        try:
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(self._path)
+        except OSError as error:  # `keep_current` tries again
+            self._complain(error)
+        else:
+            self._latest, self._error = text, ""
+
+    def _complain(self, error: OSError) -> None:
+        """Say once why the file is not written. A full disk must not end what it supervises."""
+        if self._error != str(error):
+            self._error = str(error)
+            self._log.say("stack", f"{STACK_FILE} cannot be written: {error}", style="yellow")
 
     def withdraw(self) -> None:
         """Remove the file, and never write it again."""
@@ -178,9 +190,9 @@ def _state_of(service: Service) -> dict[str, object]:
 
 
 @contextmanager
-def _announce(layout: Layout, supervisor: Supervisor) -> Iterator[Announcement]:
+def _announce(layout: Layout, supervisor: Supervisor, log: LogStream) -> Iterator[Announcement]:
     """Yield what the stack says of itself; it is gone when the context is left."""
-    announcement = Announcement(layout, supervisor)
+    announcement = Announcement(layout, supervisor, log)
     try:
         yield announcement
     finally:

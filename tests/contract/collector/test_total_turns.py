@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 from dialoop import testing
 from dialoop.trajectory import Purpose
+from dialoop.waits import current_waits
 from dialoop_services.collector.__main__ import collect
 from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters, path_of_counts, read_training_turns
@@ -19,7 +20,7 @@ from dialoop_services.stack.report.summary import read_collectors
 from tests.support.collector_world import ScriptedPolicy, adds_up, make_tasks, world
 from tests.support.loop.rl_loop import run_loop
 from tests.support.loop.virtual_time import run_virtually
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 
 @pytest.mark.parametrize(
@@ -119,3 +120,15 @@ async def test_a_collector_started_again_under_its_name_keeps_what_it_counted(
         await collect(idle, counters, stopping)
     counted = [c["training"]["num_trajectories"] for c in read_collectors(tmp_path)]
     assert counted == [1, 1, 1]
+
+
+async def test_counts_that_a_full_disk_refuses_are_saved_once_it_has_room(tmp_path):
+    counters = Counters("c1", path=tmp_path / "counts.json")
+    draft = tmp_path / ".counts.json.tmp"
+    draft.mkdir()  # so that writing fails, for root too
+    saving = asyncio.create_task(counters.save_at_last(interval_s=0.01))
+    await until(lambda: [w for w in current_waits.get().current() if w.target == "disk"])
+    assert not saving.done()
+    draft.rmdir()
+    await saving
+    assert (tmp_path / "counts.json").is_file()

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+from pathlib import Path
 
 import grpc
 import pytest
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
-from dialoop_services.runtime.probe import main, status_of
+from dialoop_services.runtime.probe import kill_if_hung, main, status_of
 from dialoop_services.runtime.relay import Passage, listen
 
 NAME = "dialoop.v1.EnvironmentService"
@@ -94,3 +97,19 @@ async def test_a_relay_passes_large_answers_on_whole(unused_tcp_port: int) -> No
 def test_a_passage_names_two_addresses(text: str) -> None:
     with pytest.raises(ValueError, match="is not host:port"):
         Passage.parse(text)
+
+
+def test_a_service_that_has_gone_silent_is_killed_and_one_that_starts_is_not(
+    tmp_path: Path,
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as service:
+
+        def is_killed(status: str, after_s: float) -> bool:
+            return kill_if_hung(status, service.pid, after_s, folder=tmp_path)
+
+        assert not is_killed("UNAVAILABLE", 0.0)  # it has not answered yet
+        assert not is_killed("NOT_SERVING", 0.0)
+        assert not is_killed("DEADLINE_EXCEEDED", 600.0)
+        assert service.poll() is None
+        assert is_killed("DEADLINE_EXCEEDED", 0.0)
+        assert service.wait(60) == -signal.SIGKILL

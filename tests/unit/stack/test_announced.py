@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from dialoop.cli.running_stacks import read_announcement
 from dialoop_services.config.job import JobConfig
 from dialoop_services.stack.layout import Layout, ports_of
+from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.supervisor import State
 from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.stack.running import _announce
+from rich.console import Console
+
+
+def layout_in(folder: Path) -> Layout:
+    config = JobConfig(store="memory")
+    run_dir = RunDir(path=folder, run_id="r-1")
+    return Layout(config=config, run_dir=run_dir, ports=ports_of(config, with_redis=False))
+
+
+class FailingFile(io.StringIO):
+    """A terminal, or a file in its place, that takes nothing."""
+
+    number = errno.ENOSPC
+
+    def write(self, text: str) -> int:
+        raise OSError(self.number, text)
+
+
+def test_a_full_disk_ends_neither_what_the_stack_says_nor_the_stack(tmp_path, monkeypatch):
+    output = FailingFile()
+    log = LogStream(Console(file=output), tmp_path)
+    with _announce(layout_in(tmp_path), SimpleNamespace(services=()), log) as announcement:
+        monkeypatch.setattr(Path, "write_text", lambda *_, **__: output.write(""))
+        announcement.write()
+        assert read_announcement(tmp_path, os.getpid()) is None
+        monkeypatch.undo()
+        announcement.write()
+        assert read_announcement(tmp_path, os.getpid()) is not None
+    output.number = errno.EBADF
+    with pytest.raises(OSError, match="gone"):
+        log.say("stack", "gone")
 
 
 def test_a_stacks_rest_addresses_are_read_as_it_writes_them(tmp_path):
-    config = JobConfig(store="memory")
-    run_dir = RunDir(path=tmp_path, run_id="r-1")
-    layout = Layout(config=config, run_dir=run_dir, ports=ports_of(config, with_redis=False))
+    layout = layout_in(tmp_path)
     service = SimpleNamespace(
         spec=SimpleNamespace(name="replay"),
         state=State.STARTING,
@@ -25,7 +59,8 @@ def test_a_stacks_rest_addresses_are_read_as_it_writes_them(tmp_path):
         alarm="",
     )
     supervisor = SimpleNamespace(services=(service,))
-    with _announce(layout, supervisor) as announcement:
+    log = LogStream(Console(file=io.StringIO()), tmp_path)
+    with _announce(layout, supervisor, log) as announcement:
         announcement.write()
         starting = read_announcement(tmp_path, os.getpid())
         service.state, announcement.is_ready = State.READY, True

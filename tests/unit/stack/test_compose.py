@@ -228,6 +228,8 @@ def test_an_image_runs_the_embedded_command_and_probes_its_port(service: str) ->
         "dialoop_services.runtime.probe",
         f"127.0.0.1:{listens(service)}",
     ]
+    assert target.probe[-2:] == ["--kill-after", "60"]  # as long as the embedded stack waits
+    assert SERVICES[service]["restart"] == "on-failure"
     assert target.last("EXPOSE") == f"{listens(service)} {listens(service, 'REST_PORT')}"
 
 

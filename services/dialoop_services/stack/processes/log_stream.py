@@ -7,6 +7,7 @@ start-up, Redis) stays in the file; records in Dialoop's format also reach the t
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import time
 from typing import TYPE_CHECKING
@@ -59,7 +60,12 @@ class LogStream:
         line = Text(f"{self.elapsed_s:{_SECONDS}.1f} s  ", style="dim")
         line.append(f"{service:<{_WIDTH}}", style=self._colour_of(service))
         line.append(text, style=style)
-        self._console.print(line, soft_wrap=True)
+        try:
+            self._console.print(line, soft_wrap=True)
+        except OSError as error:
+            # Output that goes to a file on a full disk must not end the stack.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
 
     def last_line(self, service: str) -> str:
         """Return the last line that a program wrote."""

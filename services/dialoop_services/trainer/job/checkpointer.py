@@ -102,7 +102,6 @@ class Checkpointer:
         """
         figures = figures_of_dropped(batch)
         async with self._writing:
-            self.state.dropped_candidates += figures
             self.journal.add(
                 JournalEntry(
                     train_step=self.state.num_train_steps,
@@ -113,6 +112,7 @@ class Checkpointer:
                     num_empty_batches=self.state.num_empty_batches,
                 )
             )
+            self.state.dropped_candidates += figures
 
     async def checkpoint(self) -> Path:
         """Save everything, then acknowledge what the checkpoint contains."""
