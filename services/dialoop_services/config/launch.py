@@ -38,6 +38,25 @@ class SlurmSection(Section):
     """Lines of shell before the job starts, as ["module load cuda"]."""
 
 
+class KubernetesSection(Section):
+    """The manifests that `dialoop train --on kubernetes --print` writes."""
+
+    image: str = "dialoop-{target}:latest"
+    """Image of a service; {target} is its target in infra/docker/Dockerfile, as "trainer"."""
+    namespace: str = "dialoop"
+    """Namespace of all objects."""
+    queue: str = ""
+    """Kueue's local queue for the job and its replicas; empty: no queue."""
+    secret: str = "dialoop"
+    """Secret with `token`, the services' token, and `redis_url`, the address of Redis."""
+    volume_gib: int = Field(default=100, ge=1)
+    """Size of the volume for runs, which all nodes share."""
+    storage_class: str = ""
+    """Storage class of that volume, which has to allow ReadWriteMany; empty: the default one."""
+    max_scorers: int = Field(default=4, ge=1)
+    """Largest number of scorers that autoscaling starts."""
+
+
 class LaunchSection(Section):
     """Where the processes of `dialoop train` are started."""
 
@@ -48,3 +67,4 @@ class LaunchSection(Section):
     """Whether all machines see the run's folder. If not, replicas get weights by `data_plane`
     "chunks" or one of yours, and find the model directory on their own disk."""
     slurm: SlurmSection = SlurmSection()
+    kubernetes: KubernetesSection = KubernetesSection()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import AsyncExitStack
 
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
+from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 
 from dialoop_services.replay.memory_store.store import MemoryStore
@@ -16,10 +18,14 @@ from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_serve
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.replay.store import QueueStore
 from dialoop_services.runtime.hosting import Host, OwnProcess
+from dialoop_services.runtime.logs import LogSettings
 from dialoop_services.runtime.process import run
 from dialoop_services.runtime.settings import load
 
 log = logging.getLogger(__name__)
+
+_STATES = ("leased", "unscored", "scored", "training")
+_DEPTH_EVERY_S = 5.0
 
 
 async def serve() -> None:
@@ -43,6 +49,17 @@ async def serve_in(host: Host, settings: ReplaySettings) -> None:
             "reason",
             lambda: servicer.num_overflowed,
         )
+        depth: dict[str, float] = {}
+        server.show(
+            "dialoop_groups",
+            "Training groups of the run that DIALOOP_RUN names, by their state in the queue.",
+            "state",
+            lambda: depth,
+            is_gauge=True,
+        )
+        if run_id := LogSettings().run:
+            measuring = asyncio.create_task(_keep_depth(store, run_id, depth))
+            exits.callback(measuring.cancel)
         server.add(add_replay_to_server, servicer, "dialoop.v1.ReplayService")
         registry = RegistryServicer(store)
         server.add(add_RegistryServiceServicer_to_server, registry, "dialoop.v1.RegistryService")
@@ -50,6 +67,19 @@ async def serve_in(host: Host, settings: ReplaySettings) -> None:
             await server.wait_until_stopped()
             servicer.stop_waiting()
             registry.stop_waiting()
+
+
+async def _keep_depth(store: QueueStore, run_id: str, depth: dict[str, float]) -> None:
+    """Keep the number of groups in each state up to date, until cancelled."""
+    request = pb.GetStatsRequest(run=run_id)
+    while True:
+        try:
+            counts = (await store.apply(request, pb.GetStatsResponse)).stats.training
+        except Unavailable:
+            depth.clear()  # what is not known is not shown
+        else:
+            depth.update({state: getattr(counts, f"num_groups_{state}") for state in _STATES})
+        await asyncio.sleep(_DEPTH_EVERY_S)
 
 
 async def open_store(settings: ReplaySettings) -> QueueStore:

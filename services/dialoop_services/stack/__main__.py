@@ -18,7 +18,6 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidConfig
@@ -39,7 +38,7 @@ from dialoop_services.stack import job, preflight
 from dialoop_services.stack.branch import find_branch
 from dialoop_services.stack.devices import nodes_of, plan_devices
 from dialoop_services.stack.launch import commands, slurm
-from dialoop_services.stack.layout import variables_of_tables
+from dialoop_services.stack.layout import FIXED_PORTS, variables_of_tables
 from dialoop_services.stack.processes.log_stream import LogStream
 from dialoop_services.stack.processes.processes import adopt_orphans, descendants, kill
 from dialoop_services.stack.provenance import started_with
@@ -57,16 +56,6 @@ if TYPE_CHECKING:
     from dialoop_services.stack.running import Plan
 
 ROOT = Path("runs")
-FIXED_PORTS = MappingProxyType(
-    {
-        name + door: first + number
-        for door, first in (("", 7000), ("_rest", 8000))
-        for number, name in enumerate(
-            ("environment", "inference", "replay", "scorer", "trainer", "collector"), start=1
-        )
-    }
-)
-"""Ports of a stack without a config: gRPC from 7001 on, REST from 8001 on."""
 _SIGNALLED = 128
 """Exit codes above it say which signal ended the job, as those of shells do."""
 _COMMANDS = ("serve", "train", "config", "check", "import", "-h", "--help")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dialoop_services.config.settings import CONFIG_VARIABLE, overrides_of
@@ -45,6 +46,17 @@ STOP_ORDER = (
 )
 """Order in which services stop: producers of work first, the queue's store last."""
 
+FIXED_PORTS = MappingProxyType(
+    {
+        name + door: first + number
+        for door, first in (("", 7000), ("_rest", 8000))
+        for number, name in enumerate(
+            ("environment", "inference", "replay", "scorer", "trainer", "collector"), start=1
+        )
+    }
+)
+"""Ports of a stack without a config, and in containers: gRPC from 7001 on, REST from 8001 on."""
+
 _SEED_STRIDE = 7919
 _EVERYWHERE = "0.0.0.0"
 _READY_TIMEOUT_S = {"inference": 300.0}
@@ -69,6 +81,8 @@ class Layout:
     """Address of each process's machine, where others than this one have to reach it."""
     starters: Mapping[str, Starter] = field(default_factory=dict)
     """What starts the processes that run elsewhere."""
+    config_file: str = ""
+    """Job file that the processes read by themselves; empty: variables have all its values."""
     redis_program: str = ""
     """The Redis that the stack starts itself; empty: none."""
     folder: Path | None = None
@@ -166,7 +180,8 @@ class Layout:
                 f"DIALOOP_{service.upper()}_PORT": str(self.ports[name]),
                 f"DIALOOP_{service.upper()}_REST_PORT": str(self.ports[rest_name(name)]),
                 "DIALOOP_RUN": self.run_dir.run_id,
-                CONFIG_VARIABLE: "",  # the variables already hold all values of the file
+                # Empty: the variables already hold all values of the file.
+                CONFIG_VARIABLE: self.config_file,
             }
         )
         if name in self.hosts:  # of several machines, so it listens to all; a token is required
@@ -223,7 +238,8 @@ class Layout:
 
         Settings without a value, as `stop_at`, are left out.
         """
-        values = settings_of(service_of(name)).of_job(self.config) | self._places_of(name)
+        job = {} if self.config_file else settings_of(service_of(name)).of_job(self.config)
+        values = job | self._places_of(name)
         return {key: value for key, value in values.items() if value is not None}
 
     def _places_of(self, name: str) -> dict[str, object]:

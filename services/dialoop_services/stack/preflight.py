@@ -102,6 +102,8 @@ class _Checks:
             _check_memory,
             _check_queue_and_ports,
         ):
+            if step in _OF_THIS_MACHINE and config.launch.on in ("kubernetes", "skypilot"):
+                continue
             try:
                 with working_in(folder):
                     step(config)
@@ -406,3 +408,13 @@ def _check_memory(config: JobConfig) -> None:
             remedy="Take a smaller model or a larger machine, or train adapters with lora_rank in "
             "[model].",
         )
+
+
+_OF_THIS_MACHINE = (
+    _check_engine,
+    _check_models,
+    _check_packages,
+    _check_memory,
+    _check_queue_and_ports,
+)
+"""Checks that say nothing of a job whose processes run in containers elsewhere."""

@@ -97,8 +97,7 @@ async def serve_in(
     builder = _builder(settings)
     warm_start = _warm_start(settings, builder)
     supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
-    if supervised is not None:
-        settings = with_steps_of(settings, supervised)
+    settings = with_steps_of(settings, supervised)
     trackers = trackers_of(settings)  # before the model is loaded, since one may be refused
     learner = await asyncio.to_thread(make_learner, settings, learners)
     log.info("The model is loaded.", extra={"matrix_products": learner.matrix_products})
@@ -140,14 +139,15 @@ async def serve_in(
         show_metrics(server, board, records)
         server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
         beside = _tasks_beside(publisher, rotation, exits)
-        unforeseen = (learner.group.failed, job.broken)
+        unforeseen = map(asyncio.wrap_future, (learner.group.failed, job.broken))
         async with server:
             await _run_until_stopped(
                 server,
                 job,
                 board,
                 drain_s=settings.drain_s,
-                failures=(*beside, *map(asyncio.wrap_future, unforeseen)),
+                failures=(*beside, *unforeseen),
+                exit_when_done=settings.exit_when_done,
             )
 
 
@@ -194,8 +194,11 @@ async def _run_until_stopped(
     *,
     drain_s: float,
     failures: Collection[asyncio.Future[None]] = (),
+    exit_when_done: bool = False,
 ) -> None:
     """Run the job beside the server; a failed job ends the process, so that it is restarted.
+
+    With `exit_when_done` a job that has ended does too.
 
     An error in one of `failures` ends the process too, also after the job's end, because a process
     that reports SERVING must be able to serve. A stopped job ends its train step, saves, and gives
@@ -213,6 +216,9 @@ async def _run_until_stopped(
                 task.cancel()
             await asyncio.wait({running, stopping})
             raise error
+        if exit_when_done and running.done():
+            stopping.cancel()
+            return
     if not running.done():
         board.stop()
         await asyncio.wait({running}, timeout=drain_s)
@@ -224,9 +230,11 @@ async def _run_until_stopped(
         log.error("The job failed while it stopped.", exc_info=running.exception())
 
 
-def with_steps_of(settings: TrainerSettings, supervised: DemonstrationSet) -> TrainerSettings:
+def with_steps_of(
+    settings: TrainerSettings, supervised: DemonstrationSet | None
+) -> TrainerSettings:
     """Return the settings with as many train steps as `sft.num_epochs` epochs have."""
-    if not settings.sft.num_epochs:
+    if supervised is None or not settings.sft.num_epochs:
         return settings
     num_steps = settings.sft.num_epochs * supervised.steps_per_epoch
     return settings.model_copy(update={"num_steps": num_steps})

@@ -80,6 +80,9 @@ class TrainerSettings(JobSettings, TrainFields):
     replicas read the policies of run_dir."""
     device_lock: Path | None = None
     """Lock file of the device shared with the replicas; absent: the trainer has its own device."""
+    exit_when_done: bool = False
+    """Whether the process ends with exit code 0 once the job has ended, instead of serving on. Set
+    it where nobody else ends the trainer, as in a cluster's job."""
 
     seed: int = job_key("seed")
     """Seed of the order of demonstrations and minibatches."""

@@ -48,6 +48,7 @@ async def run_until_stopped(
     *,
     drain_s: float = 5.0,
     failures: tuple[asyncio.Future[None], ...] = (),
+    exit_when_done: bool = False,
 ) -> None:
     await _run_until_stopped(
         server,  # type: ignore[arg-type]
@@ -55,6 +56,7 @@ async def run_until_stopped(
         here.board,
         drain_s=drain_s,
         failures=failures,
+        exit_when_done=exit_when_done,
     )
 
 
@@ -102,6 +104,20 @@ async def test_a_stopped_job_ends_its_train_step_saves_it_and_acknowledges_it(
     again = world(num_steps=10)
     assert again.checkpoints.restore(again.learner).num_train_steps == 1  # type: ignore
     assert again.learner.weights == 1
+
+
+async def test_a_trainer_that_nobody_else_ends_exits_when_its_job_is_done(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_steps=1), FakeServer()
+    here.offer("a", "b")
+    async with asyncio.timeout(30):
+        await run_until_stopped(here, server, exit_when_done=True)
+    again = world(num_steps=1)
+    assert again.checkpoints.restore(again.learner).num_train_steps == 1  # type: ignore
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await run_until_stopped(world(num_steps=1), server)
 
 
 async def test_a_stopped_job_gives_back_what_it_leased_and_did_not_train(

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dialoop.errors import InvalidConfig
+
 from dialoop_services.stack.launch import slurm
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
@@ -35,6 +37,12 @@ def runs_here(config: JobConfig) -> bool:
 
 def hand_over(config: JobConfig, words: Sequence[str], root: Path) -> int:
     """Give the job to what [launch] names, say what became of it, and return the exit code."""
+    on = config.launch.on
+    if on == "kubernetes":
+        raise InvalidConfig(
+            "Dialoop writes manifests and changes nothing in a cluster itself.",
+            remedy="Run `dialoop train CONFIG --on kubernetes --print | kubectl apply -f -`.",
+        )
     number = slurm.submit(config, words, root)
     sys.stdout.write(
         f"Submitted job {number}. It writes to {slurm.log_of(config, root)} and to "
@@ -47,6 +55,10 @@ def text_of(config: JobConfig, words: Sequence[str], root: Path, folder: Path) -
     """Return what would be started or handed over, as `--print` shows it."""
     if config.launch.on == "slurm":
         return slurm.script_of(config, words, root)
+    if config.launch.on == "kubernetes":
+        from dialoop_services.stack.launch import kubernetes  # needs PyYAML
+
+        return kubernetes.text_of(config)
     return _local_text(config, root, folder)
 
 
