@@ -127,6 +127,15 @@ def _add_stack_commands(commands: Commands) -> None:
     down = commands.add_parser("down", help="stop the stack of a run and wait for its end")
     down.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (120)")
     down.set_defaults(module="stack", function="down")
+    scale = commands.add_parser(
+        "scale", help="grow or shrink collectors and replicas of a stack while it runs"
+    )
+    scale.add_argument(
+        "counts", nargs="+", metavar="SERVICE=N", help="collector=4, inference=2; +1 and -1 too"
+    )
+    scale.add_argument("--run", default="", help="name of the run, if there are several stacks")
+    scale.add_argument("--timeout", type=float, default=300.0, help="seconds to wait (300)")
+    scale.set_defaults(module="scale", function="scale", root=ROOT)
     status = commands.add_parser(
         "status", help="show the health of a stack, its training and its queue"
     )

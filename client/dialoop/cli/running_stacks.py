@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 STACK_FILE = "stack.json"
+SCALE_FILE = "scale.json"
+"""How many processes a stack shall have, as `dialoop scale` asked, and why it could not do so."""
+SCALED = ("collector", "inference")
+"""The services that `dialoop scale` grows and shrinks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.clients.trainer import Phase
 
 from dialoop_services.config.job import warnings_for_advantages, warnings_for_formats
+from dialoop_services.stack.layout import service_of
 from dialoop_services.stack.report import summary
 from dialoop_services.stack.report.live import LiveView, PhaseProgress
 from dialoop_services.stack.report.observer import PhaseClock, observing
@@ -74,7 +75,9 @@ async def _until_done(
 
 async def _final_stats(stack: RunningStack, observer: Observer) -> ReplayStats:
     """Return the queue's counts after the services that write to it have stopped."""
-    await stack.supervisor.stop("collector", "scorer")
+    names = [service.spec.name for service in stack.supervisor.services]
+    collectors = [name for name in names if service_of(name) == "collector"]
+    await stack.supervisor.stop(*collectors, "scorer")
     return await observer.final_stats()
 
 

@@ -285,7 +285,7 @@ class Layout:
 
     def _seed_of(self, replica: str) -> int:
         """Return a seed for the replica: replicas with one seed would sample the same."""
-        return self.config.seed + _SEED_STRIDE * self.replicas.index(replica)
+        return self.config.seed + _SEED_STRIDE * int(replica.partition("-")[2] or 0)
 
     def _held_up(self, service: str) -> Callable[[], bool] | None:
         """Return whether a starting replica must wait because the trainer has the device."""

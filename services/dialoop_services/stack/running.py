@@ -27,6 +27,7 @@ from dialoop_services.stack.processes.redis_server import (
 )
 from dialoop_services.stack.processes.shared_memory import fill_with_latest, memory_for
 from dialoop_services.stack.processes.supervisor import Service, Supervisor, supervise
+from dialoop_services.stack.scaling import Scaling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,9 +104,11 @@ async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStac
         async with supervise(log) as supervisor:
             with _announce(plan.layout, supervisor, log) as announcement:
                 supervisor.run_beside(announcement.keep_current())
+                scaling = Scaling(plan.layout, supervisor, log)
                 await _start_all(plan, supervisor)
                 announcement.is_ready = True
                 announcement.write()
+                supervisor.run_beside(scaling.follow())
                 if plan.layout.config.console:
                     supervisor.run_beside(_serve_console(plan.layout, supervisor, log))
                 yield RunningStack(plan=plan, supervisor=supervisor)

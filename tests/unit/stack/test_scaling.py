@@ -1,0 +1,167 @@
+"""`dialoop scale` starts and stops processes of a running stack, one at a time and by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from dialoop.cli.running_stacks import SCALE_FILE
+from dialoop.cli.scale import wanted_counts
+from dialoop.errors import InvalidConfig
+from dialoop_services.config.file import parse_config
+from dialoop_services.stack import scaling
+from dialoop_services.stack.devices import Node, plan_devices
+from dialoop_services.stack.layout import Layout, rest_name
+from dialoop_services.stack.processes.child import ServiceSpec
+from dialoop_services.stack.run_dir import RunDir
+from dialoop_services.stack.scaling import Scaling
+
+from tests.support.waiting import until
+
+NAMES = ("redis", "replay", "environment", "inference", "scorer", "trainer", "collector")
+
+
+@dataclass
+class Service:
+    spec: ServiceSpec
+    is_stopping: bool = False
+
+
+@dataclass
+class FakeSupervisor:
+    """Notes what is started and stopped."""
+
+    started: list[ServiceSpec] = field(default_factory=list)
+    services: list[Service] = field(default_factory=list)
+    tasks: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.ensure_future(work))
+
+    async def start(self, spec: ServiceSpec) -> None:
+        self.started.append(spec)
+        self.services = [s for s in self.services if s.spec.name != spec.name]
+        self.services.append(Service(spec))
+
+    async def stop(self, name: str) -> None:
+        next(s for s in self.services if s.spec.name == name).is_stopping = True
+
+    def names(self) -> set[str]:
+        return {s.spec.name for s in self.services if not s.is_stopping}
+
+
+class FakeLog:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, service: str, text: str, **_: str) -> None:
+        self.lines.append(text)
+
+
+class Stack:
+    """A running stack as the scaling sees it."""
+
+    def __init__(self, directory: Path, *, gpus: int = 0, **config: Any) -> None:
+        job = {"engine": "transformers", "discovery": "registry", **config}
+        parsed = parse_config(job, source="job.toml")
+        node = Node(gpus=tuple(map(str, range(gpus))))
+        ports = {name: 7000 + index for index, name in enumerate(NAMES)}
+        self.layout = Layout(
+            config=parsed,
+            run_dir=RunDir(path=directory, run_id="r-1"),
+            ports=ports | {rest_name(name): port + 100 for name, port in ports.items()},
+            devices={e.name: e.variables for e in plan_devices(parsed, (node,)).processes},
+        )
+        self.supervisor, self.log = FakeSupervisor(), FakeLog()
+        self.supervisor.services = [
+            Service(self.layout.spec(name)) for name in NAMES if name != "redis"
+        ]
+        scaled = Scaling(self.layout, cast("Any", self.supervisor), cast("Any", self.log))
+        self.path = directory / SCALE_FILE
+        self.running = asyncio.create_task(scaled.follow())
+
+    def ask(self, **wanted: int) -> None:
+        self.path.write_text(json.dumps({"wanted": wanted}))
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "_POLL_S", 0.01)
+
+
+async def test_processes_are_started_and_stopped_until_there_are_as_many(tmp_path: Path) -> None:
+    (tmp_path / SCALE_FILE).write_text('{"wanted": {"collector": 9}}')  # of an earlier stack
+    stack = Stack(tmp_path)
+    names = stack.supervisor.names
+    assert not stack.path.exists()
+    first = names()
+    stack.ask(collector=3, inference=2)
+    await until(lambda: names() - first == {"collector-1", "collector-2", "inference-1"})
+    added = {spec.name: spec for spec in stack.supervisor.started}
+    replica = added["inference-1"].environment
+    assert replica["DIALOOP_INFERENCE_NAME"] == "inference-1"
+    assert replica["DIALOOP_INFERENCE_DISCOVERY"] == "registry"
+    assert replica["DIALOOP_INFERENCE_PORT"] not in {"0", "7003"}
+    assert (
+        replica["DIALOOP_INFERENCE_SEED"]
+        != stack.layout.spec("inference").environment["DIALOOP_INFERENCE_SEED"]
+    )
+    stack.ask(collector=1, inference=2)
+    await until(lambda: names() - first == {"inference-1"})
+    stack.ask(collector=2, inference=1)
+    await until(lambda: names() - first == {"collector-1"})
+    assert not stack.running.done()
+    stack.running.cancel()
+
+
+async def test_a_job_with_fixed_addresses_says_why_it_cannot_grow(tmp_path: Path) -> None:
+    stack = Stack(tmp_path, discovery="addresses")
+    stack.ask(inference=2)
+    await until(lambda: "error" in stack.path.read_text())
+    assert (
+        'Start the job with discovery = "registry"' in json.loads(stack.path.read_text())["error"]
+    )
+    assert not stack.supervisor.started
+    stack.running.cancel()
+
+
+async def test_a_replica_gets_a_gpu_of_its_own_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        scaling,
+        "plan_here",
+        lambda config, _: plan_devices(config, (Node(gpus=("0", "1", "2")),)),
+    )
+    stack = Stack(tmp_path, gpus=3, engine="vllm", train={"device": "cuda"})
+    stack.ask(inference=2)
+    await until(lambda: stack.supervisor.started)
+    (spec,) = stack.supervisor.started
+    assert spec.environment["CUDA_VISIBLE_DEVICES"] == "2"
+    stack.ask(inference=3)
+    await until(lambda: "error" in stack.path.read_text())
+    assert "GPUs: trainer 1" in json.loads(stack.path.read_text())["error"]
+    stack.running.cancel()
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["collector=4", "inference=2"], {"collector": 4, "inference": 2}),
+        (["inference=+1"], {"inference": 3}),
+        (["collector=-1"], {"collector": 2}),
+    ],
+)
+def test_counts_are_numbers_or_differences(words: list[str], wanted: dict[str, int]) -> None:
+    assert wanted_counts(words, {"collector": 3, "inference": 2}) == wanted
+
+
+@pytest.mark.parametrize("word", ["trainer=2", "inference", "inference=0", "collector=-3", "=1"])
+def test_other_counts_are_refused_with_what_is_possible(word: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"collector=2 or inference=2|Leave at least one"):
+        wanted_counts([word], {"collector": 3, "inference": 2})
