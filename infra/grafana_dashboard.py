@@ -148,6 +148,37 @@ _ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 },
             ),
             Panel(
+                title="Prefix cache",
+                text="Share of each replica's prompt tokens whose keys it had already.",
+                curves={
+                    "{{instance}}": 'rate(dialoop_prompt_tokens_total{keys="cached"}[5m]) '
+                    "/ ignoring (keys) sum without (keys) (rate(dialoop_prompt_tokens_total[5m]))"
+                },
+            ),
+            Panel(
+                title="Queue time of a sample",
+                text="Seconds that a sample waits in the engine of a replica.",
+                curves={
+                    "{{instance}}": "sum by (instance) "
+                    "(rate(dialoop_sample_queue_seconds_total[5m])) "
+                    "/ sum by (instance) (rate(dialoop_samples_total[5m]))"
+                },
+                unit="s",
+            ),
+            Panel(
+                title="Routing",
+                text="Samples asked of each replica, calls that left the one with their prefix, "
+                "and tokens kept of answers whose replica died, a second.",
+                curves={
+                    "samples, {{replica}}": "sum by (replica) "
+                    "(rate(dialoop_replica_samples_total[5m]))",
+                    "moved to {{replica}}": "sum by (replica) "
+                    "(rate(dialoop_conversations_moved_total[5m]))",
+                    "kept by {{replica}}": "sum by (replica) "
+                    "(rate(dialoop_continued_tokens_total[5m]))",
+                },
+            ),
+            Panel(
                 title="Forks and overflow",
                 text="Prompts that could not continue their tokens, and groups dropped by a full "
                 "queue, a second.",

@@ -134,6 +134,10 @@ class Reason(_Named):
         "Packed attention needs a packed row and its plan.",
     )
     BAD_ANSWER = "BAD_ANSWER", "The task's reference answer is malformed."
+    BAD_PARTIAL_ANSWER = (
+        "BAD_PARTIAL_ANSWER",
+        "What another replica sampled of the answer cannot begin it.",
+    )
     BAD_COMPAT = "BAD_COMPAT", "`compat` names no known format."
     BAD_COLUMN = (
         "BAD_COLUMN",

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,8 @@ from dialoop.cli.scale import scale
 from dialoop_services.stack.processes.redis_server import find_redis
 
 from tests.chaos.ledger_checker import check_run
-from tests.chaos.redis_behind_proxy import RedisBehindProxy
-from tests.chaos.test_chaos import CONFIG, WITHIN_S, Chaos
-from tests.support.stack_jobs import Job, assert_accounted, wait_for
+from tests.chaos.test_chaos import CONFIG, WITHIN_S
+from tests.support.stack_jobs import Job, assert_accounted, lines_of, wait_for
 
 SEED = int(os.environ.get("FLEET_SEED", "0"))
 NUM_EVENTS, NUM_STEPS = 50, 100
@@ -53,8 +53,28 @@ def schedule(seed: int) -> list[Event]:
     return events
 
 
-class Fleet(Chaos):
-    """A job whose collectors and replicas come and go."""
+@dataclass
+class Fleet:
+    """A job whose collectors and replicas come and go, and how long each event took."""
+
+    job: Job
+    done: list[tuple[str, str, float]] = field(default_factory=list)
+
+    def pid_of(self, name: str) -> int | None:
+        """The process of that name if it is ready."""
+        stack = find_stack(self.job.run_dir)
+        process = stack.processes.get(name, {}) if stack else {}
+        pid = process.get("pid")
+        return pid if process.get("state") == "ready" and isinstance(pid, int) else None
+
+    def num_steps(self) -> int:
+        """Train steps so far."""
+        path = self.job.run_dir / "metrics.jsonl"
+        return sum('"kind": "train"' in line for line in lines_of(path)) if path.exists() else 0
+
+    def has_ended(self) -> bool:
+        """Whether the job has come to its end."""
+        return self.job.process.poll() is not None
 
     def do_event(self, event: Event, chance: random.Random) -> None:
         """Do one event, and wait until the job has trained a step since, or some seconds."""
@@ -93,16 +113,16 @@ def records_of(log: Path) -> list[tuple[float, str]]:
 
 def admissions(logs: Path) -> dict[tuple[str, int], float]:
     """When the trainer, which had compared its log-probs, put each member into rotation."""
-    found: dict[tuple[str, int], float] = {}
+    members: dict[tuple[str, int], float] = {}
     for at, message in records_of(logs / "trainer.log"):
         if match := re.match(r"A replica is in rotation\. .*replica=(\S+) epoch=(\d+)", message):
-            found.setdefault((match[1], int(match[2])), at)
-    return found
+            members.setdefault((match[1], int(match[2])), at)
+    return members
 
 
 def lives(logs: Path) -> dict[tuple[str, int], dict[str, float]]:
     """Of each member: when its model was loaded, and when it first answered, if it did."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
+    members: dict[tuple[str, int], dict[str, float]] = {}
     for log in logs.glob("inference*.log"):
         loaded_at, member = 0.0, None
         for at, message in records_of(log):
@@ -110,10 +130,10 @@ def lives(logs: Path) -> dict[tuple[str, int], dict[str, float]]:
                 loaded_at, member = at, None
             elif match := re.match(r"Joined the run\. .*member=(\S+) epoch=(\d+)", message):
                 member = match[1], int(match[2])
-                found[member] = {"loaded": loaded_at}
+                members[member] = {"loaded": loaded_at}
             elif message.startswith("The first request is answered.") and member:
-                found[member]["answered"] = at
-    return found
+                members[member]["answered"] = at
+    return members
 
 
 def test_a_schedule_is_the_seeds_and_keeps_to_its_bounds() -> None:
@@ -134,11 +154,8 @@ def test_fifty_joins_drains_and_kills_lose_and_double_nothing(tmp_path: Path) ->
     )
     program = find_redis({"PATH": os.environ["PATH"]}).program
     events, chance, began_at = schedule(SEED), random.Random(SEED), time.monotonic()
-    with (
-        RedisBehindProxy(program, tmp_path / "queue", appendfsync="always") as queue,
-        Job(tmp_path, "train", str(config), REDIS_URL=queue.url) as job,
-    ):
-        fleet = Fleet(job, queue)
+    with Job(tmp_path, "train", str(config), REDIS_URL="") as job:
+        fleet = Fleet(job)
         wait_for(lambda: fleet.num_steps() > 0 or fleet.has_ended(), WITHIN_S)
         for event in events:
             assert not fleet.has_ended(), f"ended after {len(fleet.done)} events\n{job.output}"
@@ -148,7 +165,7 @@ def test_fifty_joins_drains_and_kills_lose_and_double_nothing(tmp_path: Path) ->
     assert ended.exit_code == 0, ended.output[-5000:]
     assert job.left_running() == {}
     assert_accounted(ended.summary)
-    problems = check_run(ended.run_dir, queue.folder, program)
+    problems = check_run(ended.run_dir, ended.run_dir / "redis", program)
     assert problems == [], "\n".join(problems[:20])
     rotation, members = admissions(ended.run_dir / "logs"), lives(ended.run_dir / "logs")
     served = {member: life for member, life in members.items() if "answered" in life}

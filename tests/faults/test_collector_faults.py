@@ -18,7 +18,6 @@ from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
-from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.collector.replicas import Replicas
@@ -330,7 +329,7 @@ async def test_an_outage_longer_than_patience_does_not_count_against_the_task():
         assert adds_up(counts)
 
 
-async def test_replicas_are_asked_in_turn_and_one_that_fails_is_left_alone():
+async def test_a_replica_that_fails_is_left_alone():
     good, bad = ScriptedPolicy(), ScriptedPolicy()
 
     async def away(*_, **__):
@@ -346,20 +345,19 @@ async def test_replicas_are_asked_in_turn_and_one_that_fails_is_left_alone():
     assert len(bad.sampling_log) == 1
 
 
-async def test_the_replica_that_has_the_context_is_asked_first_and_another_while_it_is_away():
-    context = sequence_of([([1, 2], {"source": Source.PROMPT})])
-    holder, other = ScriptedPolicy(), ScriptedPolicy()
-    holder.seen_contexts, other.seen_contexts = [context], []
-    replicas = Replicas([other, holder], BRIEF)
+async def test_a_group_keeps_to_its_replica_and_moves_while_that_is_away():
+    policies = {"a": ScriptedPolicy(), "b": ScriptedPolicy()}
+    group = Replicas(policies, BRIEF).of_group("g")
     for _ in range(4):
-        await replicas.generate(PROMPT, context=context, num_context_messages=1)
-    assert (len(holder.sampling_log), len(other.sampling_log)) == (4, 0)
+        await group.generate(PROMPT)
+    home, other = sorted(policies.values(), key=lambda p: -len(p.sampling_log))
+    assert (len(home.sampling_log), len(other.sampling_log)) == (4, 0)
 
     async def away(*_, **__):
         raise Unavailable("gone", reason="NOT_READY")
 
-    holder.generate = away
-    await replicas.generate(PROMPT, context=context, num_context_messages=1)
+    home.generate = away
+    await group.generate(PROMPT)
     assert len(other.sampling_log) == 1
 
 

@@ -22,6 +22,7 @@ from dialoop.v1.inference_service_pb2_grpc import (
     InferenceServiceServicer,
     add_InferenceServiceServicer_to_server,
 )
+from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from dialoop.wire import (
     chat_history_from_proto,
     chat_history_to_proto,
@@ -39,6 +40,7 @@ from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.replay.memory_store.store import MemoryStore
+from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings
@@ -139,9 +141,12 @@ async def serving_replay(
     servicer = ReplayServicer(store, poll_s=0.02)
     server = GrpcServer(ServerSettings(port=port, drain_s=0))
     server.add(add_replay_to_server, servicer, "dialoop.v1.ReplayService")
+    registry = RegistryServicer(store)
+    server.add(add_RegistryServiceServicer_to_server, registry, "dialoop.v1.RegistryService")
     async with server:
         yield server
         servicer.stop_waiting()
+        registry.stop_waiting()
 
 
 def serving_arithmetic(port: int = 0):

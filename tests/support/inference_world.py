@@ -43,12 +43,35 @@ if TYPE_CHECKING:
 
 SERVICE = "dialoop.v1.InferenceService"
 MAX_MODEL_LEN = 200
+_CONSTANT, _AGAINST = 3.0, -20.0
 QUESTION = History((Message(role="user", content="35+40"),))
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("inference") / "model", seed=0)
+
+
+def make_endless_model(directory: Path, *, max_model_len: int) -> Path:
+    """Write the tiny model with a head of its own that gives the end-of-turn token no chance.
+
+    The first number of each token's embedding is a constant, which the head reads for that token.
+    """
+    make_tiny_model(directory, seed=0)
+    config = json.loads((directory / "config.json").read_text())
+    end = config["eos_token_id"]
+    config |= {"tie_word_embeddings": False, "max_position_embeddings": max_model_len + 8}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = load_file(directory / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    head = embeddings.clone()
+    embeddings[:, 0] = _CONSTANT
+    head[:, 0] = 0.0
+    head[end] = 0.0
+    head[end, 0] = _AGAINST
+    weights["lm_head.weight"] = head
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 class World:

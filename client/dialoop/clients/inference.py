@@ -197,9 +197,16 @@ class InferenceClient:
         template_options: Mapping[str, Any] | None = None,
         truncate_prompt: bool = False,
         skip_special_tokens: bool = False,
+        partial_answer: Sequence | None = None,
+        chunk_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> AsyncIterator[SampleChunk]:
-        """Generate as `generate` does; yield tokens as they come, and last the whole sample."""
+        """Generate as `generate` does; yield tokens as they come, and last the whole sample.
+
+        With `chunk_tokens` the tokens come so many at a time. `partial_answer` is what another
+        replica sampled of this answer before it was gone: the answer goes on after it, and the
+        sample at the end holds both; the chunks have the new tokens alone.
+        """
         question = Question(
             history=history,
             text=text,
@@ -214,10 +221,11 @@ class InferenceClient:
             template_options=template_options or {},
             truncate_prompt=truncate_prompt,
             skip_special_tokens=skip_special_tokens,
+            partial_answer=partial_answer,
         )
 
         def send(request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-            stream = pb.GenerateStreamRequest(request=request)
+            stream = pb.GenerateStreamRequest(request=request, chunk_tokens=chunk_tokens)
             return self._channel.stream(GENERATE_STREAM, stream, deadline_s=deadline_s)
 
         async for answer, samples in self.seen_contexts.ask_stream(question, send):

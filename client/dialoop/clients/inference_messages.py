@@ -48,6 +48,7 @@ class Question:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate_prompt: bool = False
     skip_special_tokens: bool = False
+    partial_answer: Sequence | None = None
 
     def to_proto(self) -> pb.GenerateRequest:
         """Return the request; the service names missing fields."""
@@ -74,6 +75,8 @@ class Question:
             request.text = self.text
         if self.token_ids is not None:
             request.token_ids.CopyFrom(token_ids_to_proto([self.token_ids])[0])
+        if self.partial_answer is not None:
+            request.partial_answer.CopyFrom(sequence_to_proto(self.partial_answer))
         return request
 
 

@@ -38,7 +38,7 @@ class ContextDigest(_message.Message):
     def __init__(self, messages: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ..., token_ids: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("history", "context", "num_context_messages", "sampling", "turn", "num_samples", "text", "token_ids", "adapter", "template_name", "tools", "template_options_json", "truncate_prompt", "skip_special_tokens", "known_context", "keep_context")
+    __slots__ = ("history", "context", "num_context_messages", "sampling", "turn", "num_samples", "text", "token_ids", "adapter", "template_name", "tools", "template_options_json", "truncate_prompt", "skip_special_tokens", "known_context", "keep_context", "partial_answer")
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_CONTEXT_MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KNOWN_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     KEEP_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_ANSWER_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     context: _trajectory_pb2.Sequence
     num_context_messages: int
@@ -71,7 +72,8 @@ class GenerateRequest(_message.Message):
     skip_special_tokens: bool
     known_context: ContextDigest
     keep_context: bool
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., context: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., num_context_messages: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., turn: _Optional[int] = ..., num_samples: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., adapter: _Optional[str] = ..., template_name: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., template_options_json: _Optional[str] = ..., truncate_prompt: bool = ..., skip_special_tokens: bool = ..., known_context: _Optional[_Union[ContextDigest, _Mapping]] = ..., keep_context: bool = ...) -> None: ...
+    partial_answer: _trajectory_pb2.Sequence
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., context: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., num_context_messages: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., turn: _Optional[int] = ..., num_samples: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., adapter: _Optional[str] = ..., template_name: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., template_options_json: _Optional[str] = ..., truncate_prompt: bool = ..., skip_special_tokens: bool = ..., known_context: _Optional[_Union[ContextDigest, _Mapping]] = ..., keep_context: bool = ..., partial_answer: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ...) -> None: ...
 
 class Sample(_message.Message):
     __slots__ = ("history", "sequence", "stop_reason", "stop_string", "text", "prompt_id", "sample_index", "top_logprobs", "model_digest", "context")
@@ -130,10 +132,12 @@ class GenerateResponse(_message.Message):
     def __init__(self, samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., queue_s: _Optional[float] = ..., generate_s: _Optional[float] = ..., update_mode: _Optional[_Union[UpdateMode, str]] = ..., num_truncated_tokens: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., distribution: _Optional[_Union[_chat_pb2.Distribution, str]] = ...) -> None: ...
 
 class GenerateStreamRequest(_message.Message):
-    __slots__ = ("request",)
+    __slots__ = ("request", "chunk_tokens")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request: GenerateRequest
-    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
     __slots__ = ("token_ids", "inference_logprobs", "policy_version", "text", "completed", "top_logprobs")

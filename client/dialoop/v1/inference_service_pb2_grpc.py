@@ -121,7 +121,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Generate, with tokens as they are sampled; the last message carries the whole sample.
+        """Generate, with tokens as they are sampled; the last message carries the whole sample, which is
+        shorter where the first new tokens complete a stop string of `partial_answer`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 from dialoop.agents import AgentHost
 from dialoop.clients.channel import Channel
@@ -19,15 +19,16 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 
 from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
-from dialoop_services.collector.collector import Collector
+from dialoop_services.collector.collector import Beside, Collector
 from dialoop_services.collector.counters import Counters, path_of_counts, read_training_turns
 from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.replicas import CautiousGroups, Replicas, RetryingSessions
+from dialoop_services.collector.routing import RoutingCounts
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.collector.token_episodes import TokenEpisodes
 from dialoop_services.runtime import Connect, Host, OwnProcess, load, run
-from dialoop_services.runtime.fleet import Fleet, follow
+from dialoop_services.runtime.fleet import Fleet, follow, membership, reachable_address
 
 
 async def serve() -> None:
@@ -44,13 +45,24 @@ async def serve_in(host: Host, settings: CollectorSettings) -> None:
             num_turns_before=read_training_turns(settings.run_dir),
             path=settings.run_dir and path_of_counts(settings.run_dir, settings.worker),
         )
-        collector = await make_collector(settings, counters, host.connect, exits)
+        routing = RoutingCounts()
+        routing.show_on(host.server)
+        collector = await make_collector(settings, counters, host.connect, exits, routing)
         server = await exits.enter_async_context(host.server)
+        if settings.discovery == "registry":
+            announcing = await exits.enter_async_context(_membership(host, settings, collector))
+            announcing.add_done_callback(lambda _: server.stop())
         await collect(collector, counters, server.stopping)
+        if settings.discovery == "registry" and announcing.done():
+            announcing.result()  # another collector has its name
 
 
 async def make_collector(
-    settings: CollectorSettings, counters: Counters, connect: Connect, exits: AsyncExitStack
+    settings: CollectorSettings,
+    counters: Counters,
+    connect: Connect,
+    exits: AsyncExitStack,
+    routing: RoutingCounts | None = None,
 ) -> Collector:
     """Return a collector; `exits` closes its connections."""
 
@@ -66,21 +78,10 @@ async def make_collector(
     groups = EnvironmentClient(await channel(settings.environment_address, once))
     sessions = RetryingSessions(environment, retry_policy)
     agents = load_agents(settings)
-    policy, recordings = Replicas((), retry_policy), RecordingReplicas((), retry_policy)
-    fleet = Fleet(lambda m: connect(m.address, retry=once, epoch=m.epoch), _clients_of)
-    exits.push_async_callback(fleet.close)
-
-    async def send_to(members: tuple[ServiceMember, ...]) -> None:
-        clients = await fleet.update(member for member in members if member.is_admitted)
-        policy.update(inference for inference, _ in clients.values())
-        recordings.update(recording for _, recording in clients.values() if recording is not None)
-
-    beside: tuple[partial[Coroutine[Any, Any, None]], ...] = ()
-    if settings.discovery == "registry":
-        registry = RegistryClient(await channel(settings.replay_address))
-        beside = (partial(follow, registry, settings.run, "inference", send_to),)
-    else:
-        await send_to(_members_of(settings))
+    policy = Replicas((), retry_policy, routing)
+    recordings = RecordingReplicas((), retry_policy)
+    registry = RegistryClient(await channel(settings.replay_address))
+    beside = await _follow_replicas(settings, policy, recordings, registry, connect, exits)
     host = AgentHost(
         recordings=recordings,
         api_key=settings.token.get_secret_value() or "none",
@@ -107,6 +108,47 @@ async def make_collector(
         counters=counters,
         beside=beside,
     )
+
+
+async def _follow_replicas(
+    settings: CollectorSettings,
+    policy: Replicas,
+    recordings: RecordingReplicas,
+    registry: RegistryClient,
+    connect: Connect,
+    exits: AsyncExitStack,
+) -> tuple[Beside, ...]:
+    """Send requests to the replicas of the settings; return what follows the registry instead."""
+    once = RetryPolicy(max_attempts=1)
+    fleet = Fleet(lambda m: connect(m.address, retry=once, epoch=m.epoch), _clients_of)
+    exits.push_async_callback(fleet.close)
+
+    async def send_to(members: tuple[ServiceMember, ...]) -> None:
+        clients = await fleet.update(member for member in members if member.is_admitted)
+        policy.update({member.name: inference for member, (inference, _) in clients.items()})
+        recordings.update({m.name: recording for m, (_, recording) in clients.items() if recording})
+
+    if settings.discovery == "registry":
+        return (partial(follow, registry, settings.run, "inference", send_to),)
+    await send_to(_members_of(settings))
+    return ()
+
+
+@asynccontextmanager
+async def _membership(
+    host: Host, settings: CollectorSettings, collector: Collector
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Keep the collector in the registry, with the episodes that it plays as its load."""
+    address = reachable_address(host.server.address)
+    member = ServiceMember(role="collector", name=settings.worker, address=address, is_ready=True)
+
+    def state(member: ServiceMember) -> ServiceMember:
+        return dataclasses.replace(member, load=float(collector.num_playing))
+
+    async with host.connect(settings.replay_address) as channel:
+        registry, incarnation = RegistryClient(channel), host.server.incarnation
+        async with membership(registry, settings.run, member, state, incarnation) as announcing:
+            yield announcing
 
 
 def _members_of(settings: CollectorSettings) -> tuple[ServiceMember, ...]:

@@ -1,8 +1,10 @@
-"""Play tasks with agents; replicas record the runs in turn."""
+"""Play tasks with agents; replicas record the runs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dialoop.agents import load_agent, play_agent
@@ -10,8 +12,10 @@ from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy, retry
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 
+from dialoop_services.collector.routing import choose, rank
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from dialoop.agents import Agent, AgentHost, Recordings
     from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
@@ -41,21 +45,39 @@ class Agents:
         )
 
 
+@dataclass(slots=True, eq=False)
+class _Recorder:
+    """A replica that records, and the number of recordings that go on there."""
+
+    name: str
+    recordings: Recordings
+    num_running: int = 0
+
+
 class RecordingReplicas:
-    """Replicas that record in turn; one that is away is skipped.
+    """Replicas that record, those of one group together; one that is away is skipped.
 
     A recording stays at its replica. If that replica dies, the run is lost and played again.
     """
 
-    def __init__(self, replicas: Iterable[Recordings], retry_policy: RetryPolicy) -> None:
-        self._replicas = tuple(replicas)
+    def __init__(
+        self, replicas: Mapping[str, Recordings] | Iterable[Recordings], retry_policy: RetryPolicy
+    ) -> None:
+        self._replicas: list[_Recorder] = []
         self._retry_policy = retry_policy
-        self._next = 0
-        self._home: dict[str, Recordings] = {}
+        self._home: dict[str, _Recorder] = {}
+        self._numbers = itertools.count()
+        self.update(replicas)
 
-    def update(self, replicas: Iterable[Recordings]) -> None:
+    def update(self, replicas: Mapping[str, Recordings] | Iterable[Recordings]) -> None:
         """Begin recordings at these from now on; one that began stays at its replica."""
-        self._replicas = tuple(replicas)
+        if not isinstance(replicas, Mapping):
+            replicas = {f"unnamed {next(self._numbers)}": replica for replica in replicas}
+        present = {id(recorder.recordings): recorder for recorder in self._replicas}
+        self._replicas = [
+            present.get(id(replica)) or _Recorder(name, replica)
+            for name, replica in replicas.items()
+        ]
 
     async def create(
         self,
@@ -70,6 +92,7 @@ class RecordingReplicas:
 
         Return the base URL for the agent.
         """
+        attempts = itertools.count()
 
         async def begin() -> str:
             if not self._replicas:
@@ -77,16 +100,19 @@ class RecordingReplicas:
                     "No inference replica is in rotation.",
                     remedy="See the logs of the replicas, and of the trainer, which admits them.",
                 )
-            replica = self._replicas[self._next % len(self._replicas)]
-            self._next += 1
-            base_url = await replica.create(
+            key = group_id or recording_id
+            first = choose(key, self._replicas)
+            others = [place for place in rank(key, self._replicas) if place is not first]
+            recorder = [first, *others][next(attempts) % len(self._replicas)]
+            base_url = await recorder.recordings.create(
                 recording_id,
                 group_id=group_id,
                 task=task,
                 sampling=sampling,
                 time_to_live_s=time_to_live_s,
             )
-            self._home[recording_id] = replica
+            self._home[recording_id] = recorder
+            recorder.num_running += 1
             return base_url
 
         def wait_s(attempt: int) -> float:
@@ -107,7 +133,9 @@ class RecordingReplicas:
         Raise Unavailable (SERVICE_DIED) if that replica does not come back: the run may have ended
         it, so it must count.
         """
-        home = self._home.pop(recording_id)
+        recorder = self._home.pop(recording_id)
+        recorder.num_running -= 1
+        home = recorder.recordings
         try:
             return await retry(
                 lambda: home.close(recording_id, rewards=rewards, failures=failures, labels=labels),

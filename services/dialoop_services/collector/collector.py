@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dialoop.clients.errors import is_outage
 from dialoop.clients.replay import MemberItem, ReturnItem
@@ -25,8 +26,7 @@ from dialoop_services.collector.outbox import Outbox, is_away
 from dialoop_services.collector.player import FailedMember, Round
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping
-    from typing import Any
+    from collections.abc import Mapping
 
     from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo
     from dialoop.clients.replay import Appended, LeasedTasks, ReplayClient, TaskLease
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from dialoop_services.collector.settings import CollectorSettings
     from dialoop_services.collector.task_supply import TaskSupply
 
-    Beside = Callable[[], Coroutine[Any, Any, None]]
+
+Beside: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+"""What runs beside a collector until it ends."""
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,14 @@ class Collector:
                         self._start(lease, tasks)
         finally:
             await self._give_back_all()
+
+    @property
+    def num_playing(self) -> int:
+        """Return the number of episodes that are still to be finished here."""
+        return sum(
+            max(0, len(round_.lease.members) - round_.num_played)
+            for round_ in self._rounds.values()
+        )
 
     async def _lease(self, wait: OpenWait) -> tuple[TaskLease, ...]:
         """Lease tasks for the free slots. Wait for a slot, for tasks, and while replay is away."""

@@ -13,6 +13,7 @@ from dialoop.rollout import play, sampling_of_member
 from dialoop.trajectory import Failure, Owner, SamplingParams, Task, Trajectory
 
 from dialoop_services.collector.batched_group import BatchedGroup
+from dialoop_services.collector.replicas import policy_of_group
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -127,13 +128,14 @@ class GroupPlayer:
         could not bring into the queue.
         """
         members = round_.lease.members
-        batched = self._batched_group(round_)
+        policy = policy_of_group(self._policy, round_.group_id)
+        batched = self._batched_group(round_, policy)
         num_playing, failed = len(members), dict[int, FailedMember]()
 
         async def play_one(member: int) -> None:
             nonlocal num_playing
             own_sampling = sampling_of_member(sampling, member)
-            ended = await self._play_member(round_, member, own_sampling, batched)
+            ended = await self._play_member(round_, member, own_sampling, policy, batched)
             num_playing -= 1
             round_.is_ending = not num_playing
             failure = await deliver(ended) if isinstance(ended, PlayedMember) else ended
@@ -148,25 +150,26 @@ class GroupPlayer:
             raise errors.exceptions[0] from None
         return failed
 
-    def _batched_group(self, round_: Round) -> BatchedGroup | None:
+    def _batched_group(self, round_: Round, policy: Policy) -> BatchedGroup | None:
         """Return the requests that members share, or None where each makes its own."""
         task, num_members = round_.task, len(round_.lease.members)
         is_alone = num_members < _SEVERAL or self._player_of(task) is not None
         if self._groups is None or is_alone:
             return None
-        return BatchedGroup(task, self._groups, self._policy, self._retry_policy, num_members)
+        return BatchedGroup(task, self._groups, policy, self._retry_policy, num_members)
 
     async def _play_member(
         self,
         round_: Round,
         member: int,
         sampling: SamplingParams,
+        policy: Policy,
         batched: BatchedGroup | None,
     ) -> PlayedMember | FailedMember:
         for attempt in range(1, self._member_retries + 2):
             # A later attempt shares no requests: the other members do not repeat theirs.
             joined = batched if attempt == 1 else None
-            trajectory = await self._play_episode(round_, sampling, joined)
+            trajectory = await self._play_episode(round_, sampling, policy, joined)
             round_.num_played += 1
             self._counters.count_trajectory(trajectory, round_.task.purpose)
             failure = _blameless_failure(trajectory)
@@ -181,7 +184,11 @@ class GroupPlayer:
         raise AssertionError("unreachable: the last attempt returns")
 
     async def _play_episode(
-        self, round_: Round, sampling: SamplingParams, batched: BatchedGroup | None
+        self,
+        round_: Round,
+        sampling: SamplingParams,
+        policy: Policy,
+        batched: BatchedGroup | None,
     ) -> Trajectory:
         """Play one episode with the environment's player, or else as a chat with the policy."""
         task, group_id = round_.task, round_.group_id
@@ -191,7 +198,7 @@ class GroupPlayer:
         return await play(
             task,
             sessions=batched or self._sessions,
-            policy=batched or self._policy,
+            policy=batched or policy,
             group_id=group_id,
             sampling=sampling,
             max_turns=self._max_turns,

@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.clients.errors import DEATHS, is_worth_retrying
 from dialoop.clients.retry import RetryPolicy, retry
-from dialoop.errors import DialoopError, Unavailable
+from dialoop.errors import DialoopError, Unavailable, Unsupported
+from dialoop.reasons import Reason
 from dialoop.waits import waiting_for
 
+from dialoop_services.collector.partial_answer import PartialAnswer
+from dialoop_services.collector.routing import RoutingCounts, choose
+
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from dialoop.chat import ChatHistory, History
     from dialoop.clients.environment import StepItem
+    from dialoop.clients.inference import SampleChunk
     from dialoop.environments.tasks.choosing import TaskChoice
     from dialoop.episode import GroupOpening, Policy, ResetResult, Sample, Sessions, StepResult
     from dialoop.sequences import Sequence
@@ -27,17 +33,11 @@ if TYPE_CHECKING:
     from dialoop_services.collector.batched_group import Groups
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 _WAIT_FOR_ONE_S = 10.0
-
-
-@dataclass(slots=True)
-class _Replica:
-    """A replica with its failures in a row; after one it gets no request until `back_at`."""
-
-    policy: Policy
-    num_failures: int = 0
-    back_at: float = 0.0
+# An answer that may have so many tokens is streamed: what has arrived survives its replica.
+_LONG_ANSWER = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -90,28 +90,171 @@ class _Suspects:
         return place
 
 
-class Replicas:
-    """Sends requests to replicas in turn; one that is away is skipped for a growing time.
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """A replica with its failures in a row; after one it gets no request until `back_at`."""
 
-    Sampling has no side effect, so a request that a killed replica never answered goes to the next
-    one. Satisfies `dialoop.episode.Policy`.
+    name: str
+    policy: Policy
+    num_running: int = 0
+    num_failures: int = 0
+    back_at: float = 0.0
+    streams: bool = True
+
+    @property
+    def stream(self) -> Callable[..., AsyncIterator[SampleChunk]] | None:
+        """Return what streams an answer; None where the policy or its engine does not."""
+        return getattr(self.policy, "generate_stream", None) if self.streams else None
+
+
+class Replicas:
+    """Sends each conversation's requests to the replica that has its prefix.
+
+    One that is away is skipped for a growing time. Sampling has no side effect, so a request that a
+    killed replica never answered goes to another. That one goes on after the tokens of a long
+    answer that have arrived. Satisfies `dialoop.episode.Policy`, each request by itself.
     """
 
-    def __init__(self, policies: Iterable[Policy], retry_policy: RetryPolicy) -> None:
-        self._replicas = [_Replica(policy) for policy in policies]
+    def __init__(
+        self,
+        policies: Mapping[str, Policy] | Iterable[Policy],
+        retry_policy: RetryPolicy,
+        counts: RoutingCounts | None = None,
+    ) -> None:
+        self._replicas: list[_Replica] = []
         self._joined = asyncio.Event()
-        self._turn = itertools.count()
+        self._numbers = itertools.count()
         self._retry_policy = retry_policy
         self._suspects = _Suspects()
+        self._counts = counts or RoutingCounts()
+        self.update(policies)
 
-    def update(self, policies: Iterable[Policy]) -> None:
+    def update(self, policies: Mapping[str, Policy] | Iterable[Policy]) -> None:
         """Send requests to these from now on; what is known of those that stay is kept."""
+        if not isinstance(policies, Mapping):
+            policies = {f"unnamed {next(self._numbers)}": policy for policy in policies}
         present = {id(replica.policy): replica for replica in self._replicas}
-        self._replicas = [present.get(id(policy)) or _Replica(policy) for policy in policies]
+        self._replicas = [
+            present.get(id(policy)) or _Replica(name, policy) for name, policy in policies.items()
+        ]
         if self._replicas:
             self._joined.set()
         else:
             self._joined.clear()
+
+    def of_group(self, group_id: str) -> GroupPolicy:
+        """Return the replicas as the policy of one group, whose calls keep to one of them."""
+        return GroupPolicy(self, group_id)
+
+    async def generate(self, history: History | None = None, **question: Any) -> tuple[Sample, ...]:
+        """Answer one question that continues no other, as `GroupPolicy.generate` does."""
+        return await self.of_group(str(next(self._numbers))).generate(history, **question)
+
+    async def ask(
+        self, asker: GroupPolicy, prompt: tuple[History, ...], question: Mapping[str, Any]
+    ) -> tuple[Sample, ...]:
+        """Ask the asker's replica, or the next one that can."""
+        is_suspect = False
+        answer = PartialAnswer() if _can_go_on(question) else None
+
+        async def ask_once() -> tuple[Sample, ...]:
+            nonlocal is_suspect
+            replica = await self._next_replica(asker)
+            self._counts.num_samples[replica.name] += question["num_samples"]
+            replica.num_running += question["num_samples"]
+            try:
+                samples = await self._answer(replica, prompt, question, answer)
+            except DialoopError as error:
+                is_suspect |= error.reason in DEATHS
+                if is_worth_retrying(error):
+                    self._set_aside(replica)
+                raise
+            finally:
+                replica.num_running -= question["num_samples"]
+            replica.num_failures, replica.back_at = 0, 0.0
+            return samples
+
+        with waiting_for("inference", "Generate"):
+            # No wait between attempts here: `_next_replica` waits until a replica is back.
+            return await retry(
+                lambda: self._suspects.watch(ask_once, is_suspect=is_suspect),
+                self._retry_policy,
+                wait_s=lambda _: 0.0,
+            )
+
+    async def _answer(
+        self,
+        replica: _Replica,
+        prompt: tuple[History, ...],
+        question: Mapping[str, Any],
+        answer: PartialAnswer | None,
+    ) -> tuple[Sample, ...]:
+        """Ask one replica; what arrives of a long answer is kept, and is not asked for again.
+
+        A replica that does not stream begins anew.
+        """
+        stream = None if answer is None else replica.stream
+        if answer is not None and stream is not None:
+            alone = {key: value for key, value in question.items() if key != "num_samples"}
+            num_kept = len(answer)
+            try:
+                samples = await answer.finish(partial(stream, *prompt, **alone))
+            except Unsupported as error:
+                if error.reason != Reason.UNSUPPORTED:
+                    raise
+                replica.streams = False
+            else:
+                self._counts.num_kept_tokens[replica.name] += num_kept
+                return samples
+        return await replica.policy.generate(*prompt, **question)
+
+    async def _next_replica(self, asker: GroupPolicy) -> _Replica:
+        """Return the replica that the asker's call goes to, or wait for the first one back."""
+        if not self._replicas:
+            await self._wait_for_one()
+        now = time.monotonic()
+        present = [replica for replica in self._replicas if replica.back_at <= now]
+        if not present:
+            soonest = min(self._replicas, key=lambda replica: replica.back_at)
+            await asyncio.sleep(soonest.back_at - now)
+            present = [soonest]
+        home = asker.home
+        replica = choose(asker.group_id, present, home)
+        if home not in present:
+            asker.home = replica
+        if home is not None and replica is not home:
+            self._counts.num_moved[replica.name] += 1
+        return replica
+
+    async def _wait_for_one(self) -> None:
+        try:
+            async with asyncio.timeout(_WAIT_FOR_ONE_S):
+                with waiting_for("registry", "a replica in rotation"):
+                    await self._joined.wait()
+        except TimeoutError:
+            raise Unavailable(
+                "No inference replica is in rotation.",
+                remedy="See the logs of the replicas, and of the trainer, which admits them.",
+            ) from None
+
+    def _set_aside(self, replica: _Replica) -> None:
+        now = time.monotonic()
+        if replica.back_at > now:
+            return  # another request of ours noticed the same outage
+        replica.num_failures += 1
+        replica.back_at = now + self._retry_policy.wait_s(replica.num_failures)
+
+
+class GroupPolicy:
+    """The replicas as the policy of one group's members, who share a prompt and so a replica.
+
+    `home` is the replica that has their prefix. Satisfies `dialoop.episode.Policy`.
+    """
+
+    def __init__(self, replicas: Replicas, group_id: str) -> None:
+        self.group_id = group_id
+        self.home: _Replica | None = None
+        self._replicas = replicas
 
     async def generate(  # noqa: PLR0913 - a policy's question
         self,
@@ -139,69 +282,38 @@ class Replicas:
         if token_ids is not None:
             question["token_ids"] = list(token_ids)  # the next replica gets them again
         prompt = () if history is None else (history,)
-        is_suspect = False
-
-        async def generate_once() -> tuple[Sample, ...]:
-            nonlocal is_suspect
-            replica = await self._next_replica(context)
-            try:
-                samples: tuple[Sample, ...] = await replica.policy.generate(*prompt, **question)
-            except DialoopError as error:
-                is_suspect |= error.reason in DEATHS
-                if is_worth_retrying(error):
-                    self._set_aside(replica)
-                raise
-            replica.num_failures, replica.back_at = 0, 0.0
-            return samples
-
-        with waiting_for("inference", "Generate"):
-            # No wait between attempts here: `_next_replica` waits until a replica is back.
-            return await retry(
-                lambda: self._suspects.watch(generate_once, is_suspect=is_suspect),
-                self._retry_policy,
-                wait_s=lambda _: 0.0,
-            )
-
-    async def _next_replica(self, context: Sequence | None) -> _Replica:
-        """Return the next replica in turn that is not set aside, or wait for the first one back.
-
-        One that has the context comes before those that have not.
-        """
-        if not self._replicas:
-            await self._wait_for_one()
-        start = next(self._turn)
-        count = len(self._replicas)
-        ordered = [self._replicas[(start + i) % count] for i in range(count)]
-        now = time.monotonic()
-        present = [replica for replica in ordered if replica.back_at <= now]
-        if present:
-            return next((r for r in present if _has_seen(r.policy, context)), present[0])
-        soonest = min(ordered, key=lambda replica: replica.back_at)
-        await asyncio.sleep(soonest.back_at - now)
-        return soonest
-
-    async def _wait_for_one(self) -> None:
+        if num_samples == 1 or not _can_go_on(question):
+            return await self._replicas.ask(self, prompt, question)
+        # Each long answer is a stream of its own, so that each can go on elsewhere.
+        of_member = question | {"num_samples": 1}
         try:
-            async with asyncio.timeout(_WAIT_FOR_ONE_S):
-                with waiting_for("registry", "a replica in rotation"):
-                    await self._joined.wait()
-        except TimeoutError:
-            raise Unavailable(
-                "No inference replica is in rotation.",
-                remedy="See the logs of the replicas, and of the trainer, which admits them.",
-            ) from None
-
-    def _set_aside(self, replica: _Replica) -> None:
-        now = time.monotonic()
-        if replica.back_at > now:
-            return  # another request of ours noticed the same outage
-        replica.num_failures += 1
-        replica.back_at = now + self._retry_policy.wait_s(replica.num_failures)
+            async with asyncio.TaskGroup() as tasks:
+                calls = [
+                    tasks.create_task(self._replicas.ask(self, prompt, of_member))
+                    for _ in range(num_samples)
+                ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        samples = (task.result()[0] for task in calls)
+        return tuple(replace(sample, sample_index=i) for i, sample in enumerate(samples))
 
 
-def _has_seen(policy: Policy, context: Sequence | None) -> bool:
-    """Return whether a replica has answered with these tokens, where the policy knows that."""
-    return context is not None and context in getattr(policy, "seen_contexts", ())
+def policy_of_group(policy: P, group_id: str) -> P | GroupPolicy:
+    """Return what a group's members ask: the policy, or a view of its replicas."""
+    return policy.of_group(group_id) if isinstance(policy, Replicas) else policy
+
+
+def _can_go_on(question: Mapping[str, Any]) -> bool:
+    """Return whether another replica may finish the answer, and losing it would cost much.
+
+    A seeded answer is sampled again as a whole, since its seed names all its tokens. A constrained
+    one has a state that its tokens alone do not give back.
+    """
+    sampling: SamplingParams | None = question["sampling"]
+    if sampling is None or sampling.seed is not None:
+        return False
+    is_long = (sampling.max_new_tokens or 0) >= _LONG_ANSWER
+    return is_long and not sampling.constraint and not sampling.top_logprobs
 
 
 class CautiousGroups:

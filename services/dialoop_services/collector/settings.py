@@ -52,7 +52,7 @@ class CollectorSettings(JobSettings, CollectorSection):
     discovery: Literal["addresses", "registry"] = job_key("discovery")
     """Whether replicas are those of inference_addresses, or those in the registry."""
     inference_addresses: list[str] = Field(default=["127.0.0.1:7002"], min_length=1)
-    """host:port of every inference replica; requests go to them in turn."""
+    """host:port of every inference replica; each group goes to one of them."""
     inference_rest_addresses: list[str] = Field(default_factory=list)
     """host:port of every replica's REST door, in the same order; agents call these."""
 

@@ -25,6 +25,8 @@ from dialoop.trials.agents import DirectOutputAgent
 from dialoop.trials.playing import play_trial
 from dialoop.trials.trial import MaskScope, TrialOptions
 
+from dialoop_services.collector.replicas import policy_of_group
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -161,6 +163,7 @@ class TokenEpisodes:
         play, tokenizer = self._plays[task.environment], self._tokenizer
         assert tokenizer is not None
         environment = play.environment
+        policy = policy_of_group(self._policy, group_id)
         try:
             data = environment.tasks.get(task.split, task.key)
         except Exception as error:
@@ -172,7 +175,7 @@ class TokenEpisodes:
                 task,
                 setup=environment.setup,
                 data=data,
-                policy=self._policy,
+                policy=policy,
                 tokenizer=tokenizer,
                 group_id=group_id,
                 sampling=sampling,
@@ -182,7 +185,7 @@ class TokenEpisodes:
             task,
             game=play.game,
             inputs=inputs_of(data),
-            policy=self._policy,
+            policy=policy,
             tokenizer=tokenizer,
             make_agent=play.make_agent,
             options=play.options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import socket
 from contextlib import asynccontextmanager
@@ -41,7 +42,7 @@ from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
 from dialoop_services.inference.weights.parameters import num_parameters
 from dialoop_services.inference.weights.publications import ModelDigests, Publications
-from dialoop_services.runtime.fleet import announce, reachable_address
+from dialoop_services.runtime.fleet import membership, reachable_address
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.runtime.process import RESTARTS_VARIABLE, run
 from dialoop_services.runtime.settings import load
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop_services.runtime.hosting import Host, Server
+
+log = logging.getLogger(__name__)
 
 _SERVICE = "dialoop.v1.InferenceService"
 ROLE = "inference"
@@ -96,6 +99,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             awaits_policy=settings.awaits_policy,
             model_digests=await model_digests,
         )
+        log.info("The model is loaded.", extra={"engine": engine.name})
         await replica.load_latest()
         _add_servicers(server, replica, renderer, settings)
         async with server:
@@ -121,6 +125,21 @@ def _add_servicers(
         "Prompts that could not continue the tokens given with them.",
         "cause",
         lambda: renderer.num_forks,
+    )
+    server.show(
+        "dialoop_prompt_tokens",
+        "Tokens of answered prompts: with keys from the engine's prefix cache, or computed.",
+        "keys",
+        lambda: replica.prompt_tokens,
+    )
+    server.show(
+        "dialoop_samples", "Samples that ended.", "stop_reason", lambda: replica.num_samples
+    )
+    server.show(
+        "dialoop_sample_queue_seconds",
+        "Seconds that samples waited in the engine before their first step.",
+        "stop_reason",
+        lambda: replica.queue_s,
     )
     contexts = ContextStore(max_bytes=settings.context_cache_mib << 20)
     server.show(
@@ -178,14 +197,9 @@ async def _membership(
         )
 
     async with host.connect(settings.replay_address) as channel:
-        announcing = asyncio.create_task(
-            announce(RegistryClient(channel), settings.run, member, state, host.server.incarnation)
-        )
-        try:
+        registry, incarnation = RegistryClient(channel), host.server.incarnation
+        async with membership(registry, settings.run, member, state, incarnation) as announcing:
             yield (announcing,)
-        finally:
-            announcing.cancel()
-            await asyncio.gather(announcing, return_exceptions=True)
 
 
 async def _until_over(

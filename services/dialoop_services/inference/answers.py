@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,8 @@ from dialoop.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    import asyncio
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from dialoop.episode import Sample
     from dialoop.tokens.tokenizer import RunningText
@@ -70,6 +72,34 @@ def sample_to_proto(sample: Sample, context: SeenContext | None = None) -> pb.Sa
     else:
         proto.text.CopyFrom(text_to_proto(sample.text))  # type: ignore[arg-type]  # same fields
     return proto
+
+
+async def gather_chunks(
+    chunks: asyncio.Queue[TokenChunk | None], num_tokens: int
+) -> AsyncIterator[TokenChunk]:
+    """Yield what comes before None, in chunks of `num_tokens` or more, each of one version.
+
+    The end of a version and of the answer give less. What was sampled is given out also where the
+    answer fails, so that another replica can go on after it.
+    """
+    gathered: TokenChunk | None = None
+    while (chunk := await chunks.get()) is not None:
+        if gathered is not None and gathered.policy_version != chunk.policy_version:
+            yield gathered
+            gathered = None
+        if gathered is not None:
+            chunk = replace(
+                gathered,
+                token_ids=gathered.token_ids + chunk.token_ids,
+                logprobs=gathered.logprobs + chunk.logprobs,
+                top_logprobs=(*gathered.top_logprobs, *chunk.top_logprobs),
+            )
+        gathered = chunk
+        if len(chunk.token_ids) >= num_tokens:
+            yield chunk
+            gathered = None
+    if gathered is not None:
+        yield gathered
 
 
 def chunk_to_proto(

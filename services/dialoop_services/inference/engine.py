@@ -71,6 +71,7 @@ class Sampled:
     """One sample: ids and log-probs (nats, of the distribution sampled from), one per token.
 
     `top_logprobs` is one per token too where SamplingParams.top_logprobs asks for it, else empty.
+    num_cached_tokens: tokens of the prompt whose keys the engine had already.
     """
 
     token_ids: tuple[int, ...]
@@ -80,6 +81,7 @@ class Sampled:
     stop_string: str = ""
     top_logprobs: tuple[TopLogprobs, ...] = ()
     queue_s: float = 0.0
+    num_cached_tokens: int = 0
     update_mode: UpdateMode = UpdateMode.RECOMPUTE
 
 

@@ -12,38 +12,24 @@ import hashlib
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dialoop.episode import UpdateMode
 from dialoop.trajectory import SamplingParams
 
+from dialoop_services.inference.partial_answer import go_on
 from dialoop_services.inference.rendering import GenerationRequest, RawPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from collections.abc import Sequence as Rows
 
     from dialoop.chat import History
     from dialoop.episode import Sample
     from dialoop.sequences import Ids, Sequence
 
-    from dialoop_services.inference.engine import Engine, Sampled, StopTokens
+    from dialoop_services.inference.engine import Engine, Sampled
+    from dialoop_services.inference.partial_answer import Sampler
     from dialoop_services.inference.rendering import Renderer
-
-
-class Sampler(Protocol):
-    """Continue token ids: an engine's `sample`, or a replica's."""
-
-    async def __call__(
-        self,
-        prompt_ids: Rows[int],
-        sampling: SamplingParams,
-        *,
-        stop: StopTokens,
-        num_samples: int = 1,
-    ) -> tuple[Sampled, ...]:
-        """Sample `num_samples` continuations."""
-        ...
 
 
 async def generate(
@@ -60,12 +46,15 @@ async def generate(
         request.template_name,
         partial(renderer.prompt, request, room=room, max_model_len=max_model_len),
     )
-    sampled = await sample(
-        prompt.sequence.token_ids.tolist(),
-        request.sampling,
-        stop=await renderer.find_stop_tokens(request.sampling.stop),
-        num_samples=request.num_samples,
-    )
+    prompt_ids, sampling = prompt.sequence.token_ids.tolist(), request.sampling
+    stop = await renderer.find_stop_tokens(sampling.stop)
+    if request.partial_answer is None:
+        sampled = await sample(prompt_ids, sampling, stop=stop, num_samples=request.num_samples)
+    else:
+        decode = renderer.tokenizer.decode
+        part = request.partial_answer
+        answer = await go_on(part, sample, prompt_ids, sampling, stop=stop, decode=decode)
+        sampled = (answer,)
     samples = [renderer.sample(prompt, output) for output in sampled]
     num_cut = prompt.num_truncated_tokens if isinstance(prompt, RawPrompt) else 0
     generate_s = time.perf_counter() - started

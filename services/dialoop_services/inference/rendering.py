@@ -59,6 +59,8 @@ class GenerationRequest:
     skip_special_tokens: bool = False
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009  (frozen)
     num_samples: int = 1
+    # What another replica sampled of the answer.
+    partial_answer: Sequence | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from dialoop.wire import (
 )
 
 from dialoop_services.inference.generate import with_defaults
+from dialoop_services.inference.partial_answer import require_continuable
 from dialoop_services.inference.rendering import GenerationRequest
 from dialoop_services.inference.weights.data_planes import PlaneName
 
@@ -64,6 +65,11 @@ def generation_request_of(
     elif field == "history":
         history = _prompt_of(request.history)
         context = sequence_from_proto(request.context) if request.HasField("context") else None
+    sampling = with_defaults(sampling_from_proto(request.sampling), max_new_tokens=max_new_tokens)
+    num_samples, partial_answer = _num_samples_of(request), None
+    if request.HasField("partial_answer"):
+        partial_answer = sequence_from_proto(request.partial_answer)
+        require_continuable(partial_answer, sampling, num_samples=num_samples)
     return GenerationRequest(
         history=history,
         text=request.text if field == "text" else None,
@@ -76,10 +82,9 @@ def generation_request_of(
         template_options=template_options_of(request.template_options_json),
         truncate_prompt=request.truncate_prompt,
         skip_special_tokens=request.skip_special_tokens,
-        sampling=with_defaults(
-            sampling_from_proto(request.sampling), max_new_tokens=max_new_tokens
-        ),
-        num_samples=_num_samples_of(request),
+        sampling=sampling,
+        num_samples=num_samples,
+        partial_answer=partial_answer,
     )
 
 

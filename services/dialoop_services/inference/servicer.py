@@ -19,6 +19,7 @@ from dialoop.wire import (
 
 from dialoop_services.inference.answers import (
     chunk_to_proto,
+    gather_chunks,
     generated_to_proto,
 )
 from dialoop_services.inference.contexts import ContextStore
@@ -80,12 +81,13 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         await announce_start(context)
         # Filled by the engine's callback, drained here; at most one message's tokens wait in it.
         chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
+        gathered = gather_chunks(chunks, request.chunk_tokens)
         generating = asyncio.ensure_future(self._generate(request.request, chunks))
         generating.add_done_callback(lambda _: chunks.put_nowait(None))
         text = RunningText(self._renderer.tokenizer)
         skips = request.request.skip_special_tokens and not request.request.HasField("history")
         try:
-            while (chunk := await chunks.get()) is not None:
+            async for chunk in gathered:
                 yield chunk_to_proto(chunk, text, self._visible_ids(chunk, skips_special=skips))
             yield pb.GenerateStreamResponse(completed=await generating)
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,7 +18,7 @@ from dialoop.errors import DialoopError, Unavailable
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
     from dialoop.clients.channel import Channel
     from dialoop.clients.registry import RegistryClient, ServiceMember
@@ -86,7 +87,8 @@ async def announce(
             try:
                 joined = await registry.announce(run, state(member), lease_s=lease_s)
                 if not member.epoch:
-                    log.info("Joined the run.", extra={"member": member.name, "run": run})
+                    facts = {"member": member.name, "epoch": joined.epoch}
+                    log.info("Joined the run.", extra=facts)
                 member, is_away = replace(member, epoch=joined.epoch), False
                 incarnation.epoch = joined.epoch
             except DialoopError as error:
@@ -99,6 +101,26 @@ async def announce(
     finally:
         if member.epoch and not is_away:
             await _leave(registry, run, member)
+
+
+@asynccontextmanager
+async def membership(
+    registry: RegistryClient,
+    run: str,
+    member: ServiceMember,
+    state: Callable[[ServiceMember], ServiceMember],
+    incarnation: Incarnation,
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Be a member for as long as the block runs; yield the task that fails if another replaces it.
+
+    The member has left when the block has ended.
+    """
+    announcing = asyncio.create_task(announce(registry, run, member, state, incarnation))
+    try:
+        yield announcing
+    finally:
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
 
 
 async def _leave(registry: RegistryClient, run: str, member: ServiceMember) -> None:

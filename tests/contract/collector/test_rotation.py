@@ -41,7 +41,7 @@ async def test_requests_go_to_those_in_rotation_alone() -> None:
     a, b, c = Replica("a"), Replica("b"), Replica("c")
     replicas: Any = Replicas((a, b), QUICK)
     replicas.update((b, c))
-    answers = {(await replicas.generate(PROMPT))[0] for _ in range(4)}
+    answers = {(await replicas.generate(PROMPT))[0] for _ in range(16)}
     assert answers == {"b", "c"}
     assert a.num_asked == 0
 

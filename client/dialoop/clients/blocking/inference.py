@@ -91,9 +91,16 @@ class BlockingInferenceClient:
         template_options: Mapping[str, Any] | None = None,
         truncate_prompt: bool = False,
         skip_special_tokens: bool = False,
+        partial_answer: Sequence | None = None,
+        chunk_tokens: int = 0,
         deadline_s: float | None = None,
     ) -> Iterator[SampleChunk]:
-        """Generate as `generate` does; yield tokens as they come, and last the whole sample."""
+        """Generate as `generate` does; yield tokens as they come, and last the whole sample.
+
+        With `chunk_tokens` the tokens come so many at a time. `partial_answer` is what another
+        replica sampled of this answer before it was gone: the answer goes on after it, and the
+        sample at the end holds both; the chunks have the new tokens alone.
+        """
         return self._loop.iterate(
             self._client.generate_stream(
                 history,
@@ -109,6 +116,8 @@ class BlockingInferenceClient:
                 template_options=template_options,
                 truncate_prompt=truncate_prompt,
                 skip_special_tokens=skip_special_tokens,
+                partial_answer=partial_answer,
+                chunk_tokens=chunk_tokens,
                 deadline_s=deadline_s,
             )
         )

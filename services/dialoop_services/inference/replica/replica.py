@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,9 @@ class Replica(Sleeper):
         self._model_digests.begin(engine.policy_version)
         self.num_sampled_tokens = 0
         self.num_requests_running = 0
+        self.prompt_tokens = {"cached": 0, "computed": 0}
+        self.queue_s: dict[str, float] = {}
+        self.num_samples: Counter[str] = Counter()
 
     @property
     def engine(self) -> Engine:
@@ -182,9 +186,22 @@ class Replica(Sleeper):
                 )
         finally:
             self.num_requests_running -= 1
-        self.num_sampled_tokens += sum(len(output.token_ids) for output in sampled)
+        self._count(len(prompt_ids), sampled)
         mode = self._mode_since(num_ended)
         return tuple(replace(output, update_mode=mode) for output in sampled)
+
+    def _count(self, num_prompt_tokens: int, sampled: Sequence[Sampled]) -> None:
+        """Count an answered request: samples of one prompt share its tokens."""
+        if not self.num_samples:
+            log.info("The first request is answered.")
+        self.num_sampled_tokens += sum(len(output.token_ids) for output in sampled)
+        num_cached = min(num_prompt_tokens, max(output.num_cached_tokens for output in sampled))
+        self.prompt_tokens["cached"] += num_cached
+        self.prompt_tokens["computed"] += num_prompt_tokens - num_cached
+        for output in sampled:
+            reason = output.stop_reason.name.lower()
+            self.num_samples[reason] += 1
+            self.queue_s[reason] = self.queue_s.get(reason, 0.0) + output.queue_s
 
     async def _engine_sample(  # noqa: PLR0913 - a request
         self,

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -204,9 +205,12 @@ class VllmEngine:
             return context_full(num_samples)
         params.n = num_samples
         final = await self._last_output(prompt_ids, params, adapter, on_begin)
-        queue_s = queued_s(final)
+        queue_s, num_cached = queued_s(final), final.num_cached_tokens or 0
         return tuple(
-            sampled_of(output, stop, queue_s=queue_s, num_top=sampling.top_logprobs)
+            replace(
+                sampled_of(output, stop, queue_s=queue_s, num_top=sampling.top_logprobs),
+                num_cached_tokens=num_cached,
+            )
             for output in final.outputs
         )
 
@@ -248,6 +252,7 @@ class VllmEngine:
             stop_reason=stop_reason_of(completion),
             stop_string=stop_string_of(completion, stop),
             queue_s=queued_s(output),
+            num_cached_tokens=output.num_cached_tokens or 0,
         )
 
     def _params(

@@ -1,0 +1,62 @@
+"""What has arrived of a streamed answer, so that another replica can go on after it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dialoop.clients.errors import require_count
+from dialoop.sequences import Source, sequence_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from dialoop.clients.inference import SampleChunk
+    from dialoop.episode import Sample
+    from dialoop.sequences import Sequence
+
+# So many tokens and those on their way are lost with a replica: 2 % of an answer of 2,000.
+_CHUNK_TOKENS = 32
+
+
+class PartialAnswer:
+    """The tokens of one answer so far, with the log-probs and versions of who sampled them."""
+
+    def __init__(self) -> None:
+        self._chunks: list[SampleChunk] = []
+        self._began_at = time.perf_counter()
+
+    def __len__(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self._chunks)
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """Return the tokens as a sequence of the policy's own; None where there are none."""
+        if not self._chunks:
+            return None
+        return sequence_of(
+            (
+                (chunk.token_ids, {"source": Source.MODEL, "policy_version": chunk.policy_version})
+                for chunk in self._chunks
+            ),
+            logprobs=(value for chunk in self._chunks for value in chunk.inference_logprobs),
+        )
+
+    async def finish(self, stream: Callable[..., AsyncIterator[SampleChunk]]) -> tuple[Sample, ...]:
+        """Ask a replica for the rest and return the whole answer, alone in a tuple.
+
+        What arrives is kept, also where the replica fails.
+        """
+        before = self.sequence
+        samples: tuple[Sample, ...] = ()
+        async for chunk in stream(partial_answer=before, chunk_tokens=_CHUNK_TOKENS):
+            if chunk.token_ids:
+                self._chunks.append(chunk)
+            samples = chunk.samples or samples
+        require_count(len(samples), 1, "samples")
+        if before is None:
+            return samples
+        # The first replica's time counts too.
+        elapsed_s = time.perf_counter() - self._began_at
+        return tuple(replace(sample, generate_s=elapsed_s) for sample in samples)

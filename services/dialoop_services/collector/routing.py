@@ -1,0 +1,95 @@
+"""Which replica gets a call: the one that holds the conversation's prefix, spilling by load.
+
+A group's name ranks the replicas (rendezvous hashing), so its calls begin at one of them and groups
+are spread. A replica that joins or leaves moves only the groups that rank it first. The members of
+a group share their prompt, so they share the replica too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from dialoop_services.runtime.hosting import Server
+
+# A new group begins at the first in its rank whose load is at most so many times the mean.
+_EVEN = 1.25
+# One that has a prefix somewhere leaves it only for this: its computation costs less than the wait.
+_CROWDED, _FEW = 1.5, 16
+
+
+class Destination(Protocol):
+    """A replica with a name and the number of samples that it has from here."""
+
+    @property
+    def name(self) -> str:
+        """Return what it is called in the registry, or its address."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Return how many samples this process waits for there."""
+        ...
+
+
+D = TypeVar("D", bound=Destination)
+
+
+def rank(key: str, places: Iterable[D]) -> list[D]:
+    """Return the destinations in the key's order, the same in every process.
+
+    rank("group-7", (a, b, c))    # [b, a, c], and [a, c] without b
+    """
+
+    def score(place: D) -> bytes:
+        return hashlib.blake2b(f"{key}\0{place.name}".encode(), digest_size=8).digest()
+
+    return sorted(places, key=score, reverse=True)
+
+
+def choose(key: str, places: Iterable[D], home: D | None = None) -> D:
+    """Return where a call goes: home if that is not crowded, else by rank and load.
+
+    `home` holds the prefix of the conversation; None before its first answer.
+    """
+    order = rank(key, places)
+    mean = sum(place.num_running for place in order) / len(order)
+    if home is not None and home in order and home.num_running <= max(_FEW, _CROWDED * mean):
+        return home
+    even = (place for place in order if place.num_running <= _EVEN * mean)
+    return next(even, None) or min(order, key=lambda place: place.num_running)
+
+
+@dataclass(slots=True)
+class RoutingCounts:
+    """What was sent where, by replica, for the metrics."""
+
+    num_samples: Counter[str] = field(default_factory=Counter)
+    num_moved: Counter[str] = field(default_factory=Counter)
+    num_kept_tokens: Counter[str] = field(default_factory=Counter)
+
+    def show_on(self, server: Server) -> None:
+        """Show the counts among the metrics of a service."""
+        server.show(
+            "dialoop_replica_samples",
+            "Samples that a replica was asked for.",
+            "replica",
+            lambda: self.num_samples,
+        )
+        server.show(
+            "dialoop_conversations_moved",
+            "Calls that a replica got although another one has the conversation's prefix.",
+            "replica",
+            lambda: self.num_moved,
+        )
+        server.show(
+            "dialoop_continued_tokens",
+            "Tokens after which a replica went on with an answer whose own replica was gone.",
+            "replica",
+            lambda: self.num_kept_tokens,
+        )

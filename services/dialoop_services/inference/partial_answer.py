@@ -1,0 +1,187 @@
+"""Go on with an answer that another replica began, as if one replica had sampled all of it.
+
+partial_answer.token_ids    # [17, 9, 4]: sampled before the replica was gone
+answer = await go_on(partial_answer, engine.sample, prompt_ids, sampling, stop=stop, decode=decode)
+answer.token_ids            # (17, 9, 4, 262)
+
+Each token keeps the log-prob and the version of the replica that sampled it. The new tokens are
+drawn from the policy's distribution after all that came before, so the answer is distributed as one
+that nobody broke off. An engine does not look for stop strings in its prompt: a stop string that
+begins in the old tokens and ends in the new ones is found here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
+from dialoop.sequences import Source
+from dialoop.trajectory import StopReason
+
+from dialoop_services.inference.engine import Sampled, VersionSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dialoop.sequences import Sequence as TokenRow
+    from dialoop.trajectory import SamplingParams
+
+    from dialoop_services.inference.engine import StopTokens
+
+    Decode = Callable[[Sequence[int]], str]
+
+
+class Sampler(Protocol):
+    """Continue token ids: an engine's `sample`, or a replica's."""
+
+    async def __call__(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        stop: StopTokens,
+        num_samples: int = 1,
+    ) -> tuple[Sampled, ...]:
+        """Sample `num_samples` continuations."""
+        ...
+
+
+def require_continuable(part: TokenRow, sampling: SamplingParams, *, num_samples: int) -> None:
+    """Raise InvalidInput (BAD_PARTIAL_ANSWER) for what cannot be the beginning of one answer."""
+    problem = ""
+    if any(segment.source is not Source.MODEL for segment in part.segments):
+        problem = "`partial_answer` has tokens that no policy sampled"
+    elif len(part.inference_logprobs) != len(part.token_ids):
+        problem = (
+            f"`partial_answer` has {len(part)} tokens and {len(part.inference_logprobs)} log-probs"
+        )
+    elif num_samples != 1:
+        problem = f"`partial_answer` stands beside num_samples = {num_samples}"
+    elif sampling.constraint or sampling.top_logprobs:
+        field = "constraint" if sampling.constraint else "top_logprobs"
+        problem = f"`partial_answer` stands beside {field}"
+    if problem:
+        raise InvalidInput(
+            f"{problem}.",
+            reason=Reason.BAD_PARTIAL_ANSWER,
+            remedy="Send the sampled tokens with their log-probs, or sample the answer anew.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Where an answer ends: after so many tokens, at this stop string."""
+
+    num_tokens: int
+    stop_string: str
+
+
+async def go_on(
+    part: TokenRow,
+    sample: Sampler,
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    stop: StopTokens,
+    decode: Decode,
+) -> Sampled:
+    """Return the answer that `part` and what is sampled after it are together.
+
+    Nothing is sampled where the answer had ended already, and only its last message was lost.
+    """
+    before = _sampled_of(part)
+    end = _first_end(before.token_ids, stop, decode)
+    if end is not None:
+        return _cut(before, end)
+    room = sampling.max_new_tokens
+    if room is not None and len(before.token_ids) >= room:
+        return before
+    left = None if room is None else room - len(before.token_ids)
+    (after,) = await sample(
+        [*prompt_ids, *before.token_ids], replace(sampling, max_new_tokens=left), stop=stop
+    )
+    whole = _join(before, after)
+    end = _first_end(whole.token_ids, stop, decode, first=len(before.token_ids))
+    return whole if end is None else _cut(whole, end)
+
+
+def _sampled_of(part: TokenRow) -> Sampled:
+    versions = []
+    for segment in part.segments:
+        assert segment.policy_version is not None  # a sequence has one on every MODEL segment
+        versions.append(
+            VersionSpan(
+                start=segment.start, length=segment.length, policy_version=segment.policy_version
+            )
+        )
+    return Sampled(
+        token_ids=tuple(part.token_ids.tolist()),
+        logprobs=tuple(part.inference_logprobs.tolist()),
+        versions=_merge(versions),
+        stop_reason=StopReason.LENGTH,
+    )
+
+
+def _join(before: Sampled, after: Sampled) -> Sampled:
+    offset = len(before.token_ids)
+    spans = [*before.versions, *(replace(s, start=s.start + offset) for s in after.versions)]
+    is_full = after.stop_reason is StopReason.CONTEXT_FULL
+    return replace(
+        after,
+        token_ids=before.token_ids + after.token_ids,
+        logprobs=before.logprobs + after.logprobs,
+        versions=_merge(spans),
+        # The context was full after the old tokens: that ends an answer as its limit does.
+        stop_reason=StopReason.LENGTH if is_full else after.stop_reason,
+    )
+
+
+def _merge(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Return the spans with neighbours of one version as one."""
+    merged: list[VersionSpan] = []
+    for span in spans:
+        if merged and merged[-1].policy_version == span.policy_version:
+            merged[-1] = replace(merged[-1], length=merged[-1].length + span.length)
+        else:
+            merged.append(span)
+    return tuple(merged)
+
+
+def _first_end(
+    token_ids: Sequence[int], stop: StopTokens, decode: Decode, *, first: int = 0
+) -> _End | None:
+    """Return where an answer stops, looking at the tokens from `first` on; None where it does not.
+
+    It ends at the first stop token, or at the token that completes a stop string.
+    """
+    longest = max((len(string.encode()) for string in stop.strings), default=0)
+    for index in range(first, len(token_ids)):
+        token = token_ids[index]
+        if token in stop.by_id:
+            return _End(index + 1, stop.by_id[token])
+        if longest:  # a token is at least a byte
+            text = decode(token_ids[max(0, index - longest) : index + 1])
+            for string in stop.strings:
+                if string in text:
+                    return _End(index + 1, string)
+    return None
+
+
+def _cut(sampled: Sampled, end: _End) -> Sampled:
+    """Return the answer up to its end."""
+    num_tokens = end.num_tokens
+    spans = [
+        replace(span, length=min(span.length, num_tokens - span.start))
+        for span in sampled.versions
+        if span.start < num_tokens
+    ]
+    return replace(
+        sampled,
+        token_ids=sampled.token_ids[:num_tokens],
+        logprobs=sampled.logprobs[:num_tokens],
+        versions=tuple(spans),
+        stop_reason=StopReason.STOP,
+        stop_string=end.stop_string,
+    )
