@@ -37,7 +37,7 @@ from dialoop_services.inference.rendering import Renderer
 from dialoop_services.learning.model.tiny import make_tiny_model
 
 from benchmarks.environment_doors import ROOT
-from benchmarks.step_turns import _processor, cpu_ns
+from benchmarks.servers.machine import cpu_ns, processor
 
 TURNS = (1, 100, 400)
 QUESTION = {"role": "user", "content": "An answer of some words, as long as a short one."}
@@ -195,7 +195,7 @@ def main() -> None:
     context = {
         "benchmark": "generate_turns",
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "load": [round(load_before, 2), round(os.getloadavg()[0], 2)],
         "rounds": options.rounds,

@@ -42,7 +42,7 @@ from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2 as messages
 from dialoop.v1.replay_service_pb2_grpc import ReplayServiceStub
 
-from benchmarks.servers.machine import processor
+from benchmarks.servers.machine import cpu_ns, processor
 from tests.support.redis_server import RedisServer
 
 RUN = "benchmark"
@@ -62,12 +62,6 @@ def _launch(settings: dict[str, str], before: str) -> tuple[subprocess.Popen[str
         if "address=" in line:
             return process, line.rpartition("address=")[2].strip().rstrip("]")
     raise RuntimeError("the service did not start")
-
-
-def _cpu_s(pid: int) -> float:
-    """Return the CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _group(task: messages.Task, group_id: str, kib: int) -> messages.Group:
@@ -182,11 +176,11 @@ async def _measure(
 
         rates: dict[str, float] = {}
         for work in (append, lease, acknowledge):
-            used = {name: _cpu_s(pid) for name, pid in pids.items()}
+            used = {name: cpu_ns(pid) for name, pid in pids.items()}
             rate = await _groups_per_s(work, options.groups, options.batch, options.parallel)
             rates[f"{work.__name__}_groups_per_s"] = round(rate)
             for name, pid in pids.items():
-                cpu_ms = (_cpu_s(pid) - used[name]) / options.groups * 1e3
+                cpu_ms = (cpu_ns(pid) - used[name]) / options.groups / 1e6
                 rates[f"{work.__name__}_{name}_cpu_ms"] = round(cpu_ms, 3)
         stats = (await stub.GetStats(pb.GetStatsRequest(run=RUN))).stats
         assert stats.training.num_groups_dropped["measured"] == options.groups
@@ -202,9 +196,9 @@ async def _append_raw(url: str, options: argparse.Namespace, pid: int) -> dict[s
         async def append(_: int) -> None:
             await client.xadd("raw", {"b": content})
 
-        used = _cpu_s(pid)
+        used = cpu_ns(pid)
         rate = await _groups_per_s(append, options.groups, 1, options.parallel)
-        cpu_ms = (_cpu_s(pid) - used) / options.groups * 1e3
+        cpu_ms = (cpu_ns(pid) - used) / options.groups / 1e6
     return {"xadd_groups_per_s": round(rate), "xadd_redis_cpu_ms": round(cpu_ms, 3)}
 
 
@@ -244,9 +238,9 @@ async def _append_atropos(options: argparse.Namespace, url: str, pid: int) -> di
             answer = await client.post("/scored_data_list", content=body, headers=headers)
             answer.raise_for_status()
 
-        used = _cpu_s(pid)
+        used = cpu_ns(pid)
         rate = await _groups_per_s(append, options.groups, options.batch, options.parallel)
-        cpu_ms = (_cpu_s(pid) - used) / options.groups * 1e3
+        cpu_ms = (cpu_ns(pid) - used) / options.groups / 1e6
     return {"append_groups_per_s": round(rate), "append_server_cpu_ms": round(cpu_ms, 3)}
 
 
@@ -305,11 +299,11 @@ async def _lease_among_many(
             lease_s=3600,
             selection=f"SELECTION_{options.selection.upper()}",
         )
-        used = {name: _cpu_s(pid) for name, pid in pids.items()}
+        used = {name: cpu_ns(pid) for name, pid in pids.items()}
         for _ in range(_WAITING_LEASES):
             assert len((await stub.LeaseGroups(request)).leases) == _LEASE
         return {
-            f"lease_64_{name}_cpu_ms": round((_cpu_s(pid) - used[name]) / _WAITING_LEASES * 1e3, 3)
+            f"lease_64_{name}_cpu_ms": round((cpu_ns(pid) - used[name]) / _WAITING_LEASES / 1e6, 3)
             for name, pid in pids.items()
         }
 

@@ -33,7 +33,7 @@ from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from google.protobuf.message import Message
 
 from benchmarks.environment_doors import ROOT, TOKEN, Service, http, openenv_service, service
-from benchmarks.servers.machine import processor
+from benchmarks.servers.machine import cpu_ns, processor
 
 DOORS = ("rest_json", "rest_protobuf", "grpc_unary", "grpc_stream", "grpc_batch")
 TURNS = (1, 100, 400)
@@ -52,12 +52,6 @@ class Cell:
     cpu_ms: list[float] = field(default_factory=list)
     request_bytes: int = 0
     answer_bytes: int = 0
-
-
-def cpu_ns(pid: int) -> int:
-    """Return the nanoseconds of CPU that all threads of a process have used."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(task.read_text().split()[0]) for task in tasks)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Name the machine that a benchmark runs on."""
+"""Name the machine that a benchmark runs on, and read what its processes have used."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ def processor() -> str:
     vectors = [name for name in ("avx2", "avx512f", "amx_tile") if name in facts["flags"].split()]
     name = f"{facts['model name']}, family {facts['cpu family']} model {facts['model']}"
     return ", ".join([name, *vectors])
+
+
+def cpu_ns(pid: int) -> int:
+    """Return the nanoseconds of CPU that all threads of a process have used."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks)

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import redis.asyncio
 import redis.exceptions
@@ -197,12 +197,12 @@ class RedisStore:
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Return a script's reply and the bytes beside it; raise what it refuses."""
         now = "" if self._clock is None else str(round(self._clock() * 1000))
-        call = json.dumps({**fields, "limits": _values_of(self.limits), "store": self._description})
-        async with map_errors(self._client):
+        call = _facts_of(self.limits, self._description) + json.dumps(fields)[1:]
+        try:
             with waiting_for("redis", name):
-                raw, *blobs = await self._scripts[name](
-                    keys=[_prefix(run)], args=[now, call, *payloads]
-                )
+                raw, *blobs = await self._eval(name, _prefix(run), now, call, *payloads)
+        except (redis.exceptions.RedisError, OSError) as error:
+            await _raise_ours(self._client, error)
         reply: dict[str, Any] = json.loads(raw)
         if "refused" in reply:
             reason = Reason(reply["refused"])
@@ -210,6 +210,16 @@ class RedisStore:
                 log.warning("Redis is nearly full: no new work is taken.", extra={"reason": reason})
             raise refusal(reason, reply.get("detail", ""))
         return reply, blobs
+
+    async def _eval(self, name: str, *arguments: str | bytes) -> Any:
+        """Run a script that Redis has, or that it gets now; the first argument is its key."""
+        script = self._scripts[name]
+        try:
+            # And not `script(...)`: each lease and append comes by here.
+            run: Any = self._client.execute_command
+            return await run("EVALSHA", script.sha, 1, *arguments)
+        except redis.exceptions.NoScriptError:
+            return await script(keys=arguments[:1], args=arguments[1:])
 
 
 class _Append:
@@ -326,8 +336,9 @@ class _Field:
 
 
 @cache
-def _values_of(limits: QueueLimits) -> dict[str, Any]:
-    return asdict(limits)
+def _facts_of(limits: QueueLimits, description: str) -> str:
+    """Return the beginning of each call's JSON: what does not depend on the request."""
+    return json.dumps({"limits": asdict(limits), "store": description})[:-1] + ", "
 
 
 @cache
@@ -400,13 +411,20 @@ async def map_errors(client: redis.asyncio.Redis) -> AsyncIterator[None]:
     """Raise errors of Redis as ours; other errors are bugs and pass unchanged."""
     try:
         yield
-    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
+    except (redis.exceptions.RedisError, OSError) as error:
+        await _raise_ours(client, error)
+
+
+async def _raise_ours(client: redis.asyncio.Redis, error: Exception) -> NoReturn:
+    """Raise an error of Redis as ours, or as it is where it is a bug."""
+    lost = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)
+    if isinstance(error, lost):
         # Other idle connections are probably broken too: drop them, so that a restart of Redis
         # gives one error and not one per connection.
         with suppress(redis.exceptions.RedisError, OSError):  # closing them may fail, or take long
             await client.connection_pool.disconnect(inuse_connections=False)
         raise refusal(Reason.STORE_UNAVAILABLE) from error
-    except redis.exceptions.ResponseError as error:
+    if isinstance(error, redis.exceptions.ResponseError):
         text = str(error)
         # redis-py has classes for codes at the start of the text and takes these off it. Redis 6
         # has the code of a script's error later in the text.
@@ -414,4 +432,4 @@ async def map_errors(client: redis.asyncio.Redis) -> AsyncIterator[None]:
             raise refusal(Reason.STORE_FULL) from error
         if isinstance(error, _CANNOT_WRITE) or any(word in text for word in _CANNOT_WRITE_CODES):
             raise refusal(Reason.STORE_UNAVAILABLE) from error
-        raise
+    raise error
