@@ -27,7 +27,7 @@ from dialoop.clients.environment import CLOSE_SESSION
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
-from dialoop_services.runtime.auth import Token
+from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.in_process import InProcessNetwork

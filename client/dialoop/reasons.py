@@ -113,6 +113,7 @@ class Reason(_Named):
     ADAPTER_REFUSED = "ADAPTER_REFUSED", "PEFT does not take the adapter."
     ADAPTER_UNSUPPORTED = "ADAPTER_UNSUPPORTED", "The adapter uses an unsupported feature."
     ADMIN_ONLY = "ADMIN_ONLY", "Only the holder of the admin token may do this."
+    SCOPE_MISSING = "SCOPE_MISSING", "The token may do other things, and not this."
     AGENT_FAILED = "AGENT_FAILED", "The agent failed."
     AGENT_NOT_FOUND = "AGENT_NOT_FOUND", "The agent cannot be imported."
     AGENT_TIMED_OUT = "AGENT_TIMED_OUT", "The agent did not finish in time."
@@ -491,6 +492,7 @@ class Reason(_Named):
     )
     TOKENIZER_MISSING = "TOKENIZER_MISSING", "The environment has no tokenizer to render with."
     TOKENS_MODE_ONLY = "TOKENS_MODE_ONLY", "The environment's transforms read tokens."
+    TOKEN_FILE = "TOKEN_FILE", "The file of tokens and their scopes cannot be used."
     TOKEN_OUT_OF_RANGE = "TOKEN_OUT_OF_RANGE", "A token id is outside the vocabulary."
     TOKEN_REQUIRED = "TOKEN_REQUIRED", "Without a token anyone on the network could call."
     TOKEN_WITHOUT_PREDICTOR = (

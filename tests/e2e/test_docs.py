@@ -71,6 +71,8 @@ TESTED_HERE = frozenset(
     }
 )
 TESTED_ELSEWHERE = {
+    "token_command": "tests/contract/runtime/test_scopes.py",
+    "token_file": "tests/contract/runtime/test_scopes.py",
     "audit": "tests/unit/audit/test_own_runs.py",
     "bring": "tests/unit/tasks/test_rows_of_others.py",
     "collect": "tests/unit/test_collection.py",

@@ -279,7 +279,7 @@ def of_a_service(_: Path) -> Names:
     from dialoop_services.rest.app import RestOptions
     from dialoop_services.rest.bodies import BodyLimits
     from dialoop_services.runtime import GrpcServer, ServerSettings
-    from dialoop_services.runtime.auth import Token
+    from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
     from dialoop_services.runtime.metrics import Metrics
     from google.protobuf import descriptor_pool

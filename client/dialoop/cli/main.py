@@ -57,6 +57,16 @@ def parser() -> argparse.ArgumentParser:
     _add_play(commands)
     _add_env(commands)
     _add_show(commands)
+    token = commands.add_parser("token", help="make a token that may do some things only")
+    token.add_argument("name", metavar="NAME", help="what the token file calls it")
+    token.add_argument(
+        "--scope",
+        action="append",
+        required=True,
+        metavar="SCOPE",
+        help="env, rollout, queue:append, queue:lease, weights or admin; may be repeated",
+    )
+    token.set_defaults(module="token", function="token")
     console = commands.add_parser("console", help="serve a page that shows runs, token by token")
     console.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
     console.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")

@@ -1,4 +1,5 @@
 from dialoop.v1 import chat_pb2 as _chat_pb2
+from dialoop.v1 import scope_pb2 as _scope_pb2
 from dialoop.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

@@ -23,34 +23,41 @@ _sym_db = _symbol_database.Default()
 
 
 from dialoop.v1 import chat_pb2 as dialoop_dot_v1_dot_chat__pb2
+from dialoop.v1 import scope_pb2 as dialoop_dot_v1_dot_scope__pb2
 from dialoop.v1 import trajectory_pb2 as dialoop_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64ialoop/v1/scorer_service.proto\x12\ndialoop.v1\x1a\x15\x64ialoop/v1/chat.proto\x1a\x1b\x64ialoop/v1/trajectory.proto\"_\n\x0bTokenValues\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x16\n\x0esequence_index\x18\x02 \x01(\x05\x12\x11\n\tpositions\x18\x03 \x03(\x05\x12\x0e\n\x06values\x18\x04 \x03(\x02\"\xb2\x01\n\x1bScorerServiceLogProbRequest\x12\'\n\ttoken_ids\x18\x01 \x03(\x0b\x32\x14.dialoop.v1.TokenIds\x12,\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x16.dialoop.v1.Trajectory\x12*\n\nmask_scope\x18\x03 \x01(\x0e\x32\x16.dialoop.v1.TokenScope\x12\x10\n\x08model_id\x18\x04 \x01(\t\"w\n\x1cScorerServiceLogProbResponse\x12+\n\x08logprobs\x18\x01 \x03(\x0b\x32\x19.dialoop.v1.LogProbValues\x12*\n\tsequences\x18\x02 \x03(\x0b\x32\x17.dialoop.v1.TokenValues\"\xd4\x01\n\x1eScorerServiceRetrieveKlRequest\x12,\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x16.dialoop.v1.Trajectory\x12*\n\nmask_scope\x18\x02 \x01(\x0e\x32\x16.dialoop.v1.TokenScope\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x1a\n\x12reference_model_id\x18\x04 \x01(\t\x12*\n\testimator\x18\x05 \x01(\x0e\x32\x17.dialoop.v1.KlEstimator\"M\n\x1fScorerServiceRetrieveKlResponse\x12*\n\tsequences\x18\x01 \x03(\x0b\x32\x17.dialoop.v1.TokenValues\"=\n\x19ScorerServiceScoreRequest\x12 \n\x05group\x18\x01 \x01(\x0b\x32\x11.dialoop.v1.Group\">\n\x1aScorerServiceScoreResponse\x12 \n\x05group\x18\x01 \x01(\x0b\x32\x11.dialoop.v1.Group*Y\n\nTokenScope\x12\x1b\n\x17TOKEN_SCOPE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_SCOPE_ASSISTANT\x10\x01\x12\x13\n\x0fTOKEN_SCOPE_ALL\x10\x02*j\n\x0bKlEstimator\x12\x1c\n\x18KL_ESTIMATOR_UNSPECIFIED\x10\x00\x12\x13\n\x0fKL_ESTIMATOR_K1\x10\x01\x12\x13\n\x0fKL_ESTIMATOR_K2\x10\x02\x12\x13\n\x0fKL_ESTIMATOR_K3\x10\x03\x32\xac\x02\n\rScorerService\x12\\\n\x07LogProb\x12\'.dialoop.v1.ScorerServiceLogProbRequest\x1a(.dialoop.v1.ScorerServiceLogProbResponse\x12\x65\n\nRetrieveKl\x12*.dialoop.v1.ScorerServiceRetrieveKlRequest\x1a+.dialoop.v1.ScorerServiceRetrieveKlResponse\x12V\n\x05Score\x12%.dialoop.v1.ScorerServiceScoreRequest\x1a&.dialoop.v1.ScorerServiceScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64ialoop/v1/scorer_service.proto\x12\ndialoop.v1\x1a\x15\x64ialoop/v1/chat.proto\x1a\x16\x64ialoop/v1/scope.proto\x1a\x1b\x64ialoop/v1/trajectory.proto\"_\n\x0bTokenValues\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x16\n\x0esequence_index\x18\x02 \x01(\x05\x12\x11\n\tpositions\x18\x03 \x03(\x05\x12\x0e\n\x06values\x18\x04 \x03(\x02\"\xb2\x01\n\x1bScorerServiceLogProbRequest\x12\'\n\ttoken_ids\x18\x01 \x03(\x0b\x32\x14.dialoop.v1.TokenIds\x12,\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x16.dialoop.v1.Trajectory\x12*\n\nmask_scope\x18\x03 \x01(\x0e\x32\x16.dialoop.v1.TokenScope\x12\x10\n\x08model_id\x18\x04 \x01(\t\"w\n\x1cScorerServiceLogProbResponse\x12+\n\x08logprobs\x18\x01 \x03(\x0b\x32\x19.dialoop.v1.LogProbValues\x12*\n\tsequences\x18\x02 \x03(\x0b\x32\x17.dialoop.v1.TokenValues\"\xd4\x01\n\x1eScorerServiceRetrieveKlRequest\x12,\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x16.dialoop.v1.Trajectory\x12*\n\nmask_scope\x18\x02 \x01(\x0e\x32\x16.dialoop.v1.TokenScope\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x1a\n\x12reference_model_id\x18\x04 \x01(\t\x12*\n\testimator\x18\x05 \x01(\x0e\x32\x17.dialoop.v1.KlEstimator\"M\n\x1fScorerServiceRetrieveKlResponse\x12*\n\tsequences\x18\x01 \x03(\x0b\x32\x17.dialoop.v1.TokenValues\"=\n\x19ScorerServiceScoreRequest\x12 \n\x05group\x18\x01 \x01(\x0b\x32\x11.dialoop.v1.Group\">\n\x1aScorerServiceScoreResponse\x12 \n\x05group\x18\x01 \x01(\x0b\x32\x11.dialoop.v1.Group*Y\n\nTokenScope\x12\x1b\n\x17TOKEN_SCOPE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_SCOPE_ASSISTANT\x10\x01\x12\x13\n\x0fTOKEN_SCOPE_ALL\x10\x02*j\n\x0bKlEstimator\x12\x1c\n\x18KL_ESTIMATOR_UNSPECIFIED\x10\x00\x12\x13\n\x0fKL_ESTIMATOR_K1\x10\x01\x12\x13\n\x0fKL_ESTIMATOR_K2\x10\x02\x12\x13\n\x0fKL_ESTIMATOR_K3\x10\x03\x32\xbe\x02\n\rScorerService\x12\x62\n\x07LogProb\x12\'.dialoop.v1.ScorerServiceLogProbRequest\x1a(.dialoop.v1.ScorerServiceLogProbResponse\"\x04\xa8\xbb\x18\x02\x12k\n\nRetrieveKl\x12*.dialoop.v1.ScorerServiceRetrieveKlRequest\x1a+.dialoop.v1.ScorerServiceRetrieveKlResponse\"\x04\xa8\xbb\x18\x02\x12\\\n\x05Score\x12%.dialoop.v1.ScorerServiceScoreRequest\x1a&.dialoop.v1.ScorerServiceScoreResponse\"\x04\xa8\xbb\x18\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dialoop.v1.scorer_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOKENSCOPE']._serialized_start=919
-  _globals['_TOKENSCOPE']._serialized_end=1008
-  _globals['_KLESTIMATOR']._serialized_start=1010
-  _globals['_KLESTIMATOR']._serialized_end=1116
-  _globals['_TOKENVALUES']._serialized_start=99
-  _globals['_TOKENVALUES']._serialized_end=194
-  _globals['_SCORERSERVICELOGPROBREQUEST']._serialized_start=197
-  _globals['_SCORERSERVICELOGPROBREQUEST']._serialized_end=375
-  _globals['_SCORERSERVICELOGPROBRESPONSE']._serialized_start=377
-  _globals['_SCORERSERVICELOGPROBRESPONSE']._serialized_end=496
-  _globals['_SCORERSERVICERETRIEVEKLREQUEST']._serialized_start=499
-  _globals['_SCORERSERVICERETRIEVEKLREQUEST']._serialized_end=711
-  _globals['_SCORERSERVICERETRIEVEKLRESPONSE']._serialized_start=713
-  _globals['_SCORERSERVICERETRIEVEKLRESPONSE']._serialized_end=790
-  _globals['_SCORERSERVICESCOREREQUEST']._serialized_start=792
-  _globals['_SCORERSERVICESCOREREQUEST']._serialized_end=853
-  _globals['_SCORERSERVICESCORERESPONSE']._serialized_start=855
-  _globals['_SCORERSERVICESCORERESPONSE']._serialized_end=917
-  _globals['_SCORERSERVICE']._serialized_start=1119
-  _globals['_SCORERSERVICE']._serialized_end=1419
+  _globals['_SCORERSERVICE'].methods_by_name['LogProb']._loaded_options = None
+  _globals['_SCORERSERVICE'].methods_by_name['LogProb']._serialized_options = b'\250\273\030\002'
+  _globals['_SCORERSERVICE'].methods_by_name['RetrieveKl']._loaded_options = None
+  _globals['_SCORERSERVICE'].methods_by_name['RetrieveKl']._serialized_options = b'\250\273\030\002'
+  _globals['_SCORERSERVICE'].methods_by_name['Score']._loaded_options = None
+  _globals['_SCORERSERVICE'].methods_by_name['Score']._serialized_options = b'\250\273\030\002'
+  _globals['_TOKENSCOPE']._serialized_start=943
+  _globals['_TOKENSCOPE']._serialized_end=1032
+  _globals['_KLESTIMATOR']._serialized_start=1034
+  _globals['_KLESTIMATOR']._serialized_end=1140
+  _globals['_TOKENVALUES']._serialized_start=123
+  _globals['_TOKENVALUES']._serialized_end=218
+  _globals['_SCORERSERVICELOGPROBREQUEST']._serialized_start=221
+  _globals['_SCORERSERVICELOGPROBREQUEST']._serialized_end=399
+  _globals['_SCORERSERVICELOGPROBRESPONSE']._serialized_start=401
+  _globals['_SCORERSERVICELOGPROBRESPONSE']._serialized_end=520
+  _globals['_SCORERSERVICERETRIEVEKLREQUEST']._serialized_start=523
+  _globals['_SCORERSERVICERETRIEVEKLREQUEST']._serialized_end=735
+  _globals['_SCORERSERVICERETRIEVEKLRESPONSE']._serialized_start=737
+  _globals['_SCORERSERVICERETRIEVEKLRESPONSE']._serialized_end=814
+  _globals['_SCORERSERVICESCOREREQUEST']._serialized_start=816
+  _globals['_SCORERSERVICESCOREREQUEST']._serialized_end=877
+  _globals['_SCORERSERVICESCORERESPONSE']._serialized_start=879
+  _globals['_SCORERSERVICESCORERESPONSE']._serialized_end=941
+  _globals['_SCORERSERVICE']._serialized_start=1143
+  _globals['_SCORERSERVICE']._serialized_end=1461
 # @@protoc_insertion_point(module_scope)

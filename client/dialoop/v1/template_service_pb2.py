@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from dialoop.v1 import chat_pb2 as dialoop_dot_v1_dot_chat__pb2
+from dialoop.v1 import scope_pb2 as dialoop_dot_v1_dot_scope__pb2
 from dialoop.v1 import trajectory_pb2 as dialoop_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!dialoop/v1/template_service.proto\x12\ndialoop.v1\x1a\x15\x64ialoop/v1/chat.proto\x1a\x1b\x64ialoop/v1/trajectory.proto\"\xba\x02\n\x0eTemplateParser\x12\x17\n\x0fmessage_pattern\x18\x01 \x01(\t\x12\x34\n\x05roles\x18\x02 \x03(\x0b\x32%.dialoop.v1.TemplateParser.RolesEntry\x12\x13\n\x0b\x65nd_markers\x18\x03 \x03(\t\x12\x17\n\x0ftool_call_start\x18\x04 \x01(\t\x12\x15\n\rtool_call_end\x18\x05 \x01(\t\x12\x1b\n\x13tool_response_start\x18\x06 \x01(\t\x12\x19\n\x11tool_response_end\x18\x07 \x01(\t\x12\x17\n\x0freasoning_start\x18\x08 \x01(\t\x12\x15\n\rreasoning_end\x18\t \x01(\t\x1a,\n\nRolesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa3\x01\n\x17RegisterTemplateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12/\n\x06parser\x18\x03 \x01(\x0b\x32\x1a.dialoop.v1.TemplateParserH\x00\x88\x01\x01\x12\x1d\n\x15model_family_keywords\x18\x04 \x03(\t\x12\x0f\n\x07replace\x18\x05 \x01(\x08\x42\t\n\x07_parser\"F\n\x18RegisterTemplateResponse\x12*\n\x08template\x18\x01 \x01(\x0b\x32\x18.dialoop.v1.TemplateInfo\"\x16\n\x14ListTemplatesRequest\"D\n\x15ListTemplatesResponse\x12+\n\ttemplates\x18\x01 \x03(\x0b\x32\x18.dialoop.v1.TemplateInfo\"e\n\x0cTemplateInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x05\x12\x12\n\ninvertible\x18\x04 \x01(\x08\x12\x12\n\nis_default\x18\x05 \x01(\x08\"\xf4\x01\n\rRenderRequest\x12$\n\x07history\x18\x01 \x01(\x0b\x32\x13.dialoop.v1.History\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\rtemplate_name\x18\x03 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12)\n\x05tools\x18\x05 \x03(\x0b\x32\x1a.dialoop.v1.ToolDefinition\x12\x1d\n\x15template_options_json\x18\x06 \x01(\tB\x18\n\x16_add_generation_prompt\"p\n\x0eRenderResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12&\n\x08sequence\x18\x02 \x01(\x0b\x32\x14.dialoop.v1.Sequence\x12\x16\n\x0e\x61ssistant_mask\x18\x03 \x03(\x08\x12\x10\n\x08warnings\x18\x04 \x03(\t\"\x89\x01\n\x0cParseRequest\x12\x15\n\rtemplate_name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.dialoop.v1.TokenIdsH\x00\x12\x1b\n\x13keep_default_system\x18\x04 \x01(\x08\x42\n\n\x08rendered\"5\n\rParseResponse\x12$\n\x07history\x18\x01 \x01(\x0b\x32\x13.dialoop.v1.History2\xc5\x02\n\x0fTemplateService\x12]\n\x10RegisterTemplate\x12#.dialoop.v1.RegisterTemplateRequest\x1a$.dialoop.v1.RegisterTemplateResponse\x12T\n\rListTemplates\x12 .dialoop.v1.ListTemplatesRequest\x1a!.dialoop.v1.ListTemplatesResponse\x12?\n\x06Render\x12\x19.dialoop.v1.RenderRequest\x1a\x1a.dialoop.v1.RenderResponse\x12<\n\x05Parse\x12\x18.dialoop.v1.ParseRequest\x1a\x19.dialoop.v1.ParseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!dialoop/v1/template_service.proto\x12\ndialoop.v1\x1a\x15\x64ialoop/v1/chat.proto\x1a\x16\x64ialoop/v1/scope.proto\x1a\x1b\x64ialoop/v1/trajectory.proto\"\xba\x02\n\x0eTemplateParser\x12\x17\n\x0fmessage_pattern\x18\x01 \x01(\t\x12\x34\n\x05roles\x18\x02 \x03(\x0b\x32%.dialoop.v1.TemplateParser.RolesEntry\x12\x13\n\x0b\x65nd_markers\x18\x03 \x03(\t\x12\x17\n\x0ftool_call_start\x18\x04 \x01(\t\x12\x15\n\rtool_call_end\x18\x05 \x01(\t\x12\x1b\n\x13tool_response_start\x18\x06 \x01(\t\x12\x19\n\x11tool_response_end\x18\x07 \x01(\t\x12\x17\n\x0freasoning_start\x18\x08 \x01(\t\x12\x15\n\rreasoning_end\x18\t \x01(\t\x1a,\n\nRolesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xa3\x01\n\x17RegisterTemplateRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12/\n\x06parser\x18\x03 \x01(\x0b\x32\x1a.dialoop.v1.TemplateParserH\x00\x88\x01\x01\x12\x1d\n\x15model_family_keywords\x18\x04 \x03(\t\x12\x0f\n\x07replace\x18\x05 \x01(\x08\x42\t\n\x07_parser\"F\n\x18RegisterTemplateResponse\x12*\n\x08template\x18\x01 \x01(\x0b\x32\x18.dialoop.v1.TemplateInfo\"\x16\n\x14ListTemplatesRequest\"D\n\x15ListTemplatesResponse\x12+\n\ttemplates\x18\x01 \x03(\x0b\x32\x18.dialoop.v1.TemplateInfo\"e\n\x0cTemplateInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x05\x12\x12\n\ninvertible\x18\x04 \x01(\x08\x12\x12\n\nis_default\x18\x05 \x01(\x08\"\xf4\x01\n\rRenderRequest\x12$\n\x07history\x18\x01 \x01(\x0b\x32\x13.dialoop.v1.History\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\rtemplate_name\x18\x03 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12)\n\x05tools\x18\x05 \x03(\x0b\x32\x1a.dialoop.v1.ToolDefinition\x12\x1d\n\x15template_options_json\x18\x06 \x01(\tB\x18\n\x16_add_generation_prompt\"p\n\x0eRenderResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12&\n\x08sequence\x18\x02 \x01(\x0b\x32\x14.dialoop.v1.Sequence\x12\x16\n\x0e\x61ssistant_mask\x18\x03 \x03(\x08\x12\x10\n\x08warnings\x18\x04 \x03(\t\"\x89\x01\n\x0cParseRequest\x12\x15\n\rtemplate_name\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.dialoop.v1.TokenIdsH\x00\x12\x1b\n\x13keep_default_system\x18\x04 \x01(\x08\x42\n\n\x08rendered\"5\n\rParseResponse\x12$\n\x07history\x18\x01 \x01(\x0b\x32\x13.dialoop.v1.History2\xdd\x02\n\x0fTemplateService\x12\x63\n\x10RegisterTemplate\x12#.dialoop.v1.RegisterTemplateRequest\x1a$.dialoop.v1.RegisterTemplateResponse\"\x04\xa8\xbb\x18\x06\x12Z\n\rListTemplates\x12 .dialoop.v1.ListTemplatesRequest\x1a!.dialoop.v1.ListTemplatesResponse\"\x04\xa8\xbb\x18\x02\x12\x45\n\x06Render\x12\x19.dialoop.v1.RenderRequest\x1a\x1a.dialoop.v1.RenderResponse\"\x04\xa8\xbb\x18\x02\x12\x42\n\x05Parse\x12\x18.dialoop.v1.ParseRequest\x1a\x19.dialoop.v1.ParseResponse\"\x04\xa8\xbb\x18\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,28 +36,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TEMPLATEPARSER_ROLESENTRY']._loaded_options = None
   _globals['_TEMPLATEPARSER_ROLESENTRY']._serialized_options = b'8\001'
-  _globals['_TEMPLATEPARSER']._serialized_start=102
-  _globals['_TEMPLATEPARSER']._serialized_end=416
-  _globals['_TEMPLATEPARSER_ROLESENTRY']._serialized_start=372
-  _globals['_TEMPLATEPARSER_ROLESENTRY']._serialized_end=416
-  _globals['_REGISTERTEMPLATEREQUEST']._serialized_start=419
-  _globals['_REGISTERTEMPLATEREQUEST']._serialized_end=582
-  _globals['_REGISTERTEMPLATERESPONSE']._serialized_start=584
-  _globals['_REGISTERTEMPLATERESPONSE']._serialized_end=654
-  _globals['_LISTTEMPLATESREQUEST']._serialized_start=656
-  _globals['_LISTTEMPLATESREQUEST']._serialized_end=678
-  _globals['_LISTTEMPLATESRESPONSE']._serialized_start=680
-  _globals['_LISTTEMPLATESRESPONSE']._serialized_end=748
-  _globals['_TEMPLATEINFO']._serialized_start=750
-  _globals['_TEMPLATEINFO']._serialized_end=851
-  _globals['_RENDERREQUEST']._serialized_start=854
-  _globals['_RENDERREQUEST']._serialized_end=1098
-  _globals['_RENDERRESPONSE']._serialized_start=1100
-  _globals['_RENDERRESPONSE']._serialized_end=1212
-  _globals['_PARSEREQUEST']._serialized_start=1215
-  _globals['_PARSEREQUEST']._serialized_end=1352
-  _globals['_PARSERESPONSE']._serialized_start=1354
-  _globals['_PARSERESPONSE']._serialized_end=1407
-  _globals['_TEMPLATESERVICE']._serialized_start=1410
-  _globals['_TEMPLATESERVICE']._serialized_end=1735
+  _globals['_TEMPLATESERVICE'].methods_by_name['RegisterTemplate']._loaded_options = None
+  _globals['_TEMPLATESERVICE'].methods_by_name['RegisterTemplate']._serialized_options = b'\250\273\030\006'
+  _globals['_TEMPLATESERVICE'].methods_by_name['ListTemplates']._loaded_options = None
+  _globals['_TEMPLATESERVICE'].methods_by_name['ListTemplates']._serialized_options = b'\250\273\030\002'
+  _globals['_TEMPLATESERVICE'].methods_by_name['Render']._loaded_options = None
+  _globals['_TEMPLATESERVICE'].methods_by_name['Render']._serialized_options = b'\250\273\030\002'
+  _globals['_TEMPLATESERVICE'].methods_by_name['Parse']._loaded_options = None
+  _globals['_TEMPLATESERVICE'].methods_by_name['Parse']._serialized_options = b'\250\273\030\002'
+  _globals['_TEMPLATEPARSER']._serialized_start=126
+  _globals['_TEMPLATEPARSER']._serialized_end=440
+  _globals['_TEMPLATEPARSER_ROLESENTRY']._serialized_start=396
+  _globals['_TEMPLATEPARSER_ROLESENTRY']._serialized_end=440
+  _globals['_REGISTERTEMPLATEREQUEST']._serialized_start=443
+  _globals['_REGISTERTEMPLATEREQUEST']._serialized_end=606
+  _globals['_REGISTERTEMPLATERESPONSE']._serialized_start=608
+  _globals['_REGISTERTEMPLATERESPONSE']._serialized_end=678
+  _globals['_LISTTEMPLATESREQUEST']._serialized_start=680
+  _globals['_LISTTEMPLATESREQUEST']._serialized_end=702
+  _globals['_LISTTEMPLATESRESPONSE']._serialized_start=704
+  _globals['_LISTTEMPLATESRESPONSE']._serialized_end=772
+  _globals['_TEMPLATEINFO']._serialized_start=774
+  _globals['_TEMPLATEINFO']._serialized_end=875
+  _globals['_RENDERREQUEST']._serialized_start=878
+  _globals['_RENDERREQUEST']._serialized_end=1122
+  _globals['_RENDERRESPONSE']._serialized_start=1124
+  _globals['_RENDERRESPONSE']._serialized_end=1236
+  _globals['_PARSEREQUEST']._serialized_start=1239
+  _globals['_PARSEREQUEST']._serialized_end=1376
+  _globals['_PARSERESPONSE']._serialized_start=1378
+  _globals['_PARSERESPONSE']._serialized_end=1431
+  _globals['_TEMPLATESERVICE']._serialized_start=1434
+  _globals['_TEMPLATESERVICE']._serialized_end=1783
 # @@protoc_insertion_point(module_scope)

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from dialoop.v1 import inference_service_pb2 as dialoop_dot_v1_dot_inference__service__pb2
+from dialoop.v1 import scope_pb2 as dialoop_dot_v1_dot_scope__pb2
 from dialoop.v1 import trajectory_pb2 as dialoop_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n dialoop/v1/trainer_service.proto\x12\ndialoop.v1\x1a\"dialoop/v1/inference_service.proto\x1a\x1b\x64ialoop/v1/trajectory.proto\"\x12\n\x10GetStatusRequest\"\xfc\x02\n\x11GetStatusResponse\x12 \n\x05phase\x18\x01 \x01(\x0e\x32\x11.dialoop.v1.Phase\x12\x31\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x17\n\x0fnum_train_steps\x18\x03 \x01(\x03\x12\x17\n\x0fmax_train_steps\x18\x04 \x01(\x03\x12\x1c\n\x14num_warm_start_steps\x18\x05 \x01(\x03\x12\x1c\n\x14max_warm_start_steps\x18\x06 \x01(\x03\x12;\n\x07metrics\x18\x07 \x03(\x0b\x32*.dialoop.v1.GetStatusResponse.MetricsEntry\x12\x0f\n\x07\x66\x61ilure\x18\x08 \x01(\t\x12\x16\n\x0enum_parameters\x18\t \x01(\x03\x12\x0e\n\x06\x61larms\x18\n \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x14\n\x12WatchPolicyRequest\"v\n\x13WatchPolicyResponse\x12\x31\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12,\n\x07weights\x18\x02 \x01(\x0b\x32\x1b.dialoop.v1.WeightsLocation\"~\n\x0fWeightsLocation\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\x12%\n\x04kind\x18\x04 \x01(\x0e\x32\x17.dialoop.v1.WeightsKind\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\"\x10\n\x0ePublishRequest\"w\n\x0fPublishResponse\x12\x31\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x11\n\tpublish_s\x18\x02 \x01(\x01\x12\x1e\n\x16max_logprob_difference\x18\x03 \x01(\x01\"\x13\n\x11\x43heckpointRequest\";\n\x12\x43heckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x17\n\x0fnum_train_steps\x18\x02 \x01(\x03\"\x1c\n\x1aTrainerServicePauseRequest\"\x1d\n\x1bTrainerServicePauseResponse\"\x1d\n\x1bTrainerServiceResumeRequest\"\x1e\n\x1cTrainerServiceResumeResponse\"\x9f\x01\n\x0f\x45valuateRequest\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\x11\n\tmax_tasks\x18\x03 \x01(\x05\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.dialoop.v1.SamplingParams\x12\x18\n\x10num_trajectories\x18\x05 \x01(\x05\x12\r\n\x05label\x18\x06 \x01(\t\"\xe1\x01\n\x10\x45valuateResponse\x12\x13\n\x0bmean_reward\x18\x01 \x01(\x01\x12\x16\n\x0etool_call_rate\x18\x02 \x01(\x01\x12\x18\n\x10num_trajectories\x18\x03 \x01(\x05\x12\x12\n\nnum_failed\x18\x04 \x01(\x05\x12\x38\n\x15oldest_policy_version\x18\x05 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x38\n\x15newest_policy_version\x18\x06 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion*\xa6\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x14\n\x10PHASE_WARM_START\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x14\n\x10PHASE_EVALUATING\x10\x04\x12\x10\n\x0cPHASE_PAUSED\x10\x05\x12\x0e\n\nPHASE_DONE\x10\x06\x12\x10\n\x0cPHASE_FAILED\x10\x07\x32\xbb\x04\n\x0eTrainerService\x12H\n\tGetStatus\x12\x1c.dialoop.v1.GetStatusRequest\x1a\x1d.dialoop.v1.GetStatusResponse\x12P\n\x0bWatchPolicy\x12\x1e.dialoop.v1.WatchPolicyRequest\x1a\x1f.dialoop.v1.WatchPolicyResponse0\x01\x12\x42\n\x07Publish\x12\x1a.dialoop.v1.PublishRequest\x1a\x1b.dialoop.v1.PublishResponse\x12K\n\nCheckpoint\x12\x1d.dialoop.v1.CheckpointRequest\x1a\x1e.dialoop.v1.CheckpointResponse\x12X\n\x05Pause\x12&.dialoop.v1.TrainerServicePauseRequest\x1a\'.dialoop.v1.TrainerServicePauseResponse\x12[\n\x06Resume\x12\'.dialoop.v1.TrainerServiceResumeRequest\x1a(.dialoop.v1.TrainerServiceResumeResponse\x12\x45\n\x08\x45valuate\x12\x1b.dialoop.v1.EvaluateRequest\x1a\x1c.dialoop.v1.EvaluateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n dialoop/v1/trainer_service.proto\x12\ndialoop.v1\x1a\"dialoop/v1/inference_service.proto\x1a\x16\x64ialoop/v1/scope.proto\x1a\x1b\x64ialoop/v1/trajectory.proto\"\x12\n\x10GetStatusRequest\"\xfc\x02\n\x11GetStatusResponse\x12 \n\x05phase\x18\x01 \x01(\x0e\x32\x11.dialoop.v1.Phase\x12\x31\n\x0epolicy_version\x18\x02 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x17\n\x0fnum_train_steps\x18\x03 \x01(\x03\x12\x17\n\x0fmax_train_steps\x18\x04 \x01(\x03\x12\x1c\n\x14num_warm_start_steps\x18\x05 \x01(\x03\x12\x1c\n\x14max_warm_start_steps\x18\x06 \x01(\x03\x12;\n\x07metrics\x18\x07 \x03(\x0b\x32*.dialoop.v1.GetStatusResponse.MetricsEntry\x12\x0f\n\x07\x66\x61ilure\x18\x08 \x01(\t\x12\x16\n\x0enum_parameters\x18\t \x01(\x03\x12\x0e\n\x06\x61larms\x18\n \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x14\n\x12WatchPolicyRequest\"v\n\x13WatchPolicyResponse\x12\x31\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12,\n\x07weights\x18\x02 \x01(\x0b\x32\x1b.dialoop.v1.WeightsLocation\"~\n\x0fWeightsLocation\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\x12%\n\x04kind\x18\x04 \x01(\x0e\x32\x17.dialoop.v1.WeightsKind\x12\x13\n\x0b\x62\x61se_digest\x18\x05 \x01(\t\"\x10\n\x0ePublishRequest\"w\n\x0fPublishResponse\x12\x31\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x11\n\tpublish_s\x18\x02 \x01(\x01\x12\x1e\n\x16max_logprob_difference\x18\x03 \x01(\x01\"\x13\n\x11\x43heckpointRequest\";\n\x12\x43heckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x17\n\x0fnum_train_steps\x18\x02 \x01(\x03\"\x1c\n\x1aTrainerServicePauseRequest\"\x1d\n\x1bTrainerServicePauseResponse\"\x1d\n\x1bTrainerServiceResumeRequest\"\x1e\n\x1cTrainerServiceResumeResponse\"\x9f\x01\n\x0f\x45valuateRequest\x12\x13\n\x0b\x65nvironment\x18\x01 \x01(\t\x12\r\n\x05split\x18\x02 \x01(\t\x12\x11\n\tmax_tasks\x18\x03 \x01(\x05\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.dialoop.v1.SamplingParams\x12\x18\n\x10num_trajectories\x18\x05 \x01(\x05\x12\r\n\x05label\x18\x06 \x01(\t\"\xe1\x01\n\x10\x45valuateResponse\x12\x13\n\x0bmean_reward\x18\x01 \x01(\x01\x12\x16\n\x0etool_call_rate\x18\x02 \x01(\x01\x12\x18\n\x10num_trajectories\x18\x03 \x01(\x05\x12\x12\n\nnum_failed\x18\x04 \x01(\x05\x12\x38\n\x15oldest_policy_version\x18\x05 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x38\n\x15newest_policy_version\x18\x06 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion*\xa6\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x12\n\x0ePHASE_STARTING\x10\x01\x12\x14\n\x10PHASE_WARM_START\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x14\n\x10PHASE_EVALUATING\x10\x04\x12\x10\n\x0cPHASE_PAUSED\x10\x05\x12\x0e\n\nPHASE_DONE\x10\x06\x12\x10\n\x0cPHASE_FAILED\x10\x07\x32\xe5\x04\n\x0eTrainerService\x12N\n\tGetStatus\x12\x1c.dialoop.v1.GetStatusRequest\x1a\x1d.dialoop.v1.GetStatusResponse\"\x04\xa8\xbb\x18\x02\x12V\n\x0bWatchPolicy\x12\x1e.dialoop.v1.WatchPolicyRequest\x1a\x1f.dialoop.v1.WatchPolicyResponse\"\x04\xa8\xbb\x18\x02\x30\x01\x12H\n\x07Publish\x12\x1a.dialoop.v1.PublishRequest\x1a\x1b.dialoop.v1.PublishResponse\"\x04\xa8\xbb\x18\x06\x12Q\n\nCheckpoint\x12\x1d.dialoop.v1.CheckpointRequest\x1a\x1e.dialoop.v1.CheckpointResponse\"\x04\xa8\xbb\x18\x06\x12^\n\x05Pause\x12&.dialoop.v1.TrainerServicePauseRequest\x1a\'.dialoop.v1.TrainerServicePauseResponse\"\x04\xa8\xbb\x18\x06\x12\x61\n\x06Resume\x12\'.dialoop.v1.TrainerServiceResumeRequest\x1a(.dialoop.v1.TrainerServiceResumeResponse\"\x04\xa8\xbb\x18\x06\x12K\n\x08\x45valuate\x12\x1b.dialoop.v1.EvaluateRequest\x1a\x1c.dialoop.v1.EvaluateResponse\"\x04\xa8\xbb\x18\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,40 +36,54 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATUSRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_PHASE']._serialized_start=1522
-  _globals['_PHASE']._serialized_end=1688
-  _globals['_GETSTATUSREQUEST']._serialized_start=113
-  _globals['_GETSTATUSREQUEST']._serialized_end=131
-  _globals['_GETSTATUSRESPONSE']._serialized_start=134
-  _globals['_GETSTATUSRESPONSE']._serialized_end=514
-  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_start=468
-  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_end=514
-  _globals['_WATCHPOLICYREQUEST']._serialized_start=516
-  _globals['_WATCHPOLICYREQUEST']._serialized_end=536
-  _globals['_WATCHPOLICYRESPONSE']._serialized_start=538
-  _globals['_WATCHPOLICYRESPONSE']._serialized_end=656
-  _globals['_WEIGHTSLOCATION']._serialized_start=658
-  _globals['_WEIGHTSLOCATION']._serialized_end=784
-  _globals['_PUBLISHREQUEST']._serialized_start=786
-  _globals['_PUBLISHREQUEST']._serialized_end=802
-  _globals['_PUBLISHRESPONSE']._serialized_start=804
-  _globals['_PUBLISHRESPONSE']._serialized_end=923
-  _globals['_CHECKPOINTREQUEST']._serialized_start=925
-  _globals['_CHECKPOINTREQUEST']._serialized_end=944
-  _globals['_CHECKPOINTRESPONSE']._serialized_start=946
-  _globals['_CHECKPOINTRESPONSE']._serialized_end=1005
-  _globals['_TRAINERSERVICEPAUSEREQUEST']._serialized_start=1007
-  _globals['_TRAINERSERVICEPAUSEREQUEST']._serialized_end=1035
-  _globals['_TRAINERSERVICEPAUSERESPONSE']._serialized_start=1037
-  _globals['_TRAINERSERVICEPAUSERESPONSE']._serialized_end=1066
-  _globals['_TRAINERSERVICERESUMEREQUEST']._serialized_start=1068
-  _globals['_TRAINERSERVICERESUMEREQUEST']._serialized_end=1097
-  _globals['_TRAINERSERVICERESUMERESPONSE']._serialized_start=1099
-  _globals['_TRAINERSERVICERESUMERESPONSE']._serialized_end=1129
-  _globals['_EVALUATEREQUEST']._serialized_start=1132
-  _globals['_EVALUATEREQUEST']._serialized_end=1291
-  _globals['_EVALUATERESPONSE']._serialized_start=1294
-  _globals['_EVALUATERESPONSE']._serialized_end=1519
-  _globals['_TRAINERSERVICE']._serialized_start=1691
-  _globals['_TRAINERSERVICE']._serialized_end=2262
+  _globals['_TRAINERSERVICE'].methods_by_name['GetStatus']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['GetStatus']._serialized_options = b'\250\273\030\002'
+  _globals['_TRAINERSERVICE'].methods_by_name['WatchPolicy']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['WatchPolicy']._serialized_options = b'\250\273\030\002'
+  _globals['_TRAINERSERVICE'].methods_by_name['Publish']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['Publish']._serialized_options = b'\250\273\030\006'
+  _globals['_TRAINERSERVICE'].methods_by_name['Checkpoint']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['Checkpoint']._serialized_options = b'\250\273\030\006'
+  _globals['_TRAINERSERVICE'].methods_by_name['Pause']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['Pause']._serialized_options = b'\250\273\030\006'
+  _globals['_TRAINERSERVICE'].methods_by_name['Resume']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['Resume']._serialized_options = b'\250\273\030\006'
+  _globals['_TRAINERSERVICE'].methods_by_name['Evaluate']._loaded_options = None
+  _globals['_TRAINERSERVICE'].methods_by_name['Evaluate']._serialized_options = b'\250\273\030\006'
+  _globals['_PHASE']._serialized_start=1546
+  _globals['_PHASE']._serialized_end=1712
+  _globals['_GETSTATUSREQUEST']._serialized_start=137
+  _globals['_GETSTATUSREQUEST']._serialized_end=155
+  _globals['_GETSTATUSRESPONSE']._serialized_start=158
+  _globals['_GETSTATUSRESPONSE']._serialized_end=538
+  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_start=492
+  _globals['_GETSTATUSRESPONSE_METRICSENTRY']._serialized_end=538
+  _globals['_WATCHPOLICYREQUEST']._serialized_start=540
+  _globals['_WATCHPOLICYREQUEST']._serialized_end=560
+  _globals['_WATCHPOLICYRESPONSE']._serialized_start=562
+  _globals['_WATCHPOLICYRESPONSE']._serialized_end=680
+  _globals['_WEIGHTSLOCATION']._serialized_start=682
+  _globals['_WEIGHTSLOCATION']._serialized_end=808
+  _globals['_PUBLISHREQUEST']._serialized_start=810
+  _globals['_PUBLISHREQUEST']._serialized_end=826
+  _globals['_PUBLISHRESPONSE']._serialized_start=828
+  _globals['_PUBLISHRESPONSE']._serialized_end=947
+  _globals['_CHECKPOINTREQUEST']._serialized_start=949
+  _globals['_CHECKPOINTREQUEST']._serialized_end=968
+  _globals['_CHECKPOINTRESPONSE']._serialized_start=970
+  _globals['_CHECKPOINTRESPONSE']._serialized_end=1029
+  _globals['_TRAINERSERVICEPAUSEREQUEST']._serialized_start=1031
+  _globals['_TRAINERSERVICEPAUSEREQUEST']._serialized_end=1059
+  _globals['_TRAINERSERVICEPAUSERESPONSE']._serialized_start=1061
+  _globals['_TRAINERSERVICEPAUSERESPONSE']._serialized_end=1090
+  _globals['_TRAINERSERVICERESUMEREQUEST']._serialized_start=1092
+  _globals['_TRAINERSERVICERESUMEREQUEST']._serialized_end=1121
+  _globals['_TRAINERSERVICERESUMERESPONSE']._serialized_start=1123
+  _globals['_TRAINERSERVICERESUMERESPONSE']._serialized_end=1153
+  _globals['_EVALUATEREQUEST']._serialized_start=1156
+  _globals['_EVALUATEREQUEST']._serialized_end=1315
+  _globals['_EVALUATERESPONSE']._serialized_start=1318
+  _globals['_EVALUATERESPONSE']._serialized_end=1543
+  _globals['_TRAINERSERVICE']._serialized_start=1715
+  _globals['_TRAINERSERVICE']._serialized_end=2328
 # @@protoc_insertion_point(module_scope)

@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.export is not None:
             return _export(options.runs, options.export)
-        settings = load(ServerSettings, host=options.host, port=options.port)
+        # Who may look may also pause the run, so that tokens of some scopes do not open this page.
+        settings = load(ServerSettings, host=options.host, port=options.port, token_file=None)
         require_safe_address(settings)
         with WatchedRuns(options.runs) as runs:
             asyncio.run(_serve(settings, runs))
@@ -68,7 +69,8 @@ async def _serve(settings: ServerSettings, runs: WatchedRuns) -> None:
     bound = bound_socket(settings.host, settings.port)
     port = bound.getsockname()[1]
     token = settings.token.get_secret_value()
-    async with LiveRuns(token=token) as live, StopSignal() as stop:
+    calls_with = settings.admin_token.get_secret_value() or token
+    async with LiveRuns(token=calls_with) as live, StopSignal() as stop:
         door = RestDoor(console_app(runs, live, token=token), drain_s=1.0)
         await door.open(bound)
         sys.stdout.write(f"console of {', '.join(runs.indexes)}: ")

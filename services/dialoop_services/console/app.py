@@ -40,7 +40,7 @@ from dialoop_services.rest.problems import (
     problem_body,
     problem_headers,
 )
-from dialoop_services.runtime.auth import Token
+from dialoop_services.runtime.access.auth import Token
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping

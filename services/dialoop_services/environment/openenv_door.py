@@ -22,6 +22,7 @@ from dialoop.environments import Given, InputMode, Managed, TaskChoice, Text
 from dialoop.environments.sessions.records import ResetCall, StepCall
 from dialoop.errors import CapacityExhausted, DialoopError, InvalidInput, NotFound, Unsupported
 from dialoop.reasons import Reason
+from dialoop.v1.scope_pb2 import SCOPE_ENV
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dialoop_services.environment.openenv_documents import SCHEMAS, operation, reply_of
@@ -119,6 +120,7 @@ class OpenEnvDoor:
         for (method, name), handle in routes.items():
             route = HttpRoute(
                 name=f"OpenEnv.{name.partition('/')[0].title()}{'Of' if '/' in name else ''}",
+                scope=SCOPE_ENV,
                 method=method,
                 path=f"{_PREFIX}/{name}",
                 handle=handle,
@@ -127,7 +129,9 @@ class OpenEnvDoor:
             )
             server.add_route(route)
         path = f"{_PREFIX}/ws"
-        server.add_socket(SocketRoute(name="OpenEnv.Socket", path=path, handle=self.converse))
+        server.add_socket(
+            SocketRoute(name="OpenEnv.Socket", scope=SCOPE_ENV, path=path, handle=self.converse)
+        )
 
     async def converse(self, socket: Socket) -> None:
         """Answer the requests of one session until the client disconnects."""

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from dialoop_services.rest.bodies import BodyLimits
     from dialoop_services.rest.guard import App, Receive, Refuse, Scope, Send
     from dialoop_services.rest.socket_routes import SocketRoute
-    from dialoop_services.runtime.auth import Token
+    from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
 
 _KEEP_ALIVE_S = 75
@@ -155,10 +155,12 @@ class _Dispatch:
 
 def _add_other_routes(app: FastAPI, options: RestOptions) -> None:
     for route in options.http_routes:
-        endpoint: Any = HttpEndpoint(route, calls=options.calls, bodies=options.bodies)
+        endpoint: Any = HttpEndpoint(
+            route, calls=options.calls, token=options.token, bodies=options.bodies
+        )
         app.router.add_route(route.path, endpoint, methods=[route.method])
     for socket in options.socket_routes:
-        served: Any = SocketEndpoint(socket, calls=options.calls)
+        served: Any = SocketEndpoint(socket, calls=options.calls, token=options.token)
         app.router.routes.append(WebSocketRoute(socket.path, served))
 
 

@@ -24,7 +24,7 @@ from dialoop_services.rest.problems import (
 )
 from dialoop_services.rest.queries import read_query
 from dialoop_services.rest.schema import decode, models
-from dialoop_services.runtime.auth import ADMIN_RPCS
+from dialoop_services.runtime.access.token_file import scope_of
 from dialoop_services.runtime.calls import CallContext
 from dialoop_services.runtime.errors import is_not_implemented, not_served
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.rest.guard import Receive, Scope, Send
     from dialoop_services.rest.routes import Route
-    from dialoop_services.runtime.auth import Token
+    from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Call, Calls
 
 _JSON, _PROTOBUF = b"application/json", b"application/x-protobuf"
@@ -90,7 +90,8 @@ class Endpoint:
         self._method = method
         self._at_once = at_once
         self._name = f"{rpc.containing_service.name}.{rpc.name}"
-        self._token = token if self._name in ADMIN_RPCS else None
+        self._scope = scope_of(rpc.containing_service.full_name, rpc.name)
+        self._token = token if token.tells_apart(self._scope) else None
         self._begin = calls.starter(self._name, "rest")
         self._bodies = bodies
         self._kind = GetMessageClass(rpc.input_type)
@@ -117,7 +118,7 @@ class Endpoint:
         answer: ResponseWriter,
     ) -> None:
         if self._token is not None:
-            self._token.require(headers.get(b"authorization", b""), self._name)
+            self._token.require(headers.get(b"authorization", b""), self._name, self._scope)
         timeout_s = timeout_of(headers)
         request = await self._read(scope, headers, caller)
         call.set_request(request.message)

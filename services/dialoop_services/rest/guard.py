@@ -20,7 +20,7 @@ from dialoop_services.rest.problems import ForeignCaller, problem_body, problem_
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from dialoop_services.runtime.auth import Token
+    from dialoop_services.runtime.access.auth import Token
 
     Scope = dict[str, Any]
     Receive = Callable[[], Awaitable[Any]]
@@ -35,7 +35,8 @@ ASSETS = "/docs/assets/"
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 # RFC 9110: uri-host [":" port]. An empty name is what HTTP/1.0 sends.
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]*))(?::\d{0,5})?")
-_POLICY_VIOLATION = 1008
+POLICY_VIOLATION = 1008
+"""Close code of a WebSocket that the caller may not open."""
 
 
 class Guard:
@@ -59,7 +60,7 @@ class Guard:
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})  # HTTP 403
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})  # HTTP 403
         else:
             await self._refuse(scope, send, refusal)
 
@@ -77,7 +78,7 @@ class Guard:
             return None
         authorization = headers.get(b"authorization", b"")
         if scope["type"] == "websocket":
-            authorization = _bearer_of(authorization)
+            authorization = bearer_of(authorization)
         try:
             self._token.require(authorization)
         except Unauthenticated as error:
@@ -85,7 +86,7 @@ class Guard:
         return None
 
 
-def _bearer_of(authorization: bytes) -> bytes:
+def bearer_of(authorization: bytes) -> bytes:
     """Return the header as a bearer token; the password of Basic credentials is the token."""
     kind, _, credentials = authorization.partition(b" ")
     if kind.lower() != b"basic":

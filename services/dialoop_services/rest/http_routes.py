@@ -26,7 +26,10 @@ from dialoop_services.rest.client_disconnect import Caller, serve_call, time_lim
 from dialoop_services.rest.problems import UnsupportedMediaType
 
 if TYPE_CHECKING:
+    from dialoop.v1.scope_pb2 import Scope as TokenScope
+
     from dialoop_services.rest.guard import Receive, Scope, Send
+    from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Call, Calls
 
 _JSON, _EVENTS = b"application/json", b"text/event-stream"
@@ -48,10 +51,12 @@ ToErrorAnswer = Callable[[DialoopError], ErrorAnswer]
 class HttpRoute:
     """One route. OpenAPI, metrics and logs call it by its `name`.
 
-    path: with parameters in braces, as in FastAPI. operation: its part of the OpenAPI document.
+    scope: what a token needs. path: with parameters in braces, as in FastAPI. operation: its part
+    of the OpenAPI document.
     """
 
     name: str
+    scope: TokenScope
     method: str
     path: str
     handle: Callable[[HttpRequest, HttpAnswer], Awaitable[None]]
@@ -135,8 +140,9 @@ def _encode(document: Any) -> bytes:
 class HttpEndpoint:
     """An ASGI application that serves one such route."""
 
-    def __init__(self, route: HttpRoute, *, calls: Calls, bodies: BodyLimits) -> None:
+    def __init__(self, route: HttpRoute, *, calls: Calls, token: Token, bodies: BodyLimits) -> None:
         self._route = route
+        self._token = token
         self._begin = calls.starter(route.name, "rest")
         self._bodies = bodies
 
@@ -148,6 +154,9 @@ class HttpEndpoint:
 
     async def _serve(self, scope: Scope, call: Call, caller: Caller, answer: HttpAnswer) -> None:
         headers = dict(scope["headers"])
+        if self._token.tells_apart(self._route.scope):
+            authorization = headers.get(b"authorization", b"")
+            self._token.require(authorization, self._route.name, self._route.scope)
         timeout_s = timeout_of(headers)
         body = await self._read(headers, caller)
         call.set_request(None)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _REFUSALS = {
     400: "The request is wrong whatever the state of the service.",
     401: "The bearer token is missing or wrong.",
-    403: "A web page of another origin is calling.",
+    403: "The token lacks the scope, or a web page of another origin is calling.",
     404: "The named thing does not exist (any more).",
     409: "The request does not fit the present state, or another caller changes the same thing.",
     413: "The body is too large, as sent or decompressed.",

@@ -19,13 +19,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pydantic_core
-from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.errors import DialoopError, InvalidConfig, PermissionDenied
 from dialoop.reasons import Reason
 
+from dialoop_services.rest.guard import POLICY_VIOLATION, bearer_of
 from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
+    from dialoop.v1.scope_pb2 import Scope as TokenScope
+
     from dialoop_services.rest.guard import Receive, Scope, Send
+    from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
 
 log = logging.getLogger(__name__)
@@ -36,9 +40,13 @@ _NORMAL, _INTERNAL = 1000, 1011
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketRoute:
-    """One route. Metrics and logs call it by its `name`; its path has parameters in braces."""
+    """One route. Metrics and logs call it by its `name`; its path has parameters in braces.
+
+    scope: what a token needs.
+    """
 
     name: str
+    scope: TokenScope
     path: str
     handle: Callable[[Socket], Awaitable[None]]
 
@@ -70,13 +78,17 @@ class Socket:
 class SocketEndpoint:
     """An ASGI application that serves one such route."""
 
-    def __init__(self, route: SocketRoute, *, calls: Calls) -> None:
+    def __init__(self, route: SocketRoute, *, calls: Calls, token: Token) -> None:
         self._route = route
+        self._token = token
         self._begin = calls.starter(route.name, "rest")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection to its end."""
         await receive()  # websocket.connect
+        if not self._is_allowed(dict(scope["headers"])):
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})  # HTTP 403
+            return
         await send({"type": "websocket.accept"})
         call = self._begin()
         call.set_request(None)
@@ -92,6 +104,16 @@ class SocketEndpoint:
         finally:
             call.end(status)
         await _close(send, code)
+
+    def _is_allowed(self, headers: Mapping[bytes, bytes]) -> bool:
+        if not self._token.tells_apart(self._route.scope):
+            return True
+        authorization = bearer_of(headers.get(b"authorization", b""))
+        try:
+            self._token.require(authorization, self._route.name, self._route.scope)
+        except PermissionDenied:
+            return False
+        return True
 
 
 async def _close(send: Send, code: int) -> None:

@@ -20,14 +20,16 @@ from dialoop.reasons import Reason
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
+from dialoop_services.runtime.access.token_file import scope_of
 from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error, status_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from dialoop.errors import DialoopError
+    from dialoop.v1.scope_pb2 import Scope
 
-    from dialoop_services.runtime.auth import Token
+    from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
     from dialoop_services.runtime.fleet import Incarnation
 
@@ -90,7 +92,9 @@ class Handlers:
         is_ours = service.startswith(_OURS)  # calls of reflection are not counted
         begin = self._calls.starter(rpc, self._door) if is_ours else _Unobserved
         made: Handler = make(
-            _Envelope(rpc, begin, self._token, self._incarnation).around(getattr(handler, kind)),
+            _Envelope(rpc, begin, self._token, scope_of(service, name), self._incarnation).around(
+                getattr(handler, kind)
+            ),
             request_deserializer=_lenient(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
@@ -136,11 +140,13 @@ class _Envelope:
         rpc: str,
         begin: Callable[[], Observed],
         token: Token,
+        scope: Scope,
         incarnation: Incarnation | None,
     ) -> None:
         self._rpc = rpc
         self._begin = begin
         self._token = token
+        self._scope = scope
         self._incarnation = incarnation
 
     def around(self, function: Any) -> Any:
@@ -152,14 +158,14 @@ class _Envelope:
 
     def _around_unary(self, function: Any) -> Any:
         begin, token, rpc = self._begin, self._token, self._rpc
-        incarnation = self._incarnation
+        scope, incarnation = self._scope, self._incarnation
 
         async def unary(request: Any, context: Context) -> Any:
             call = begin()
             status = "CANCELLED"
             try:
                 metadata = context.invocation_metadata() or ()  # made anew at each call
-                token.require_in(metadata, rpc)
+                token.require_in(metadata, rpc, scope)
                 if incarnation is not None:
                     incarnation.require_in(metadata)
                 call.set_request(request)
@@ -181,14 +187,14 @@ class _Envelope:
 
     def _around_stream(self, function: Any) -> Any:
         begin, token, rpc = self._begin, self._token, self._rpc
-        incarnation = self._incarnation
+        scope, incarnation = self._scope, self._incarnation
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             call = begin()
             status = "CANCELLED"
             try:
                 metadata = context.invocation_metadata() or ()  # made anew at each call
-                token.require_in(metadata, rpc)
+                token.require_in(metadata, rpc, scope)
                 if incarnation is not None:
                     incarnation.require_in(metadata)
                 call.set_request(request)

@@ -21,7 +21,7 @@ from dialoop.clients.channel import Channel
 from dialoop.errors import InvalidConfig
 from google.protobuf import descriptor_pool
 
-from dialoop_services.runtime.auth import Token
+from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.fleet import Incarnation
 from dialoop_services.runtime.handlers import Handlers

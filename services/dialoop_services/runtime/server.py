@@ -22,7 +22,8 @@ from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from dialoop_services.runtime.auth import Token
+from dialoop_services.runtime.access.auth import Token
+from dialoop_services.runtime.access.token_file import TokenFile
 from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.fleet import Incarnation
 from dialoop_services.runtime.handlers import Handlers
@@ -226,7 +227,11 @@ class GrpcServer:
 
     def _token(self) -> Token:
         settings = self._settings
-        return Token(settings.token.get_secret_value(), settings.admin_token.get_secret_value())
+        return Token(
+            settings.token.get_secret_value(),
+            settings.admin_token.get_secret_value(),
+            TokenFile(settings.token_file) if settings.token_file else None,
+        )
 
     async def _drain(self, server: grpc.aio.Server, door: RestDoor | None) -> None:
         """Let calls in flight end, at both doors at the same time."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -116,6 +117,8 @@ class ServerSettings(StrictSettings):
     admin_token: SecretStr = Field(default=SecretStr(""), validation_alias="DIALOOP_ADMIN_TOKEN")
     """Bearer token of calls that change what others get, such as registering a template; it opens
     all other calls too; empty: `token` opens these calls."""
+    token_file: Path | None = Field(default=None, validation_alias="DIALOOP_TOKEN_FILE")
+    """TOML file with more tokens, each with some scopes only; read again when it changes."""
     drain_s: float = Field(default=10.0, ge=0)
     """Seconds that calls in flight may still run after the service has been asked to stop."""
     max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)

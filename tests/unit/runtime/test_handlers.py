@@ -15,7 +15,7 @@ from dialoop.v1.environment_service_pb2_grpc import (
     add_EnvironmentServiceServicer_to_server,
 )
 from dialoop_services.runtime import GrpcServer, ServerSettings, process
-from dialoop_services.runtime.auth import Token
+from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.process import _event_loop_factory

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import DialoopError
+from dialoop.v1.scope_pb2 import SCOPE_ROLLOUT
 
 from dialoop_services.inference.openai.calls import Answering
 from dialoop_services.inference.openai.documents import OPERATIONS, operation
@@ -130,6 +131,7 @@ def openai_routes(service: OpenAiService) -> tuple[HttpRoute, ...]:
     return tuple(
         HttpRoute(
             name=f"OpenAI.{'Recorded' if prefix else ''}{name}",
+            scope=SCOPE_ROLLOUT,
             method=method,
             path=prefix + path,
             handle=handle,

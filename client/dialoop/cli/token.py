@@ -1,0 +1,38 @@
+"""Run `dialoop token`: make a secret, and print the lines that let it in at a service."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from typing import TYPE_CHECKING
+
+from dialoop.cli.console import say
+from dialoop.errors import InvalidInput
+from dialoop.wire.scopes import SCOPES
+
+if TYPE_CHECKING:
+    import argparse
+
+_SECRET_BYTES = 32
+
+
+def token(arguments: argparse.Namespace) -> int:
+    """Print a new secret and its table; nobody can print the secret again."""
+    if unknown := sorted(set(arguments.scope) - SCOPES.keys()):
+        raise InvalidInput(
+            f"No scope is called {unknown[0]!r}.", remedy=f"Choose among {', '.join(SCOPES)}."
+        )
+    if re.fullmatch(r"[A-Za-z0-9_-]+", arguments.name) is None:
+        raise InvalidInput(
+            f"{arguments.name!r} is no name for a token.", remedy="Use letters, digits, - and _."
+        )
+    secret = secrets.token_urlsafe(_SECRET_BYTES)
+    scopes = ", ".join(f'"{scope}"' for scope in dict.fromkeys(arguments.scope))
+    say("For the caller, who sets DIALOOP_TOKEN to it:")
+    say(f"{secret}\n")
+    say("For the file that the service's DIALOOP_TOKEN_FILE names:")
+    say(f"[tokens.{arguments.name}]")
+    say(f'sha256 = "{hashlib.sha256(secret.encode()).hexdigest()}"')
+    say(f"scopes = [{scopes}]")
+    return 0
