@@ -485,6 +485,7 @@ class Reason(_Named):
         "The template cannot show a spelled-out special token.",
     )
     TENSORDICT_MISSING = "TENSORDICT_MISSING", "TorchRL's containers do not import."
+    TLS_FILE = "TLS_FILE", "A certificate, key or list of authorities cannot be used."
     TOKENIZER_MISMATCH = "TOKENIZER_MISMATCH", "The service has another tokenizer."
     TOKENIZER_LARGER = (
         "TOKENIZER_LARGER",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.cli.console import complain, say
 from dialoop.cli.running_stacks import find_stack, find_stacks, read_announcement
+from dialoop.clients.tls import rest_scheme
 from dialoop.errors import InvalidConfig, NotFound, Unavailable
 from dialoop.reasons import Reason
 
@@ -200,7 +201,7 @@ def _start_detached(words: list[str], arguments: argparse.Namespace) -> int:
         complain((lines or ["it ended without any output"])[-1].removeprefix("dialoop stack: "))
         return 2 if process.returncode == 2 else 1
     for name, address in ready.addresses.items():
-        at = f"   http://{ready.rest[name]}" if name in ready.rest else ""
+        at = f"   {rest_scheme()}://{ready.rest[name]}" if name in ready.rest else ""
         say(f"{name:<12} {address}{at}")
     say(f"all services are ready; `dialoop down {run_dir.name}` stops them")
     return 0

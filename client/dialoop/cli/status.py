@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dialoop.cli.console import rich_console, say
 from dialoop.cli.running_stacks import find_stack
 from dialoop.cli.stack import choose_stack
+from dialoop.clients.tls import rest_scheme
 from dialoop.now import Watcher
 from dialoop.now.snapshot import groups_by_place
 
@@ -98,7 +99,7 @@ def lines_of(now: Now) -> list[str]:
     """Return a line for each service, for training, for the queue, and for whatever waits."""
     lines = []
     for service in now.services:
-        rest = f"   http://{service.rest_address}" if service.rest_address else ""
+        rest = f"   {rest_scheme()}://{service.rest_address}" if service.rest_address else ""
         silent = f" for {service.silent_s:.0f} s" if service.silent_s >= 1.0 else ""
         restarts = service.process.get("num_restarts", 0)
         again = f", started again {restarts} times" if restarts else ""

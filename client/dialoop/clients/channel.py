@@ -18,6 +18,7 @@ import grpc
 
 from dialoop.clients.errors import error_of
 from dialoop.clients.retry import RetryPolicy, retry
+from dialoop.clients.tls import open_channel
 from dialoop.errors import DialoopWarning, Unavailable
 from dialoop.reasons import Reason
 from dialoop.waits import current_waits
@@ -86,9 +87,9 @@ class Transport(Protocol):
 class Channel:
     """Calls the rpcs of the service at `host:port`; make it inside a running event loop.
 
-    With a `transport` it calls through that, and its errors name `address`. With an `epoch` only
-    the member of the registry that has it answers; another service at the address refuses with
-    Unavailable (OTHER_INCARNATION).
+    Where DIALOOP_TLS_CA is set, the connection is encrypted. With a `transport` it calls through
+    that, and its errors name `address`. With an `epoch` only the member of the registry that has it
+    answers; another service at the address refuses with Unavailable (OTHER_INCARNATION).
     """
 
     def __init__(
@@ -220,9 +221,9 @@ def tell_warnings(answer: Message) -> None:
 
 
 def _connection(address: str, max_message_bytes: int) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(
+    return open_channel(
         address,
-        options=[
+        [
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_metadata_size", 64 * 1024),  # error details travel there

@@ -20,6 +20,7 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
+from dialoop.clients.tls import open_channel
 from dialoop.clients.trainer import TrainerClient
 from dialoop.errors import DialoopError
 from dialoop.now.blocked import blocked_by
@@ -62,7 +63,7 @@ class Watcher:
     async def __aenter__(self) -> Self:
         self._looked_at = time.monotonic()
         self._health = {
-            name: await self._exits.enter_async_context(grpc.aio.insecure_channel(address))
+            name: await self._exits.enter_async_context(open_channel(address))
             for name, address in self.stack.addresses.items()
         }
         self._channels = {

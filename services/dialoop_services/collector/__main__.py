@@ -17,6 +17,7 @@ from dialoop.clients.recordings import RecordingClient
 from dialoop.clients.registry import RegistryClient, ServiceMember
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
+from dialoop.clients.tls import rest_scheme
 
 from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
 from dialoop_services.collector.collector import Beside, Collector
@@ -171,7 +172,7 @@ def _members_of(settings: CollectorSettings) -> tuple[ServiceMember, ...]:
 def _clients_of(
     channel: Channel, member: ServiceMember
 ) -> tuple[InferenceClient, RecordingClient | None]:
-    rest_url = f"http://{member.rest_address}"
+    rest_url = f"{rest_scheme()}://{member.rest_address}"
     recording = RecordingClient(channel, rest_url=rest_url) if member.rest_address else None
     return InferenceClient(channel), recording
 

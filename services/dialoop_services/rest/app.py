@@ -18,6 +18,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
@@ -276,8 +277,12 @@ class RestDoor:
         drain_s: float,
         max_socket_bytes: int = 0,
         limits: ConnectionLimits | None = None,
+        tls: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Prepare the server; `max_socket_bytes` bounds a WebSocket message, 0 serves none."""
+        """Prepare the server; `max_socket_bytes` bounds a WebSocket message, 0 serves none.
+
+        tls: uvicorn's options of certificates.
+        """
         asgi: Any = app
         limits = (limits or ConnectionLimits()).within_descriptors()
         protocol: Any = partial(LimitedConnection, limits)
@@ -294,6 +299,7 @@ class RestDoor:
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(drain_s),
+            **tls,
         )
         # We do not call `serve`: it handles signals, which belong to the service's StopSignal.
         self._server = uvicorn.Server(self._config)

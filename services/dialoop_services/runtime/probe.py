@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
+from dialoop.clients.tls import Tls
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ _INIT = 1
 
 def status_of(address: str, *, service: str = "", timeout_s: float = 3.0) -> str:
     """Return the health of `service` (empty: the server): "SERVING", or another status's name."""
-    with grpc.insecure_channel(address) as channel:
+    credentials = Tls.from_environment().channel_credentials()
+    with (
+        grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address)
+    ) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)

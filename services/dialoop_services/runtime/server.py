@@ -23,6 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from dialoop_services.runtime.access.auth import Token
+from dialoop_services.runtime.access.server_tls import ServerTls
 from dialoop_services.runtime.access.token_file import TokenFile
 from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.fleet import Incarnation
@@ -56,6 +57,7 @@ class GrpcServer:
 
     def __init__(self, settings: ServerSettings) -> None:
         require_safe_address(settings)
+        self._tls = ServerTls(settings)
         self._settings = settings
         self._registrations: list[tuple[Callable[[Any, Any], None], Any]] = []
         self._services: list[str] = []
@@ -148,7 +150,9 @@ class GrpcServer:
             door = self._rest_door(calls, metrics)
             bound = bound_socket(self._settings.host, self._settings.rest_port or 0)
         try:
-            self._port = _bind(server, self._settings.host, self._settings.port)
+            self._port = _bind(
+                server, self._settings.host, self._settings.port, self._tls.grpc_credentials()
+            )
         except InvalidConfig:
             if bound is not None:
                 bound.close()
@@ -216,6 +220,7 @@ class GrpcServer:
             drain_s=self._settings.drain_s,
             max_socket_bytes=size,
             limits=self._connection_limits(),
+            tls=self._tls.uvicorn_options(),
         )
 
     def _connection_limits(self) -> ConnectionLimits:
@@ -277,11 +282,15 @@ async def _stop(server: grpc.aio.Server, drain_s: float) -> None:
     await server.stop(drain_s)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> int:
     address = address_of(host, port)
     # Try the port before gRPC does, because gRPC would write an error of its own to stderr.
     bound_socket(host, port).close()
     try:
+        if credentials is not None:
+            return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise InvalidConfig(

@@ -119,6 +119,14 @@ class ServerSettings(StrictSettings):
     all other calls too; empty: `token` opens these calls."""
     token_file: Path | None = Field(default=None, validation_alias="DIALOOP_TOKEN_FILE")
     """TOML file with more tokens, each with some scopes only; read again when it changes."""
+    tls_certificate: Path | None = Field(default=None, validation_alias="DIALOOP_TLS_CERTIFICATE")
+    """PEM certificate of the service, which both doors then show: they speak TLS alone."""
+    tls_key: Path | None = Field(default=None, validation_alias="DIALOOP_TLS_KEY")
+    """PEM file of the certificate's key."""
+    tls_ca: Path | None = Field(default=None, validation_alias="DIALOOP_TLS_CA")
+    """PEM authorities that certificates of other services, and of callers, have to come from."""
+    tls_mutual: bool = Field(default=False, validation_alias="DIALOOP_TLS_MUTUAL")
+    """Whether callers have to show a certificate of these authorities."""
     drain_s: float = Field(default=10.0, ge=0)
     """Seconds that calls in flight may still run after the service has been asked to stop."""
     max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
+from dialoop.clients.tls import open_channel
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def grpc_ready(address: str) -> Callable[[], Awaitable[bool]]:
 async def is_serving(address: str) -> bool:
     """Ask the health service once."""
     # A new channel each time, since one that failed to connect waits in gRPC's own back-off.
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
@@ -47,7 +48,7 @@ def grpc_alive(address: str) -> Callable[[float], Awaitable[bool]]:
 
 async def answers(address: str, timeout_s: float) -> bool:
     """Ask the health service once, and take any answer."""
-    async with grpc.aio.insecure_channel(address) as channel:
+    async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)

@@ -21,6 +21,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.retry import RetryPolicy
+from dialoop.clients.tls import rest_scheme
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 
@@ -195,7 +196,7 @@ class Supervisor:
             service.ready_since = time.monotonic()
             service.ready.set()
             where = f" at {spec.address}" if spec.address else ""
-            where += f", http://{spec.rest_address}" if spec.rest_address else ""
+            where += f", {rest_scheme()}://{spec.rest_address}" if spec.rest_address else ""
             self._log.say(spec.name, f"ready{where} after {time.monotonic() - started:.1f} s")
             code = await self._until_it_ends(service, child)
             if service.silent_s >= spec.hang_timeout_s:
