@@ -417,6 +417,10 @@ class Reason(_Named):
         "ROW_LARGER_THAN_CACHE",
         "The longest row has no room in the engine's cache of keys and values.",
     )
+    ROW_LARGER_THAN_MEMORY = (
+        "ROW_LARGER_THAN_MEMORY",
+        "A job with rows of that length needs more memory than there is.",
+    )
     RUN_EXISTS = "RUN_EXISTS", "The run's folder exists and cannot be resumed."
     RUN_IN_USE = "RUN_IN_USE", "Another process uses the run's folder."
     RUN_NOT_FOUND = "RUN_NOT_FOUND", "The folder is no run of Dialoop."

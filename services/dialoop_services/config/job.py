@@ -304,6 +304,15 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _require_a_host_beside_the_device(self) -> JobConfig:
+        if self.train.activation_offload and self.train.device == "cpu":
+            raise ValueError(
+                "activation_offload moves activations from a GPU to the host's memory, and device "
+                "is cpu, where they are already: leave it out, or set activation_checkpointing"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _require_temperature_of_an_outside_reference(self) -> JobConfig:
         server, temperature = self.scorer.reference_server, self.collector.temperature
         is_used = self.scorer.reference_logprobs or self.scorer.kl_coefficient

@@ -35,12 +35,10 @@ Oversize = Literal["error", "drop", "truncate"]
 """What happens to a sequence that is longer than a packed row."""
 Overflow = Literal["block", "reject", "drop_oldest"]
 """What happens when max_waiting_groups groups wait in the queue and another is to join them."""
-
 DEVICE_PLANES = ("nccl", "ipc")
 """Data planes that copy whole tensors between devices, with both sides on them at once."""
 
-_MIN_BAD_BATCHES = 3
-_MIN_ROW_TOKENS = 1024
+_MIN_BAD_BATCHES, _MIN_ROW_TOKENS = 3, 1024
 _STAGES, _MEMORY_SHARE = "pipeline_parallel_size", "gpu_memory_utilization"
 
 
@@ -475,6 +473,8 @@ class TrainFields(Section):
     bfloat16 and the extra `gpu`, and gives no entropy."""
     activation_checkpointing: bool = False
     """Whether the backward pass recomputes activations: less memory for a third more time."""
+    activation_offload: bool = False
+    """Whether activations wait in the host's memory for the backward pass; slower, CUDA only."""
     debug_table_every: int = Field(default=0, ge=0)
     """Number of train steps after which debug_table.jsonl in the run directory gets the tokens,
     log-probs, rewards and advantages of every trained sequence; 0: never."""

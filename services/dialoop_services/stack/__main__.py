@@ -37,6 +37,7 @@ from dialoop_services.runtime.process import die_with_parent, end_command
 from dialoop_services.stack import job, preflight
 from dialoop_services.stack.branch import find_branch
 from dialoop_services.stack.devices import nodes_of, plan_devices
+from dialoop_services.stack.estimates import estimate_of
 from dialoop_services.stack.launch import commands, slurm
 from dialoop_services.stack.layout import FIXED_PORTS, variables_of_tables
 from dialoop_services.stack.processes.log_stream import LogStream
@@ -46,6 +47,7 @@ from dialoop_services.stack.report.compare import compare
 from dialoop_services.stack.run_dir import open_run
 from dialoop_services.stack.running import plan_stack, running_stack
 from dialoop_services.stack.seeds import ended_with, for_seed, seeds_of
+from dialoop_services.stack.user_code import working_in
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -243,6 +245,12 @@ def _check(loaded: LoadedConfig, path: Path) -> int:
     for warning in job.warnings_for(loaded.config):
         sys.stdout.write(f"Warning: {warning}.\n")
     sys.stdout.write("".join(f"{line}\n" for line in _device_lines(loaded.config)))
+    with working_in(loaded.folder):
+        estimate = estimate_of(loaded.config)
+    if estimate is not None:
+        is_cpu = loaded.config.train.device == "cpu"
+        rate = preflight.gflops_of_this_machine() * loaded.config.train.num_threads if is_cpu else 0
+        sys.stdout.write("".join(f"{line}\n" for line in estimate.lines(gflops=rate)))
     sys.stdout.write(f"{path}: no mistake found.\n")
     return 0
 

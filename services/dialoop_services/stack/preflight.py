@@ -30,9 +30,10 @@ from dialoop_services.config.engines import (
     facts_of_engine,
     has_experts,
 )
+from dialoop_services.config.memory import BYTES_OF
 from dialoop_services.config.tables import DEVICE_PLANES
-from dialoop_services.inference.weights.parameters import num_parameters
 from dialoop_services.stack.devices import needs_elsewhere, nodes_of, plan_devices
+from dialoop_services.stack.estimates import require_memory
 from dialoop_services.stack.layout import ports_of
 from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
 from dialoop_services.stack.user_code import (
@@ -59,9 +60,6 @@ _CONVERSATION = History(
         Message(role="user", content="And of Italy?"),
     )
 )
-_BYTES_TO_TRAIN = 16
-"""Of a parameter that is trained: its weight, its gradient and two moments, in float32."""
-_BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 
 def check(config: JobConfig, *, folder: Path | None = None) -> JobConfig:
@@ -216,7 +214,7 @@ def _check_cache(config: JobConfig, model_config: Mapping[str, Any]) -> None:
         model_config.get("head_dim") or hidden // heads
     )
     inference = config.inference
-    each = 2 * layers * width * _BYTES_OF[inference.dtype or config.dtype]
+    each = 2 * layers * width * BYTES_OF[inference.dtype or config.dtype]
     needed = each * inference.max_model_len / inference.num_devices
     if inference.has_fixed_cache and needed > inference.kv_cache_mib << 20:
         raise InvalidConfig(
@@ -376,38 +374,19 @@ def _num_gpus(config: JobConfig) -> int:
 
 
 def _check_memory(config: JobConfig) -> None:
-    """Raise InvalidConfig where the weights alone do not fit into a machine's memory."""
+    """Raise InvalidConfig where the job does not fit into a machine's memory."""
     (node, *_) = nodes_of(config, os.environ)
     directory = Path(config.model.directory)
     if not config.model.directory or not _has_weights(directory) or node.memory_gib is None:
         return  # the tiny model, one that is refused already, or machines of unknown memory
-    train, inference, scorer = config.train, config.inference, config.scorer
     try:
-        num_numbers = num_parameters(directory)
+        require_memory(config, node.memory_gib * 2**30)
     except PreconditionFailed as error:
         raise InvalidConfig(
             f"{error.message} It is in the model directory {directory}.",
             reason=Reason.MODEL_INCOMPLETE,
             remedy="Save the model there with model.save_pretrained(directory).",
         ) from error
-    bytes_each = 0
-    if train.device == "cpu":
-        bytes_each += _BYTES_OF[config.dtype] if config.model.lora_rank else _BYTES_TO_TRAIN
-        if train.mode == "rl":
-            engine = _BYTES_OF[inference.dtype or config.dtype]
-            bytes_each += engine * inference.num_replicas
-    if scorer.reference_logprobs and scorer.device == "cpu":
-        bytes_each += _BYTES_OF[scorer.dtype]
-    needed = num_numbers * bytes_each
-    memory = node.memory_gib * 2**30
-    if needed > memory:
-        raise InvalidConfig(
-            f"The model has {num_numbers / 1e9:.1f} billion parameters, for which trainer and "
-            f"engine need {needed / 2**30:.0f} GiB of memory, and this machine has "
-            f"{memory / 2**30:.0f}.",
-            remedy="Take a smaller model or a larger machine, or train adapters with lora_rank in "
-            "[model].",
-        )
 
 
 _OF_THIS_MACHINE = (
@@ -418,3 +397,13 @@ _OF_THIS_MACHINE = (
     _check_queue_and_ports,
 )
 """Checks that say nothing of a job whose processes run in containers elsewhere."""
+
+
+def gflops_of_this_machine() -> float:
+    """Return how many billion operations a second float32 products take here; 0 if unknown.
+
+    A process of its own measures it for a fifth of a second: torch stays out of this one.
+    """
+    command = [sys.executable, "-m", "dialoop_services.learning.model.checkpoint", "--gflops"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return float(answer.stdout) if not answer.returncode else 0.0

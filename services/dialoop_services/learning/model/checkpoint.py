@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import transformers
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from dialoop_services.learning.model.products import linear_products
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,6 +70,18 @@ def require_whole(directory: Path) -> None:
         raise _differ(directory, "it " + "; it ".join(problems))
 
 
+def measure_gflops(*, seconds: float = 0.2) -> float:
+    """Return how many billion operations a second products in float32 take here, on one thread."""
+    torch.set_num_threads(1)
+    left, right = torch.randn(512, 1024), torch.randn(1024, 1024)
+    num_products, started = 0, time.perf_counter()
+    with linear_products(left.device):
+        while (elapsed := time.perf_counter() - started) < seconds or not num_products:
+            torch.nn.functional.linear(left, right)
+            num_products += 1
+    return num_products * 2 * 512 * 1024 * 1024 / elapsed / 1e9
+
+
 def _unknown(directory: Path, why: str) -> InvalidConfig:
     return InvalidConfig(
         f"transformers {transformers.__version__} has no class for the model in {directory}: "
@@ -92,10 +108,15 @@ def _some(names: Iterable[str]) -> str:
 def main() -> None:
     """Check the directory of the command line and print what is wrong as JSON."""
     parser = argparse.ArgumentParser(description="Check that a model directory is whole.")
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, nargs="?", default=Path())
+    parser.add_argument("--gflops", action="store_true", help="measure products instead")
+    arguments = parser.parse_args()
+    if arguments.gflops:
+        sys.stdout.write(f"{measure_gflops():.1f}\n")
+        return
     problem = {}
     try:
-        require_whole(parser.parse_args().directory)
+        require_whole(arguments.directory)
     except DialoopError as error:
         problem = {
             "reason": str(error.reason),

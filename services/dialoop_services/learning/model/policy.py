@@ -13,6 +13,7 @@ import torch
 from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.reasons import Reason
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -53,6 +54,8 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.chunk_rows = chunk_rows
         self.autocast: torch.dtype | None = None
+        self.offloads = False
+        """Whether what the layers keep for the backward pass waits in the host's memory."""
         self.logprob_kernel: LogprobKernel = "chunked"
         config = causal_lm.config.get_text_config()
         self._logits_softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -125,7 +128,8 @@ class PolicyModel(nn.Module):
         kept = shared.kept.to(device)
         # Autocast excludes the head, so that log-probs use its weights in their own precision.
         half = torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
-        with half, linear_products(device):
+        host = save_on_cpu(pin_memory=device.type == "cuda") if self.offloads else nullcontext()
+        with half, linear_products(device), host:
             output = self.causal_lm.base_model(
                 input_ids=batch.packed_tokens[kept][None],
                 position_ids=batch.position_ids[kept][None],

@@ -438,6 +438,7 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
         )
     if settings.activation_checkpointing:
         policy.checkpoint_activations()
+    policy.offloads = settings.activation_offload
     policy.autocast = DTYPES[settings.autocast] if settings.autocast else None
     policy.take_kernel(settings.logprob_kernel, device=torch.device(settings.device))
     return policy
@@ -448,7 +449,11 @@ def reference_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel
     facts = facts_of(settings.demonstration_loss)
     if settings.mode == "rl" or not (settings.objective.kl_coeff or facts.needs_reference):
         return None
-    plain = {"model": ModelSection(), "activation_checkpointing": False}
+    plain = {
+        "model": ModelSection(),
+        "activation_checkpointing": False,
+        "activation_offload": False,
+    }
     return shard(policy_of(settings.model_copy(update=plain), ranks), ranks)
 
 

@@ -1,0 +1,208 @@
+"""What the processes of a job need, by a formula that is stated here: memory, bytes, products.
+
+shape = ModelShape.of(fields_of_config_json, num_parameters=596_049_920, is_tied=True)
+training_memory(shape, Training(num_tokens=4096, ...)).total          # bytes of the trainer
+
+The trainer, in bytes. P are the parameters, Pt those that are trained, b the bytes of a parameter,
+T the tokens of the longest row, L layers, H their width, Q and K the widths of all queries and of
+all keys, I the inner width (of all experts that a token uses), V the vocabulary:
+
+    weights       P b
+    optimiser     2 Pt b
+    backward      T L (6 H + 5 Q + 4 K + 4 I) a, where a are the bytes of an activation, b or, with
+                  autocast, 3 on average; with activation_checkpointing
+                  T L H a + T (6 H + 5 Q + 4 K + 4 I) a instead
+    head          2 T H b + 2 chunks of logits + what is kept of probabilities; V H (4 + b) of a
+                  head that is trained: its gradients
+    gradients     Pt b + 3 V H b, the second for the embedding's gradient before it is added to the
+                  head's, and what AdamW computes of the largest matrix beside its state
+    process       what Python and torch take
+    publish       a copy of what is published, beside the next train step
+
+Gradients grow while activations go, so the larger of "backward + head" and "gradients" counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+BYTES_OF: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
+"""Bytes of a number."""
+PROCESS_BYTES = 520 << 20
+"""What Python, torch and transformers take in one process before it has a model."""
+VLLM_BYTES = 1100 << 20
+"""What vLLM takes in its process before it has a model, on a CPU."""
+_KEPT_BYTES = 64 << 20  # learning.model.logprobs keeps so many bytes of probabilities
+_CACHED_LOGITS, _LEAST_ROWS = 1 << 20, 128  # of its chunks on a CPU
+_LOGITS_AT_ONCE = 2
+_MATRICES_AT_ONCE = 3
+_FLOAT32, _AUTOCAST = 4, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder.
+
+    queries, keys: widths over all heads. inner: of the MLP, or of all experts that one token uses.
+    num_active: parameters that one token is multiplied with.
+    """
+
+    num_parameters: int
+    num_active: int
+    vocab_size: int
+    hidden: int
+    layers: int
+    queries: int
+    keys: int
+    inner: int
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], *, num_parameters: int) -> ModelShape | None:
+        """Return the shape that a config.json describes; None for one without these fields.
+
+        Latent attention counts with the widths that its heads compute with.
+        """
+        try:
+            hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
+            layers, vocab_size = int(fields["num_hidden_layers"]), int(fields["vocab_size"])
+            width = int(fields.get("head_dim") or hidden // heads)
+            if "kv_lora_rank" in fields:
+                width = int(fields["qk_nope_head_dim"]) + int(fields["qk_rope_head_dim"])
+            kv_heads = int(fields.get("num_key_value_heads") or heads)
+            inner = int(fields["intermediate_size"])
+        except (KeyError, TypeError, ValueError):
+            return None
+        num_active = num_parameters
+        experts = next((fields[name] for name in _EXPERTS if fields.get(name)), 0)
+        used = int(fields.get("num_experts_per_tok") or 0)
+        if experts and used:
+            of_expert = int(fields.get("moe_intermediate_size") or inner)
+            unused = (int(experts) - used) * 3 * hidden * of_expert * layers
+            num_active = max(num_parameters - unused, num_parameters // 100)
+            inner = used * of_expert
+        return cls(
+            num_parameters=num_parameters,
+            num_active=num_active,
+            vocab_size=vocab_size,
+            hidden=hidden,
+            layers=layers,
+            queries=heads * width,
+            keys=kv_heads * width,
+            inner=inner,
+        )
+
+    @property
+    def numbers_of_a_layer(self) -> int:
+        """Return the activations of one token that one layer keeps for the backward pass."""
+        return 6 * self.hidden + 5 * self.queries + 4 * self.keys + 4 * self.inner
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a model is trained. num_tokens: of the longest packed row. num_processes share the model.
+
+    num_trained: parameters that are trained, all of them or those of adapters; None: all.
+    """
+
+    num_tokens: int
+    dtype: str = "float32"
+    autocast: str = ""
+    num_trained: int | None = None
+    recomputes: bool = False
+    num_processes: int = 1
+    is_cpu: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Bytes by what they are for; `total` is their sum."""
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Return all bytes."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        terms = ((name, size / 2**30) for name, size in self.parts.items() if size)
+        return " + ".join(f"{size:.2f} {name}" for name, size in terms)
+
+
+def training_memory(shape: ModelShape, training: Training) -> Parts:
+    """Return the memory of one process of the trainer at its peak, as the formula above has it."""
+    each = BYTES_OF[training.dtype]
+    share = training.num_processes
+    trains_head = training.num_trained is None
+    num_trained = shape.num_parameters if trains_head else training.num_trained or 0
+    of_head = shape.vocab_size * shape.hidden if trains_head else 0
+    backward = _activations(shape, training) + _head(shape, training, of_head)
+    gradients = num_trained * each // share + _MATRICES_AT_ONCE * of_head * each
+    largest = "backward" if backward > gradients else "gradients"
+    return Parts(
+        parts={
+            "process": PROCESS_BYTES,
+            "weights": shape.num_parameters * each // share,
+            "optimiser": 2 * num_trained * each // share,
+            largest: max(backward, gradients),
+        }
+    )
+
+
+def _activations(shape: ModelShape, training: Training) -> int:
+    each = BYTES_OF[training.dtype]
+    if training.autocast and training.dtype == "float32":
+        each = _AUTOCAST  # norms stay in float32
+    of_layer = training.num_tokens * shape.numbers_of_a_layer * each
+    halves = 0
+    if training.autocast and training.dtype == "float32":  # weights are cast once for a pass
+        halves = 2 * (shape.num_parameters - shape.vocab_size * shape.hidden)
+    if training.recomputes:
+        return training.num_tokens * shape.layers * shape.hidden * each + of_layer + halves
+    return shape.layers * of_layer + halves
+
+
+def _head(shape: ModelShape, training: Training, of_head: int) -> int:
+    each = BYTES_OF[training.dtype]
+    rows = max(_LEAST_ROWS, _CACHED_LOGITS // shape.vocab_size) if training.is_cpu else 1024
+    rows = min(rows, training.num_tokens)
+    logits = _LOGITS_AT_ONCE * rows * shape.vocab_size * _FLOAT32
+    states = 2 * training.num_tokens * shape.hidden * each
+    return logits + _KEPT_BYTES + states + of_head * (_FLOAT32 + each)
+
+
+def engine_memory(
+    shape: ModelShape, *, process: int, dtype: str, key_bytes: int, num_devices: int = 1
+) -> Parts:
+    """Return the memory of a process that samples or scores: weights, keys and values, itself."""
+    return Parts(
+        parts={
+            "process": process,
+            "weights": shape.num_parameters * BYTES_OF[dtype] // num_devices,
+            "keys and values": key_bytes,
+        }
+    )
+
+
+def key_bytes(shape: ModelShape, *, dtype: str, num_tokens: int) -> int:
+    """Return the bytes of keys and values of so many tokens: 2 L K for each."""
+    return 2 * shape.layers * shape.keys * BYTES_OF[dtype] * num_tokens
+
+
+def training_products(shape: ModelShape, training: Training) -> float:
+    """Return the floating-point operations of one pass forward and backward over a row.
+
+    6 for each parameter and token, and 12 Q for each pair of a token and one before it and layer;
+    a third more with recomputation. A frozen model has no products for gradients of its weights.
+    """
+    tokens = training.num_tokens
+    factor = 6 if training.num_trained is None else 4
+    factor += 2 if training.recomputes else 0
+    pairs = tokens * tokens / 2
+    return factor * (shape.num_active * tokens + 2 * shape.layers * shape.queries * pairs)

@@ -1,0 +1,192 @@
+"""What a job will need, said before it starts: memory of each process, bytes of a publish, time.
+
+estimate = estimate_of(config)            # None where the model's sizes are not known
+estimate.lines(gflops=95.0)               # as `dialoop config check` prints them
+
+The formulas are in `config/memory.py`. They count a CPU's memory; of processes on GPUs the same
+bytes lie on the device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
+
+from dialoop_services.config.memory import (
+    BYTES_OF,
+    PROCESS_BYTES,
+    VLLM_BYTES,
+    ModelShape,
+    Parts,
+    Training,
+    engine_memory,
+    key_bytes,
+    training_memory,
+    training_products,
+)
+from dialoop_services.inference.weights.parameters import model_shapes, num_parameters
+
+if TYPE_CHECKING:
+    from dialoop_services.config.job import JobConfig
+
+_NUM_PUBLISHED = 2  # in shared memory: the newest, and the one that is being written
+_GIB, _MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Bytes of each process by its name, of a publish, and the products of a train step.
+
+    publish_bytes: of the file. published_bytes: of what lies in the machine's memory of them.
+    step_products: floating-point operations of one train step on one process, if every trajectory
+    is as long as the context. row_tokens: of the longest row.
+    """
+
+    processes: Mapping[str, Parts]
+    publish_bytes: int
+    published_bytes: int
+    step_products: float
+    row_tokens: int
+    training: Training
+    shape: ModelShape
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all processes and of the published policies."""
+        return sum(parts.total for parts in self.processes.values()) + self.published_bytes
+
+    def lines(self, *, gflops: float = 0.0) -> list[str]:
+        """Return the estimate as text; the time with the rate of this machine, if it is given."""
+        width = max(map(len, self.processes))
+        lines = [
+            f"memory   {name:<{width}}  {parts.total / _GIB:6.2f} GiB = {parts}"
+            for name, parts in self.processes.items()
+        ]
+        shared = f" + {self.published_bytes / _GIB:.2f} published" if self.published_bytes else ""
+        lines.append(
+            f"memory   {'all':<{width}}  {self.total / _GIB:6.2f} GiB{shared and ', of these'}"
+            f"{shared.removeprefix(' +')}"
+        )
+        lines.append(
+            f"publish  {self.publish_bytes / _MIB:.1f} MiB each time ({self.what_is_published})"
+        )
+        products = f"{self.step_products / 1e12:.1f} Tflop of the trainer"
+        time = f", {self.step_products / gflops / 1e9:.0f} s at {gflops:.0f} Gflop/s"
+        lines.append(
+            f"step     at most {products}{time if gflops else ''}, if every trajectory has "
+            f"{self.row_tokens} tokens"
+        )
+        return lines
+
+    @property
+    def what_is_published(self) -> str:
+        """Return how many numbers a publish has."""
+        count = self.training.num_trained
+        whole = self.shape.num_parameters if count is None else count
+        what = "parameters" if count is None else "of an adapter"
+        return f"{whole / 1e6:.1f} million {what} in {self.training.dtype}"
+
+
+def estimate_of(config: JobConfig) -> Estimate | None:
+    """Return what the job needs; None for the demo's tiny model, or one of unknown sizes."""
+    directory = Path(config.model.directory)
+    if not config.model.directory or not any(directory.glob("*.safetensors")):
+        return None
+    content = json.loads((directory / "config.json").read_text("utf-8"))
+    count = num_parameters(directory)
+    shape = ModelShape.of(content.get("text_config", content), num_parameters=count)
+    if shape is None:
+        return None
+    train, inference = config.train, config.inference
+    longest = inference.max_model_len
+    row_tokens = max(longest, train.row_tokens(longest))
+    training = Training(
+        num_tokens=row_tokens,
+        dtype=config.dtype,
+        autocast=train.autocast,
+        num_trained=_num_of_adapter(config, directory) if config.model.lora_rank else None,
+        recomputes=train.activation_checkpointing,
+        num_processes=train.num_processes,
+        is_cpu=train.device == "cpu",
+    )
+    sends_adapter = config.model.lora_rank > 0 and config.model.publish != "merged"
+    sent = training.num_trained if sends_adapter else None
+    publish = (shape.num_parameters if sent is None else sent) * BYTES_OF[config.dtype]
+    trainer = training_memory(shape, training)
+    copied = publish if train.pipeline_depth else 0  # then a publish runs beside the next step
+    capture = Parts(parts={**trainer.parts, "publish": copied})
+    is_vllm = config.engine == "vllm"
+    dtype = inference.dtype or config.dtype
+    concurrent = config.collector.max_groups_in_flight * config.collector.group_size
+    num_tokens = longest * min(inference.max_num_seqs, concurrent)
+    keys = key_bytes(shape, dtype=dtype, num_tokens=num_tokens)
+    engine = engine_memory(
+        shape,
+        process=VLLM_BYTES if is_vllm else PROCESS_BYTES,
+        dtype=dtype,
+        key_bytes=inference.kv_cache_mib << 20 if is_vllm else keys,
+        num_devices=inference.num_devices,
+    )
+    processes = {"trainer": capture}
+    processes |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}
+    if train.mode == "rl":
+        processes |= {f"inference-{n}": engine for n in range(inference.num_replicas)}
+    if config.scorer.reference_logprobs and config.scorer.reference_server is None:
+        processes["scorer"] = engine_memory(
+            shape, process=PROCESS_BYTES, dtype=config.scorer.dtype, key_bytes=0
+        )
+    num_trajectories = train.groups_per_train_step * config.collector.group_size
+    rows = max(1, num_trajectories * longest // row_tokens)
+    is_shared = inference.data_plane == "shared_memory"
+    return Estimate(
+        processes=processes,
+        publish_bytes=publish,
+        published_bytes=_NUM_PUBLISHED * publish if is_shared else 0,
+        step_products=rows * training_products(shape, training) / train.num_processes,
+        row_tokens=row_tokens,
+        training=training,
+        shape=shape,
+    )
+
+
+def _num_of_adapter(config: JobConfig, directory: Path) -> int:
+    """Return how many numbers the LoRA adapter has: rank x (inputs + outputs) of each layer."""
+    outer = {"embed_tokens", "lm_head"}
+    total = 0
+    for name, shape in model_shapes(directory).items():
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        is_target = module in config.model.lora_targets if config.model.lora_targets else True
+        if len(shape) == 2 and name.endswith(".weight") and module not in outer and is_target:
+            total += config.model.lora_rank * sum(shape)
+    return total
+
+
+def require_memory(config: JobConfig, available: float) -> None:
+    """Raise InvalidConfig (ROW_LARGER_THAN_MEMORY) where the job needs more memory than there is.
+
+    available: bytes of the machine. Only what computes on its processors counts.
+    """
+    estimate = estimate_of(config)
+    if estimate is None or config.train.device != "cpu":
+        return
+    if estimate.total <= available:
+        return
+    trainer = estimate.processes["trainer"]
+    remedies = ["a shorter max_model_len in [inference]", "a smaller model"]
+    if not estimate.training.recomputes:
+        remedies.insert(0, "activation_checkpointing = true in [train]")
+    if not config.model.lora_rank:
+        remedies.append("lora_rank in [model]")
+    raise InvalidConfig(
+        f"The job needs {estimate.total / _GIB:.1f} GiB of memory, and this machine has "
+        f"{available / _GIB:.1f}. For rows of {estimate.row_tokens} tokens the trainer takes "
+        f"{trainer.total / _GIB:.1f} GiB ({trainer}); one sequence is never split over processes.",
+        reason=Reason.ROW_LARGER_THAN_MEMORY,
+        remedy=f"Set {', '.join(remedies)}, or take a larger machine.",
+    )

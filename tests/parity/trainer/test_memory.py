@@ -1,0 +1,67 @@
+"""The memory of a train step with a vocabulary of 150,000 is what the formula says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from dialoop_services.config.memory import ModelShape, Training, training_memory
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+ROOT = Path(__file__).parents[3]
+STEPS = (
+    {"num_tokens": 1000},
+    {"num_tokens": 4000},
+    {"num_tokens": 4000, "activation_checkpointing": True},
+    {"num_tokens": 16_000, "activation_checkpointing": True},
+    {"num_tokens": 16_000},
+)
+LOWEST = 0.7
+"""Of the formula: one that promises twice what is needed would say nothing."""
+
+
+def config() -> Qwen3Config:
+    """A small body below a head of the real size."""
+    return Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=True,
+    )
+
+
+@pytest.mark.heavy(reason="train steps of 16,000 tokens and a vocabulary of 150,000")
+@pytest.mark.timeout(3600)
+def test_a_train_step_stays_within_the_formula_at_1000_4000_and_16000_tokens(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config())
+    model.save_pretrained(tmp_path / "model")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    shape = ModelShape.of(config().to_dict(), num_parameters=num_parameters)
+    words = [str(tmp_path / "model"), json.dumps(STEPS)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.programs.train_step_memory", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(STEPS)
+    for row in rows:
+        recomputes = row.get("activation_checkpointing", False)
+        training = Training(num_tokens=row["num_tokens"], recomputes=recomputes)
+        needed = training_memory(shape, training).total
+        assert LOWEST * needed < row["peak"] <= needed, row | {"formula": needed}

@@ -1,0 +1,120 @@
+"""What a job will need, said before it starts: the formula's numbers, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
+from dialoop_services.config.file import parse_config
+from dialoop_services.config.memory import (
+    PROCESS_BYTES,
+    ModelShape,
+    Training,
+    training_memory,
+    training_products,
+)
+from dialoop_services.learning.model.families import make_family
+from dialoop_services.stack import preflight
+from dialoop_services.stack.estimates import estimate_of, require_memory
+
+SHAPE = ModelShape(
+    num_parameters=1000,
+    num_active=1000,
+    vocab_size=10,
+    hidden=4,
+    layers=3,
+    queries=8,
+    keys=2,
+    inner=16,
+)
+QWEN3_06B = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return make_family("qwen3", tmp_path_factory.mktemp("estimates") / "model")
+
+
+def job(directory, **tables):
+    values = {"engine": "transformers", "store": "memory", "model": {"directory": str(directory)}}
+    return parse_config(values | tables, source="job.toml")
+
+
+def test_the_trainers_memory_is_that_of_the_formula_by_hand() -> None:
+    parts = training_memory(SHAPE, Training(num_tokens=5)).parts
+    assert parts["process"] == PROCESS_BYTES
+    assert (parts["weights"], parts["optimiser"]) == (4000, 8000)
+    of_layer = 5 * (6 * 4 + 5 * 8 + 4 * 2 + 4 * 16) * 4
+    head = 2 * 5 * 10 * 4 + (64 << 20) + 2 * 5 * 4 * 4 + 10 * 4 * 8
+    assert parts["backward"] == 3 * of_layer + head
+    thrifty = training_memory(SHAPE, Training(num_tokens=5, recomputes=True)).parts
+    assert thrifty["backward"] == 5 * 3 * 4 * 4 + of_layer + head
+
+
+def test_adapters_have_no_gradients_of_the_whole_model() -> None:
+    parts = training_memory(SHAPE, Training(num_tokens=5, num_trained=10)).parts
+    assert parts["optimiser"] == 80
+    assert training_products(SHAPE, Training(num_tokens=5, num_trained=10)) == pytest.approx(
+        training_products(SHAPE, Training(num_tokens=5)) * 4 / 6
+    )
+
+
+def test_of_a_real_shape_the_weights_and_the_optimiser_are_what_people_expect() -> None:
+    shape = ModelShape.of(QWEN3_06B, num_parameters=596_049_920)
+    assert (shape.queries, shape.keys) == (2048, 1024)
+    training = Training(num_tokens=4096, recomputes=True)
+    parts = training_memory(shape, training).parts
+    assert parts["weights"] == pytest.approx(2.22 * 2**30, rel=0.01)
+    assert parts["optimiser"] == pytest.approx(4.44 * 2**30, rel=0.01)
+    assert training_products(shape, training) > 8 * 596_049_920 * 4096
+
+
+def test_of_experts_one_token_uses_few() -> None:
+    fields = QWEN3_06B | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    shape = ModelShape.of(fields, num_parameters=30_532_122_624)  # Qwen3-30B-A3B
+    assert shape.inner == 8 * 768
+    assert shape.num_active == pytest.approx(3.35e9, rel=0.01)
+    assert ModelShape.of({"d_model": 8}, num_parameters=1) is None
+
+
+def test_a_publish_has_the_bytes_of_its_file(directory) -> None:
+    num_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    whole = estimate_of(job(directory))
+    assert whole.publish_bytes == pytest.approx(num_bytes, rel=0.05)
+    adapter = estimate_of(job(directory, model={"directory": str(directory), "lora_rank": 2}))
+    assert 0 < adapter.publish_bytes < whole.publish_bytes / 2
+    lines = whole.lines(gflops=50.0)
+    assert [line.split()[0] for line in lines] == [*["memory"] * 3, "publish", "step"]
+    assert "Gflop/s" in lines[-1]
+
+
+def test_a_row_that_is_larger_than_the_memory_is_refused_with_what_it_needs(directory) -> None:
+    config = job(directory, inference={"max_model_len": 256}, train={"num_processes": 2})
+    needed = estimate_of(config).total
+    require_memory(config, needed)
+    with pytest.raises(InvalidConfig, match="one sequence is never split over processes") as caught:
+        require_memory(config, needed - 1)
+    assert caught.value.reason == Reason.ROW_LARGER_THAN_MEMORY
+    assert "activation_checkpointing = true" in caught.value.remedy
+    small = job(directory, resources={"num_nodes": 1, "memory_gib_per_node": 0.5})
+    reasons = [mistake.reason for mistake in preflight.mistakes_in(small)]
+    assert Reason.ROW_LARGER_THAN_MEMORY in reasons
+
+
+def test_offload_on_a_cpu_is_refused(directory) -> None:
+    with pytest.raises(InvalidConfig, match="where they are already"):
+        job(directory, train={"activation_offload": True})
