@@ -3,7 +3,7 @@ BIN := .venv/bin
 SEED ?=
 ONLY ?=
 
-.PHONY: setup demo learn models up test test-heavy chaos check proto console bench
+.PHONY: setup demo learn models up test test-heavy silent-bugs chaos check proto console bench
 
 setup:  ## make or update .venv
 	@infra/setup.sh
@@ -26,6 +26,9 @@ test: setup  ## all tests but the heavy ones, which are listed first; the slowes
 
 test-heavy: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m heavy
+
+silent-bugs: setup  ## six published bugs in a small job: no error without checks, a stop with them
+	@$(BIN)/python -m benchmarks.silent_bugs $(ONLY)
 
 chaos: setup  ## a job under kills, stops, cuts and a lost second; SEED=3, ENGINE=vllm
 	CHAOS_SEED=$(or $(SEED),0) CHAOS_ENGINE=$(or $(ENGINE),transformers) \

@@ -166,6 +166,7 @@ export type Now = {
       reason: string;
       num_requests_running: number;
       num_sampled_tokens: number;
+      busy_share: number | null;
     }
   >;
   sampled_tokens_per_s: number | null;

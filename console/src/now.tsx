@@ -59,7 +59,7 @@ function Services({ now }: { now: Now }) {
         <table id="services">
           <thead>
             <tr>
-              {["service", "health", "since", "pid", "restarts", "gRPC", "REST", "policy", "requests"].map(
+              {["service", "health", "since", "pid", "restarts", "gRPC", "REST", "policy", "requests", "busy"].map(
                 (title) => (
                   <th>{title}</th>
                 ),
@@ -83,6 +83,7 @@ function Services({ now }: { now: Now }) {
                   <td>{each.rest_address || "–"}</td>
                   <td>{replica ? plain(replica.policy_version) : ""}</td>
                   <td>{replica ? number(replica.num_requests_running) : ""}</td>
+                  <td>{replica ? share(replica.busy_share) : ""}</td>
                 </tr>
               );
             })}
@@ -135,7 +136,7 @@ function Training({ now }: { now: Now }) {
         ["policy", trainer.policy_version || "not published yet"],
         ["reward", number(trainer.metrics["train/reward"])],
         ["staleness, mean", number(trainer.metrics["train/staleness_mean"])],
-        ["trainer computes", percent(trainer.busy_share)],
+        ["trainer computes", `${share(trainer.busy_share)} of the step`],
       ]
     : [["trainer", "does not answer"]];
   const rate = now.sampled_tokens_per_s;
@@ -210,6 +211,6 @@ function Facts({ id, facts }: { id: string; facts: [string, string][] }) {
   );
 }
 
-function percent(share: number | null): string {
-  return share === null ? "–" : `${Math.round(100 * share)} % of the step`;
+function share(value: number | null): string {
+  return value === null ? "–" : `${Math.round(100 * value)} %`;
 }

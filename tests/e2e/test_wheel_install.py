@@ -165,11 +165,10 @@ def test_the_machine_is_ready(everything: Installed, folder: Path) -> None:
 def test_an_environment_of_the_users_is_trained(everything: Installed, with_services: Path) -> None:
     folder = with_services
     everything.run(folder, "dialoop", "env", "new", "mine")
-    write_job(folder, "mine", 'use = "mine:environment"')
-    assert "no mistake found" in everything.run(folder, "dialoop", "config", "check", "job.toml")
-    everything.run(folder, "dialoop", "train", "job.toml")
+    assert "no mistake found" in everything.run(folder, "dialoop", "config", "check", "mine.toml")
+    everything.run(folder, "dialoop", "train", "mine.toml")
     summary = json.loads((folder / "runs" / "mine" / "summary.json").read_text())
-    assert summary["num_train_steps"] == 2
+    assert summary["num_train_steps"] == 12
     assert all(summary["gates"].values()), summary["gates"]
     assert "How many words" in everything.run(folder, "dialoop", "show", "runs/mine")
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.audit.logprob_checks import check_sampling, check_staleness, check_weights
 from dialoop.audit.own_runs import is_run, read_own_run
+from dialoop.audit.prompt_checks import check_vanished_prompts
 from dialoop.audit.records import Claims
 from dialoop.audit.report import AuditReport, NotCheckable
 from dialoop.audit.reward_checks import check_duplicates, check_heldout, check_length_bias
@@ -32,6 +33,7 @@ CHECKS: Mapping[str, Callable[[Dump], list[AuditFinding]]] = {
     "length_bias": check_length_bias,
     "duplicated_high_reward": check_duplicates,
     "heldout_falls": check_heldout,
+    "vanished_prompts": check_vanished_prompts,
 }
 """Every fault that is looked for, and how. A check raises NotCheckable where it lacks something."""
 

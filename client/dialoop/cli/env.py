@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.cli.console import say
-from dialoop.cli.env_template import TEMPLATE
+from dialoop.cli.env_template import JOB_TEMPLATE, TEMPLATE
 from dialoop.cli.play import import_from_here, options_of
 from dialoop.cli.running_stacks import require_addresses
 from dialoop.clients.connection import Dialoop
@@ -38,22 +38,23 @@ READY_MADE = (
 
 
 def new(arguments: argparse.Namespace) -> int:
-    """Write NAME.py and return 0."""
+    """Write NAME.py and the job NAME.toml, and return 0."""
     name = arguments.name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise InvalidInput(
             f"'{name}' cannot be the name of a Python file.",
             remedy="Use lower-case letters, digits and underscores, as in word_count.",
         )
-    path = Path(f"{name}.py")
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(TEMPLATE.replace("{name}", name))
-    except FileExistsError:
-        raise InvalidInput(f"{path} exists already.", remedy="Choose another name.") from None
-    say(f"{path} is written. Try it, then make it yours:")
+    texts = {Path(f"{name}.py"): TEMPLATE, Path(f"{name}.toml"): JOB_TEMPLATE}
+    for path in texts:
+        if path.exists():
+            raise InvalidInput(f"{path} exists already.", remedy="Choose another name.")
+    for path, text in texts.items():
+        path.write_text(text.replace("{name}", name), encoding="utf-8")
+    say(f"{' and '.join(map(str, texts))} are written. Try them, then make them yours:")
     say(f"  dialoop env check {name}:environment")
     say(f"  dialoop env play {name}:environment")
+    say(f"  dialoop train {name}.toml")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Hold the file that `dialoop env new` writes."""
+"""Hold the files that `dialoop env new` writes."""
 
 TEMPLATE = '''"""The environment {name}: count the words of a sentence, with a tool.
 
@@ -66,3 +66,34 @@ def environment(num_train: int = 1000, num_heldout: int = 100) -> ChatEnv:
         demonstrate=demonstrate,
     )
 '''
+
+JOB_TEMPLATE = """\
+# The job that trains the environment {name}:
+#   dialoop config check {name}.toml        what is wrong in it
+#   dialoop train {name}.toml               runs it
+#   dialoop console {name}                  shows it, while it runs and after
+# `dialoop config print` tells every key. Without [model] the job makes a model of 0.8 million
+# parameters, which the warm start teaches the environment's demonstrations.
+run = "{name}"
+engine = "transformers"  # or "vllm", where it is installed
+
+[environment]
+use = "{name}:environment"
+name = "{name}"
+
+[collector]
+group_size = 8
+max_new_tokens = 64
+
+[warm_start]
+num_steps = 150
+batch_size = 32
+
+[train]
+num_steps = 12
+groups_per_train_step = 8
+learning_rate = 1e-4
+
+[evaluation]
+num_tasks = 64
+"""

@@ -109,6 +109,7 @@ def lines_of(now: Now) -> list[str]:
     lines.append(f"queue:     {queue_line(now.queue) if now.queue else 'no answer'}")
     if now.sampled_tokens_per_s is not None:
         lines.append(f"sampling:  {now.sampled_tokens_per_s:.0f} tokens/s")
+    lines += [f"busy:      {name} {share:.0%}" for name, share in now.busy_shares.items()]
     lines += [f"waits:     {each}" for each in now.blocked if each.seconds >= 1.0]
     lines += [f"ALARM:     {alarm}" for alarm in now.alarms]
     return lines

@@ -40,7 +40,8 @@ class ServiceNow:
 class Now:
     """A stack at one moment; None for what did not answer. `time` is Unix seconds.
 
-    sampled_tokens_per_s: since the watcher's look before; None at its first one.
+    sampled_tokens_per_s: since the watcher's look before; None at its first one. busy_shares: of
+    the watcher's last minute of looks, by replica, those at which it had requests.
     """
 
     time: float
@@ -50,6 +51,7 @@ class Now:
     replicas: Mapping[str, PolicyStatus]
     sampled_tokens_per_s: float | None
     blocked: tuple[Blocked, ...]
+    busy_shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_healthy(self) -> bool:
@@ -96,6 +98,7 @@ class Now:
                     "reason": policy.reason,
                     "num_requests_running": policy.num_requests_running,
                     "num_sampled_tokens": policy.num_sampled_tokens,
+                    "busy_share": self.busy_shares.get(name),
                 }
                 for name, policy in self.replicas.items()
             },

@@ -10,6 +10,7 @@ import asyncio
 import http.client
 import re
 import time
+from collections import deque
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TIMEOUT_S = 3.0
+_LOOKS = 60
+"""Looks of which a replica's busy share is; they are a second apart."""
 # grpc.health.v1.HealthCheckResponse with status SERVING, as it travels.
 _SERVING_ANSWER = b"\x08\x01"
 _WAIT = re.compile(
@@ -58,6 +61,7 @@ class Watcher:
         self._exits = AsyncExitStack()
         self._served_at: dict[str, float] = {}
         self._sampled: dict[str, int] = {}
+        self._had_requests: dict[str, deque[bool]] = {}
         self._looked_at = time.monotonic()
 
     async def __aenter__(self) -> Self:
@@ -121,6 +125,7 @@ class Watcher:
             queue=queue.result(),
             replicas={name: policy for name, policy in answers.items() if policy is not None},
             sampled_tokens_per_s=self._sampling_rate(answers, now),
+            busy_shares=self._shares_busy(answers),
             blocked=blocked_by(
                 waits_of,
                 silent=silent,
@@ -155,6 +160,16 @@ class Watcher:
             self._sampled[name] = policy.num_sampled_tokens
         seconds, self._looked_at = now - self._looked_at, now
         return None if is_first else num_new / max(seconds, 1e-3)
+
+    def _shares_busy(self, replicas: Mapping[str, PolicyStatus | None]) -> dict[str, float]:
+        """Return for each replica the share of the last looks at which it had requests."""
+        for name, policy in replicas.items():
+            looks = self._had_requests.setdefault(name, deque(maxlen=_LOOKS))
+            if policy is not None:
+                looks.append(policy.num_requests_running > 0)
+        return {
+            name: sum(looks) / len(looks) for name, looks in self._had_requests.items() if looks
+        }
 
     def _processes(self) -> Mapping[str, Mapping[str, object]]:
         announced = read_announcement(self.stack.run_dir, self.stack.pid)

@@ -222,7 +222,7 @@ PLANTS: dict[str, tuple[Plant, ...]] = {
 
 
 def engine_faults(random: Random) -> dict[str, list[dict[str, Any]]]:
-    """Return settings of a World in which the engine did something else than is claimed."""
+    """Return settings of a World in which engine or loader did something else than is claimed."""
     cold, hot = float(random.uniform(0.3, 0.75)), float(random.uniform(1.3, 2.0))
     return {
         "sampling_mismatch": [
@@ -232,6 +232,12 @@ def engine_faults(random: Random) -> dict[str, list[dict[str, Any]]]:
             {"temperature": float(random.uniform(0.3, 0.6)), "reports_raw": True},
         ],
         "weights_never_arrived": [{"arrives": False}],
+        "vanished_prompts": [
+            {
+                "num_tasks": int(random.integers(25, 90)),
+                "only_short_from": int(random.integers(6, 13)),
+            }
+        ],
     }
 
 

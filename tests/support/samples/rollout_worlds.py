@@ -38,7 +38,11 @@ def make_tokenizer(directory: Path) -> tokenizers.Tokenizer:
 
 @dataclass(kw_only=True)
 class World:
-    """What was trained, and what the engine did: `arrives` False never loads new weights."""
+    """What was trained, and what the engine did.
+
+    arrives: False never loads new weights. only_short_from: from this step on, tasks whose prompt
+    is long are passed over; 0: never.
+    """
 
     seed: int
     num_steps: int = 12
@@ -54,6 +58,7 @@ class World:
     max_new_tokens: int = 14
     num_tasks: int = 12
     lag: int = 1
+    only_short_from: int = 0
     engine: tokenizers.Tokenizer = field(init=False)
 
     def make(self, model_dir: Path) -> list[dict[str, Any]]:
@@ -106,6 +111,8 @@ class World:
 
     def _episode(self, step: int, group: int, member: int) -> dict[str, Any]:
         task = (step * self.groups_per_step + group) % self.num_tasks
+        if self.only_short_from and step >= self.only_short_from:
+            task %= 10  # a number of one digit
         if member == 0:
             self._has_tool = self.random.random() < self.two_turns
         version = max(1, step - self.lag)

@@ -66,6 +66,17 @@ def test_an_engine_that_keeps_its_first_weights_is_found(tmp_path: Path) -> None
     assert "weights_never_arrived" in faults_of(audit_played(tmp_path, 105, arrives=False))
 
 
+def test_a_loader_that_passes_over_long_prompts_is_found(tmp_path: Path) -> None:
+    report = audit_played(tmp_path, 114, num_tasks=40, only_short_from=8)
+    (finding,) = report.findings
+    (place,) = finding.evidence
+    assert (finding.fault, place.step) == ("vanished_prompts", 7)
+    assert place.trajectory
+    assert place.version == 6
+    assert place.token is not None
+    assert "none of the 68 since" in finding.message
+
+
 @pytest.mark.heavy(reason="two hundred runs are simulated and read")
 def test_of_ten_cases_for_each_fault_nearly_all_are_found(tmp_path: Path) -> None:
     missed: list[str] = []

@@ -62,9 +62,11 @@ def test_a_planted_fault_is_found(tmp_path: Path, fault: str, plant: TrlPlant) -
     assert fault in faults_of(audit_planted(tmp_path, plant, 202))
 
 
-def test_another_sampling_and_weights_that_stay_are_found(tmp_path: Path) -> None:
+def test_what_engine_and_loader_did_otherwise_is_found(tmp_path: Path) -> None:
     report = audit_played(tmp_path / "sampling", 203, temperature=0.6)
     assert "sampling_mismatch" in faults_of(report)
+    report = audit_played(tmp_path / "loader", 206, num_tasks=40, only_short_from=8)
+    assert faults_of(report) == {"vanished_prompts"}
     report = audit_played(tmp_path / "weights", 204, arrives=False)
     assert "weights_never_arrived" in faults_of(report)
 
@@ -94,7 +96,8 @@ def test_a_table_of_completions_alone_is_checked_as_far_as_it_goes(tmp_path: Pat
     dump = make_trl_dump(tmp_path, world_of(205))
     dump.rows = [{name: row[name] for name in TABLE} for row in dump.rows]
     report = report_of(dump.write(tmp_path, is_parquet=True))
-    assert report.checked == ("length_bias", "duplicated_high_reward", "heldout_falls")
+    texts_allow = ("length_bias", "duplicated_high_reward", "heldout_falls", "vanished_prompts")
+    assert report.checked == texts_allow
     assert report.not_checked["wrong_mask"] == "there are no token ids"
     assert report.num_rollouts == len(dump.rows)
     (tmp_path / "trainer_state.json").unlink()

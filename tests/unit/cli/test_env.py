@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -83,11 +84,20 @@ def test_new_writes_under_a_name_that_can_be_imported_only(name, capsys):
     assert not list(Path().iterdir())
 
 
-def test_new_overwrites_nothing(capsys):
-    Path("mine.py").write_text("precious")
+@pytest.mark.parametrize("name", ["mine.py", "mine.toml"])
+def test_new_overwrites_nothing(name, capsys):
+    Path(name).write_text("precious")
     assert main(["env", "new", "mine"]) == 2
     assert "exists already" in capsys.readouterr().err
-    assert Path("mine.py").read_text() == "precious"
+    assert {path.name: path.read_text() for path in Path().iterdir()} == {name: "precious"}
+
+
+def test_new_writes_a_job_that_config_check_accepts(capsys):
+    assert main(["env", "new", "mine"]) == 0
+    assert "dialoop train mine.toml" in capsys.readouterr().out
+    words = [sys.executable, "-m", "dialoop_services.stack", "check", "mine.toml"]
+    checked = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (checked.returncode, "no mistake found" in checked.stdout) == (0, True), checked.stderr
 
 
 def test_check_prints_what_fails_and_what_to_do(capsys):
