@@ -159,7 +159,7 @@ class Replicas:
 
         async def ask_once() -> tuple[Sample, ...]:
             nonlocal is_suspect
-            replica = await self._next_replica(asker)
+            replica = await self._next_replica(asker, question["num_samples"])
             self._counts.num_samples[replica.name] += question["num_samples"]
             replica.num_running += question["num_samples"]
             try:
@@ -208,7 +208,7 @@ class Replicas:
                 return samples
         return await replica.policy.generate(*prompt, **question)
 
-    async def _next_replica(self, asker: GroupPolicy) -> _Replica:
+    async def _next_replica(self, asker: GroupPolicy, num_samples: int) -> _Replica:
         """Return the replica that the asker's call goes to, or wait for the first one back."""
         if not self._replicas:
             await self._wait_for_one()
@@ -219,7 +219,7 @@ class Replicas:
             await asyncio.sleep(soonest.back_at - now)
             present = [soonest]
         home = asker.home
-        replica = choose(asker.group_id, present, home)
+        replica = choose(asker.group_id, present, home, num_samples=num_samples)
         if home not in present:
             asker.home = replica
         if home is not None and replica is not home:

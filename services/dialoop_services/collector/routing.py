@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.runtime.hosting import Server
 
-# A new group begins at the first in its rank whose load is at most so many times the mean.
+# A new group begins at the first in its rank that has at most so many times the mean with it.
 _EVEN = 1.25
 # One that has a prefix somewhere leaves it only for this: its computation costs less than the wait.
 _CROWDED, _FEW = 1.5, 16
@@ -52,16 +52,18 @@ def rank(key: str, places: Iterable[D]) -> list[D]:
     return sorted(places, key=score, reverse=True)
 
 
-def choose(key: str, places: Iterable[D], home: D | None = None) -> D:
-    """Return where a call goes: home if that is not crowded, else by rank and load.
+def choose(key: str, places: Iterable[D], home: D | None = None, *, num_samples: int = 1) -> D:
+    """Return where a call for so many samples goes: home if that is not crowded, else by rank.
 
     `home` holds the prefix of the conversation; None before its first answer.
     """
     order = rank(key, places)
-    mean = sum(place.num_running for place in order) / len(order)
+    num_running = sum(place.num_running for place in order)
+    mean = num_running / len(order)
     if home is not None and home in order and home.num_running <= max(_FEW, _CROWDED * mean):
         return home
-    even = (place for place in order if place.num_running <= _EVEN * mean)
+    share = _EVEN * (num_running + num_samples) / len(order)
+    even = (place for place in order if place.num_running + num_samples <= share)
     return next(even, None) or min(order, key=lambda place: place.num_running)
 
 
