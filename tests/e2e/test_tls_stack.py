@@ -75,7 +75,7 @@ def tls_redis(folder: Path, authority: Pair, own: Pair) -> Iterator[str]:
 def test_a_job_runs_while_its_services_ask_each_other_for_certificates(tmp_path):
     authority = make_authority(tmp_path)
     own = make_certificate(tmp_path, authority, "services")
-    config = write_config(tmp_path, num_train_steps=2, num_warm_start_steps=20, store="memory")
+    config = write_config(tmp_path, num_train_steps=2, store="memory")
     with Job(tmp_path, "train", str(config), **variables(authority, own)) as job:
         check(job)
 
@@ -86,7 +86,7 @@ def test_the_queue_reaches_redis_over_mutual_tls(tmp_path):
     own = make_certificate(tmp_path, authority, "services")
     folder = tmp_path / "redis"
     folder.mkdir()
-    config = write_config(tmp_path, num_train_steps=2, num_warm_start_steps=20)
+    config = write_config(tmp_path, num_train_steps=2)
     with tls_redis(folder, authority, own) as url:
         values = variables(authority, own) | {"REDIS_URL": url}
         with Job(tmp_path, "train", str(config), **values) as job:

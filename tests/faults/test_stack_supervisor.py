@@ -315,10 +315,13 @@ async def test_redis_comes_back_with_what_it_held(tmp_path: Path) -> None:
     from dialoop_services.stack.processes.ports import choose_ports
 
     port = choose_ports({"redis": 0})["redis"]
-    redis = redis_service(find_redis({"PATH": ""}).program, port=port, directory=tmp_path / "redis")
+    program = find_redis({"PATH": ""}).program
+    redis = redis_service(program, port=port, directory=tmp_path / "redis", password="secret")
 
-    async def ask(command: bytes) -> bytes:
+    async def ask(command: bytes, password: bytes = b"secret") -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"AUTH " + password + b"\r\n")
+        await reader.readline()
         writer.write(command + b"\r\n")
         answer = await reader.readline()
         writer.close()
@@ -326,6 +329,9 @@ async def test_redis_comes_back_with_what_it_held(tmp_path: Path) -> None:
 
     async with supervise(log_in(tmp_path)) as supervisor:
         await supervisor.start(redis)
+        assert (await ask(b"SET colour red", b"wrong")).startswith(b"-NOAUTH")
+        assert (tmp_path / "redis" / "redis.conf").stat().st_mode & 0o077 == 0
+        assert b"secret" not in Path(f"/proc/{pid_of(supervisor)}/cmdline").read_bytes()
         assert await ask(b"SET colour green") == b"+OK\r\n"
         written = (tmp_path / "redis").rglob
         await until(lambda: any(b"green" in file.read_bytes() for file in written("*.aof")))

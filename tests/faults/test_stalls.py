@@ -128,7 +128,8 @@ def full_queue(job: Job):
     line = Path(f"/proc/{pid_of(job, 'redis')}/cmdline").read_text()
     port = re.search(r":(\d+)", line)
     assert port is not None
-    client = redis.Redis(port=int(port[1]))
+    password = (job.run_dir / "redis" / "redis.conf").read_text().split()[1]
+    client = redis.Redis(port=int(port[1]), password=password)
     used = client.info("memory")["used_memory"]
     client.config_set("maxmemory", int(1.01 * used))
     try:

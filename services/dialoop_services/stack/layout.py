@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from dialoop_services.config.settings import CONFIG_VARIABLE, overrides_of
 from dialoop_services.runtime.device_lock import DEVICE_LOCK, is_owned
@@ -198,7 +199,8 @@ class Layout:
         """Return how the supervisor starts the process `name` and tells that it is well."""
         process = self.process(name)
         if name == "redis":
-            spec = redis_service(self.redis_program, **self._redis_place)
+            password = urlsplit(self.redis_url).password or ""
+            spec = redis_service(self.redis_program, **self._redis_place, password=password)
         else:
             spec = ServiceSpec(
                 name=name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -78,7 +79,8 @@ def plan_stack(
     site = site or this_site(config)
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
     ports = ports_of(config, with_redis=bool(redis.program))
-    url = f"redis://{HOST}:{ports['redis']}/0" if redis.program else redis.url
+    password = secrets.token_urlsafe(24)
+    url = f"redis://:{password}@{HOST}:{ports['redis']}/0" if redis.program else redis.url
     token = os.environ.get("DIALOOP_TOKEN", "")
     layout = Layout(
         config=config,

@@ -57,14 +57,14 @@ async def answers(address: str, timeout_s: float) -> bool:
         return True
 
 
-def redis_ready(host: str, port: int) -> Callable[[], Awaitable[bool]]:
+def redis_ready(host: str, port: int, password: str = "") -> Callable[[], Awaitable[bool]]:
     """Return a probe that tells whether Redis answers; while it loads its file it says LOADING."""
-    return partial(answers_ping, host, port)
+    return partial(answers_ping, host, port, password)
 
 
-async def answers_ping(host: str, port: int) -> bool:
+async def answers_ping(host: str, port: int, password: str = "") -> bool:
     """Return whether Redis takes commands."""
-    return (await _ping(host, port, _TIMEOUT_S)).startswith(b"+PONG")
+    return (await _ping(host, port, _TIMEOUT_S, password)).startswith(b"+PONG")
 
 
 def redis_alive(host: str, port: int) -> Callable[[float], Awaitable[bool]]:
@@ -76,12 +76,15 @@ def redis_alive(host: str, port: int) -> Callable[[float], Awaitable[bool]]:
     return answers_anything
 
 
-async def _ping(host: str, port: int, timeout_s: float) -> bytes:
+async def _ping(host: str, port: int, timeout_s: float, password: str = "") -> bytes:
     """Send one inline PING and return the answer; empty if none came."""
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port)
             try:
+                if password:
+                    writer.write(f"AUTH {password}\r\n".encode())
+                    await reader.readline()
                 writer.write(b"PING\r\n")
                 return await reader.readline()
             finally:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SERVERS = ("redis-server", "valkey-server")
+_SECRETS = "redis.conf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +76,25 @@ def redis_command(program: str, *, port: int, directory: Path) -> tuple[str, ...
     return (program, *words)
 
 
-def redis_service(program: str, *, port: int, directory: Path) -> ServiceSpec:
-    """Make the directory and return how to start the Redis of `redis_command` in it."""
-    directory.mkdir(parents=True, exist_ok=True)
+def redis_service(program: str, *, port: int, directory: Path, password: str = "") -> ServiceSpec:
+    """Make the directory and return how to start the Redis of `redis_command` in it.
+
+    Others on this machine can reach its port and list its command, so the password is in a file
+    that only its owner reads.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    program, *words = redis_command(program, port=port, directory=directory)
+    if password:
+        secrets = (directory / _SECRETS).resolve()
+        secrets.unlink(missing_ok=True)
+        secrets.touch(mode=0o600)
+        secrets.write_text(f"requirepass {password}\n")
+        words.insert(0, str(secrets))
     return ServiceSpec(
         name="redis",
-        command=redis_command(program, port=port, directory=directory),
+        command=(program, *words),
         address=f"{HOST}:{port}",
-        is_ready=redis_ready(HOST, port),
+        is_ready=redis_ready(HOST, port, password),
         is_alive=redis_alive(HOST, port),
         ready_timeout_s=30.0,
     )
