@@ -122,8 +122,8 @@ async def hit_rate(num_replicas: int, *, in_turn: bool = False) -> tuple[float, 
 
 
 async def test_three_replicas_hit_their_caches_as_one_does_and_share_the_work() -> None:
-    one, _ = await hit_rate(1)
+    single, _ = await hit_rate(1)
     routed, num_words = await hit_rate(3)
     in_turn, _ = await hit_rate(3, in_turn=True)
-    assert routed > 0.9 * one > in_turn
+    assert routed > 0.9 * single > in_turn
     assert min(num_words) > 0.5 * max(num_words)
