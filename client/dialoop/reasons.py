@@ -310,6 +310,7 @@ class Reason(_Named):
         "The checkpoint lacks tensors of its architecture, or holds others.",
     )
     MODEL_UNKNOWN = "MODEL_UNKNOWN", "The installed transformers has no class for the model."
+    MOVED = "MOVED", "A process came back on another machine, so the job starts again."
     NEEDS_CUDA = "NEEDS_CUDA", "The data plane needs a CUDA device."
     NEEDS_SESSION = "NEEDS_SESSION", "The environment remembers more than the messages."
     NON_FINITE_REWARD = "NON_FINITE_REWARD", "A reward is not finite."
@@ -337,6 +338,7 @@ class Reason(_Named):
     NO_INFERENCE = "NO_INFERENCE", "The environments have no inference service to sample from."
     NO_EPISODE = "NO_EPISODE", "No tool of an episode is running."
     NO_PARSER = "NO_PARSER", "The chat template has no parser that reads its text back."
+    NO_RAY = "NO_RAY", "Ray is not installed, or its cluster does not take the job."
     NO_REDIS = "NO_REDIS", "There is no Redis to use or to start."
     NO_REFERENCE_MODEL = "NO_REFERENCE_MODEL", "The scorer has no reference model."
     NO_REST_ADDRESS = "NO_REST_ADDRESS", "Agents need a REST address of each replica."

@@ -38,6 +38,16 @@ class SlurmSection(Section):
     """Lines of shell before the job starts, as ["module load cuda"]."""
 
 
+class RaySection(Section):
+    """The Ray cluster that runs the job."""
+
+    address: str = ""
+    """Address of a running cluster, as "10.0.0.1:6379", or "auto" on one of its nodes; empty: one
+    is started on this machine and ends with the job."""
+    place_within_s: float = Field(default=120.0, gt=0)
+    """Seconds in which the cluster has to have room for all processes at once."""
+
+
 class KubernetesSection(Section):
     """The manifests that `dialoop train --on kubernetes --print` writes."""
 
@@ -66,5 +76,6 @@ class LaunchSection(Section):
     shared_folder: bool = True
     """Whether all machines see the run's folder. If not, replicas get weights by `data_plane`
     "chunks" or one of yours, and find the model directory on their own disk."""
+    ray: RaySection = RaySection()
     slurm: SlurmSection = SlurmSection()
     kubernetes: KubernetesSection = KubernetesSection()

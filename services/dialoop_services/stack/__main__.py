@@ -134,13 +134,21 @@ def _start(
     start = started_with(
         words, loaded.origins, branch_of=None if branch is None else branch.as_json()
     )
-    with open_run(
-        options.folder, config, fresh=fresh, reuse=not is_job, started_with=start
-    ) as run_dir:
-        code = _run(config, run_dir, loaded.folder, is_job=is_job)
-        if is_job and code > _SIGNALLED:
-            sys.stdout.write(f"{_farewell(run_dir, config, words)}\n")
-        return code
+    while True:
+        with open_run(
+            options.folder, config, fresh=fresh, reuse=not is_job, started_with=start
+        ) as run_dir:
+            try:
+                code = _run(config, run_dir, loaded.folder, is_job=is_job)
+            except Exception as error:
+                if not commands.has_moved(error):
+                    raise
+                sys.stderr.write(f"dialoop stack: {ExitReason.of(error).message}\n")
+                fresh = run_dir.saved_progress() is None
+                continue
+            if is_job and code > _SIGNALLED:
+                sys.stdout.write(f"{_farewell(run_dir, config, words)}\n")
+            return code
 
 
 def _again(words: Sequence[str]) -> list[str]:
@@ -276,10 +284,11 @@ def _run(config: JobConfig, run_dir: RunDir, folder: Path, *, is_job: bool) -> i
         log.say("stack", f"resuming {run_dir.path}")
         for change in run_dir.changes:
             log.say("stack", f"the config has changed: {change}", style="yellow")
-    plan = plan_stack(config, run_dir, folder, commands.site_of(config) if is_job else None)
-    work = job.train(plan, log, console) if is_job else _serve(plan, log)
     try:
-        return asyncio.run(_until_stopped(work, log))
+        with commands.site_of(config, is_job=is_job) as site:
+            plan = plan_stack(config, run_dir, folder, site)
+            work = job.train(plan, log, console) if is_job else _serve(plan, log)
+            return asyncio.run(_until_stopped(work, log))
     finally:
         kill(descendants(os.getpid()))
 

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
 
+from dialoop_services.stack.devices import needs_elsewhere
 from dialoop_services.stack.launch import slurm
+from dialoop_services.stack.launch.ray import MovedError, bundles_of, ray_site
+from dialoop_services.stack.launch.site import Site, this_site
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
 from dialoop_services.stack.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from dialoop_services.config.job import JobConfig
     from dialoop_services.stack.launch.plan import PlannedProcess
-    from dialoop_services.stack.launch.site import Site
 
 
-def site_of(config: JobConfig) -> Site | None:
-    """Return where this process starts the job; None: all of it on this machine."""
-    if config.launch.on == "slurm":
-        return slurm.slurm_site(config, os.environ)
-    return None
+@contextmanager
+def site_of(config: JobConfig, *, is_job: bool) -> Iterator[Site | None]:
+    """Yield where this process starts the job; None: all of it on this machine, as `serve` is."""
+    if not is_job:
+        yield None
+    elif config.launch.on == "slurm":
+        yield slurm.slurm_site(config, os.environ)
+    elif config.launch.on == "ray":
+        with ray_site(config) as site:
+            yield site
+    else:
+        yield None
+
+
+def has_moved(error: BaseException) -> bool:
+    """Return whether a process came back on another machine, which a new start puts right."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(has_moved, error.exceptions))
+    return isinstance(error, MovedError)
 
 
 def runs_here(config: JobConfig) -> bool:
     """Return whether this process starts the job's processes, and does not hand the job over."""
-    return config.launch.on == "local" or slurm.is_inside(os.environ)
+    return config.launch.on in ("local", "ray") or slurm.is_inside(os.environ)
 
 
 def hand_over(config: JobConfig, words: Sequence[str], root: Path) -> int:
@@ -59,15 +77,17 @@ def text_of(config: JobConfig, words: Sequence[str], root: Path, folder: Path) -
         from dialoop_services.stack.launch import kubernetes  # needs PyYAML
 
         return kubernetes.text_of(config)
-    return _local_text(config, root, folder)
+    if config.launch.on == "ray":
+        bundles = "".join(f"# Bundle: {json.dumps(each)}\n" for each in bundles_of(config))
+        needs = needs_elsewhere(config)
+        site = Site(needs=needs, hosts=dict.fromkeys(needs, "NODE"))
+        return bundles + _plan_text(config, site, root, folder)
+    return _plan_text(config, this_site(config), root, folder)
 
 
-def _local_text(config: JobConfig, root: Path, folder: Path) -> str:
-    """Return the launch plan of this machine as shell commands, with the ports of this moment."""
-    from dialoop_services.stack.launch.site import this_site
-
+def _plan_text(config: JobConfig, site: Site, root: Path, folder: Path) -> str:
+    """Return the launch plan as shell commands, with the ports of this moment."""
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
-    site = this_site(config)
     layout = Layout(
         config=config,
         run_dir=RunDir(path=root / config.run, run_id=config.run),
@@ -77,6 +97,7 @@ def _local_text(config: JobConfig, root: Path, folder: Path) -> str:
         redis_program=redis.program,
         devices=site.devices,
         needs=site.needs,
+        hosts=site.hosts,
     )
     return "\n".join(map(_lines_of, layout.launch_plan().processes))
 

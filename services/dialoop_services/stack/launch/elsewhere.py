@@ -6,8 +6,6 @@ job file that is mounted into it. The job is over when the trainer ends.
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from pydantic import BaseModel
 
-from dialoop_services.config.file import toml_of
+from dialoop_services.config.file import toml_value
 from dialoop_services.config.settings import CONFIG_VARIABLE
 from dialoop_services.stack.devices import needs_elsewhere
 from dialoop_services.stack.launch.plan import LaunchPlan, PlannedProcess
@@ -76,12 +75,23 @@ def _for_containers(process: PlannedProcess) -> PlannedProcess:
 
 
 def job_file(config: JobConfig) -> str:
-    """Return the effective config as a job file, without the comments of `config print`."""
-    text = toml_of(config)
-    lines = (re.sub(r"  # .*$", "", line) for line in text.splitlines())
-    short = "\n".join(line for line in lines if line and not line.startswith("# ")) + "\n"
-    try:
-        is_same = tomllib.loads(short) == tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        is_same = False
-    return short if is_same else text  # a value of the user's may look like a comment
+    """Return a job file with what differs from the defaults; values of a preset are written out."""
+    plain = config.model_copy(update={"preset": ""})
+    return "\n".join(_lines(plain, "")).strip() + "\n"
+
+
+def _lines(section: BaseModel, path: str) -> list[str]:
+    """Return the section's keys, then the sections inside it, in the order that TOML needs."""
+    lines, inside = [], []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if value == field.get_default(call_default_factory=True):
+            continue
+        if isinstance(value, BaseModel):
+            table = f"{path}.{name}" if path else name
+            below = _lines(value, table)
+            inside += (["", f"[{table}]"] if below[0][:1] not in ("", "[") else []) + below
+        else:
+            plain = section.model_dump(mode="json", include={name}, exclude_defaults=True)[name]
+            lines.append(f"{name} = {toml_value(plain)}")
+    return lines + inside

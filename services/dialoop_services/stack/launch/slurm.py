@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
 
 from dialoop_services.runtime.process import PARENT_VARIABLE
 from dialoop_services.stack.devices import needs_elsewhere
+from dialoop_services.stack.launch.cluster import ClusterNode, components_of, require_room
 from dialoop_services.stack.launch.plan import Needs
 from dialoop_services.stack.launch.site import Site, spread_site
 from dialoop_services.stack.layout import replica_names, service_of
@@ -40,36 +41,15 @@ _ASK_S = 30.0
 _OF_THE_HEAD = ("SLURM_CPUS_PER_TASK", "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_GRES")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
-    """One component of the heterogeneous job, which is one task on one node."""
-
-    name: str
-    needs: Needs
-
-    def options(self) -> tuple[str, ...]:
-        """Return sbatch's options for it."""
-        needs = self.needs
-        return (
-            "--nodes=1",
-            "--ntasks=1",
-            *((f"--cpus-per-task={needs.processors}",) if needs.processors else ()),
-            *((f"--mem={round(needs.memory_gib * 1024)}M",) if needs.memory_gib else ()),
-            *((f"--gres=gpu:{needs.gpus}",) if needs.gpus else ()),
-        )
-
-
-def components_of(config: JobConfig) -> tuple[Component, ...]:
-    """Return the head's component, with the sum of what its processes need, and each replica's."""
-    needs = needs_elsewhere(config)
-    head = [each for name, each in needs.items() if service_of(name) != "inference"]
-    total = Needs(
-        gpus=sum(each.gpus for each in head),
-        processors=sum(each.processors for each in head),
-        memory_gib=sum(each.memory_gib for each in head),
+def options_of(needs: Needs) -> tuple[str, ...]:
+    """Return sbatch's options for a component of one task on one node."""
+    return (
+        "--nodes=1",
+        "--ntasks=1",
+        *((f"--cpus-per-task={needs.processors}",) if needs.processors else ()),
+        *((f"--mem={round(needs.memory_gib * 1024)}M",) if needs.memory_gib else ()),
+        *((f"--gres=gpu:{needs.gpus}",) if needs.gpus else ()),
     )
-    replicas = (Component(name=name, needs=needs[name]) for name in replica_names(config))
-    return (Component(name="trainer", needs=total), *replicas)
 
 
 def script_of(config: JobConfig, words: Sequence[str], root: Path) -> str:
@@ -89,10 +69,10 @@ def script_of(config: JobConfig, words: Sequence[str], root: Path) -> str:
         "#SBATCH --requeue",
         f"#SBATCH --signal=B:USR1@{slurm.save_before_s}",
         *((f"#SBATCH --time={slurm.time_limit_min}",) if slurm.time_limit_min else ()),
-        *(f"#SBATCH {option}" for option in (*common, *first.options())),
+        *(f"#SBATCH {option}" for option in (*common, *options_of(first.needs))),
     ]
     for component in others:
-        options = (*common, *component.options())
+        options = (*common, *options_of(component.needs))
         time = (f"--time={slurm.time_limit_min}",) if slurm.time_limit_min else ()
         lines += ["#SBATCH hetjob", f"#SBATCH --job-name=dialoop-{config.run}"]
         lines += [f"#SBATCH {option}" for option in (*time, *options)]
@@ -146,20 +126,18 @@ def submit(config: JobConfig, words: Sequence[str], root: Path) -> str:
             remedy="Run the command on a login node of the cluster, or leave --on out.",
         )
     partition = config.launch.slurm.partition
-    require_room(components_of(config), nodes_of_cluster(partition))
+    nodes = nodes_of_cluster(partition)
+    if not nodes:
+        raise Unavailable(
+            "Slurm names no node that answers.",
+            reason=Reason.NO_SLURM,
+            remedy="Look at `sinfo`; name another partition in [launch.slurm].",
+        )
+    require_room(components_of(config), nodes)
     root.mkdir(parents=True, exist_ok=True)
     script = script_of(config, words, root)
     answer = _ask("sbatch", "--parsable", text=script)
     return answer.split(";")[0].strip()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterNode:
-    """A node of the cluster: its processors, GiB of memory and GPUs."""
-
-    processors: int
-    memory_gib: float
-    gpus: int
 
 
 def nodes_of_cluster(partition: str) -> list[ClusterNode]:
@@ -175,30 +153,6 @@ def nodes_of_cluster(partition: str) -> list[ClusterNode]:
             gpus=sum(map(int, counts)),
         )
     return list(nodes.values())
-
-
-def require_room(components: Sequence[Component], nodes: Sequence[ClusterNode]) -> None:
-    """Raise InvalidConfig (PLAN_TOO_LARGE) where the cluster could never run all components."""
-    if not nodes:
-        raise Unavailable(
-            "Slurm names no node that answers.",
-            reason=Reason.NO_SLURM,
-            remedy="Look at `sinfo`; name another partition in [launch.slurm].",
-        )
-    for key, unit in (("gpus", "GPUs"), ("processors", "processors"), ("memory_gib", "GiB")):
-        wanted = [(each.name, getattr(each.needs, key)) for each in components]
-        offered = [getattr(node, key) for node in nodes]
-        terms = " + ".join(f"{name} {value:g}" for name, value in wanted if value)
-        total = sum(value for _, value in wanted)
-        largest = max(value for _, value in wanted)
-        if total > sum(offered) or largest > max(offered):
-            raise InvalidConfig(
-                f"The job does not fit on the cluster's {len(nodes)} nodes. {unit}: {terms} = "
-                f"{total:g} of {sum(offered):g}, {max(offered):g} at most on one node.",
-                reason=Reason.PLAN_TOO_LARGE,
-                remedy="Lower what [resources] asks for, num_replicas or num_processes, or name a "
-                "larger partition in [launch.slurm].",
-            )
 
 
 def is_inside(environment: Mapping[str, str]) -> bool:

@@ -12,8 +12,14 @@ from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop_services.config.file import parse_config
 from dialoop_services.stack.__main__ import main
 from dialoop_services.stack.launch import slurm
+from dialoop_services.stack.launch.cluster import (
+    ClusterNode,
+    Component,
+    components_of,
+    require_room,
+)
 from dialoop_services.stack.launch.plan import Needs
-from dialoop_services.stack.launch.slurm import ClusterNode, Component, SlurmStep
+from dialoop_services.stack.launch.slurm import SlurmStep
 
 CONFIG: dict[str, Any] = {
     "run": "golden",
@@ -103,9 +109,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_job_larger_than_the_cluster_is_refused_with_its_arithmetic(name: str) -> None:
     needs, says = REFUSED[name]
-    slurm.require_room([FITS, FITS], NODES)
+    require_room([FITS, FITS], NODES)
     with pytest.raises(InvalidConfig, match="does not fit") as caught:
-        slurm.require_room([FITS, Component(name="inference", needs=needs)], NODES)
+        require_room([FITS, Component(name="inference", needs=needs)], NODES)
     assert says in caught.value.message
     assert caught.value.reason == "PLAN_TOO_LARGE"
 
@@ -113,7 +119,7 @@ def test_a_job_larger_than_the_cluster_is_refused_with_its_arithmetic(name: str)
 def test_a_process_larger_than_a_node_is_refused_before_slurm_is_asked() -> None:
     values = {**CONFIG, "resources": {"gpus_per_node": 2}}
     with pytest.raises(InvalidConfig, match="GPUs: trainer 4 of 2"):
-        slurm.components_of(parse_config(values, source="job.toml"))
+        components_of(parse_config(values, source="job.toml"))
 
 
 def test_without_slurm_nothing_is_started_and_the_remedy_is_said(

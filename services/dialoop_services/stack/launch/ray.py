@@ -1,0 +1,315 @@
+"""Run a job on Ray: one placement group, and an actor for each process, which starts it.
+
+with ray_site(config) as site:      # connected, and room reserved for everything at once
+    plan_stack(config, run_dir, folder, site)
+
+The supervisor of the local stack stays what it is: it starts, watches and restarts processes by
+the plan, through the actors. Logs and status are those of the local stack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import Unavailable
+from dialoop.reasons import Reason
+
+from dialoop_services.stack.devices import needs_elsewhere
+from dialoop_services.stack.launch.cluster import ClusterNode, components_of, require_room
+from dialoop_services.stack.launch.plan import Needs
+from dialoop_services.stack.launch.ray_worker import RayWorker
+from dialoop_services.stack.launch.site import TOKEN, Site
+from dialoop_services.stack.layout import replica_names, service_of
+
+if TYPE_CHECKING:
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.stack.processes.guardian import Guardian
+
+_OBJECT_STORE_BYTES = 80 << 20
+_POLL_S = 0.25
+_ANSWER_S = 60.0
+_FORWARDED = ("DIALOOP_", "HF_", "VLLM_", "NCCL_", "GLOO_", "OMP_", "TOKENIZERS_", "REDIS_URL")
+"""Prefixes of this process's variables that its processes get on other nodes too."""
+_LOST = -signal.SIGKILL
+"""Exit code of a process whose node, or whose actor, is gone."""
+
+
+@contextmanager
+def ray_site(config: JobConfig) -> Iterator[Site]:
+    """Connect to Ray, reserve room for all processes, and yield where they are.
+
+    Raises Unavailable (NO_RAY) without Ray or without an answer of the cluster, and InvalidConfig
+    (PLAN_TOO_LARGE) with the arithmetic where it is too small.
+    """
+    ray = _import_ray()
+    options = config.launch.ray
+    _connect(ray, options.address)
+    try:
+        require_room(components_of(config), _nodes_of(ray))
+        group = _reserve(ray, config)
+        os.environ.setdefault(TOKEN, secrets.token_urlsafe(32))
+        yield _place(ray, config, group)
+    finally:
+        ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise Unavailable(
+            "Ray is not installed.",
+            reason=Reason.NO_RAY,
+            remedy='Run pip install "dialoop-services[ray]" here and on all nodes, or leave --on '
+            "out.",
+        ) from error
+    return ray
+
+
+def _connect(ray: Any, address: str) -> None:
+    """Connect to a running cluster, or start one here."""
+    own = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    try:
+        ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            configure_logging=False,
+            **({} if address else own),
+        )
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        raise Unavailable(
+            f"No Ray cluster answers at {address or 'this machine'}: {error}.",
+            reason=Reason.NO_RAY,
+            remedy="Start it with `ray start --head`, or correct address in [launch.ray].",
+        ) from error
+
+
+def _nodes_of(ray: Any) -> list[ClusterNode]:
+    """Return the living nodes of the cluster."""
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [
+        ClusterNode(
+            processors=int(each.get("CPU", 0)),
+            memory_gib=each.get("memory", 0) / 2**30,
+            gpus=int(each.get("GPU", 0)),
+        )
+        for each in resources
+    ]
+
+
+def bundles_of(config: JobConfig) -> list[dict[str, float]]:
+    """Return the resources of the head's bundle and of each replica's."""
+    return [_bundle(component.needs) for component in components_of(config)]
+
+
+def _reserve(ray: Any, config: JobConfig) -> Any:
+    """Return a placement group with a bundle for the head and one for each replica."""
+    bundles = bundles_of(config)
+    if not config.launch.shared_folder:  # the run's folder is on this machine
+        bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001
+    group = ray.util.placement_group(bundles, strategy="PACK")
+    limit_s = config.launch.ray.place_within_s
+    if not group.wait(limit_s):
+        raise Unavailable(
+            f"Ray had no room for all processes at once within {limit_s:g} s; it asked for "
+            f"{bundles}.",
+            reason=Reason.NO_RAY,
+            remedy="Wait for other jobs, or raise place_within_s in [launch.ray].",
+        )
+    return group
+
+
+def _bundle(needs: Needs) -> dict[str, float]:
+    # A bundle of nothing is refused; without [resources] nothing is kept for a process.
+    bundle: dict[str, float] = {"CPU": needs.processors or 0.01}
+    if needs.gpus:
+        bundle["GPU"] = needs.gpus
+    if needs.memory_gib:
+        bundle["memory"] = int(needs.memory_gib * 2**30)
+    return bundle
+
+
+def _place(ray: Any, config: JobConfig, group: Any) -> Site:
+    """Start an actor for each process, and return the site with the address of each node."""
+    needs, replicas = needs_elsewhere(config), replica_names(config)
+    starters: dict[str, RayStarter] = {}
+    for name in ("redis", *needs):
+        index = replicas.index(name) + 1 if name in replicas else 0
+        place = BundlePlace(name=name, needs=needs.get(name, Needs()), group=group, bundle=index)
+        starters[name] = RayStarter(ray, place)
+    hosts = {name: starter.host() for name, starter in starters.items()}
+    threads = {
+        name: {"OMP_NUM_THREADS": str(each.processors)}
+        for name, each in needs.items()
+        if each.processors and service_of(name) == "inference"
+    }
+    return Site(
+        hosts={name: host for name, host in hosts.items() if name != "redis"},
+        starters={name: starter.start for name, starter in starters.items()},
+        devices=threads,
+        needs=needs,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundlePlace:
+    """Where Ray keeps room for a process: a bundle of the placement group."""
+
+    name: str
+    needs: Needs
+    group: Any
+    bundle: int
+
+
+class RayStarter:
+    """Starts a process again and again in its bundle, with a new actor each time."""
+
+    def __init__(self, ray: Any, place: BundlePlace) -> None:
+        self._ray = ray
+        self._place = place
+        self._host = ""
+        self._next: Any = None
+
+    def host(self) -> str:
+        """Return the address of the node on which the process will be."""
+        if not self._host:
+            self._next = self._actor()
+            self._host = self._ray.get(self._next.host.remote(), timeout=_ANSWER_S)
+        return self._host
+
+    async def start(
+        self,
+        command: tuple[str, ...],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        guardian: Guardian,
+        folder: Path | None = None,
+    ) -> RayProcess:
+        """Start the command in the bundle; what it writes is appended to `log`."""
+        actor, self._next = self._next or self._actor(), None
+        log.parent.mkdir(parents=True, exist_ok=True)
+        process = RayProcess(self._ray, actor, log)
+        try:
+            host = await asyncio.wait_for(_answer(actor.host.remote()), _ANSWER_S)
+            if self._host and host != self._host:
+                raise MovedError(self._place.name, self._host, host)
+            await process.start(command, _variables_to_forward() | dict(environment), folder)
+        except (self._ray.exceptions.RayError, TimeoutError) as error:
+            process.lose(f"Ray could not start {self._place.name}: {error}")
+        return process
+
+    def _actor(self) -> Any:
+        needs = self._place.needs
+        strategies = self._ray.util.scheduling_strategies
+        return (
+            self._ray.remote(RayWorker)
+            .options(
+                num_cpus=needs.processors,
+                num_gpus=needs.gpus,
+                max_restarts=0,  # the supervisor's rule says when it is started again
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    self._place.group, placement_group_bundle_index=self._place.bundle
+                ),
+            )
+            .remote()
+        )
+
+
+class MovedError(Unavailable):
+    """A process came back on another machine, where the others do not look for it."""
+
+    def __init__(self, name: str, before: str, now: str) -> None:
+        super().__init__(
+            f"{name} was on {before}, and Ray has room for it on {now} only.",
+            reason=Reason.MOVED,
+            remedy="The job starts again from its checkpoint.",
+        )
+
+
+class RayProcess:
+    """A process on a node of Ray, as the supervisor sees it."""
+
+    def __init__(self, ray: Any, actor: Any, log: Path) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._log = log
+        self._code: int | None = None
+        self.pid = 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return None while it runs; the code is negative when a signal ended it."""
+        return self._code
+
+    async def start(
+        self, command: tuple[str, ...], environment: Mapping[str, str], folder: Path | None
+    ) -> None:
+        """Start the command through the actor."""
+        ports = [int(environment[name]) for name in environment if _is_port(name)]
+        place = None if folder is None else str(folder)
+        self.pid = await _answer(
+            self._actor.start.remote(list(command), dict(environment), place, ports)
+        )
+
+    async def wait(self) -> int:
+        """Pass its output on until it has ended, and return its exit code."""
+        while self._code is None:
+            try:
+                code, output = await _answer(self._actor.poll.remote())
+            except self._ray.exceptions.RayError as error:
+                self.lose(f"Its node, or Ray's actor of it, is gone: {type(error).__name__}.")
+                break
+            self._write(output)
+            if code is not None:
+                self._code = code
+                break
+            await asyncio.sleep(_POLL_S)
+        with suppress(Exception):  # it may be gone already
+            self._ray.kill(self._actor)
+        assert self._code is not None
+        return self._code
+
+    async def stop(self, grace_s: float) -> int:
+        """Ask it to end, and kill it after `grace_s`."""
+        self._actor.send.remote(int(signal.SIGTERM))
+        try:
+            async with asyncio.timeout(grace_s):
+                return await self.wait()
+        except TimeoutError:
+            self.kill()
+            return await self.wait()
+
+    def kill(self) -> None:
+        """Kill it and all that it started."""
+        self._actor.send.remote(int(signal.SIGKILL))
+
+    def lose(self, why: str) -> None:
+        """Note that it has ended without a word of its own."""
+        self._write(f"{why}\n".encode())
+        self._code = _LOST
+
+    def _write(self, output: bytes) -> None:
+        if output:
+            with self._log.open("ab") as file:
+                file.write(output)
+
+
+async def _answer(reference: Any) -> Any:
+    return await reference
+
+
+def _is_port(name: str) -> bool:
+    return name.startswith("DIALOOP_") and name.endswith("_PORT")
+
+
+def _variables_to_forward() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}

@@ -1,0 +1,128 @@
+"""What is asked of Ray, and what is said where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from dialoop.errors import Unavailable
+from dialoop_services.config.file import parse_config
+from dialoop_services.stack.__main__ import main
+from dialoop_services.stack.launch.commands import has_moved
+from dialoop_services.stack.launch.ray import MovedError, bundles_of, ray_site
+from dialoop_services.stack.launch.ray_worker import RayWorker
+
+CONFIG: dict[str, Any] = {
+    "train": {"device": "cuda", "num_processes": 4},
+    "inference": {"num_replicas": 2, "tensor_parallel_size": 2},
+    "resources": {
+        "gpus_per_node": 8,
+        "trainer": {"processors": 16},
+        "inference": {"processors": 8, "memory_gib": 2},
+    },
+    "launch": {"on": "ray"},
+}
+
+
+def test_the_head_and_each_replica_get_a_bundle_of_what_they_need() -> None:
+    assert bundles_of(parse_config(CONFIG, source="job.toml")) == [
+        {"CPU": 16, "GPU": 4},
+        {"CPU": 8, "GPU": 2, "memory": 2 << 30},
+        {"CPU": 8, "GPU": 2, "memory": 2 << 30},
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_nothing_starts_and_the_remedy_is_said() -> None:
+    with (
+        pytest.raises(Unavailable, match="Ray is not installed") as caught,
+        ray_site(parse_config(CONFIG, source="job.toml")),
+    ):
+        pass
+    assert caught.value.reason == "NO_RAY"
+    assert 'pip install "dialoop-services[ray]"' in caught.value.remedy
+
+
+def test_a_process_that_moved_is_told_from_other_failures() -> None:
+    moved = MovedError("inference", "10.0.0.1", "10.0.0.2")
+    assert has_moved(ExceptionGroup("", [ExceptionGroup("", [moved])]))
+    assert not has_moved(ExceptionGroup("", [Unavailable("Other.")]))
+
+
+def test_print_shows_bundles_and_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text('engine = "transformers"\nstore = "memory"\n')
+    assert main(["train", "job.toml", "--on", "ray", "--print"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith('# Bundle: {"CPU": 0.01}\n# Bundle: {"CPU": 0.01}\n')
+    assert "DIALOOP_INFERENCE_HOST=0.0.0.0" in printed
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stand for Ray where the worker asks for its devices."""
+    module, gpus = ModuleType("ray"), [3, 5]
+    module.cluster_resources = lambda: {"GPU": 8.0}  # type: ignore[attr-defined]
+    module.get_gpu_ids = lambda: gpus  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", module)
+    return gpus
+
+
+def wait_for_end(worker: RayWorker) -> tuple[int, bytes]:
+    output, deadline = b"", time.monotonic() + 30
+    while True:
+        code, new = worker.poll()
+        output += new
+        if code is not None:
+            return code, output
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_worker_runs_a_process_with_its_devices_and_passes_output_and_exit_code_on(
+    devices: list[int], tmp_path: Path
+) -> None:
+    worker = RayWorker()
+    program = (
+        "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.getcwd()); raise SystemExit(3)"
+    )
+    worker.start([sys.executable, "-c", program], {}, str(tmp_path), [])
+    assert wait_for_end(worker) == (3, f"3,5 {tmp_path}\n".encode())
+    assert worker.poll() == (3, b"")
+
+
+def test_a_worker_ends_a_process_with_all_that_it_started(devices: list[int]) -> None:
+    worker = RayWorker()
+    pid = worker.start(["sh", "-c", "sleep 60 & echo $!; wait"], {}, None, [])
+    output = b""
+    while not output:
+        output = worker.poll()[1]
+    worker.send(signal.SIGKILL)
+    assert wait_for_end(worker)[0] == -signal.SIGKILL
+    time.sleep(0.2)
+    for number in (pid, int(output)):
+        state = Path(f"/proc/{number}/stat")
+        assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_worker_waits_until_what_was_there_before_has_left_its_port(devices: list[int]) -> None:
+    holder = socket.socket()
+    holder.bind(("", 0))
+    holder.listen()
+    threading.Timer(0.6, holder.close).start()
+    worker, started = RayWorker(), time.monotonic()
+    worker.start([sys.executable, "-c", ""], dict(os.environ), None, [holder.getsockname()[1]])
+    assert time.monotonic() - started > 0.5
+    assert wait_for_end(worker)[0] == 0
