@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from dialoop_services.config.file import load_config, parse_config
 from dialoop_services.runtime.exit_reason import CONFIG_ERROR
 from dialoop_services.stack.devices import Node, plan_devices
 from dialoop_services.stack.launch.plan import HEAD, REPLICAS, LaunchPlan, Needs
-from dialoop_services.stack.layout import STOP_ORDER, Layout, replica_names, rest_name
+from dialoop_services.stack.layout import (
+    STOP_ORDER,
+    Layout,
+    replica_names,
+    rest_name,
+    service_of,
+    settings_of,
+)
 from dialoop_services.stack.run_dir import RunDir
 
 ROOT = Path(__file__).parents[4]
@@ -48,14 +56,22 @@ def plan_of(case: dict[str, Any]) -> LaunchPlan:
     return layout_of(case).launch_plan()
 
 
+def places_in(layout: Layout, name: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Leave out the values of the job file: a new key of it is no other plan."""
+    service = service_of(name)
+    keys = settings_of(service).of_job(layout.config).keys() - layout._places_of(name).keys()
+    of_file = {f"DIALOOP_{service.upper()}_{key.upper()}" for key in keys}
+    return {key: value for key, value in variables.items() if key not in of_file}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_process_of_the_local_stack_gets_the_variables_that_it_always_got(name: str) -> None:
     layout = layout_of(CASES[name])
     specs = {service: layout.spec(service) for service in layout.services}
     started = {
-        name: {
+        service: {
             "command": ["python", *spec.command[1:]],
-            "variables": dict(spec.environment),
+            "variables": places_in(layout, service, spec.environment),
             "address": spec.address,
             "rest_address": spec.rest_address,
             "ready_timeout_s": spec.ready_timeout_s,
@@ -63,9 +79,21 @@ def test_every_process_of_the_local_stack_gets_the_variables_that_it_always_got(
             "stop_grace_s": spec.stop_grace_s,
             "stop_rank": spec.stop_rank,
         }
-        for name, spec in specs.items()
+        for service, spec in specs.items()
     }
     assert started == CASES[name]["processes"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_value_of_the_job_file_reaches_its_service(name: str) -> None:
+    layout = layout_of(CASES[name])
+    for process in layout.launch_plan().processes[layout.redis_program != "" :]:
+        values = settings_of(process.role).of_job(layout.config)
+        missing = {key for key, value in values.items() if value is not None} - {
+            variable.removeprefix(f"DIALOOP_{process.role.upper()}_").lower()
+            for variable in process.variables
+        }
+        assert not missing
 
 
 @pytest.mark.parametrize("name", CASES)
