@@ -62,6 +62,9 @@ def require_continuable(part: TokenRow, sampling: SamplingParams, *, num_samples
     elif sampling.constraint or sampling.top_logprobs:
         field = "constraint" if sampling.constraint else "top_logprobs"
         problem = f"`partial_answer` stands beside {field}"
+    elif sampling.seed is not None:
+        # The seed would draw the new tokens with the random numbers of the first ones.
+        problem = "`partial_answer` stands beside seed"
     if problem:
         raise InvalidInput(
             f"{problem}.",

@@ -123,6 +123,7 @@ async def test_a_context_that_is_full_ends_the_answer_as_its_length_does() -> No
         ),
         (row("a", MAIN_1), SamplingParams(), 2),
         (row("a", MAIN_1), SamplingParams(top_logprobs=1), 1),
+        (row("a", MAIN_1), SamplingParams(seed=3), 1),
         (row("a", MAIN_1), SamplingParams(constraint='{"type": "json_object"}'), 1),
     ],
 )
