@@ -4,7 +4,8 @@ Sixteen answers run while new weights are loaded. `pause_ms` is what the engine 
 to going on; `longest_gap_ms` is what a stream sees between two of its tokens when a load falls
 there, against `step_ms`, its usual gap. `adapter` is a publish of a LoRA adapter of rank 8 on all
 linear layers, which the replica adds into its base weights; `export_ms` is what the trainer takes
-to write it, or `whole_export_ms` the merged weights.
+to write it, or `whole_export_ms` the merged weights. `side_by_side` is how long idle replicas take
+to load: one, and two at the same time.
 """
 
 from __future__ import annotations
@@ -133,6 +134,18 @@ def _export_adapter(
     }
 
 
+async def _side_by_side(one: Engine, other: Engine, path: Path, numbers: range) -> dict[str, float]:
+    """Return the milliseconds in which one idle replica loads a file, and two at the same time."""
+    taken: dict[str, list[float]] = {"one_replica_ms": [], "two_replicas_ms": []}
+    for number in numbers:
+        version = PolicyVersion(lineage="bench", number=number)
+        for name, engines in zip(taken, ((one,), (one, other)), strict=True):
+            begun = time.perf_counter()
+            await asyncio.gather(*(engine.load_weights(path, version) for engine in engines))
+            taken[name].append((time.perf_counter() - begun) * 1e3)
+    return {name: round(float(np.median(values)), 1) for name, values in taken.items()}
+
+
 async def _measure(kind: str, size: str, times: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_model(Path(folder) / "model", size)
@@ -153,6 +166,12 @@ async def _measure(kind: str, size: str, times: int) -> dict[str, Any]:
                 by_kind[name] = await _publish_under_load(engine, load, numbers)
             by_kind["adapter"] |= exported
             copies = _plain_copy_ms(path, times)
+            other = await _engine(kind, model_dir)
+            try:
+                last = len(loads) * times
+                together = await _side_by_side(engine, other, path, range(last + 1, last + times))
+            finally:
+                await other.close()
         finally:
             await engine.close()
     return {
@@ -160,6 +179,7 @@ async def _measure(kind: str, size: str, times: int) -> dict[str, Any]:
         "parameters": sum(t.numel() for t in state.values()),
         "plain_copy_ms": round(float(np.median(copies)), 1),
         **by_kind,
+        "side_by_side": together,
     }
 
 

@@ -9,8 +9,9 @@ them. Steps alone are measured: all sessions are reset first. `cpu_ms` is the CP
 threads of the service for one step; bytes are those of bodies (HTTP) and messages (gRPC). Token
 and idempotency are on.
 
-With `--openenv-python PYTHON` every round also measures openenv-core's minimal environment, whose
-steps have neither a token nor idempotency.
+Every round also measures a `grpc.aio` server that only answers, at the first turn: unary gRPC
+cannot cost less (`grpc_floor`). With `--openenv-python PYTHON` every round also measures
+openenv-core's minimal environment, whose steps have neither a token nor idempotency.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import json
 import os
 import re
 import statistics
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -245,6 +248,28 @@ async def measure_openenv(
                     cells[name].cpu_ms.append((cpu_ns(pid) - before) / steps / 1e6)
 
 
+@contextmanager
+def echo_service() -> Iterator[Service]:
+    """Run the server that only answers."""
+    script = Path(__file__).with_name("servers") / "grpc_echo.py"
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield Service(process.pid, f"127.0.0.1:{process.stdout.readline().strip()}", "", True)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def measure_floor(floor: Cell, options: argparse.Namespace) -> None:
+    """Play the same steps at the server that only answers."""
+    options.next_episode = 1
+    with echo_service() as running:
+        async with open_door(running, "grpc_unary", options.sessions) as send:
+            await measure(running, send, Cell(), options, 1)
+            await measure(running, send, floor, options, 1)
+
+
 @asynccontextmanager
 async def openenv_connections(address: str, sessions: int) -> AsyncIterator[tuple[list[Any], ...]]:
     """Yield connections to POST on, and sockets whose session has begun."""
@@ -284,7 +309,9 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
         for name in checkouts
     }
     openenv = {"openenv_http": Cell(), "openenv_websocket": Cell()}
+    floor = Cell()
     for _ in range(options.rounds):
+        await measure_floor(floor, options)
         if options.openenv_python:
             with openenv_service(options.openenv_python) as (pid, address):
                 await measure_openenv(pid, address, openenv, options)
@@ -298,6 +325,7 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
                             await measure(running, send, cells[name][door][turn], options, turn)
     figures = {name: _figures(doors) for name, doors in cells.items()}
     figures |= _ratios(cells, options.turns)
+    figures["grpc_floor"] = _figures({"grpc_unary": {1: floor}})["grpc_unary"]["1"]
     if options.openenv_python:
         figures |= _beside_openenv(cells["now"], openenv, options.turns[0])
     return figures
