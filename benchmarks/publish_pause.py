@@ -134,14 +134,16 @@ def _export_adapter(
     }
 
 
-async def _side_by_side(one: Engine, other: Engine, path: Path, numbers: range) -> dict[str, float]:
+async def _side_by_side(
+    engine: Engine, second: Engine, path: Path, numbers: range
+) -> dict[str, float]:
     """Return the milliseconds in which one idle replica loads a file, and two at the same time."""
     taken: dict[str, list[float]] = {"one_replica_ms": [], "two_replicas_ms": []}
     for number in numbers:
         version = PolicyVersion(lineage="bench", number=number)
-        for name, engines in zip(taken, ((one,), (one, other)), strict=True):
+        for name, engines in zip(taken, ((engine,), (engine, second)), strict=True):
             begun = time.perf_counter()
-            await asyncio.gather(*(engine.load_weights(path, version) for engine in engines))
+            await asyncio.gather(*(each.load_weights(path, version) for each in engines))
             taken[name].append((time.perf_counter() - begun) * 1e3)
     return {name: round(float(np.median(values)), 1) for name, values in taken.items()}
 

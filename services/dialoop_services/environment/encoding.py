@@ -146,8 +146,9 @@ def put_step(response: pb.StepResponse, played: AnsweredStep, *, whole_prompt: b
 
     It is written in its place, because protobuf copies a message that becomes part of another.
     """
-    _put_outcome(response, played.outcome, None if whole_prompt else played.change)
-    digest = played.prompt
+    change = None if whole_prompt else played.change
+    _put_outcome(response, played.outcome, change)
+    digest = played.digest(change)
     response.prompt.length = digest.length
     response.prompt.digest = digest.digest
     if played.replayed:

@@ -53,9 +53,12 @@ class PromptChain:
         """Return the chain of a whole prompt."""
         return cls().extend(prompt)
 
-    def follow(self, before: Prompt, prompt: Prompt) -> PromptChain:
-        """Return the chain of `prompt`, where this is the chain of `before`."""
-        if starts_with(prompt, before):
+    def follow(self, before: Prompt, prompt: Prompt, num_same: int = 0) -> PromptChain:
+        """Return the chain of `prompt`, where this is the chain of `before`.
+
+        num_same: how far both are known to be the same, so that nobody needs to compare them.
+        """
+        if num_same >= len(before) or starts_with(prompt, before):
             return self.extend(prompt[len(before) :])
         return PromptChain.of(prompt)
 
@@ -128,9 +131,13 @@ def change_of_step(before: Prompt, answered: Answered, after: Prompt) -> PromptC
     is_response_alone = isinstance(response, History) and sent_prompt is None and sent_full is None
     if is_response_alone and isinstance(before, History) and isinstance(after, History):
         # As nearly always. The full is not made, and the tuples are compared as a whole.
-        full = before.messages + response.messages
-        if after.messages[: len(full)] == full:
-            return PromptChange(len(full), after[len(full) :])
+        num_before = len(before.messages)
+        num_full = num_before + len(response.messages)
+        if (
+            after.messages[num_before:num_full] == response.messages
+            and after.messages[:num_before] == before.messages
+        ):
+            return PromptChange(num_full, after[num_full:])
     return change_of(full_of(before, answered), after)
 
 

@@ -75,10 +75,10 @@ class AnsweredStep:
         before = prompt_of_episode(self.record.episode_before(self.call.step_index))
         return change_of_step(before, self.call.answered, prompt_of_episode(self.outcome.episode))
 
-    @property
-    def prompt(self) -> PromptDigest:
-        """Return the digest of the next prompt."""
-        return self.record.digest_before(self.call.step_index + 1)
+    def digest(self, change: PromptChange | None = None) -> PromptDigest:
+        """Return the digest of the next prompt, whose change spares a comparison."""
+        num_same = 0 if change is None else change.num_kept
+        return self.record.digest_before(self.call.step_index + 1, num_same)
 
 
 @dataclass(slots=True)
@@ -153,15 +153,22 @@ class EpisodeRecord:
         assert stored.outcome is not None  # a step that was refused is not stored
         return stored.outcome.episode
 
-    def digest_before(self, step_index: int) -> PromptDigest:
-        """Return the digest of the prompt before a step that is stored, or that comes next."""
+    def digest_before(self, step_index: int, num_same: int = 0) -> PromptDigest:
+        """Return the digest of the prompt before a step that is stored, or that comes next.
+
+        num_same: how far this prompt is known to be the same as the one of the step before.
+        """
         if step_index < len(self._digests):
             return self._digests[step_index]
         first = len(self._digests)
         before = prompt_of_episode(self.episode_before(first - 1)) if first else None
         for number in range(first, step_index + 1):
             prompt = prompt_of_episode(self.episode_before(number))
-            chain = PromptChain.of(prompt) if before is None else self._chain.follow(before, prompt)
+            if before is None:
+                chain = PromptChain.of(prompt)
+            else:
+                num_kept = num_same if number == step_index else 0
+                chain = self._chain.follow(before, prompt, num_kept)
             self._chain, before = chain, prompt
             self._digests.append(chain.digest)
         return self._digests[step_index]
