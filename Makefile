@@ -3,7 +3,7 @@ BIN := .venv/bin
 SEED ?=
 ONLY ?=
 
-.PHONY: setup demo learn models up test test-heavy silent-bugs chaos check proto console bench
+.PHONY: setup demo learn models up test test-heavy silent-bugs chaos gpu-smoke check proto console bench
 
 setup:  ## make or update .venv
 	@infra/setup.sh
@@ -33,6 +33,9 @@ silent-bugs: setup  ## six published bugs in a small job: no error without check
 chaos: setup  ## a job under kills, stops, cuts and a lost second; SEED=3, ENGINE=vllm
 	CHAOS_SEED=$(or $(SEED),0) CHAOS_ENGINE=$(or $(ENGINE),transformers) \
 	  $(BIN)/python -m pytest -m heavy tests/chaos
+
+gpu-smoke: setup  ## what only a GPU can show, in 15 minutes; exit code 2 where there is none
+	@$(BIN)/python -m benchmarks.gpu.smoke
 
 check: setup  ## format, lint, types, layers, protos, generated code, the console's page, rooms, evidence
 	$(BIN)/ruff format --check --exclude '*.md' .  # snippets align their comments by hand

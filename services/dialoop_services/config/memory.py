@@ -11,7 +11,7 @@ all keys, I the inner width (of all experts that a token uses), V the vocabulary
     optimiser     2 Pt b
     backward      T L (6 H + 5 Q + 4 K + 4 I) a, where a are the bytes of an activation, b or, with
                   autocast, 3 on average; with activation_checkpointing
-                  T L H a + T (6 H + 5 Q + 4 K + 4 I) a instead
+                  T L H a + T (6 H + 5 Q + 4 K + 4 I) a instead; and 3 T I a of gradients on the way
     head          2 T H b + 2 chunks of logits + what is kept of probabilities; V H (4 + b) of a
                   head that is trained: its gradients
     gradients     Pt b + 3 V H b, the second for the embedding's gradient before it is added to the
@@ -160,12 +160,14 @@ def _activations(shape: ModelShape, training: Training) -> int:
     if training.autocast and training.dtype == "float32":
         each = _AUTOCAST  # norms stay in float32
     of_layer = training.num_tokens * shape.numbers_of_a_layer * each
+    on_the_way = 3 * training.num_tokens * shape.inner * each
     halves = 0
     if training.autocast and training.dtype == "float32":  # weights are cast once for a pass
         halves = 2 * (shape.num_parameters - shape.vocab_size * shape.hidden)
     if training.recomputes:
-        return training.num_tokens * shape.layers * shape.hidden * each + of_layer + halves
-    return shape.layers * of_layer + halves
+        kept = training.num_tokens * shape.layers * shape.hidden * each
+        return kept + of_layer + on_the_way + halves
+    return shape.layers * of_layer + on_the_way + halves
 
 
 def _head(shape: ModelShape, training: Training, of_head: int) -> int:

@@ -1,0 +1,279 @@
+"""Run what needs a GPU, each check in a process of its own, within 15 minutes.
+
+    python -m benchmarks.gpu.smoke [--output runs/gpu_smoke.json] [--only "NAME;NAME"]
+
+prints a table and writes one JSON with the machine's name. Exit code 0: every check that could run
+passed. 1: one failed. 2: this machine has no GPU; the table says what would have run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 900
+"""Seconds that all checks together may take; what has no time left is not run."""
+NO_GPU = 2
+
+_JOB = """
+run = "{name}"
+engine = "vllm"
+store = "memory"
+console = false
+placement = "{placement}"
+[model]
+directory = "{model}"
+[inference]
+dtype = "bfloat16"
+max_model_len = 256
+data_plane = "{data_plane}"
+[collector]
+max_new_tokens = 16
+[warm_start]
+num_steps = 10
+[train]
+device = "cuda"
+autocast = "bfloat16"
+num_steps = 3
+groups_per_train_step = 4
+pipeline_depth = 0
+[evaluation]
+num_tasks = 8
+every = 0
+[gates]
+rescoring_s = 30
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check. words: its command after `python -m`. needs: packages without which it cannot run.
+
+    job: fields of the job file that it trains with, if it is one. limit_s: how long it may take.
+    num_gpus: how many devices it needs.
+    """
+
+    name: str
+    what: str
+    words: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    job: Mapping[str, str] = field(default_factory=dict)
+    limit_s: float = 180.0
+    num_gpus: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a check ended: "passed", "failed" or "not run", and why; figures are what it measured."""
+
+    check: str
+    status: str
+    why: str = ""
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+_STEP = "benchmarks.gpu.train_step"
+_CONFORMANCE = "dialoop_services.inference.conformance"
+CHECKS = (
+    Check(
+        name="train step",
+        what="float32 on the GPU against the CPU: log-probs and gradients",
+        words=(_STEP, "parity"),
+    ),
+    Check(
+        name="train step, bf16",
+        what="autocast, torch's varlen attention; tokens per second, memory against the formula",
+        words=(_STEP, "bf16"),
+    ),
+    Check(
+        name="cut kernel",
+        what="cut cross-entropy against the chunked head",
+        words=(_STEP, "cut"),
+        needs=("cut_cross_entropy",),
+    ),
+    Check(
+        name="FSDP of one", what="a model that is sharded over one device", words=(_STEP, "fsdp")
+    ),
+    Check(
+        name="activation offload",
+        what="activations in the host's memory: the same gradients, less memory on the device",
+        words=(_STEP, "offload"),
+    ),
+    Check(
+        name="vLLM conformance",
+        what="samples, log-probs, loads by native reload, streaming, adapters, sleep and wake",
+        words=(_CONFORMANCE, "vllm"),
+        needs=("vllm",),
+        limit_s=240,
+    ),
+    Check(
+        name="job, chunks",
+        what="a job whose policies reach vLLM over gRPC; version labels, re-scored at the end",
+        job={"placement": "split", "data_plane": "chunks"},
+        needs=("vllm",),
+        limit_s=300,
+    ),
+    Check(
+        name="job, shared device, IPC",
+        what="trainer and vLLM take turns on one GPU: sleep, wake, weights by CUDA IPC",
+        job={"placement": "shared", "data_plane": "ipc"},
+        needs=("vllm",),
+        limit_s=300,
+    ),
+    Check(
+        name="job, NCCL",
+        what="weights by NCCL from the trainer's GPU to the engine's",
+        job={"placement": "split", "data_plane": "nccl"},
+        needs=("vllm",),
+        limit_s=300,
+        num_gpus=2,
+    ),
+)
+"""The transformers engine is not among them: it computes on the CPU alone."""
+
+
+def gpu_names() -> list[str]:
+    """Return the names of the CUDA devices; none where there is no driver."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def obstacle(check: Check, *, num_gpus: int, left_s: float) -> str:
+    """Return why a check cannot run here; empty if it can."""
+    if num_gpus < check.num_gpus:
+        return f"it needs {check.num_gpus} GPUs, and there are {num_gpus}"
+    missing = [package for package in check.needs if find_spec(package) is None]
+    if missing:
+        return f"{', '.join(missing)} is not installed"
+    return "" if left_s > 0 else f"the {LIMIT_S} s of all checks are over"
+
+
+def run_all(checks: Sequence[Check], *, num_gpus: int, limit_s: float = LIMIT_S) -> list[Outcome]:
+    """Run one check after the other."""
+    ends_at, outcomes = time.monotonic() + limit_s, []
+    for check in checks:
+        left_s = ends_at - time.monotonic()
+        why = obstacle(check, num_gpus=num_gpus, left_s=left_s)
+        if why:
+            outcomes.append(Outcome(check=check.name, status="not run", why=why))
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes.append(run_one(check, Path(folder), limit_s=min(check.limit_s, left_s)))
+    return outcomes
+
+
+def run_one(check: Check, folder: Path, *, limit_s: float) -> Outcome:
+    """Run a check in a process; the last line of its output may be a JSON object of figures."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", *_words_of(check, folder)]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "client", ROOT / "services")))
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=folder,
+            timeout=limit_s,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+    except subprocess.TimeoutExpired:
+        why = f"it took more than {limit_s:.0f} s"
+        return Outcome(check=check.name, status="failed", why=why, seconds=limit_s)
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    figures = _figures_in(folder, check, lines)
+    errors = [line for line in (*lines, *done.stderr.splitlines()) if line.strip()]
+    failed = [line for line in errors if line.startswith("FAIL")]
+    why = "" if not done.returncode else (failed or errors or ["it printed nothing"])[-1][:300]
+    return Outcome(
+        check=check.name,
+        status="failed" if done.returncode else "passed",
+        why=why,
+        seconds=round(time.monotonic() - started, 1),
+        figures=figures,
+    )
+
+
+def _words_of(check: Check, folder: Path) -> list[str]:
+    if not check.job:
+        return list(check.words)
+    from dialoop_services.learning.model.families import make_family
+
+    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    model = make_family("qwen2", folder / "model", fields=wide)
+    text = _JOB.format(name="smoke", model=model, **check.job)
+    (folder / "job.toml").write_text(text, encoding="utf-8")
+    return ["dialoop_services.stack", "train", "job.toml"]
+
+
+def _figures_in(folder: Path, check: Check, lines: Sequence[str]) -> dict[str, Any]:
+    summary = folder / "runs" / "smoke" / "summary.json"
+    if check.job and summary.is_file():
+        whole = json.loads(summary.read_text("utf-8"))
+        return {name: whole.get(name) for name in ("num_train_steps", "rescoring", "gates")}
+    try:
+        figures = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {"lines": list(lines)}
+    return figures if isinstance(figures, dict) else {}
+
+
+def report(outcomes: Sequence[Outcome], machine: Mapping[str, Any], output: Path) -> None:
+    """Print the table and write the JSON."""
+    table = Table("check", "", "s", "why, or what it measured", title=str(machine["gpus"]))
+    for outcome in outcomes:
+        detail = outcome.why or json.dumps(outcome.figures)
+        table.add_row(outcome.check, outcome.status, f"{outcome.seconds:g}", detail)
+    Console().print(table)
+    rows = [
+        {name: getattr(outcome, name) for name in Outcome.__dataclass_fields__}
+        for outcome in outcomes
+    ]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    document = {"benchmark": "gpu_smoke", **machine, "checks": rows}
+    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu_smoke.json"))
+    parser.add_argument("--only", default="", help="names of checks, between semicolons")
+    options = parser.parse_args(arguments)
+    names = {name.strip() for name in options.only.split(";")} if options.only else None
+    checks = [check for check in CHECKS if names is None or check.name in names]
+    gpus = gpu_names()
+    if not gpus:
+        console = Console()
+        console.print("This machine has no GPU that nvidia-smi sees, so nothing was run. With one:")
+        for check in checks:
+            console.print(f"  {check.name:<24} {check.what}", highlight=False)
+        return NO_GPU
+    outcomes = run_all(checks, num_gpus=len(gpus))
+    machine = {"gpus": gpus, "machine": platform.node(), "python": platform.python_version()}
+    report(outcomes, machine, options.output)
+    return int(any(outcome.status == "failed" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

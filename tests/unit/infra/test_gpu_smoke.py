@@ -1,0 +1,70 @@
+"""`make gpu-smoke`: what it says without a GPU, and how it tells what passed from what did not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.gpu import smoke
+from benchmarks.gpu.smoke import CHECKS, Check, Outcome
+
+HERE = {
+    "passes": Check(name="passes", what="", words=("json.tool", "--help")),
+    "fails": Check(name="fails", what="", words=("json.tool", "/no/such/file")),
+    "lacks": Check(name="lacks", what="", words=("json.tool",), needs=("no_such_package",)),
+    "two": Check(name="two", what="", words=("json.tool",), num_gpus=2),
+}
+
+
+def test_without_a_gpu_it_says_what_it_would_run_and_exits_2(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(smoke, "gpu_names", list)
+    monkeypatch.chdir(tmp_path)
+    assert smoke.main([]) == 2
+    printed = capsys.readouterr().out
+    assert "no GPU" in printed
+    assert all(check.name in printed for check in CHECKS)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_cannot_run_is_not_run_and_says_why() -> None:
+    outcomes = {o.check: o for o in smoke.run_all(list(HERE.values()), num_gpus=1)}
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {
+        "passes": "passed",
+        "fails": "failed",
+        "lacks": "not run",
+        "two": "not run",
+    }
+    assert "no_such_package is not installed" in outcomes["lacks"].why
+    assert "needs 2 GPUs" in outcomes["two"].why
+    assert outcomes["fails"].why
+    late = smoke.run_all([HERE["passes"]], num_gpus=1, limit_s=0)
+    assert (late[0].status, "are over" in late[0].why) == ("not run", True)
+
+
+def test_a_check_that_hangs_is_a_failure(tmp_path) -> None:
+    hangs = Check(name="hangs", what="", words=("http.server", "0", "--bind", "127.0.0.1"))
+    outcome = smoke.run_one(hangs, tmp_path, limit_s=0.5)
+    assert (outcome.status, "took more than" in outcome.why) == ("failed", True)
+
+
+@pytest.mark.parametrize(("status", "code"), [("passed", 0), ("not run", 0), ("failed", 1)])
+def test_the_json_has_the_machine_and_the_exit_code_what_failed(
+    status, code, monkeypatch, capsys, tmp_path
+):
+    outcome = Outcome(check="train step", status=status, figures={"tokens_per_s": 5.0})
+    monkeypatch.setattr(smoke, "gpu_names", lambda: ["Card"])
+    monkeypatch.setattr(smoke, "run_all", lambda checks, num_gpus: [outcome])
+    path = tmp_path / "smoke.json"
+    assert smoke.main(["--output", str(path)]) == code
+    document = json.loads(path.read_text("utf-8"))
+    assert document["gpus"] == ["Card"]
+    assert document["checks"][0]["figures"] == {"tokens_per_s": 5.0}
+    assert status in capsys.readouterr().out
+
+
+def test_every_module_that_it_runs_is_there() -> None:
+    from importlib.util import find_spec
+
+    modules = {check.words[0] for check in CHECKS if check.words}
+    assert all(find_spec(module) for module in modules)
