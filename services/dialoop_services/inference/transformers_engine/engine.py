@@ -8,6 +8,7 @@ under the new version, or keep them in a KEEP_KV load, which marks their samples
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import time
 from collections import deque
@@ -262,6 +263,7 @@ class TransformersEngine:
             finally:
                 self._may_admit.set()
             ended = time.monotonic()
+        await asyncio.to_thread(return_free_memory)
         return LoadTimes(pause_s=ended - paused, load_s=ended - started_at)
 
     async def _drain(self) -> None:
@@ -418,6 +420,17 @@ class TransformersEngine:
             row.fail(error)
         self._running = []
         self._batch.clear()
+
+
+def return_free_memory() -> None:
+    """Give the system the memory that glibc keeps after tensors were freed; elsewhere do nothing.
+
+    Batches come in all sizes. In a soak of half an hour what they left grew the process by an
+    eighth.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
