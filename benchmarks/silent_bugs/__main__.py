@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ import dialoop
 import torch
 from dialoop.audit import AuditFinding, Evidence, audit
 
+from benchmarks.servers.machine import processor
 from benchmarks.silent_bugs.bugs import BUGS
 
 NUM_STEPS, RESUMED_AT = 8, 4
@@ -193,7 +195,13 @@ def play_all(names: list[str], model: str, *, as_json: bool) -> int:
     seconds = round(time.monotonic() - started)
     sys.stderr.write(f"{len(names)} bugs in {seconds} s; {len(wrong)} not as they should be\n")
     if as_json:
-        report = {"bugs": len(names), "wrong": wrong, "seconds": seconds, "results": results}
+        report: dict[str, Any] = {
+            "benchmark": "silent_bugs",
+            "cores": os.cpu_count(),
+            "processor": processor(),
+        }
+        report |= {"load": round(os.getloadavg()[0], 1), "seconds": seconds}
+        report |= {"bugs": len(names), "wrong": wrong, "results": results}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     return int(bool(wrong))
 

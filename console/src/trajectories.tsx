@@ -127,7 +127,14 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
               {COLUMNS.map(([name, title]) => (
                 <th aria-sort={sortOf(sort, name)}>
                   {name ? (
-                    <button type="button" onClick={() => sortBy(name)}>
+                    <button
+                      type="button"
+                      onClick={(event) => {
+                        // After a click by pointer, Enter opens the row and does not sort again.
+                        if (event.detail > 0) event.currentTarget.blur();
+                        sortBy(name);
+                      }}
+                    >
                       {title}
                       {sort === name ? " ↑" : sort === `-${name}` ? " ↓" : ""}
                     </button>

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from dialoop.runs import Filters
@@ -59,7 +60,7 @@ def rows(demo) -> list[tuple[TrajectorySummary, str]]:
     """Summary and text of each line of trajectories.jsonl, by a plain pass."""
     metrics = [json.loads(line) for line in (demo / METRICS).read_text().splitlines()]
     versions = versions_by_step(metrics)
-    lines = [line for path in trajectory_files(demo) for line in path.open()]
+    lines = b"".join(path.read_bytes() for path in trajectory_files(demo)).splitlines()
     return [
         (summary_of(row, number=number, versions=versions), text_of(row))
         for number, row in enumerate(map(json.loads, lines), start=1)
@@ -146,7 +147,7 @@ def test_every_filter_shows_what_a_plain_pass_accepts(page, address, rows):
         filters = Filters.of({name: value})
         expected = [s.number for s, text in rows if filters.accepts(s, text)]
         page.goto("about:blank")
-        page.goto(f"{address}trajectories?{name}={value.replace('/', '%2F')}")
+        page.goto(f"{address}trajectories?{name}={quote(value, safe='')}")
         page.wait_for_selector(f"#total:text-is('{len(expected):,}')")
         page.wait_for_selector("table.list[aria-busy=false]", state="attached")
         shown = page.locator("table.list tbody td:first-child").all_inner_texts()
@@ -161,9 +162,9 @@ def test_the_first_trajectory_that_used_the_tool_is_reached_by_keys(page, addres
     page.keyboard.type("<response>")
     page.wait_for_function("() => location.hash.includes('text=')")
     page.keyboard.press("Escape")
-    page.click("th button:text('#')")  # oldest first
     page.select_option("#filter-label", "training")
-    page.wait_for_selector(f"tbody tr:first-child td:text-is('{used[0].number}')")
+    page.click("th button:text('#')")  # oldest first
+    page.wait_for_selector(f"tbody tr:first-child a:text-is('{used[0].number}')")
     page.keyboard.press("Enter")
     page.wait_for_selector(f"h1:has-text('Trajectory {used[0].number} ')")
     page.wait_for_selector(".tokens span.sampled")

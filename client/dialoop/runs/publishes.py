@@ -64,5 +64,6 @@ def publishes_of(index: RunIndex) -> tuple[Publish, ...]:
 
 def proof_bound(index: RunIndex) -> float | None:
     """Return the largest difference in nats that the run's gate allows; None where it has none."""
-    bound = flat_config(index.run_dir).get("gates.logprob_difference_at_most")
-    return None if bound is None else float(json.loads(bound))
+    text = flat_config(index.run_dir).get("gates.logprob_difference_at_most", "null")
+    bound = json.loads(text)
+    return None if bound is None else float(bound)

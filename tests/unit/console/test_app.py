@@ -150,9 +150,10 @@ def test_publishes_have_sizes_times_and_proofs_without_those_that_a_restore_disc
     assert shown[1].max_logprob_difference != shown[1].max_logprob_difference  # NaN
     assert [p.is_on_disk for p in shown] == [False, False, True]
     assert proof_bound(index) is None
-    mark = {"config": {"gates": {"logprob_difference_at_most": 1e-4}}}
-    (folder / "run.json").write_text(json.dumps(mark))
-    assert proof_bound(index) == 1e-4
+    for bound in (1e-4, None):
+        mark = {"config": {"gates": {"logprob_difference_at_most": bound}}}
+        (folder / "run.json").write_text(json.dumps(mark))
+        assert proof_bound(index) == bound
 
 
 def test_the_choices_and_the_runs(console):
