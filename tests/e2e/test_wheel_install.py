@@ -168,7 +168,7 @@ def test_an_environment_of_the_users_is_trained(everything: Installed, with_serv
     assert "no mistake found" in everything.run(folder, "dialoop", "config", "check", "mine.toml")
     everything.run(folder, "dialoop", "train", "mine.toml")
     summary = json.loads((folder / "runs" / "mine" / "summary.json").read_text())
-    assert summary["num_train_steps"] == 12
+    assert summary["num_train_steps"] == 16
     assert all(summary["gates"].values()), summary["gates"]
     assert "How many words" in everything.run(folder, "dialoop", "show", "runs/mine")
 
