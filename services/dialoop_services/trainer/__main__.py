@@ -121,7 +121,9 @@ async def serve_in(
         replicas = [InferenceClient(await open_channel(address)) for address in addresses]
         placement = placement_of(settings, learner, replicas)
         exits.push_async_callback(placement.leave)
-        publisher = Publisher(settings, learner, replicas, replay, placement, rotation)
+        publisher = Publisher(
+            settings, learner, replicas, replay, placement, rotation, builder.tokenizer.digest
+        )
         parts = JobParts(
             learner=learner,
             demonstrations=warm_start,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from dialoop.clients.registry import RegistryClient, ServiceMember
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import DeadlineExceeded
 from dialoop.sequences import PolicyVersion
+from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.replay.memory_store.store import MemoryStore
@@ -29,7 +32,7 @@ from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.publish.rotation import Rotation
 from dialoop_services.trainer.settings import TrainerSettings
 
-from tests.support.inference_world import World, world
+from tests.support.inference_world import World, make_endless_model, world
 from tests.support.waiting import until
 
 RUN = "rotation"
@@ -113,7 +116,15 @@ async def trainer(model_dir: Path, folder: Path, **settings: Any) -> AsyncIterat
         learner = Learner(chosen)
         rotation = Rotation(chosen, connect)
         exits.push_async_callback(rotation.close)
-        publisher = Publisher(chosen, learner, (), cast("Any", FakeReplay()), rotation=rotation)
+        digest = Tokenizer.from_directory(model_dir).digest
+        publisher = Publisher(
+            chosen,
+            learner,
+            (),
+            cast("Any", FakeReplay()),
+            rotation=rotation,
+            tokenizer_digest=digest,
+        )
         tasks = [
             asyncio.create_task(publisher.keep_up()),
             asyncio.create_task(rotation.follow(publisher.take_replicas)),
@@ -177,6 +188,50 @@ async def test_a_replica_whose_answers_differ_is_not_admitted_until_they_hold(
         assert await fleet.publish(2) == 1  # and no publish waits for it
         monkeypatch.undo()
         await fleet.until_admitted("sound", "wrong")
+
+
+def other_tokenizer(model_dir: Path, directory: Path) -> Path:
+    """The same weights with a tokenizer that joins one pair of letters less."""
+    shutil.copytree(model_dir, directory)
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["merges"].pop()
+    path.write_text(json.dumps(tokenizer))
+    return directory
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (other_tokenizer, "another tokenizer than the job's model"),
+        (lambda _, directory: make_endless_model(directory, max_model_len=512), "parameter"),
+    ],
+    ids=["tokenizer", "model"],
+)
+async def test_a_replica_of_another_model_is_never_admitted_and_ends_nothing(
+    model_dir: Path,
+    tmp_path: Path,
+    make: Callable[[Path, Path], Path],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = make(model_dir, tmp_path / "other")
+    async with (
+        trainer(model_dir, tmp_path, publish_deadline_s=20.0) as fleet,
+        world(model_dir, tmp_path / "a", reads_root=False) as sound,
+        world(other, tmp_path / "b", reads_root=False) as wrong,
+    ):
+        await fleet.join("wrong", wrong)
+        publishing = asyncio.create_task(fleet.publish(1))  # it is the only one yet
+        await until(lambda: "The replica wrong gets no requests" in caplog.text)
+        await fleet.join("sound", sound)
+        assert await publishing == 1
+        await fleet.until_admitted("sound")
+        assert await fleet.publish(2) == 1
+        assert caplog.text.count("The replica wrong gets no requests") == 1
+        assert words in caplog.text
+        assert await fleet.names_admitted() == {"sound"}
 
 
 @pytest.mark.timeout(120)

@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _LOOK_EVERY_S, _ANSWER_S = 2.0, 10.0
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
+_OF_ANOTHER_MODEL = frozenset({Reason.UNKNOWN_PARAMETERS, Reason.BASE_MISMATCH})
 KEPT = "kept"
 """Empty file in the folder of a policy that is never deleted."""
 
@@ -74,7 +75,7 @@ class CapturedPolicy:
 class Publisher:
     """The policies on disk and the calls that bring them to the replicas."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parts
         self,
         settings: TrainerSettings,
         learner: Learner,
@@ -82,7 +83,9 @@ class Publisher:
         replay: ReplayClient,
         placement: Placement | None = None,
         rotation: Rotation | None = None,
+        tokenizer_digest: str = "",
     ) -> None:
+        self._tokenizer_digest = tokenizer_digest
         self._settings = settings
         self._learner = learner
         self._replicas = tuple(replicas)
@@ -96,6 +99,9 @@ class Publisher:
         # Replicas that missed a publish: others do not wait for them until they have caught up.
         self._behind: set[InferenceClient] = set()
         self._missed: set[InferenceClient] = set()  # of these, all but those that have just joined
+        # Replicas of the job's tokenizer, and those that can never serve its policy.
+        self._fit: set[InferenceClient] = set()
+        self._unfit: set[InferenceClient] = set()
         self._newest: tuple[WeightsManifest, ExportedWeights, Sequence[Floats]] | None = None
         # Random ids come from the whole vocabulary, so the probes touch every part of the weights.
         generator = np.random.default_rng(0)
@@ -224,6 +230,8 @@ class Publisher:
         self._replicas = tuple(replicas)
         self._behind = set(replicas) - set(in_rotation)
         self._missed &= self._behind
+        self._fit &= set(replicas)
+        self._unfit &= set(replicas)
 
     async def _bring(
         self,
@@ -239,7 +247,9 @@ class Publisher:
         """
         try:
             async with asyncio.timeout(within_s):
-                if await self._load(replica, manifest, weights, deadline_s=within_s):
+                if await self._is_fit(replica) and await self._load(
+                    replica, manifest, weights, deadline_s=within_s
+                ):
                     return await self._probe(manifest.policy_version, replica, own, within_s)
         except TimeoutError:
             self._warn(replica, "A replica did not load the policy in time.", within_s=within_s)
@@ -260,11 +270,56 @@ class Publisher:
             # A replica that just started may have loaded it by latest.json.
             if error.reason == Reason.VERSION_NOT_NEWER:
                 return await self._serves(replica, version)
-            raise
+            if self._rotation is None or error.reason in _OF_ANOTHER_MODEL:
+                self._refuse(replica, error)
+            else:
+                self._warn(replica, "A replica did not load the policy.", reason=error.reason)
+            return False
         except DialoopError as error:
             self._warn(replica, "A replica did not load the policy.", reason=error.reason)
             return False
         return True
+
+    async def _is_fit(self, replica: InferenceClient) -> bool:
+        """Return whether the replica may have the job's policy: not with another tokenizer."""
+        if replica in self._fit or not self._tokenizer_digest:
+            return replica not in self._unfit
+        try:
+            status = await replica.get_policy()
+        except DialoopError as error:
+            self._warn(replica, "A replica does not say what it serves.", reason=error.reason)
+            return False
+        return self._has_same_tokenizer(replica, status)
+
+    def _has_same_tokenizer(self, replica: InferenceClient, status: PolicyStatus) -> bool:
+        own = self._tokenizer_digest
+        if not own or status.tokenizer_digest == own:
+            self._fit.add(replica)
+            return replica not in self._unfit
+        self._refuse(
+            replica,
+            PreconditionFailed(
+                "A replica has another tokenizer than the job's model: its token ids would mean "
+                "other texts.",
+                reason=Reason.TOKENIZER_MISMATCH,
+                remedy="Start it with the model directory of the job.",
+            ),
+        )
+        return False
+
+    def _refuse(self, replica: InferenceClient, error: DialoopError) -> None:
+        """Keep a replica out that cannot serve the policy; raise where the job's config names it.
+
+        Whoever joins the registry with another model must not end the job.
+        """
+        if self._rotation is None:
+            raise error
+        if replica not in self._unfit:
+            self._unfit.add(replica)
+            name = self._name_of(replica)
+            log.error("The replica %s gets no requests: %s", name, error)
+        self._behind.add(replica)
+        self._missed.add(replica)
 
     def _warn(self, replica: InferenceClient, message: str, **facts: object) -> None:
         log.warning(message, extra={"replica": self._name_of(replica), **facts})
@@ -307,6 +362,8 @@ class Publisher:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 status = await replica.get_policy()
+            if replica in self._unfit or not self._has_same_tokenizer(replica, status):
+                return
             began, newest = time.perf_counter(), self._newest
             if newest is None or not await self._bring_up(replica, status, *newest[:2]):
                 return
