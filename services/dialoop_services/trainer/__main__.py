@@ -121,9 +121,8 @@ async def serve_in(
         replicas = [InferenceClient(await open_channel(address)) for address in addresses]
         placement = placement_of(settings, learner, replicas)
         exits.push_async_callback(placement.leave)
-        publisher = Publisher(
-            settings, learner, replicas, replay, placement, rotation, builder.tokenizer.digest
-        )
+        digest = builder.tokenizer.digest
+        publisher = Publisher(settings, learner, replicas, replay, placement, rotation, digest)
         parts = JobParts(
             learner=learner,
             demonstrations=warm_start,
@@ -137,12 +136,11 @@ async def serve_in(
         )
         job = TrainingJob(settings, parts, supervised)
         servicer = TrainerServicer(settings, job, board, records, learner.num_parameters)
-        server = host.server
-        show_metrics(server, board, records)
-        server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
+        show_metrics(host.server, board, records)
+        host.server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
         beside = _tasks_beside(publisher, rotation, exits)
         unforeseen = map(asyncio.wrap_future, (learner.group.failed, job.broken))
-        async with server:
+        async with host.server as server:
             await _run_until_stopped(
                 server,
                 job,
