@@ -47,8 +47,7 @@ def right(episode: Episode) -> float:
 def demonstrate(task: TaskData, rng: random.Random) -> tuple[Message, ...]:
     """Return messages that solve a task, for supervised training before RL.
 
-    Half of them answer without the tool, which a small model can only guess at: RL is left to find
-    out that asking pays.
+    Half of them answer without the tool: RL finds out what pays.
     """
     submit = Message(role="assistant", content=f"Result={task.answer}<submit>")
     if rng.random() < 0.5:

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import NotFound, Unavailable
 from dialoop.runs.filters import (
+    CHOICES,
     Filters,
     bits_of_owners,
     bits_of_stops,
+    choices_of,
     owners_of_bits,
     stops_of_bits,
 )
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 FILE = "index.sqlite"
 DEBUG_TABLE = "debug_table.jsonl"
-VERSION = 1
+VERSION = 2
 """Number of the tables' form: an index with another one is made anew."""
 MAX_LIMIT = 500
 SORTS = ("number", "reward", "advantage", "staleness", "num_sampled", "num_turns", "train_step")
@@ -67,6 +69,8 @@ CREATE TABLE trajectory (
   num_turns INTEGER, num_tool_calls INTEGER, num_sequences INTEGER, num_tokens INTEGER,
   num_sampled INTEGER, lineage TEXT, oldest INTEGER, newest INTEGER, staleness INTEGER, preview TEXT
 );
+CREATE TABLE choice (source INTEGER, name TEXT, value TEXT, PRIMARY KEY (source, name, value))
+  WITHOUT ROWID;
 CREATE INDEX by_id ON trajectory (trajectory_id);
 CREATE INDEX by_group ON trajectory (group_id);
 CREATE INDEX pending ON trajectory (train_step)
@@ -259,22 +263,11 @@ class RunIndex:
 
     def choices(self) -> dict[str, list[str]]:
         """Return the values that the filters with few values can have, and what the run has."""
+        listed: dict[str, list[str]] = {name: [] for name in CHOICES}
         with self._reading() as connection:
-            listed = {
-                name: [
-                    value
-                    for (value,) in connection.execute(
-                        f"SELECT DISTINCT {name} FROM trajectory WHERE {name} <> '' ORDER BY 1"
-                    )
-                ]
-                for name in ("environment", "outcome", "label")
-            }
-            stops, owners = (
-                [bits for (bits,) in connection.execute(f"SELECT DISTINCT {n} FROM trajectory")]
-                for n in ("stops", "owners")
-            )
-        listed["stop_reason"] = sorted({name for bits in stops for name in stops_of_bits(bits)})
-        listed["owner"] = sorted({name for bits in owners for name in owners_of_bits(bits)})
+            rows = connection.execute("SELECT DISTINCT name, value FROM choice ORDER BY 1, 2")
+            for name, value in rows:
+                listed[name].append(value)
         return listed
 
     def progress(self) -> Progress:
@@ -423,6 +416,7 @@ class _Refresh:
         execute = self._connection.execute
         if kind == "trajectories":
             execute("DELETE FROM trajectory WHERE source = ?", (source,))
+            execute("DELETE FROM choice WHERE source = ?", (source,))
         elif kind == "debug":
             execute("DELETE FROM debug")
         else:
@@ -439,6 +433,7 @@ class _Refresh:
         ).fetchone()
         columns: list[tuple[Any, ...]] = []
         words: list[tuple[int, str]] = []
+        choices: set[tuple[int, str, str]] = set()
         for offset, line in lines:
             number = first + len(columns)
             try:
@@ -450,11 +445,13 @@ class _Refresh:
                 continue
             columns.append((source, offset, len(line), *values))
             words.append((number, _storable(text_of(row))))
+            choices |= {(source, name, _storable(value)) for name, value in choices_of(summary)}
         marks = ", ".join("?" * 26)
         self._connection.executemany(
             f"INSERT INTO trajectory (source, offset, num_bytes, {_FIELDS}) VALUES ({marks})",
             columns,
         )
+        self._connection.executemany("INSERT OR IGNORE INTO choice VALUES (?, ?, ?)", choices)
         self._connection.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", words)
 
     def _add_metrics(self, source: int, lines: list[tuple[int, bytes]]) -> None:

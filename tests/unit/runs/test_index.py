@@ -357,3 +357,28 @@ def test_a_run_that_cannot_be_written_to_is_indexed_elsewhere(run_dir, monkeypat
     assert index.catch_up().num_trajectories == 300
     assert not (run_dir / "index.sqlite").exists()
     index.close()
+
+
+def test_choices_are_those_of_the_files_that_are_left(tmp_path):
+    path = tmp_path / "trajectories.jsonl"
+    row = {"trajectory_id": "a", "outcome": "trained", "environment": "web", "sequences": []}
+    more = row | {
+        "turns": [{"stop_reason": "LENGTH"}, {"stop_reason": "STOP"}, {"stop_reason": "X"}]
+    }
+    more |= {"failures": [{"owner": "TOOL"}], "environment": "code", "label": "training"}
+    path.write_text("".join(json.dumps(each) + "\n" for each in (row, more)))
+    index = RunIndex(tmp_path)
+    index.catch_up()
+    assert index.choices() == {
+        "environment": ["code", "web"],
+        "outcome": ["trained"],
+        "label": ["training"],
+        "stop_reason": ["LENGTH", "STOP"],
+        "owner": ["TOOL"],
+    }
+    path.unlink()
+    path.write_text(json.dumps(row | {"outcome": "refused"}) + "\n")  # written anew
+    index.catch_up()
+    assert index.choices()["environment"] == ["web"]
+    assert index.choices()["outcome"] == ["refused"]
+    assert index.choices()["owner"] == []
