@@ -27,6 +27,8 @@ _SHORTEST = 8
 _FEWEST_COPIES, _FEWEST_TASKS = 8, 5
 _COPIES_SHARE = 0.1
 _WINS = 0.9
+_SHARED = 0.1
+"""Above this share of its tasks with other winners, an answer does not depend on the task."""
 _DROP_ERRORS = 2.5
 _FEWEST_POINTS = 4
 
@@ -115,13 +117,14 @@ def check_duplicates(dump: Dump) -> list[AuditFinding]:
     winners = [rollout for rollout in rollouts if (rollout.reward or 0.0) >= threshold]
     copies: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
-        copies[" ".join(rollout.text.casefold().split())].append(rollout)
+        copies[_plain_text(rollout)].append(rollout)
     for text, same in sorted(copies.items(), key=lambda item: -len(item[1])):
         wins = [rollout for rollout in same if (rollout.reward or 0.0) >= threshold]
         if (
             len(text) >= _SHORTEST
             and len(wins) >= max(_FEWEST_COPIES, _COPIES_SHARE * len(winners), _WINS * len(same))
             and len({rollout.task for rollout in wins}) >= _FEWEST_TASKS
+            and not _answers_its_tasks(text, wins, winners)
         ):
             num_tasks = len({rollout.task for rollout in wins})
             detail = f"{len(wins)} times on {num_tasks} tasks: {text[:80]!r}"
@@ -137,6 +140,22 @@ def check_duplicates(dump: Dump) -> list[AuditFinding]:
                 )
             ]
     return []
+
+
+def _plain_text(rollout: Rollout) -> str:
+    return " ".join(rollout.text.casefold().split())
+
+
+def _answers_its_tasks(text: str, wins: list[Rollout], winners: list[Rollout]) -> bool:
+    """Return whether the answer wins where no other does, as one of a few possible answers.
+
+    A count or a choice is right on many tasks, and nothing else is right there. What wins whatever
+    is asked wins beside the right answers, or nothing else wins at all.
+    """
+    own = {rollout.task for rollout in wins}
+    # Who came to the same answer by a longer way gave no other one.
+    others = {r.task for r in winners if not _plain_text(r).endswith(text)}
+    return len(own & others) <= _SHARED * len(own) and len(wins) <= len(winners) / 2
 
 
 def check_heldout(dump: Dump) -> list[AuditFinding]:

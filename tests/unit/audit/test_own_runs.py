@@ -214,3 +214,21 @@ def test_a_wrong_claim_is_refused(
 ) -> None:
     assert main(["audit", str(tmp_path), "--claim", claim]) == 2
     assert f"--claim {claim}" in capsys.readouterr().err
+
+
+def test_one_of_a_few_right_answers_is_no_alarm(tmp_path: Path) -> None:
+    """Counting has few answers: each is right on many tasks, and nothing else is right there."""
+    run = make_run(tmp_path, World(seed=115, num_tasks=60))
+    chance = np.random.default_rng(115)
+    for row in run.rows:
+        count = int(row["task_key"][1:]) % 4
+        given = count if chance.random() < 0.9 else (count + 1) % 4
+        row["messages"][-1]["content"] = f"Result={given}<submit>"
+        row["reward"] = float(given == count)
+    assert "duplicated_high_reward" not in faults_of(audit(run.write(tmp_path)))
+    # The same answers, one of which now wins whatever is asked.
+    for row in run.rows:
+        if row["messages"][-1]["content"] == "Result=3<submit>" or chance.random() < 0.2:
+            row["messages"][-1]["content"] = "Result=3<submit>"
+            row["reward"] = 1.0
+    assert "duplicated_high_reward" in faults_of(audit(run.write(tmp_path)))
