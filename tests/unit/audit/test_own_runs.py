@@ -222,9 +222,9 @@ def test_one_of_a_few_right_answers_is_no_alarm(tmp_path: Path) -> None:
     chance = np.random.default_rng(115)
     for row in run.rows:
         count = int(row["task_key"][1:]) % 4
-        given = count if chance.random() < 0.9 else (count + 1) % 4
-        row["messages"][-1]["content"] = f"Result={given}<submit>"
-        row["reward"] = float(given == count)
+        answer = count if chance.random() < 0.9 else (count + 1) % 4
+        row["messages"][-1]["content"] = f"Result={answer}<submit>"
+        row["reward"] = float(answer == count)
     assert "duplicated_high_reward" not in faults_of(audit(run.write(tmp_path)))
     # The same answers, one of which now wins whatever is asked.
     for row in run.rows:
