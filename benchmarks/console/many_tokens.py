@@ -6,8 +6,8 @@ Writes a run of 200,000 trajectories with 100 sampled tokens each, makes its ind
 `dialoop console`, and opens it in a Chromium through playwright (which is no dependency of ours).
 Each figure is the time until a person sees the answer, server and browser together: the first page
 of the list in a fresh browser context; a changed filter, from the last key on (the page waits 0.3 s
-for the next key); a text search; the numbers of a token of any trajectory. Each is measured --rounds
-times, with other values each time, and beside it the CPU seconds of server and browser,
+for the next key); a text search; the numbers of a token of any trajectory. Each is measured
+--rounds times, with other values each time, and beside it the CPU seconds of server and browser,
 which other work on the machine changes less. The exit code is 1 where a median is 1 s or more.
 """
 
