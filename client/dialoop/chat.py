@@ -157,13 +157,13 @@ class History(Sequence[Message]):
 
     def append(self, message: Message | Mapping[str, Any]) -> History:
         """Return this history followed by one message or chat-API dict."""
-        return _history((*self.messages, message_from_chat(message)))
+        return history_of((*self.messages, message_from_chat(message)))
 
     def extend(self, messages: History | Iterable[Message | Mapping[str, Any]]) -> History:
         """Return this history followed by others' messages."""
         if not isinstance(messages, History):
             messages = History(_as_messages(messages, "messages"))
-        return _history((*self.messages, *messages.messages))
+        return history_of((*self.messages, *messages.messages))
 
     @property
     def role(self) -> tuple[str, ...]:
@@ -200,7 +200,7 @@ class History(Sequence[Message]):
     def __getitem__(self, index: slice) -> History: ...
     def __getitem__(self, index: int | slice) -> Message | History:
         if isinstance(index, slice):
-            return _history(self.messages[index])
+            return history_of(self.messages[index])
         return self.messages[index]
 
 
@@ -299,7 +299,7 @@ class ChatHistory:
             for name in ("prompt", "response", "full"):
                 part = getattr(self, name)
                 if part is not None and not isinstance(part, History):
-                    object.__setattr__(self, name, _history(_as_messages(part, name)))
+                    object.__setattr__(self, name, history_of(_as_messages(part, name)))
         if self.prompt is None or self.response is None or self.full is None:
             return
         if self.full.messages != self.prompt.messages + self.response.messages:
@@ -406,7 +406,16 @@ def _as_answer(prompt: History, response: History) -> ChatHistory:
     answered = _new(ChatHistory)
     _put(answered, "prompt", prompt)
     _put(answered, "response", response)
-    _put(answered, "full", _history(prompt.messages + response.messages))
+    _put(answered, "full", history_of(prompt.messages + response.messages))
+    return answered
+
+
+def response_alone(response: History) -> ChatHistory:
+    """Return a response without its prompt and full, as a step carries it."""
+    answered = _new(ChatHistory)
+    _put(answered, "prompt", None)
+    _put(answered, "response", response)
+    _put(answered, "full", None)
     return answered
 
 
@@ -422,7 +431,7 @@ def _promote(chats: Any) -> Any:
     return [chats]
 
 
-def _history(messages: tuple[Message, ...]) -> History:
+def history_of(messages: tuple[Message, ...]) -> History:
     """Make a history of messages that are known to be messages, without looking at each again."""
     history = _new(History)
     _put(history, "messages", messages)

@@ -174,6 +174,24 @@ class Message:
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Message)}
+_PUT_DEFAULTS = [
+    (Message.__dict__[name].__set__, default)
+    for name, default in _DEFAULTS.items()
+    if name not in ("role", "content")
+]
+_put_role, _put_content = (Message.__dict__[name].__set__ for name in ("role", "content"))
+
+
+def text_message(role: str, content: str) -> Message:
+    """Return a message of a role and a text; of a usual role it has nothing to be checked."""
+    if role not in _USUAL_ROLES:
+        return Message(role=role, content=content)
+    message = object.__new__(Message)
+    _put_role(message, role)
+    _put_content(message, content)
+    for put, default in _PUT_DEFAULTS:
+        put(message, default)
+    return message
 
 
 def messages_from_chats(chats: Iterable[Any], where: str = "messages") -> tuple[Message, ...]:

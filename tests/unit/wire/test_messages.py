@@ -35,6 +35,7 @@ from dialoop.wire import (
     column_to_proto,
     group_from_proto,
     group_to_proto,
+    history_to_proto,
     message_from_proto,
     message_to_proto,
     sampling_from_proto,
@@ -228,3 +229,25 @@ def test_contradictions_are_refused_at_the_edge():
         sampling_from_proto(trajectory_pb2.SamplingParams(temperature=-1))
     with pytest.raises(InvalidHistory):
         trajectory_from_proto(trajectory_pb2.Trajectory())
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "judge"])
+def test_a_message_of_role_and_text_is_read_as_it_is_made(role: str) -> None:
+    message = message_from_proto(chat_pb2.Message(role=role, content="7"))
+    made = Message(role=role, content="7")
+    assert message == made
+    assert hash(message) == hash(made)
+    assert message_to_proto(message) == chat_pb2.Message(role=role, content="7")
+
+
+def test_a_role_that_is_nearly_a_usual_one_is_refused_when_it_is_read() -> None:
+    with pytest.raises(InvalidHistory):
+        message_from_proto(chat_pb2.Message(role="asistant", content="7"))
+
+
+def test_a_response_alone_is_read_as_any_chat_history() -> None:
+    response = History((Message(role="assistant", content="7"),))
+    proto = chat_pb2.ChatHistory(response=history_to_proto(response))
+    assert chat_history_from_proto(proto) == ChatHistory(response=response)
+    proto.prompt.SetInParent()
+    assert chat_history_from_proto(proto) == ChatHistory(prompt=History(), response=response)
