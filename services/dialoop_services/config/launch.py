@@ -67,6 +67,21 @@ class KubernetesSection(Section):
     """Largest number of scorers that autoscaling starts."""
 
 
+class SkyPilotSection(Section):
+    """The job group that `dialoop train --on skypilot --print` writes."""
+
+    infra: str = ""
+    """Where SkyPilot looks for machines, as "kubernetes" or "slurm/cluster"; empty: anywhere."""
+    accelerator: str = "H100"
+    """SkyPilot's name of the GPU of processes that use one."""
+    volume: str = "dialoop-runs"
+    """SkyPilot's volume for runs, which all tasks mount; unused with shared_folder = false."""
+    setup: tuple[str, ...] = (
+        'pip install "dialoop-services[environment,replay,collector,scorer,inference,trainer]"',
+    )
+    """Lines of shell that install what the processes need."""
+
+
 class LaunchSection(Section):
     """Where the processes of `dialoop train` are started."""
 
@@ -79,3 +94,4 @@ class LaunchSection(Section):
     ray: RaySection = RaySection()
     slurm: SlurmSection = SlurmSection()
     kubernetes: KubernetesSection = KubernetesSection()
+    skypilot: SkyPilotSection = SkyPilotSection()

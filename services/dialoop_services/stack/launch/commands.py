@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
     from dialoop_services.config.job import JobConfig
     from dialoop_services.stack.launch.plan import PlannedProcess
+
+
+_NEXT = {
+    "kubernetes": "| kubectl apply -f -",
+    "skypilot": "> job.yaml`, and `sky jobs launch job.yaml --secret DIALOOP_TOKEN "
+    "--secret DIALOOP_REPLAY_REDIS_URL",
+}
+"""What takes the files that are printed."""
 
 
 @contextmanager
@@ -56,10 +65,10 @@ def runs_here(config: JobConfig) -> bool:
 def hand_over(config: JobConfig, words: Sequence[str], root: Path) -> int:
     """Give the job to what [launch] names, say what became of it, and return the exit code."""
     on = config.launch.on
-    if on == "kubernetes":
+    if on in _NEXT:
         raise InvalidConfig(
-            "Dialoop writes manifests and changes nothing in a cluster itself.",
-            remedy="Run `dialoop train CONFIG --on kubernetes --print | kubectl apply -f -`.",
+            f"Dialoop writes the files for {on} and starts nothing there itself.",
+            remedy=f"Run `dialoop train CONFIG --on {on} --print {_NEXT[on]}`.",
         )
     number = slurm.submit(config, words, root)
     sys.stdout.write(
@@ -73,10 +82,9 @@ def text_of(config: JobConfig, words: Sequence[str], root: Path, folder: Path) -
     """Return what would be started or handed over, as `--print` shows it."""
     if config.launch.on == "slurm":
         return slurm.script_of(config, words, root)
-    if config.launch.on == "kubernetes":
-        from dialoop_services.stack.launch import kubernetes  # needs PyYAML
-
-        return kubernetes.text_of(config)
+    if config.launch.on in _NEXT:  # imported here, since it needs PyYAML
+        module = import_module(f"dialoop_services.stack.launch.{config.launch.on}")
+        return str(module.text_of(config))
     if config.launch.on == "ray":
         bundles = "".join(f"# Bundle: {json.dumps(each)}\n" for each in bundles_of(config))
         needs = needs_elsewhere(config)

@@ -16,7 +16,6 @@ from dialoop.reasons import Reason
 from pydantic import BaseModel
 
 from dialoop_services.config.file import toml_value
-from dialoop_services.config.settings import CONFIG_VARIABLE
 from dialoop_services.stack.devices import needs_elsewhere
 from dialoop_services.stack.launch.plan import LaunchPlan, PlannedProcess
 from dialoop_services.stack.layout import FIXED_PORTS, Layout, replica_names, rest_name
@@ -31,9 +30,9 @@ CONFIG_FILE = "/etc/dialoop/job.toml"
 
 
 def plan_elsewhere(
-    config: JobConfig, host: Callable[[str], str], *, folder: Path = FOLDER
+    config: JobConfig, host: Callable[[str], str], *, config_file: str = CONFIG_FILE
 ) -> LaunchPlan:
-    """Return the plan whose processes reach each other at `host(name)`, with runs in `folder`.
+    """Return the plan whose processes reach each other at `host(name)` and read `config_file`.
 
     Raises InvalidConfig for a job whose queue would be lost with a process's memory, or that needs
     files of this machine.
@@ -53,11 +52,11 @@ def plan_elsewhere(
     }
     layout = Layout(
         config=config,
-        run_dir=RunDir(path=folder / "runs" / config.run, run_id=config.run),
+        run_dir=RunDir(path=FOLDER / "runs" / config.run, run_id=config.run),
         ports=ports | rest,
         hosts={name: host(name) for name in names},
         needs=needs_elsewhere(config),
-        config_file=CONFIG_FILE,
+        config_file=config_file,
         redis_url="from the secret",
     )
     plan = layout.launch_plan()
@@ -70,7 +69,6 @@ def _for_containers(process: PlannedProcess) -> PlannedProcess:
     variables.pop("DIALOOP_REPLAY_REDIS_URL", None)
     if process.role == "trainer":
         variables["DIALOOP_TRAINER_EXIT_WHEN_DONE"] = "true"
-    assert variables[CONFIG_VARIABLE] == CONFIG_FILE
     return replace(process, command=("python", *process.command[1:]), variables=variables)
 
 

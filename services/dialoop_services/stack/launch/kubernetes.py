@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from dialoop_services.stack.launch.elsewhere import CONFIG_FILE, FOLDER, job_file, plan_elsewhere
 from dialoop_services.stack.launch.plan import REPLICAS
+from dialoop_services.stack.launch.yaml_text import yaml_of
 from dialoop_services.stack.layout import FIXED_PORTS, service_of
 
 if TYPE_CHECKING:
@@ -47,24 +46,7 @@ def manifests_of(config: JobConfig) -> list[Manifest]:
 
 def text_of(config: JobConfig) -> str:
     """Return the manifests as YAML, as `kubectl apply -f -` takes it."""
-    documents = (
-        yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=100) for each in manifests_of(config)
-    )
-    return "---\n".join(documents)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are, and repeats what stands in several places."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        style = "|" if "\n" in data else None
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_str)
+    return yaml_of(manifests_of(config))
 
 
 def _host_of(name: str) -> str:
