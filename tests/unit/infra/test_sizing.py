@@ -15,14 +15,14 @@ PUBLISH = re.findall(
 )
 
 
-@pytest.mark.parametrize(("billions", "gigabytes", "one", "eight"), PUBLISH)
+@pytest.mark.parametrize(("billions", "gigabytes", "to_one", "to_eight"), PUBLISH)
 def test_publish_times_are_bytes_over_bandwidth(
-    billions: str, gigabytes: str, one: str, eight: str
+    billions: str, gigabytes: str, to_one: str, to_eight: str
 ) -> None:
     size = 2 * float(billions)
     assert size == float(gigabytes)
-    assert float(one) == pytest.approx(size / (10 / 8), rel=0.03)
-    assert float(eight) == pytest.approx(8 * size / (100 / 8), rel=0.08)
+    assert float(to_one) == pytest.approx(size / (10 / 8), rel=0.03)
+    assert float(to_eight) == pytest.approx(8 * size / (100 / 8), rel=0.08)
 
 
 def test_the_table_of_publishes_was_found() -> None:
@@ -31,10 +31,11 @@ def test_the_table_of_publishes_was_found() -> None:
 
 def test_the_queue_of_a_thousand_gpus_follows_from_what_was_measured() -> None:
     tokens, group = 1000 * 2000, 8 * 4000
-    assert round(tokens / group) == 63
+    assert tokens / group == pytest.approx(63, rel=0.01)
     bytes_of_token = 2.05e6 / (8 * 32_000)
     assert round(tokens * bytes_of_token / 1e6) == 16
-    assert 16 / 76 == pytest.approx(1 / 5, rel=0.1)
+    share = 16 / 76
+    assert share == pytest.approx(1 / 5, rel=0.1)
     text = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
     assert "37 groups or 76 MB a second" in text
     assert "| append, groups a second | 1242 |" in text
@@ -44,7 +45,7 @@ def test_the_registrys_figures_are_those_that_were_measured() -> None:
     path = ROOT / "benchmarks" / "results" / "registry.json"
     runs = json.loads(path.read_text("utf-8"))["runs"]
     calls = [run["calls_per_s"] for run in runs]
-    assert 285 < min(calls)
+    assert min(calls) > 285
     assert max(calls) < 305
     redis = next(run for run in runs if run["store"] == "redis")
     assert redis["service_cpu_ms_per_call"] == pytest.approx(0.9, rel=0.05)
