@@ -159,11 +159,17 @@ def forward_backward(  # noqa: PLR0913 - a model, its data, its loss and who loo
         )
         inputs = loss_inputs(row, scores.logprobs, entropy=scores.entropy, counts=counts)
         output = objective(inputs)
+        loss_of_row, own_metrics = output.loss, dict(output.metrics)
+        if scores.balance is not None:
+            # By its share of the update's tokens, so that the sum is a mean over rows.
+            share = len(scores.logprobs) / counts.num_tokens
+            loss_of_row = loss_of_row + policy.balance_coeff * share * scores.balance
+            own_metrics["router_balance"] = share * scores.balance.detach()
         if watch is not None:
-            watch(row, scores.logprobs, output.loss)
-        output.loss.backward()  # type: ignore[no-untyped-call]
-        total += float(output.loss.detach())
-        metrics.append({name: float(value) for name, value in output.metrics.items()})
+            watch(row, scores.logprobs, loss_of_row)
+        loss_of_row.backward()  # type: ignore[no-untyped-call]
+        total += float(loss_of_row.detach())
+        metrics.append({name: float(value) for name, value in own_metrics.items()})
     keep_pace(policy, num_behind, ranks)
     of_ranks = ranks.gather([total, metrics])
     # Every rank gets the same sum, so all ranks apply the step or all refuse it.

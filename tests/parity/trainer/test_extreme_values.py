@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop_services.config.losses import LOSSES
-from dialoop_services.config.tables import ObjectiveSettings
+from dialoop_services.config.objective import ObjectiveSettings
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.replay.validation import Stage, check_group
 from dialoop_services.trainer.data.batches import TrainedSequence

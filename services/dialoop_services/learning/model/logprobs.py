@@ -39,10 +39,12 @@ class TokenScores(NamedTuple):
     """The scores of M tokens: logprobs float32 [M] in nats, entropy float32 [M] in nats.
 
     entropy is None unless `with_entropy` was set. Both carry gradients. float64 stays float64.
+    balance: how evenly experts were used, from `experts.balance_of`; None where nobody asks for it.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
+    balance: Tensor | None = None
 
 
 def token_logprobs(  # noqa: PLR0913 - what is scored, and three ways to trade memory for time

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dialoop_services.learning.model.attention import PACKED_ATTENTION, plan_attention
+from dialoop_services.learning.model.experts import balance_of, routers_of, watch_routers
 from dialoop_services.learning.model.fused_head import (
     cut_kernel,
     require_half,
@@ -57,6 +58,8 @@ class PolicyModel(nn.Module):
         self.offloads = False
         """Whether what the layers keep for the backward pass waits in the host's memory."""
         self.logprob_kernel: LogprobKernel = "chunked"
+        self.balance_coeff = 0.0
+        """Coefficient of the loss that holds a mixture of experts to using all of them alike."""
         config = causal_lm.config.get_text_config()
         self._logits_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._logits_divisor = float(getattr(config, "logits_scaling", 1.0))  # Granite's
@@ -72,8 +75,10 @@ class PolicyModel(nn.Module):
         positions = batch.trained_positions
         shared = share_prefixes(batch.packed_tokens, batch.attention_lengths)
         predictors = shared.places.to(positions.device)[positions - 1]
-        hidden = self._hidden_states(batch, shared).index_select(0, predictors)
-        return token_logprobs(
+        routers = routers_of(self.causal_lm) if self.balance_coeff else []
+        with watch_routers(routers) as routed:
+            hidden = self._hidden_states(batch, shared).index_select(0, predictors)
+        scores = token_logprobs(
             hidden,
             self.head_weight,
             batch.packed_tokens[positions],
@@ -84,6 +89,16 @@ class PolicyModel(nn.Module):
             bias=self.causal_lm.get_output_embeddings().bias,
             softcap=self._logits_softcap,
         )
+        return scores._replace(balance=balance_of(routed)) if routed else scores
+
+    def take_balance(self, coeff: float) -> None:
+        """Add `coeff` times the balance of experts to the loss; InvalidConfig without experts."""
+        if coeff and not routers_of(self.causal_lm):
+            raise InvalidConfig(
+                f"router_balance_coeff is {coeff:g}, and the model has no routed experts.",
+                remedy="Leave it out of [train.objective].",
+            )
+        self.balance_coeff = coeff
 
     def hidden_matrices(self) -> list[nn.Parameter]:
         """Return the matrices between embedding and head, which Muon is made for."""

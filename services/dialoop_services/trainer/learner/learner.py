@@ -438,6 +438,7 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
         )
     if settings.activation_checkpointing:
         policy.checkpoint_activations()
+    policy.take_balance(settings.objective.router_balance_coeff)
     policy.offloads = settings.activation_offload
     policy.autocast = DTYPES[settings.autocast] if settings.autocast else None
     policy.take_kernel(settings.logprob_kernel, device=torch.device(settings.device))
