@@ -53,7 +53,7 @@ batch_size = 32
 learning_rate = 3e-3
 [train]
 num_steps = {num_steps}
-groups_per_train_step = 16
+groups_per_train_step = {groups_per_step}
 num_minibatches = 2
 loss = "grpo"
 checkpoint_every = 4
@@ -183,6 +183,7 @@ def run_under(
     faults: list[tuple[str, str]],
     *,
     num_steps: int,
+    groups_per_step: int = 16,
     appendfsync: str = "always",
     engine: str = ENGINE,
     config: Path | None = None,
@@ -194,7 +195,8 @@ def run_under(
     has_to_learn = config is None
     if config is None:
         config = folder / "job.toml"
-        config.write_text(CONFIG.format(engine=engine, num_steps=num_steps))
+        numbers = {"num_steps": num_steps, "groups_per_step": groups_per_step}
+        config.write_text(CONFIG.format(engine=engine, **numbers))
     program = find_redis({"PATH": os.environ["PATH"]}).program
     machine, began_at = Machine(folder), time.monotonic()
     with (
@@ -278,7 +280,8 @@ def test_a_small_job_survives_seven_faults(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [SEED] if "CHAOS_SEED" in os.environ else [0, 1, 2])
 def test_a_job_survives_every_process_killed_three_times(tmp_path: Path, seed: int) -> None:
     faults = schedule(seed, num_kills=3, num_stops=2, machine=CLOCKS + DISKS)
-    run_under(tmp_path, faults, num_steps=66)
+    # Many steps for many faults, of few groups each: late groups mostly lack a signal.
+    run_under(tmp_path, faults, num_steps=66, groups_per_step=12)
 
 
 @pytest.mark.heavy(reason="a job under three power losses, some minutes")
