@@ -43,7 +43,7 @@ D = TypeVar("D", bound=Destination)
 def rank(key: str, places: Iterable[D]) -> list[D]:
     """Return the destinations in the key's order, the same in every process.
 
-    rank("group-7", (a, b, c))    # [b, a, c], and [a, c] without b
+    The order of those that stay is the same after others have joined or left.
     """
 
     def score(place: D) -> bytes:

@@ -1,9 +1,5 @@
 """Go on with an answer that another replica began, as if one replica had sampled all of it.
 
-partial_answer.token_ids    # [17, 9, 4]: sampled before the replica was gone
-answer = await go_on(partial_answer, engine.sample, prompt_ids, sampling, stop=stop, decode=decode)
-answer.token_ids            # (17, 9, 4, 262)
-
 Each token keeps the log-prob and the version of the replica that sampled it. The new tokens are
 drawn from the policy's distribution after all that came before, so the answer is distributed as one
 that nobody broke off. An engine does not look for stop strings in its prompt: a stop string that
