@@ -31,7 +31,7 @@ from typing import Any
 
 BYTES_OF: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Bytes of a number."""
-PROCESS_BYTES = 520 << 20
+PROCESS_BYTES = 560 << 20
 """What Python, torch and transformers take in one process before it has a model."""
 VLLM_BYTES = 1100 << 20
 """What vLLM takes in its process before it has a model, on a CPU."""
