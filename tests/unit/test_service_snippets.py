@@ -274,7 +274,7 @@ def of_a_service(_: Path) -> Names:
     from dialoop.environments.sessions.engine import SessionEngine
     from dialoop.environments.sessions.records import SessionLimits
     from dialoop.v1 import environment_service_pb2 as pb
-    from dialoop.v1 import environment_service_pb2_grpc
+    from dialoop.v1 import environment_service_pb2_grpc, scope_pb2
     from dialoop_services.environment.servicer import EnvironmentServicer
     from dialoop_services.rest.app import RestOptions
     from dialoop_services.rest.bodies import BodyLimits
@@ -305,6 +305,7 @@ def of_a_service(_: Path) -> Names:
         "Token": Token,
         "settings": settings,
         "server": SimpleNamespace(add_socket=print, add_generic_rpc_handlers=print),
+        "SCOPE_ENV": scope_pb2.SCOPE_ENV,
         "GrpcServer": Stopped,
         "EnvironmentClient": EnvironmentClient,
         "pb": pb,

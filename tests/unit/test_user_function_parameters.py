@@ -37,6 +37,8 @@ NOT_A_USERS = {
     "dialoop.user_functions:": "what all of them use",
     "dialoop.wire.codec:": "pure functions of one field, from tables of dialoop.wire",
     "dialoop_services.collector.": "agents are loaded by path; the rest is the collector's own",
+    "dialoop_services.console.export:": "the console's own progress",
+    "dialoop_services.environment.interaction:": "the servicer's own answers",
     "dialoop_services.environment.serving:": "the server's own report",
     "dialoop_services.inference.": "between the service and its engine; a clock, for tests",
     "dialoop_services.learning.model.": "pure numeric kernels",
@@ -46,6 +48,7 @@ NOT_A_USERS = {
     "dialoop_services.rest.": "between the door and what it serves",
     "dialoop_services.runtime.": "between a server and its servicers",
     "dialoop_services.scorer.reference_batches:": "it loads the scorer's own model",
+    "dialoop_services.stack.launch.": "the launchers' own ports and processes",
     "dialoop_services.stack.processes.": "probes of the stack's own processes",
     "dialoop_services.trainer.": "between the job and its learner; trackers are loaded by path",
 }

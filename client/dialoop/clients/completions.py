@@ -1,11 +1,8 @@
 """Tokens and log-probs of a server with OpenAI's completions that Dialoop does not run.
 
-    async with Completions("http://127.0.0.1:8000/v1", tokenizer=tokenizer) as server:
-        (answer,) = await server.complete([5, 9, 17], SamplingParams(max_new_tokens=8))
-        answer.token_ids, answer.logprobs
-        await server.logprobs([5, 9, 17, 30])       # float32 [3], where the server scores
-
-Servers differ in what they say of tokens. `Completions` asks each of them once what it can do:
+`complete` samples after given token ids, and `logprobs` scores token ids, where the server can:
+float32 [n - 1]. Servers differ in what they say of tokens. `Completions` asks each of them once what
+it can do:
 
     token ids       `token_ids` (vLLM, Dialoop), "token_id:17" (older vLLM), or the text of a token,
                     which is taken only where no other token has the same

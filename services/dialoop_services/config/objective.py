@@ -1,7 +1,7 @@
 """Define [train.objective]: what goes with any loss, in RL and, where it applies, in SFT.
 
 [train.objective]
-kl_coeff = 0.01
+entropy_coeff = 0.01
 correction = "tis"
 """
 

@@ -1,6 +1,8 @@
 """Name a server of OpenAI's API that Dialoop does not run: an engine's, or a teacher's.
 
-[inference.engine]                     # with engine = "openai"
+engine = "openai"
+
+[inference.engine]
 url = "http://127.0.0.1:8000/v1"
 model = "my-model"
 

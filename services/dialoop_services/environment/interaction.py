@@ -1,7 +1,4 @@
-"""One stream of many sessions: requests begin in their order, and no answer waits for another.
-
-await Interaction(context, answer_at_once, answer, max_waiting=256).play(requests)
-"""
+"""One stream of many sessions: requests begin in their order, and no answer waits for another."""
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@
         while (text := await socket.receive()) is not None:
             await socket.send({"heard": text})
 
-    server.add_socket(SocketRoute(name="Echo.Socket", path="/echo/{name}", handle=echo))
+    server.add_socket(
+        SocketRoute(name="Echo.Socket", scope=SCOPE_ENV, path="/echo/{name}", handle=echo)
+    )
 
 A text frame may be as large as a body (`max_message_bytes`); a larger one ends the connection. An
 error that a handler raises ends it too, and goes to the log.

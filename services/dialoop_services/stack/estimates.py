@@ -1,7 +1,7 @@
 """What a job will need, said before it starts: memory of each process, bytes of a publish, time.
 
-estimate = estimate_of(config)            # None where the model's sizes are not known
-estimate.lines(gflops=95.0)               # as `dialoop config check` prints them
+`estimate_of` returns None where the model's sizes are not known; `dialoop config check` prints the
+estimate's `lines`.
 
 The formulas are in `config/memory.py`. They count a CPU's memory; of processes on GPUs the same
 bytes lie on the device.

@@ -16,7 +16,10 @@ from dialoop.reasons import Reason
 ROOT = Path(__file__).parents[3]
 
 # Looks into a store more and more rarely: no call is repeated, and `learning` may not know grpc.
-POLLS = {"services/dialoop_services/learning/parallel/group_commands.py"}
+POLLS = {
+    "services/dialoop_services/learning/parallel/group_commands.py",
+    "services/dialoop_services/stack/launch/ray.py",  # it waits evenly; its power of 2 is a GiB
+}
 
 
 class Clock:

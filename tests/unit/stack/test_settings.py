@@ -40,7 +40,7 @@ PLACES = {
     "inference_rest_addresses model_dir",
     "scorer": "worker replay_address model_dir",
     "trainer": "run_dir model_dir tiny_model_seed replay_address environment_address "
-    "inference_addresses shared_memory_dir device_lock",
+    "inference_addresses shared_memory_dir device_lock exit_when_done",
 }
 
 
@@ -92,6 +92,7 @@ def test_every_table_is_some_services() -> None:
     unread = {name for name in tables if name not in read and name not in TABLES.values()}
     assert unread == {
         "gates",
+        "launch",
         "ports",
         "resources",
     }  # the stack's own; the trainer derives a bound from one

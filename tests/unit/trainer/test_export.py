@@ -147,7 +147,7 @@ def test_the_command_exports_and_says_what_is_wrong(
     assert main([str(run_dir), "latest", str(tmp_path / "a")]) == 0
     assert "main-2" in capsys.readouterr().out
     assert main([str(run_dir), "main-7", str(tmp_path / "b")]) == 2
-    assert "main-1, main-2" in capsys.readouterr().err
+    assert "main-1, style-1, main-2" in capsys.readouterr().err
     assert main([str(tmp_path), "main-7", str(tmp_path / "b")]) == 2
     assert "not a run of Dialoop" in capsys.readouterr().err
 

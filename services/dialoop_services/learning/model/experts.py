@@ -1,9 +1,7 @@
 """How evenly a mixture of experts uses its experts: the auxiliary loss that holds it to that.
 
-    routers = routers_of(model)
-    with watch_routers(routers) as routed:
-        model(input_ids=ids)
-    balance_of(routed)                    # k, the experts of a token, where all are used alike
+`watch_routers` notes what the routers of a forward pass chose, and `balance_of` makes one number of
+it: k, the experts of a token, where all are used alike.
 
 Source: Switch Transformer (arXiv 2101.03961), equations 4 to 6, over all layers together as in
 transformers' `load_balancing_loss_func`. The experts counted are those that the router chose, also
