@@ -1,8 +1,8 @@
 """Tokens and log-probs of a server with OpenAI's completions that Dialoop does not run.
 
 `complete` samples after given token ids, and `logprobs` scores token ids, where the server can:
-float32 [n - 1]. Servers differ in what they say of tokens. `Completions` asks each of them once what
-it can do:
+float32 [n - 1]. Servers differ in what they say of tokens. `Completions` asks each of them once
+what it can do:
 
     token ids       `token_ids` (vLLM, Dialoop), "token_id:17" (older vLLM), or the text of a token,
                     which is taken only where no other token has the same

@@ -3,9 +3,7 @@
     async def models(request: HttpRequest, answer: HttpAnswer) -> None:
         await answer.json({"object": "list", "data": []})
 
-    server.add_route(
-        HttpRoute(name="OpenAI.ListModels", scope=SCOPE_ROLLOUT, method="GET", path="/v1/models", ...)
-    )
+    server.add_route(HttpRoute(name="OpenAI.ListModels", scope=SCOPE_ROLLOUT, handle=models, ...))
 
 A handler answers with one JSON document, or with server-sent events. `errors` turns an error that
 it raises into an answer of the protocol's own shape.

@@ -306,5 +306,5 @@ def test_a_process_with_a_wrong_setting_ends_with_one_sentence_and_exit_2(tmp_pa
         check=False,
     )
     assert ended.returncode == 2, ended.stderr
-    assert "no model in" in ended.stderr.splitlines()[-1]
+    assert "no config.json in" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr

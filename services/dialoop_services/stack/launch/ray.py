@@ -1,8 +1,8 @@
 """Run a job on Ray: one placement group, and an actor for each process, which starts it.
 
-`ray_site` connects and reserves room for everything at once. The supervisor of the local stack stays
-what it is: it starts, watches and restarts processes by the plan, through the actors. Logs and status
-are those of the local stack.
+`ray_site` connects and reserves room for everything at once. The supervisor of the local stack
+stays what it is: it starts, watches and restarts processes by the plan, through the actors. Logs
+and status are those of the local stack.
 """
 
 from __future__ import annotations
