@@ -105,14 +105,21 @@ def num_serving(log: Path) -> int:
     return log.read_text().count("Serving.") if log.is_file() else 0
 
 
+def num_restores(world: Recorded) -> int:
+    """How often a trainer has continued from a checkpoint."""
+    return [row["kind"] for row in world.metrics].count("restore")
+
+
 async def train_with_many_kills(world: Recorded, start: Trainers) -> None:
     """Killed over and over, whatever it is doing."""
     environment, log = world.environment(**SETTINGS), world.run_dir / "log"
     moments = random.Random(1)
-    for _ in range(NUM_KILLS):
-        num_up = num_serving(log)
+    for number in range(NUM_KILLS):
+        num_up, num_restored = num_serving(log), num_restores(world)
         trainer = start.start(environment, log)
         await trainer.until(partial(lambda before: num_serving(log) > before, num_up), every_s=0.0)
+        if world.metrics and number % 4:  # else it may be killed before it has restored, too
+            await trainer.until(partial(lambda before: num_restores(world) > before, num_restored))
         await asyncio.sleep(moments.uniform(0.0, 0.8))
         trainer.kill()
     await train_through(world, start)
@@ -182,7 +189,7 @@ async def test_a_trainer_may_be_killed_at_any_moment(tmp_path: Path, redis_url: 
     trains = (train_through, train_with_many_kills)
     _, killed = await compare(tmp_path, store, *trains, are_forked=True)
     assert killed.train_rows == read_rows(killed)
-    assert [row["kind"] for row in killed.metrics].count("restore") > NUM_KILLS // 2
+    assert num_restores(killed) > NUM_KILLS // 2
 
 
 @pytest.mark.heavy(reason="starts five trainers, each of which imports torch")
