@@ -32,6 +32,7 @@ IMPORT_BY_NAME = {
     "client/dialoop/sandbox/killed.py",
     "services/dialoop_services/learning/model/fused_head.py",
     "services/dialoop_services/stack/in_process.py",
+    "services/dialoop_services/stack/launch/commands.py",  # only the chosen launcher is loaded
     "services/dialoop_services/stack/layout.py",
     "services/dialoop_services/trainer/records/trackers.py",
 }

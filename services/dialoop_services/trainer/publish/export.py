@@ -216,8 +216,8 @@ def _write_dtype(path: Path, dtype: str) -> None:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _place_of(policy: Path) -> tuple[int, int]:
-    return publish_order(version_of_name(policy.name))
+def _place_of(policy: Path) -> tuple[tuple[int, int], str]:
+    return publish_order(version_of_name(policy.name)), policy.name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
