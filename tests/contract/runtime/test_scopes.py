@@ -157,6 +157,9 @@ async def test_routes_of_other_protocols_have_a_scope_too(tmp_path):
                     assert (answer.status_code != 403) == (token == allowed), (url, answer.text)
                 metrics = await http.get("/metrics", headers={"authorization": "Bearer roll"})
                 assert metrics.status_code == 200, "any token may read these"
+                assert (await http.get("/metrics")).status_code == 401
+                for page in ("/healthz", "/readyz", "/docs", "/openapi.json"):
+                    assert (await http.get(page)).status_code == 200, page
 
 
 async def test_a_websocket_needs_the_scope_of_its_route(tmp_path):
