@@ -53,7 +53,7 @@ def ray_site(config: JobConfig) -> Iterator[Site]:
     try:
         require_room(components_of(config), _nodes_of(ray))
         group = _reserve(ray, config)
-        os.environ.setdefault(TOKEN, secrets.token_urlsafe(32))
+        os.environ[TOKEN] = os.environ.get(TOKEN) or secrets.token_urlsafe(32)  # empty is none
         yield _place(ray, config, group)
     finally:
         ray.shutdown()

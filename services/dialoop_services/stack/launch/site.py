@@ -54,7 +54,7 @@ def spread_site(
     The launcher that starts the replicas gives them their devices. Processes of several machines
     need a token to reach each other: without one in the environment, a new one is put there.
     """
-    os.environ.setdefault(TOKEN, secrets.token_urlsafe(32))
+    os.environ[TOKEN] = os.environ.get(TOKEN) or secrets.token_urlsafe(32)  # empty is none
     elsewhere = needs_elsewhere(config)
     here = plan_devices(config, (this_machine(os.environ),), without=("inference",)).processes
     threads = {
