@@ -8,9 +8,13 @@ ten seconds the script reads, of each process of the stack, the resident memory 
 descriptors as the kernel counts them, and the size of the run's folder by what is in it. The load
 is the CPU time of all these processes over the time and the cores; `--groups-in-flight` sets it.
 
+The queue's ledger remembers finished tasks, and inference remembers conversations, each up to a
+bound that the settings state. With the defaults both would still fill after half an hour. The job
+sets bounds that are full after three minutes, so that what grows later is a leak.
+
 Growth compares the median of the last two minutes with that of minutes four and five. The exit code
-is 1 where memory or descriptors of a process grew by more than a twentieth (and by more than 8 MiB,
-or by more than 4), or where the disk, without the retained trajectories, is above its bound: two
+is 1 where memory or descriptors of a process grew by more than a twentieth (and by more than 1 MiB,
+or by more than 1), or where the disk, without the retained trajectories, is above its bound: two
 checkpoints, the policies that the settings keep, and 4 kB of metrics and logs for each train step.
 """
 
@@ -39,14 +43,17 @@ EVERY_S = 10.0
 WARM_S = (180.0, 300.0)
 LAST_S = 120.0
 GROWTH = 0.05
-SLACK_MIB, SLACK_DESCRIPTORS = 8.0, 4
+SLACK_MIB, SLACK_DESCRIPTORS = 1.0, 1
 BYTES_A_STEP = 4000
 KEEP_POLICIES, KEEP_EVERY = 4, 1000
+# More than the groups between two checkpoints, which a restored trainer may ask for again.
+MAX_FINISHED = 400
 CONFIG = """
 run = "soak"
 engine = "transformers"
 [inference]
 max_model_len = 256
+context_cache_mib = 2
 [collector]
 max_groups_in_flight = {groups_in_flight}
 [warm_start]
@@ -184,7 +191,10 @@ def soak(folder: Path, minutes: float, groups_in_flight: int) -> dict[str, Any]:
             groups_in_flight=groups_in_flight, keep_policies=KEEP_POLICIES, keep_every=KEEP_EVERY
         )
     )
-    variables = os.environ | {"PYTHONPATH": f"{ROOT / 'client'}:{ROOT / 'services'}"}
+    variables = os.environ | {
+        "PYTHONPATH": f"{ROOT / 'client'}:{ROOT / 'services'}",
+        "DIALOOP_REPLAY_MAX_FINISHED": str(MAX_FINISHED),
+    }
     command = [sys.executable, "-m", "dialoop_services.stack", "train", str(config)]
     samples: list[dict[str, Any]] = []
     run_dir = folder / "runs" / "soak"
