@@ -281,7 +281,7 @@ def test_a_small_job_survives_seven_faults(tmp_path: Path) -> None:
 def test_a_job_survives_every_process_killed_three_times(tmp_path: Path, seed: int) -> None:
     faults = schedule(seed, num_kills=3, num_stops=2, machine=CLOCKS + DISKS)
     # Many steps for many faults, of few groups each: late groups mostly lack a signal.
-    run_under(tmp_path, faults, num_steps=66, groups_per_step=12)
+    run_under(tmp_path, faults, num_steps=80, groups_per_step=12)
 
 
 @pytest.mark.heavy(reason="a job under three power losses, some minutes")
