@@ -77,9 +77,11 @@ class Estimate:
             f"publish  {self.publish_bytes / _MIB:.1f} MiB each time ({self.what_is_published})"
         )
         products = f"{self.step_products / 1e12:.1f} Tflop of the trainer"
-        time = f", {self.step_products / gflops / 1e9:.0f} s at {gflops:.0f} Gflop/s"
+        time = ""
+        if gflops:
+            time = f", {self.step_products / gflops / 1e9:.0f} s at {gflops:.0f} Gflop/s"
         lines.append(
-            f"step     at most {products}{time if gflops else ''}, if every trajectory has "
+            f"step     at most {products}{time}, if every trajectory has "
             f"{self.row_tokens} tokens"
         )
         return lines

@@ -101,6 +101,7 @@ def test_a_publish_has_the_bytes_of_its_file(directory) -> None:
     lines = whole.lines(gflops=50.0)
     assert [line.split()[0] for line in lines] == [*["memory"] * 3, "publish", "step"]
     assert "Gflop/s" in lines[-1]
+    assert "Gflop/s" not in whole.lines()[-1]  # of a machine whose rate is not known
 
 
 def test_a_row_that_is_larger_than_the_memory_is_refused_with_what_it_needs(directory) -> None:
