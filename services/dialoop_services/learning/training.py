@@ -10,6 +10,7 @@ import torch
 
 from dialoop_services.learning.loss.loss_inputs import LossInputs
 from dialoop_services.learning.loss.objective import Objective, combine_metrics
+from dialoop_services.learning.memory import return_free_memory
 from dialoop_services.learning.parallel.parallel_rows import keep_pace, rows_behind
 from dialoop_services.learning.parallel.ranks import ALONE, Ranks
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from dialoop_services.learning.model.policy import PolicyModel
     from dialoop_services.learning.optim import GuardedOptimizer, StepReport
     from dialoop_services.learning.packing.rows import PackedBatch, TokenRow
+
+_GROWTH = 128 << 20
+"""Bytes by which rows may leave the process larger before it gives them back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +172,7 @@ def forward_backward(  # noqa: PLR0913 - a model, its data, its loss and who loo
         if watch is not None:
             watch(row, scores.logprobs, loss_of_row)
         loss_of_row.backward()  # type: ignore[no-untyped-call]
+        return_free_memory(above=_GROWTH)
         total += float(loss_of_row.detach())
         metrics.append({name: float(value) for name, value in own_metrics.items()})
     keep_pace(policy, num_behind, ranks)

@@ -81,8 +81,7 @@ class Estimate:
         if gflops:
             time = f", {self.step_products / gflops / 1e9:.0f} s at {gflops:.0f} Gflop/s"
         lines.append(
-            f"step     at most {products}{time}, if every trajectory has "
-            f"{self.row_tokens} tokens"
+            f"step     at most {products}{time}, if every trajectory has {self.row_tokens} tokens"
         )
         return lines
 

@@ -8,7 +8,6 @@ under the new version, or keep them in a KEEP_KV load, which marks their samples
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import time
 from collections import deque
@@ -60,6 +59,7 @@ from dialoop_services.inference.weights.parameters import (
     require_same_parameters,
 )
 from dialoop_services.learning.lora.base_weights import BaseWeights
+from dialoop_services.learning.memory import return_free_memory
 from dialoop_services.learning.model.checkpoint_names import from_checkpoint
 
 if TYPE_CHECKING:
@@ -420,17 +420,6 @@ class TransformersEngine:
             row.fail(error)
         self._running = []
         self._batch.clear()
-
-
-def return_free_memory() -> None:
-    """Give the system the memory that glibc keeps after tensors were freed; elsewhere do nothing.
-
-    Batches come in all sizes. In a soak of half an hour what they left grew the process by an
-    eighth.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
