@@ -116,6 +116,7 @@ export type ServiceNow = {
   rest_address: string;
   health: string;
   silent_s: number;
+  incarnation: string;
   process: { state?: string; pid?: number | null; num_restarts?: number; alarm?: string };
   waits: Wait[];
 };
@@ -149,6 +150,7 @@ export type Now = {
   queue: {
     training: Record<string, number>;
     evaluation: Record<string, number>;
+    oldest_s: Record<"training" | "evaluation", Record<string, number>>;
     dropped: Record<string, number>;
     credits: number;
     max_outstanding_groups: number;

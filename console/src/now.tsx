@@ -59,7 +59,7 @@ function Services({ now }: { now: Now }) {
         <table id="services">
           <thead>
             <tr>
-              {["service", "health", "since", "pid", "restarts", "gRPC", "REST", "policy", "requests", "busy"].map(
+              {["service", "health", "since", "incarnation", "pid", "restarts", "gRPC", "REST", "policy", "requests", "busy"].map(
                 (title) => (
                   <th>{title}</th>
                 ),
@@ -77,6 +77,7 @@ function Services({ now }: { now: Now }) {
                     {each.health}
                   </td>
                   <td>{each.silent_s >= 1 ? `${number(Math.round(each.silent_s))} s` : ""}</td>
+                  <td>{each.incarnation || "–"}</td>
                   <td>{each.process.pid ?? "–"}</td>
                   <td>{number(each.process.num_restarts)}</td>
                   <td>{each.address || "–"}</td>
@@ -182,6 +183,14 @@ function Queue({ now }: { now: Now }) {
               ))}
             </tr>
           ))}
+          {(["training", "evaluation"] as const).map((purpose) => (
+            <tr>
+              <th scope="row">{purpose}, age of the oldest</th>
+              {Object.keys(queue[purpose]).map((place) => (
+                <td>{age(queue.oldest_s[purpose][place])}</td>
+              ))}
+            </tr>
+          ))}
         </tbody>
       </table>
       <Facts
@@ -213,4 +222,8 @@ function Facts({ id, facts }: { id: string; facts: [string, string][] }) {
 
 function share(value: number | null): string {
   return value === null ? "–" : `${Math.round(100 * value)} %`;
+}
+
+function age(seconds: number | undefined): string {
+  return seconds === undefined ? "" : `${number(Math.round(seconds))} s`;
 }

@@ -16,7 +16,7 @@ from dialoop.cli.running_stacks import find_stack
 from dialoop.cli.stack import choose_stack
 from dialoop.clients.tls import rest_scheme
 from dialoop.now import Watcher
-from dialoop.now.snapshot import groups_by_place
+from dialoop.now.snapshot import ages_by_place, groups_by_place
 
 if TYPE_CHECKING:
     import argparse
@@ -103,10 +103,13 @@ def lines_of(now: Now) -> list[str]:
         silent = f" for {service.silent_s:.0f} s" if service.silent_s >= 1.0 else ""
         restarts = service.process.get("num_restarts", 0)
         again = f", started again {restarts} times" if restarts else ""
-        health = f"{service.health}{silent}{again}"
+        incarnation = f", {service.incarnation}" if service.incarnation else ""
+        health = f"{service.health}{silent}{incarnation}{again}"
         lines.append(f"{service.name:<12} {service.address:<22} {health}{rest}")
     lines.append(f"training:  {training_line(now.trainer) if now.trainer else 'no answer'}")
     lines.append(f"queue:     {queue_line(now.queue) if now.queue else 'no answer'}")
+    if now.queue and (ages := ages_line(now.queue)):
+        lines.append(f"oldest:    {ages}")
     if now.sampled_tokens_per_s is not None:
         lines.append(f"sampling:  {now.sampled_tokens_per_s:.0f} tokens/s")
     lines += [f"busy:      {name} {share:.0%}" for name, share in now.busy_shares.items()]
@@ -132,3 +135,10 @@ def queue_line(stats: ReplayStats) -> str:
     offered, *places = groups_by_place(stats.training).items()
     groups = ", ".join(f"{count} {place}" for place, count in places)
     return f"{offered[1]} {offered[0]}; groups: {groups}; {stats.credits} credits"
+
+
+def ages_line(stats: ReplayStats) -> str:
+    """Return for how long the oldest groups wait at each place; empty where none waits."""
+    ages = ages_by_place(stats.training)
+    ages |= {f"{place} (evaluation)": s for place, s in ages_by_place(stats.evaluation).items()}
+    return ", ".join(f"{place} {seconds:.0f} s" for place, seconds in ages.items())

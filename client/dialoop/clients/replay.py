@@ -170,7 +170,9 @@ class Returned:
 class LedgerCounts:
     """Counts of one purpose. Trajectories: generated = consumed + dropped + live.
 
-    `num_trajectories_waiting` are the live ones of groups that are not closed yet.
+    `num_trajectories_waiting` are the live ones of groups that are not closed yet. oldest_s: age in
+    seconds of the oldest task or group that is "offered", "leased", "unscored" or "scored", for
+    those states that have some; groups that a scorer or a trainer holds count in none.
     """
 
     num_tasks_offered: int
@@ -187,6 +189,7 @@ class LedgerCounts:
     num_groups_closed_short: int
     num_groups_dropped: dict[str, int] = field(default_factory=dict)
     num_trajectories_dropped: dict[str, int] = field(default_factory=dict)
+    oldest_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_open(self) -> int:
@@ -574,5 +577,6 @@ def _counts_from_proto(proto: pb.LedgerCounts) -> LedgerCounts:
         | {
             "num_groups_dropped": dict(proto.num_groups_dropped),
             "num_trajectories_dropped": dict(proto.num_trajectories_dropped),
+            "oldest_s": dict(proto.oldest_s),
         }
     )

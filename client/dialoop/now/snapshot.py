@@ -23,7 +23,9 @@ SERVING = "serving"
 class ServiceNow:
     """One service. `health` is "serving", "is not ready", "does not answer", or a process's state.
 
-    silent_s: seconds since it last served, as far as the watcher saw. process: what the supervisor
+    silent_s: seconds since it last served, as far as the watcher saw. incarnation: "epoch 3" for a
+    member of the run's registry, "process 2" for the second process that the supervisor started;
+    empty where neither is known. process: what the supervisor
     of an embedded stack says of its process: state, pid, num_restarts, alarm.
     """
 
@@ -32,6 +34,7 @@ class ServiceNow:
     rest_address: str
     health: str
     silent_s: float
+    incarnation: str = ""
     process: Mapping[str, object] = field(default_factory=dict)
     waits: tuple[Wait, ...] = ()
 
@@ -133,6 +136,10 @@ def _queue_of(stats: ReplayStats | None) -> dict[str, Any] | None:
     return {
         "training": groups_by_place(stats.training),
         "evaluation": groups_by_place(stats.evaluation),
+        "oldest_s": {
+            "training": ages_by_place(stats.training),
+            "evaluation": ages_by_place(stats.evaluation),
+        },
         "dropped": dict(stats.training.num_groups_dropped),
         "credits": stats.credits,
         "max_outstanding_groups": stats.max_outstanding_groups,
@@ -140,6 +147,23 @@ def _queue_of(stats: ReplayStats | None) -> dict[str, Any] | None:
         "num_redelivered": stats.num_redelivered,
         "is_full": stats.is_full,
         "store": stats.store,
+    }
+
+
+_PLACES = {
+    "offered": "tasks offered",
+    "leased": "playing",
+    "unscored": "unscored",
+    "scored": "scored",
+}
+
+
+def ages_by_place(counts: LedgerCounts) -> dict[str, float]:
+    """Return the age in seconds of the oldest group at each place, under its name there."""
+    return {
+        place: counts.oldest_s[state]
+        for state, place in _PLACES.items()
+        if state in counts.oldest_s
     }
 
 

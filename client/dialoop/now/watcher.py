@@ -19,6 +19,7 @@ import grpc
 from dialoop.cli.running_stacks import read_announcement
 from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
+from dialoop.clients.registry import RegistryClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.tls import open_channel
@@ -29,11 +30,12 @@ from dialoop.now.snapshot import SERVING, Now, ServiceNow
 from dialoop.waits import Wait
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
     from typing import Self
 
     from dialoop.cli.running_stacks import Stack
     from dialoop.clients.inference import PolicyStatus
+    from dialoop.clients.registry import ServiceMember
     from dialoop.clients.replay import ReplayStats
 
     Check = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
@@ -94,6 +96,7 @@ class Watcher:
             waits = {name: begin(self._waits_of(name)) for name in names}
             trainer = begin(self._ask("trainer", lambda c: TrainerClient(c).get_status()))
             queue = begin(self._ask("replay", self._stats))
+            members = begin(self._ask("replay", self._members))
             policies = {
                 name: begin(self._ask(name, lambda c: InferenceClient(c).get_policy()))
                 for name in names
@@ -116,6 +119,11 @@ class Watcher:
                     rest_address=self.stack.rest.get(name, ""),
                     health=health,
                     silent_s=silent.get(name, 0.0),
+                    incarnation=_incarnation_of(
+                        self.stack.addresses.get(name, ""),
+                        of_processes.get(name, {}),
+                        members.result() or (),
+                    ),
                     process=of_processes.get(name, {}),
                     waits=waits_of.get(name, ()),
                 )
@@ -178,6 +186,9 @@ class Watcher:
     async def _stats(self, channel: Channel) -> ReplayStats:
         return await ReplayClient(channel).get_stats(self.stack.run_id)
 
+    async def _members(self, channel: Channel) -> tuple[ServiceMember, ...]:
+        return await RegistryClient(channel).list_members(self.stack.run_id)
+
     async def _ask(self, name: str, ask: Callable[[Channel], Awaitable[T]]) -> T | None:
         """Return a service's answer; None if it gives none in time."""
         if name not in self._channels:
@@ -202,6 +213,20 @@ class Watcher:
             return ()
         text = await asyncio.to_thread(_metrics_of, address, self._token)
         return _waits_in(text)
+
+
+def _incarnation_of(
+    address: str, process: Mapping[str, object], members: Iterable[ServiceMember]
+) -> str:
+    """Return which life of a service answers: its epoch, or else the number of its process.
+
+    An address that two members claim is of the newer one.
+    """
+    epochs = [member.epoch for member in members if address and member.address == address]
+    if epochs:
+        return f"epoch {max(epochs)}"
+    restarts = process.get("num_restarts")
+    return f"process {restarts + 1}" if isinstance(restarts, int) else ""
 
 
 def _metrics_of(address: str, token: str) -> str:

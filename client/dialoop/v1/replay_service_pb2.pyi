@@ -403,7 +403,7 @@ class GetStatsResponse(_message.Message):
     def __init__(self, stats: _Optional[_Union[ReplayStats, _Mapping]] = ...) -> None: ...
 
 class LedgerCounts(_message.Message):
-    __slots__ = ("num_tasks_offered", "num_groups_leased", "num_groups_unscored", "num_groups_scored", "num_groups_training", "num_groups_trained", "num_groups_consumed", "num_groups_dropped", "num_trajectories_generated", "num_trajectories_consumed", "num_trajectories_dropped", "num_trajectories_live", "num_trajectories_waiting", "num_groups_closed_short")
+    __slots__ = ("num_tasks_offered", "num_groups_leased", "num_groups_unscored", "num_groups_scored", "num_groups_training", "num_groups_trained", "num_groups_consumed", "num_groups_dropped", "num_trajectories_generated", "num_trajectories_consumed", "num_trajectories_dropped", "num_trajectories_live", "num_trajectories_waiting", "num_groups_closed_short", "oldest_s")
     class NumGroupsDroppedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +418,13 @@ class LedgerCounts(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class OldestSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NUM_TASKS_OFFERED_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_LEASED_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_UNSCORED_FIELD_NUMBER: _ClassVar[int]
@@ -432,6 +439,7 @@ class LedgerCounts(_message.Message):
     NUM_TRAJECTORIES_LIVE_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAJECTORIES_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_GROUPS_CLOSED_SHORT_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_S_FIELD_NUMBER: _ClassVar[int]
     num_tasks_offered: int
     num_groups_leased: int
     num_groups_unscored: int
@@ -446,7 +454,8 @@ class LedgerCounts(_message.Message):
     num_trajectories_live: int
     num_trajectories_waiting: int
     num_groups_closed_short: int
-    def __init__(self, num_tasks_offered: _Optional[int] = ..., num_groups_leased: _Optional[int] = ..., num_groups_unscored: _Optional[int] = ..., num_groups_scored: _Optional[int] = ..., num_groups_training: _Optional[int] = ..., num_groups_trained: _Optional[int] = ..., num_groups_consumed: _Optional[int] = ..., num_groups_dropped: _Optional[_Mapping[str, int]] = ..., num_trajectories_generated: _Optional[int] = ..., num_trajectories_consumed: _Optional[int] = ..., num_trajectories_dropped: _Optional[_Mapping[str, int]] = ..., num_trajectories_live: _Optional[int] = ..., num_trajectories_waiting: _Optional[int] = ..., num_groups_closed_short: _Optional[int] = ...) -> None: ...
+    oldest_s: _containers.ScalarMap[str, float]
+    def __init__(self, num_tasks_offered: _Optional[int] = ..., num_groups_leased: _Optional[int] = ..., num_groups_unscored: _Optional[int] = ..., num_groups_scored: _Optional[int] = ..., num_groups_training: _Optional[int] = ..., num_groups_trained: _Optional[int] = ..., num_groups_consumed: _Optional[int] = ..., num_groups_dropped: _Optional[_Mapping[str, int]] = ..., num_trajectories_generated: _Optional[int] = ..., num_trajectories_consumed: _Optional[int] = ..., num_trajectories_dropped: _Optional[_Mapping[str, int]] = ..., num_trajectories_live: _Optional[int] = ..., num_trajectories_waiting: _Optional[int] = ..., num_groups_closed_short: _Optional[int] = ..., oldest_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ReplayStats(_message.Message):
     __slots__ = ("training", "evaluation", "policy_version", "max_outstanding_groups", "credits", "num_redelivered", "num_dead_letters", "num_duplicate_appends", "num_rejected_appends", "cursor", "store", "is_full")

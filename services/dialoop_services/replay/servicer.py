@@ -247,9 +247,9 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         while not self._stop.is_set():
             change = self._changes.next_of(request.run)
             answer = await self._apply(pb.GetStatsRequest(run=request.run), pb.GetStatsResponse)
-            if answer.stats != last:
-                last = answer.stats
-                yield pb.WatchResponse(stats=last)
+            if (counts := _without_ages(answer.stats)) != last:
+                last = counts
+                yield pb.WatchResponse(stats=answer.stats)
                 await _wait(self._stop, request.interval_s)
             else:
                 await _wait(change, max(request.interval_s, self._poll_s))
@@ -318,6 +318,15 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         """Raise InvalidInput for an impossible `lease_s`; replace 0 by the default."""
         check_seconds("lease_s", request.lease_s)
         request.lease_s = request.lease_s or self.store.limits.lease_s
+
+
+def _without_ages(stats: pb.ReplayStats) -> pb.ReplayStats:
+    """Return the stats without what every moment changes."""
+    counts = pb.ReplayStats()
+    counts.CopyFrom(stats)
+    counts.training.ClearField("oldest_s")
+    counts.evaluation.ClearField("oldest_s")
+    return counts
 
 
 def add_replay_to_server(servicer: ReplayServicer, server: Any) -> None:

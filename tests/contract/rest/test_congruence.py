@@ -45,7 +45,7 @@ TASKS = ArithmeticTasks()
 KEY = TASKS.keys("train")[0]
 ANSWER = TASKS.get("train", KEY).answer
 # What differs from one run to the next.
-_VOLATILE = ("expires_in_s", "generate_s", "queue_s", "lease_id")
+_VOLATILE = ("expires_in_s", "generate_s", "queue_s", "lease_id", "oldest_s")
 
 
 def response_of(text: str, role: str = "assistant") -> dict[str, Any]:

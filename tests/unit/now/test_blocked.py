@@ -14,7 +14,8 @@ NAMES = {f"127.0.0.1:{port}": name for port, name in enumerate(("environment", "
 def counts(**fields: int) -> LedgerCounts:
     zero = dict.fromkeys(LedgerCounts.__dataclass_fields__, 0)
     return LedgerCounts(
-        **{**zero, "num_groups_dropped": {}, "num_trajectories_dropped": {}} | fields
+        **{**zero, "num_groups_dropped": {}, "num_trajectories_dropped": {}, "oldest_s": {}}
+        | fields
     )
 
 

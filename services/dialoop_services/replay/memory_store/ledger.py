@@ -32,6 +32,12 @@ KIND_OF_STAGE = {
 STAGE_OF_KIND = {kind: stage for stage, kind in KIND_OF_STAGE.items()}
 
 
+_WAITING_AT = {
+    Purpose.TRAINING: {"unscored": Stage.UNSCORED, "scored": Stage.SCORED},
+    Purpose.EVALUATION: {"scored": Stage.EVALUATION},
+}
+
+
 class GroupState(StrEnum):
     """State of a task and its group; the value is the field of LedgerCounts that counts it."""
 
@@ -50,10 +56,11 @@ _OUTSTANDING = (GroupState.LEASED, GroupState.UNSCORED, GroupState.SCORED, Group
 
 @dataclass(slots=True, kw_only=True)
 class StagedGroup:
-    """A group in one stage. `lease_id` keeps the last lease, also after the group has left."""
+    """A group in one stage, since it came. `lease_id` keeps the last lease, also after it left."""
 
     order: int
     payload: bytes
+    since_ms: int
     lease_id: str = ""
     worker: str = ""
     priority: float = 0.0
@@ -78,6 +85,8 @@ class Record:
     assembly: Assembly
     payload: bytes
     order: int
+    offered_ms: int
+    leased_ms: int = 0
     state: GroupState = GroupState.OFFERED
     attempt: int = 1
     lease_id: str = ""
@@ -157,6 +166,28 @@ class Ledger:
         """Return how many training groups are played and not yet with the trainer."""
         counts = self.counts[Purpose.TRAINING]
         return counts.num_groups_unscored + counts.num_groups_scored
+
+    @property
+    def now_ms(self) -> int:
+        """Return the time in ms, as Redis counts it."""
+        return round(self.now * 1000)
+
+    def oldest_s(self, purpose: Purpose) -> dict[str, float]:
+        """Return the age of the oldest task or group of each state, as the proto says."""
+        since = {}
+        if offered := self.offered[purpose]:
+            since["offered"] = self.records[offered[0][1]].offered_ms
+        leased = [
+            record.leased_ms
+            for record in map(self.held_task, self.deadlines)
+            if record and record.purpose is purpose
+        ]
+        if leased:
+            since["leased"] = min(leased)
+        for state, stage in _WAITING_AT[purpose].items():
+            if ready := self.ready[stage]:
+                since[state] = ready[min(ready)].entries[stage].since_ms
+        return {state: (self.now_ms - ms) / 1000 for state, ms in since.items()}
 
     def counts_of(self, record: Record) -> LedgerCounts:
         """Return the counts of the record's purpose."""
@@ -327,7 +358,9 @@ class Ledger:
         self, record: Record, stage: Stage, payload: bytes, priority: float = 0.0
     ) -> None:
         """Put the group at the end of a stage."""
-        entry = StagedGroup(order=self.next_order(), payload=payload, priority=priority)
+        entry = StagedGroup(
+            order=self.next_order(), payload=payload, since_ms=self.now_ms, priority=priority
+        )
         record.entries[stage] = entry
         self.ready[stage][entry.order] = record
 

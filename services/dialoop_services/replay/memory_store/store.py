@@ -104,6 +104,7 @@ def _offer_tasks(ledger: Ledger, request: pb.OfferTasksRequest) -> pb.OfferTasks
             ),
             payload=group_head(task),
             order=ledger.next_order(),
+            offered_ms=ledger.now_ms,
         )
         ledger.records[task.task_id] = record
         ledger.count(record, GroupState.OFFERED, 1)
@@ -123,6 +124,7 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
             record = ledger.records[heapq.heappop(waiting)[1]]
             ledger.move(record, GroupState.LEASED)
             record.lease_id = ledger.new_lease(Kind.TASK, record.task_id, request.lease_s)
+            record.leased_ms = ledger.now_ms
             record.has_progress = False
             record.expired_members = []
             answer.leases.add(
@@ -420,6 +422,8 @@ def _get_stats(ledger: Ledger, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
         cursor=ledger.cursor,
         store="memory (not durable)",
     )
+    stats.training.oldest_s.update(ledger.oldest_s(Purpose.TRAINING))
+    stats.evaluation.oldest_s.update(ledger.oldest_s(Purpose.EVALUATION))
     return pb.GetStatsResponse(stats=stats)
 
 

@@ -21,6 +21,53 @@ for i = 1, #flat, 2 do
   elseif trajectory_reason then ledger.num_trajectories_dropped[trajectory_reason] = value end
 end
 
+-- A record of a version without times has no age.
+local function add_age(purpose, state, since)
+  local ages = ledgers[purpose].oldest_s or {}
+  if since then ages[state] = (now - since) / 1000 end
+  ledgers[purpose].oldest_s = ages
+end
+
+-- Return the first of a sorted set, which is the oldest: orders rise with the clock.
+local function first_of(name)
+  local id = redis.call('ZRANGE', key(name), 0, 0)[1]
+  return id and load(id)
+end
+
+for _, purpose in ipairs({TRAINING, EVALUATION}) do
+  local rec = first_of('offered:' .. purpose)
+  if rec then add_age(purpose, 'offered', rec.t) end
+end
+for stage, place in pairs({unscored = {TRAINING, 'unscored'}, scored = {TRAINING, 'scored'},
+                           evaluation = {EVALUATION, 'scored'}}) do
+  local rec = first_of('ready:' .. stage)
+  if rec then add_age(place[1], place[2], rec.e[stage].t) end
+end
+
+-- Tokens of leases rise with the clock too, so few records are read.
+local missing, playing, from = {}, {}, 0
+for _, purpose in ipairs({TRAINING, EVALUATION}) do
+  if counted(purpose .. ':leased') > 0 then missing[purpose] = true end
+end
+while next(missing) do
+  local page = redis.call('ZRANGE', key('deadlines'), from, from + PAGE - 1)
+  for _, lease in ipairs(page) do
+    local token, id = string.match(lease, '^task/(%d+)/(.*)$')
+    if token then playing[#playing + 1] = {token = tonumber(token), id = id} end
+  end
+  from = from + PAGE
+  if #page < PAGE then break end
+end
+table.sort(playing, function(a, b) return a.token < b.token end)
+for _, lease in ipairs(playing) do
+  if not next(missing) then break end
+  local rec = load(lease.id)
+  if rec and missing[rec.p] then
+    add_age(rec.p, 'leased', rec.lt)
+    missing[rec.p] = nil
+  end
+end
+
 local stats = {
   training = ledgers[TRAINING], evaluation = ledgers[EVALUATION],
   max_outstanding_groups = tonumber(meta('max_outstanding')) or 0, credits = credits(),

@@ -37,10 +37,10 @@
 -- Record: id, p(urpose), n(um trajectories), o(rder), s(tate), refused (it found no room in the
 --   queue), m(embers' digests, '' until finished; in one string once the group has closed),
 --   c(ount of finished members), b(ytes of them), v = {lineage = {oldest, newest}}, sc(ored),
---   dead = {...}; until the group closes k (fewest trajectories), a(ttempt), l(ast lease), ok (a
---   member was finished under it), f(ailures of each member), x (members that failed as l ran out),
---   i(ds of finished trajectories);
---   e = {stage = {o(rder), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
+--   dead = {...}; until the group closes k (fewest trajectories), t(ime of the offer in ms), a(ttempt),
+--   l(ast lease), lt (its time), ok (a member was finished under it), f(ailures of each member), x
+--   (members that failed as l ran out), i(ds of finished trajectories);
+--   e = {stage = {o(rder), t(ime it came), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
 --   gone}}
 local TRAINING, EVALUATION = 1, 2
 local WORKERS = 'workers'
@@ -278,7 +278,7 @@ local function add_entry(rec, stage, payload, priority)
     redis.call('XGROUP', 'CREATE', stream, WORKERS, '0', 'MKSTREAM')
   end
   has_stream[stage] = true
-  rec.e[stage] = {o = order, l = '', n = 0, f = 0, b = #payload,
+  rec.e[stage] = {o = order, t = now, l = '', n = 0, f = 0, b = #payload,
                   pr = priority}
   redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.id, 'b', payload)
   add_ready(rec, stage)
@@ -303,6 +303,7 @@ end
 local function freeze_members(rec)
   rec.m = table.concat(rec.m, ',')
   rec.f, rec.x, rec.l, rec.ok, rec.a, rec.k = nil, nil, nil, nil, nil, nil
+  rec.t, rec.lt = nil, nil
 end
 
 local function is_closed(rec) return type(rec.m) == 'string' end

@@ -13,7 +13,7 @@ for i, task in ipairs(call.tasks) do
   if not load(task.task_id) then
     local rec = {id = task.task_id, p = task.purpose, n = task.num_trajectories,
                  k = task.min_trajectories, o = next_order(), s = 'offered', a = 1, l = '',
-                 m = {}, f = {}, x = {}, c = 0, b = 0, v = {}, e = {}}
+                 t = now, m = {}, f = {}, x = {}, c = 0, b = 0, v = {}, e = {}}
     for member = 1, rec.n do rec.m[member], rec.f[member] = '', 0 end
     redis.call('HSET', key('tasks'), rec.id, ARGV[2 + i])
     count(rec.p .. ':offered', 1)
