@@ -4,6 +4,7 @@
 .venv/bin/python infra/evidence_page.py --check              # fail unless it is up to date
 .venv/bin/python infra/evidence_page.py --run TEST...        # run tests of promises, record, write
 .venv/bin/python infra/evidence_page.py --run --missing      # run those that have no record
+.venv/bin/python infra/evidence_page.py --report REPORT      # record what `pytest --junitxml` wrote
 
 A promise is an entry of infra/evidence/promises.toml or a row of a table `promise | test` in docs/.
 Records are in infra/evidence/runs.json. Every command fails for a test that does not exist.
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "evidence.md"
@@ -238,15 +239,15 @@ def _recorded_runs() -> dict[str, Any]:
     return runs
 
 
-def record(tests: Iterable[str]) -> bool:
-    """Run each test and keep what came out; return whether none failed."""
+def record(tests: Iterable[str], play: Callable[[str], dict[str, Any]]) -> bool:
+    """Keep what comes out of each test as `play` has it; return whether none failed."""
     runs, machine, commit = _recorded_runs(), _machine(), _commit()
     if machine not in runs["machines"]:
         runs["machines"].append(machine)
     is_good, named = True, {test for promise in promises() for test in promise.tests}
     runs["tests"] = {test: runs["tests"][test] for test in runs["tests"] if test in named}
     for test in tests:
-        outcome = _play(test)
+        outcome = play(test)
         is_good = is_good and not outcome["failed"]
         runs["tests"][test] = outcome | {
             "date": datetime.now(UTC).date().isoformat(),
@@ -267,8 +268,22 @@ def _play(test: str) -> dict[str, Any]:
         subprocess.run(words, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
         if not report.is_file():
             raise EvidenceError(f"pytest did not run {test}.")
-        cases = ElementTree.parse(report).getroot().iter("testcase")
-        return outcome_of(test, cases)
+        return outcome_of(test, ElementTree.parse(report).getroot().iter("testcase"))
+
+
+def outcomes_in(report: Path, tests: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return what a report of pytest says of those tests all of whose functions were run."""
+    cases: dict[tuple[str, str], list[ElementTree.Element]] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        name = case.get("name", "").partition("[")[0]
+        cases.setdefault((case.get("classname", ""), name), []).append(case)
+    outcomes = {}
+    for test in tests:
+        module = test.partition("::")[0].removesuffix(".py").replace("/", ".")
+        of_functions = [cases.get((module, name), []) for name in tests_of(test)]
+        if all(of_functions):
+            outcomes[test] = outcome_of(test, [case for each in of_functions for case in each])
+    return outcomes
 
 
 def outcome_of(test: str, cases: Iterable[ElementTree.Element]) -> dict[str, Any]:
@@ -341,6 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--run", nargs="*", metavar="TEST")
     parser.add_argument("--missing", action="store_true")
+    parser.add_argument("--report", type=Path)
     options = parser.parse_args(arguments)
     try:
         named = list(dict.fromkeys(test for promise in promises() for test in promise.tests))
@@ -351,7 +367,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for test in options.run:
                 if test not in named:
                     raise EvidenceError(f"No promise names {test}.")
-            is_good = record([*options.run, *missing])
+            is_good = record([*options.run, *missing], _play)
+        if options.report:
+            outcomes = outcomes_in(options.report, named)
+            is_good = record(outcomes, outcomes.__getitem__) and is_good
         text = page()
     except EvidenceError as error:
         sys.stderr.write(f"evidence: {error}\n")

@@ -75,6 +75,19 @@ def test_cases_of_a_report_are_counted_by_function(script: dict[str, Any]) -> No
     assert outcome == counts | {"seconds": 3, "reason": "no / here"}
 
 
+def test_a_report_records_the_tests_of_which_it_has_every_function(
+    script: dict[str, Any], tmp_path: Path
+) -> None:
+    name = "test_the_page_is_up_to_date"
+    case = f'<testcase classname="tests.unit.infra.test_evidence_page" name="{name}" time="2"/>'
+    report = tmp_path / "report.xml"
+    report.write_text(f"<testsuites>{case}</testsuites>", encoding="utf-8")
+    outcomes = script["outcomes_in"](report, [HERE, f"{HERE}::{name}"])
+    (outcome,) = outcomes.values()
+    assert list(outcomes) == [f"{HERE}::{name}"]
+    assert outcome == {"functions": 1, "passed": 1, "failed": 0, "seconds": 2, "reason": ""}
+
+
 @pytest.mark.parametrize("test", ["tests/nowhere.py", f"{HERE}::test_nothing", "tests/unit"])
 def test_a_test_that_does_not_exist_is_named(script: dict[str, Any], test: str) -> None:
     with pytest.raises(script["EvidenceError"], match="There is no test"):
