@@ -59,9 +59,12 @@ def rows_of(run_dir: Path) -> set[str]:
 def test_a_detached_stack_is_used_and_stopped_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(CONFIG)
-    started = dialoop("up", "job.toml", "--detach")
+    started = dialoop("up", "job.toml", "--detach", "--json")
     try:
         assert started.returncode == 0, started.stderr
+        announced = json.loads(started.stdout)
+        assert announced["run_dir"] == "runs/served"
+        assert find_stack(Path("runs/served")).addresses == announced["addresses"]
         again = dialoop("up", "job.toml", "--detach")
         assert (again.returncode, again.stderr.count("\n")) == (2, 1)
         # Without a name `down` means the run called "default", and this one goes on.
@@ -84,8 +87,9 @@ def test_a_detached_stack_is_used_and_stopped_by_its_name(tmp_path, monkeypatch)
         (console,) = re.findall(r"console (http://\S+/)", status.stdout)
         wait_for(lambda: "served" in text_at(f"{console}api/runs"), 60.0)
     finally:
-        stopped = dialoop("down", "served")
+        stopped = dialoop("down", "served", "--json")
     assert stopped.returncode == 0, stopped.stderr
+    assert json.loads(stopped.stdout) == {"run_dir": "runs/served", "pid": announced["pid"]}
     assert find_stack(Path("runs/served")) is None
     assert not Path("runs/served/stack.json").exists()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import argparse
+
     from rich.console import Console
 
 
@@ -13,6 +16,29 @@ def say(text: str) -> None:
     """Print one line to the standard output."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def say_json(value: object) -> None:
+    """Print a value as one line of JSON to the standard output."""
+    say(json.dumps(value, ensure_ascii=False))
+
+
+WITHOUT_JSON = {
+    "play": "a person, or the policy, talks with the environment in the terminal",
+    "env play": "the same as play",
+    "console": "serves a page, or writes one into a folder",
+    "completion": "prints a script for a shell",
+    "import": "prints a job file, and what it leaves out in its comments",
+}
+"""The commands that have no --json, and why. Each other command has it."""
+
+
+def add_json(command: argparse.ArgumentParser, what: str) -> None:
+    """Add --json, with which a command prints nothing but JSON to the standard output.
+
+    Errors stay what they are: one line on the standard error, and an exit code above 0.
+    """
+    command.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 
 
 def complain(text: str) -> None:

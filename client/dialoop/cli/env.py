@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dialoop.cli.console import say
+from dialoop.cli.console import say, say_json
 from dialoop.cli.env_template import JOB_TEMPLATE, TEMPLATE
 from dialoop.cli.play import import_from_here, options_of
 from dialoop.cli.running_stacks import require_addresses
@@ -51,6 +51,9 @@ def new(arguments: argparse.Namespace) -> int:
             raise InvalidInput(f"{path} exists already.", remedy="Choose another name.")
     for path, text in texts.items():
         path.write_text(text.replace("{name}", name), encoding="utf-8")
+    if arguments.json:
+        say_json({"environment": f"{name}:environment", "files": [str(path) for path in texts]})
+        return 0
     say(f"{' and '.join(map(str, texts))} are written. Try them, then make them yours:")
     say(f"  dialoop env check {name}:environment")
     say(f"  dialoop env play {name}:environment")

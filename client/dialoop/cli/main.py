@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from dialoop.cli.console import complain
+from dialoop.cli.console import add_json, complain
 from dialoop.errors import DialoopError, InvalidInput, NotFound
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="SCOPE",
         help="env, rollout, queue:append, queue:lease, weights or admin; may be repeated",
     )
+    add_json(token, "the secret and its table")
     token.set_defaults(module="token", function="token")
     console = commands.add_parser("console", help="serve a page that shows runs, token by token")
     console.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
@@ -84,13 +85,13 @@ def parser() -> argparse.ArgumentParser:
         "compare", help="compare finished runs: means over seeds, and differences of configs"
     )
     compare.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
-    compare.add_argument("--json", action="store_true", help="print JSON")
+    add_json(compare, "the comparison")
     compare.set_defaults(module="stack", function="compare", root=ROOT)
     _add_replay_step(commands)
     doctor = commands.add_parser(
         "doctor", help="show what this machine can run and what is missing"
     )
-    doctor.add_argument("--json", action="store_true", help="print JSON")
+    add_json(doctor, "the findings")
     doctor.set_defaults(module="doctor", function="doctor")
     _add_eval(commands)
     _add_audit(commands)
@@ -129,6 +130,8 @@ def _add_stack_commands(commands: Commands) -> None:
     train.add_argument(
         "--print", action="store_true", help="print what --on would start, and start nothing"
     )
+    add_json(up, "the addresses, once all services are ready,")
+    add_json(train, "the summary of each run, one line at its end,")
     for command, function in ((up, "up"), (train, "train")):
         _add_set(command)
         command.add_argument("--run", default="", help="name of the run, instead of the config's")
@@ -136,6 +139,7 @@ def _add_stack_commands(commands: Commands) -> None:
         command.set_defaults(module="stack", function=function)
     down = commands.add_parser("down", help="stop the stack of a run and wait for its end")
     down.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (120)")
+    add_json(down, "what has stopped")
     down.set_defaults(module="stack", function="down")
     scale = commands.add_parser(
         "scale", help="grow or shrink collectors and replicas of a stack while it runs"
@@ -145,6 +149,7 @@ def _add_stack_commands(commands: Commands) -> None:
     )
     scale.add_argument("--run", default="", help="name of the run, if there are several stacks")
     scale.add_argument("--timeout", type=float, default=300.0, help="seconds to wait (300)")
+    add_json(scale, "what the stack has then")
     scale.set_defaults(module="scale", function="scale", root=ROOT)
     status = commands.add_parser(
         "status", help="show the health of a stack, its training and its queue"
@@ -157,7 +162,7 @@ def _add_stack_commands(commands: Commands) -> None:
         command.add_argument(
             "run", nargs="?", default="", help="name of the run, if there are several stacks"
         )
-        command.add_argument("--json", action="store_true", help="print JSON, one line for a look")
+        add_json(command, "the state, one line for a look,")
     for command in (up, train, down, status, watch):
         command.set_defaults(root=ROOT)
 
@@ -210,6 +215,7 @@ def _add_env(commands: Commands) -> None:
     new.add_argument(
         "name", help="name of the environment; NAME.py is written into the current folder"
     )
+    add_json(new, "the files that are written")
     new.set_defaults(module="env", function="new")
     check = actions.add_parser("check", help="check that an environment keeps the rules")
     check.add_argument("environment", help="arithmetic, jsonl or module:attribute")
@@ -217,14 +223,14 @@ def _add_env(commands: Commands) -> None:
         "--say", action="append", default=[], metavar="TEXT", help="another answer to try"
     )
     check.add_argument("--tasks", type=int, default=3, help="tasks of each split to play (3)")
-    check.add_argument("--json", action="store_true", help="print JSON")
+    add_json(check, "the findings")
     _add_options(check)
     check.set_defaults(module="env", function="check")
     _add_play(actions)
     listed = actions.add_parser("list", help="list the environments")
     listed.add_argument("--address", default="", help="host:port of an environment service")
     listed.add_argument("--run", default="", help="list those of this run's stack")
-    listed.add_argument("--json", action="store_true", help="print JSON")
+    add_json(listed, "the list")
     listed.set_defaults(module="env", function="list_environments", root=ROOT)
 
 
@@ -256,7 +262,7 @@ def _add_show(commands: Commands) -> None:
     show.add_argument("--tokens", action="store_true", help="add a line for each token")
     show.add_argument("--list", action="store_true", help="print a line for each that matches")
     show.add_argument("--group", action="store_true", help="print its whole group, a line each")
-    show.add_argument("--json", action="store_true", help="print JSON, a trajectory a line")
+    add_json(show, "a trajectory a line")
     show.set_defaults(module="show", function="show")
 
 
@@ -293,7 +299,7 @@ def _add_eval(commands: Commands) -> None:
     )
     evaluate.add_argument("--max-model-len", type=int, help="the engine's longest sequence")
     evaluate.add_argument("--fresh", action="store_true", help="replace an earlier evaluation")
-    evaluate.add_argument("--json", action="store_true", help="print the results as JSON")
+    add_json(evaluate, "the results")
     _add_options(evaluate)
     evaluate.set_defaults(module="evaluate", function="evaluate", root=ROOT)
 
@@ -311,7 +317,7 @@ def _add_audit(commands: Commands) -> None:
         metavar="NAME=VALUE",
         help="what is said of its sampling, as temperature=0.7 or max_staleness=2",
     )
-    audit.add_argument("--json", action="store_true", help="print the reports as JSON")
+    add_json(audit, "the reports")
     audit.set_defaults(module="audit", function="audit", root=ROOT)
 
 
@@ -332,6 +338,7 @@ def _add_export(commands: Commands) -> None:
     export.add_argument(
         "--base", default="", help="version that the adapter was trained on (the run's own model)"
     )
+    add_json(export, "the policy and its directory")
     export.set_defaults(module="stack", function="export", root=ROOT)
 
 
@@ -341,7 +348,7 @@ def _add_replay_step(commands: Commands) -> None:
     )
     replay.add_argument("run", help="name of the run, or its directory")
     replay.add_argument("steps", help="number of a train step, or several as 7..9")
-    replay.add_argument("--json", action="store_true", help="print JSON, a step a line")
+    add_json(replay, "a step a line")
     replay.set_defaults(module="stack", function="replay_step", root=ROOT)
 
 
@@ -353,9 +360,11 @@ def _add_config(commands: Commands) -> None:
     shown = actions.add_parser("print", help="print the config with all defaults, as TOML")
     shown.add_argument("config", nargs="?", type=Path, help="TOML job config")
     shown.add_argument("--origins", action="store_true", help="say where each value is from")
+    add_json(shown, "the config, with --origins also these,")
     shown.set_defaults(module="stack", function="print_config")
     check = actions.add_parser("check", help="say what is wrong in it, without starting anything")
     check.add_argument("config", type=Path, help="TOML job config")
+    add_json(check, "mistakes, warnings and estimates")
     check.set_defaults(module="stack", function="check_config")
     for command in (shown, check):
         _add_set(command)

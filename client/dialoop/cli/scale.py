@@ -7,7 +7,7 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-from dialoop.cli.console import say
+from dialoop.cli.console import say, say_json
 from dialoop.cli.running_stacks import SCALE_FILE, SCALED, find_stack
 from dialoop.cli.stack import choose_stack
 from dialoop.errors import InvalidConfig, Unavailable
@@ -42,7 +42,10 @@ def scale(arguments: argparse.Namespace) -> int:
             raise Unavailable(f"{stack.run_dir} has ended.", reason=Reason.NO_STACK)
         present, ready = num_present(now), num_present(now, states=("ready",))
         if all(present[s] == ready[s] == count for s, count in wanted.items()):
-            say(f"{stack.run_dir} has " + ", ".join(f"{c} {s}" for s, c in wanted.items()))
+            if arguments.json:
+                say_json({"run_dir": str(stack.run_dir), "counts": wanted})
+            else:
+                say(f"{stack.run_dir} has " + ", ".join(f"{c} {s}" for s, c in wanted.items()))
             return 0
     raise Unavailable(
         f"{stack.run_dir} is not scaled within {arguments.timeout:g} s.",

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dialoop.cli.console import complain, say
+from dialoop.cli.console import complain, say, say_json
 from dialoop.cli.running_stacks import find_stack, find_stacks, read_announcement
 from dialoop.clients.tls import rest_scheme
 from dialoop.errors import InvalidConfig, NotFound, Unavailable
@@ -50,12 +50,15 @@ def print_config(arguments: argparse.Namespace) -> int:
     """Print the effective config."""
     words = [str(arguments.config)] if arguments.config else []
     words += ["--origins"] if arguments.origins else []
+    words += _json_words(arguments)
     return _become(["config", *words, *_set_words(arguments)])
 
 
 def check_config(arguments: argparse.Namespace) -> int:
     """Say what is wrong in a config, without starting anything."""
-    return _become(["check", str(arguments.config), *_set_words(arguments)])
+    return _become(
+        ["check", str(arguments.config), *_json_words(arguments), *_set_words(arguments)]
+    )
 
 
 def import_config(arguments: argparse.Namespace) -> int:
@@ -70,6 +73,7 @@ def export(arguments: argparse.Namespace) -> int:
     words = [str(run_dir), arguments.version, str(arguments.directory)]
     words += ["--merged"] if arguments.merged else []
     words += ["--base", arguments.base] if arguments.base else []
+    words += _json_words(arguments)
     return _become(words, module="dialoop_services.trainer.publish.export")
 
 
@@ -83,14 +87,14 @@ def console(arguments: argparse.Namespace) -> int:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Compare finished runs."""
-    words = [*(["--json"] if arguments.json else []), "--", *_run_dirs(arguments)]
+    words = [*_json_words(arguments), "--", *_run_dirs(arguments)]
     return _become(words, module="dialoop_services.stack.report.compare")
 
 
 def replay_step(arguments: argparse.Namespace) -> int:
     """Repeat kept train steps of a run, and name what differs."""
     run = arguments.run if Path(arguments.run).is_dir() else str(arguments.root / arguments.run)
-    words = [*(["--json"] if arguments.json else []), "--", run, arguments.steps]
+    words = [*_json_words(arguments), "--", run, arguments.steps]
     return _become(words, module="dialoop_services.trainer.step_replay.replay")
 
 
@@ -112,7 +116,10 @@ def down(arguments: argparse.Namespace) -> int:
                 remedy="Run `dialoop down` again; the second time it stops at once.",
             )
         time.sleep(_POLL_S)
-    say(f"{stack.run_dir} has stopped.")
+    if arguments.json:
+        say_json({"run_dir": str(stack.run_dir), "pid": stack.pid})
+    else:
+        say(f"{stack.run_dir} has stopped.")
     return 0
 
 
@@ -139,7 +146,11 @@ def _job_words(arguments: argparse.Namespace) -> list[str]:
     words = [str(arguments.config)] if arguments.config else []
     words += ["--run", arguments.run] if arguments.run else []
     words += ["--fresh"] if arguments.fresh else []
-    return [*words, *_set_words(arguments)]
+    return [*words, *_json_words(arguments), *_set_words(arguments)]
+
+
+def _json_words(arguments: argparse.Namespace) -> list[str]:
+    return ["--json"] if arguments.json else []
 
 
 def _set_words(arguments: argparse.Namespace) -> list[str]:
@@ -189,7 +200,8 @@ def _start_detached(words: list[str], arguments: argparse.Namespace) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    say(f"starting {run_dir} (pid {process.pid}); its log is {log}")
+    if not arguments.json:
+        say(f"starting {run_dir} (pid {process.pid}); its log is {log}")
     try:
         ready = _wait_until_ready(process, run_dir)
     except KeyboardInterrupt:
@@ -200,6 +212,18 @@ def _start_detached(words: list[str], arguments: argparse.Namespace) -> int:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         complain((lines or ["it ended without any output"])[-1].removeprefix("dialoop stack: "))
         return 2 if process.returncode == 2 else 1
+    if arguments.json:
+        say_json(
+            {
+                "run_dir": str(run_dir),
+                "pid": ready.pid,
+                "run_id": ready.run_id,
+                "addresses": dict(ready.addresses),
+                "rest_addresses": dict(ready.rest),
+                "console": ready.console,
+            }
+        )
+        return 0
     for name, address in ready.addresses.items():
         at = f"   {rest_scheme()}://{ready.rest[name]}" if name in ready.rest else ""
         say(f"{name:<12} {address}{at}")

@@ -7,7 +7,7 @@ import re
 import secrets
 from typing import TYPE_CHECKING
 
-from dialoop.cli.console import say
+from dialoop.cli.console import say, say_json
 from dialoop.errors import InvalidInput
 from dialoop.wire.scopes import SCOPES
 
@@ -28,11 +28,17 @@ def token(arguments: argparse.Namespace) -> int:
             f"{arguments.name!r} is no name for a token.", remedy="Use letters, digits, - and _."
         )
     secret = secrets.token_urlsafe(_SECRET_BYTES)
-    scopes = ", ".join(f'"{scope}"' for scope in dict.fromkeys(arguments.scope))
+    digest = hashlib.sha256(secret.encode()).hexdigest()
+    wanted = list(dict.fromkeys(arguments.scope))
+    if arguments.json:
+        table = {"sha256": digest, "scopes": wanted}
+        say_json({"name": arguments.name, "secret": secret, "table": table})
+        return 0
+    scopes = ", ".join(f'"{scope}"' for scope in wanted)
     say("For the caller, who sets DIALOOP_TOKEN to it:")
     say(f"{secret}\n")
     say("For the file that the service's DIALOOP_TOKEN_FILE names:")
     say(f"[tokens.{arguments.name}]")
-    say(f'sha256 = "{hashlib.sha256(secret.encode()).hexdigest()}"')
+    say(f'sha256 = "{digest}"')
     say(f"scopes = [{scopes}]")
     return 0

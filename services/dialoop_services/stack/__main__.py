@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shlex
 import signal
@@ -20,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dialoop.cli.running_stacks import STACK_FILE
 from dialoop.errors import DialoopError, InvalidConfig
 from rich.console import Console
 
@@ -76,13 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "train":
             return _train(options, words)
         loaded = _config(options)
-        config = loaded.config
         if options.command == "config":
-            sys.stdout.write(toml_of(config, loaded.origins if options.origins else None))
-            sys.stdout.write("".join(f"# {line}\n" for line in _device_comments(config)))
+            _print(loaded, with_origins=options.origins, as_json=options.json)
             return 0
         if options.command == "check":
-            return _check(loaded, options.config)
+            return _check(loaded, options.config, as_json=options.json)
         return _start(options, words, loaded)
     except (DialoopError, BaseExceptionGroup) as error:
         return _fail(error)
@@ -108,11 +108,13 @@ def _train(options: argparse.Namespace, words: Sequence[str]) -> int:
         if code is None:
             code = _start(options, words, loaded, branch)
         else:
-            sys.stdout.write(f"{loaded.config.run} has ended already; --fresh repeats it.\n")
+            beside = sys.stderr if options.json else sys.stdout
+            beside.write(f"{loaded.config.run} has ended already; --fresh repeats it.\n")
+            _say_result(options, loaded.config, code)
         if code > _SIGNALLED:
             return code
         codes.append(code)
-    compare([options.folder / loaded.config.run for loaded in jobs], Console())
+    compare([options.folder / loaded.config.run for loaded in jobs], _console(options))
     return max(codes)
 
 
@@ -139,7 +141,7 @@ def _start(
             options.folder, config, fresh=fresh, reuse=not is_job, started_with=start
         ) as run_dir:
             try:
-                code = _run(config, run_dir, loaded.folder, is_job=is_job)
+                code = _run(config, run_dir, loaded.folder, options)
             except Exception as error:
                 if not commands.has_moved(error):
                     raise
@@ -147,8 +149,25 @@ def _start(
                 fresh = run_dir.saved_progress() is None
                 continue
             if is_job and code > _SIGNALLED:
-                sys.stdout.write(f"{_farewell(run_dir, config, words)}\n")
+                beside = sys.stderr if options.json else sys.stdout
+                beside.write(f"{_farewell(run_dir, config, words)}\n")
+            elif is_job:
+                _say_result(options, config, code)
             return code
+
+
+def _console(options: argparse.Namespace) -> Console:
+    """Return where people read on; with --json the standard output has nothing but JSON."""
+    return Console(stderr=options.json)
+
+
+def _say_result(options: argparse.Namespace, config: JobConfig, code: int) -> None:
+    """With --json print one line of a run that has ended."""
+    if options.json:
+        run_dir = options.folder / config.run
+        summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
+        result = {"run_dir": str(run_dir), "exit_code": code, "summary": summary}
+        sys.stdout.write(f"{json.dumps(result)}\n")
 
 
 def _again(words: Sequence[str]) -> list[str]:
@@ -172,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--folder", type=Path, default=ROOT, help="where runs are kept (runs)")
         command.add_argument("--run", default="", help="name of the run, instead of the config's")
         command.add_argument("--fresh", action="store_true", help="replace an existing run")
+        command.add_argument("--json", action="store_true", help="print JSON alone")
         command.add_argument(
             "--set",
             action="append",
@@ -243,24 +263,52 @@ def _serving_alone(*, with_ports: bool) -> list[Override]:
     return [Override(path=path, value=value, origin="serve") for path, value in values.items()]
 
 
-def _check(loaded: LoadedConfig, path: Path) -> int:
+def _print(loaded: LoadedConfig, *, with_origins: bool, as_json: bool) -> None:
+    """Print a config with all defaults, and the plan of its devices."""
+    config, origins = loaded.config, loaded.origins if with_origins else None
+    devices = _device_comments(config)
+    if as_json:
+        value: dict[str, object] = {"config": config.model_dump(mode="json"), "devices": devices}
+        value |= {"origins": dict(origins)} if origins is not None else {}
+        sys.stdout.write(f"{json.dumps(value)}\n")
+        return
+    sys.stdout.write(toml_of(config, origins))
+    sys.stdout.write("".join(f"# {line}\n" for line in devices))
+
+
+def _check(loaded: LoadedConfig, path: Path, *, as_json: bool) -> int:
     """Print every mistake; if there is none, print warnings and say so."""
     mistakes = preflight.mistakes_in(loaded.config, folder=loaded.folder)
     for mistake in mistakes:
         _fail(mistake)
     if mistakes:
+        if as_json:
+            texts = [ExitReason.of(mistake).message for mistake in mistakes]
+            sys.stdout.write(f"{json.dumps({'config': str(path), 'mistakes': texts})}\n")
         return 2
-    for warning in job.warnings_for(loaded.config):
+    warnings, devices = job.warnings_for(loaded.config), _device_lines(loaded.config)
+    estimates = _estimates(loaded)
+    if as_json:
+        value = {"config": str(path), "mistakes": [], "warnings": warnings}
+        value |= {"devices": devices, "estimates": estimates}
+        sys.stdout.write(f"{json.dumps(value)}\n")
+        return 0
+    for warning in warnings:
         sys.stdout.write(f"Warning: {warning}.\n")
-    sys.stdout.write("".join(f"{line}\n" for line in _device_lines(loaded.config)))
-    with working_in(loaded.folder):
-        estimate = estimate_of(loaded.config)
-    if estimate is not None:
-        is_cpu = loaded.config.train.device == "cpu"
-        rate = preflight.gflops_of_this_machine() * loaded.config.train.num_threads if is_cpu else 0
-        sys.stdout.write("".join(f"{line}\n" for line in estimate.lines(gflops=rate)))
+    sys.stdout.write("".join(f"{line}\n" for line in (*devices, *estimates)))
     sys.stdout.write(f"{path}: no mistake found.\n")
     return 0
+
+
+def _estimates(loaded: LoadedConfig) -> list[str]:
+    """Return what the job will need, a line each; none where that is not known."""
+    with working_in(loaded.folder):
+        estimate = estimate_of(loaded.config)
+    if estimate is None:
+        return []
+    is_cpu = loaded.config.train.device == "cpu"
+    rate = preflight.gflops_of_this_machine() * loaded.config.train.num_threads if is_cpu else 0
+    return estimate.lines(gflops=rate)
 
 
 def _device_lines(config: JobConfig) -> list[str]:
@@ -276,8 +324,8 @@ def _device_comments(config: JobConfig) -> list[str]:
         return [f"Devices: {error.message}"]
 
 
-def _run(config: JobConfig, run_dir: RunDir, folder: Path, *, is_job: bool) -> int:
-    console = Console()
+def _run(config: JobConfig, run_dir: RunDir, folder: Path, options: argparse.Namespace) -> int:
+    console, is_job = _console(options), options.command == "train"
     adopt_orphans()
     log = LogStream(console, run_dir.logs, least="WARNING" if is_job else "INFO")
     if run_dir.is_resumed:
@@ -287,14 +335,20 @@ def _run(config: JobConfig, run_dir: RunDir, folder: Path, *, is_job: bool) -> i
     try:
         with commands.site_of(config, is_job=is_job) as site:
             plan = plan_stack(config, run_dir, folder, site)
-            work = job.train(plan, log, console) if is_job else _serve(plan, log)
+            work = job.train(plan, log, console) if is_job else _serve(plan, log, options)
             return asyncio.run(_until_stopped(work, log))
     finally:
         kill(descendants(os.getpid()))
 
 
-async def _serve(plan: Plan, log: LogStream) -> int:
-    async with running_stack(plan, log):
+async def _serve(plan: Plan, log: LogStream, options: argparse.Namespace) -> int:
+    async with running_stack(plan, log) as stack:
+        if options.json:
+            announced = json.loads((stack.layout.run_dir.path / STACK_FILE).read_text("utf-8"))
+            names = ("pid", "run_id", "addresses", "rest_addresses", "console")
+            facts = {"run_dir": str(stack.layout.run_dir.path)} | {n: announced[n] for n in names}
+            sys.stdout.write(f"{json.dumps(facts)}\n")
+            sys.stdout.flush()
         log.say("stack", "all services are ready; Ctrl-C stops them")
         await asyncio.Event().wait()
     return 0

@@ -228,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--merged", action="store_true")
     parser.add_argument("--base", default="")
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args(arguments)
     try:
         run = RunPolicies.of(args.run_dir)
@@ -235,7 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DialoopError as error:
         sys.stderr.write(f"dialoop: {error}\n")
         return 2
-    sys.stdout.write(f"{run.policy(args.version).name} -> {out}\n")
+    policy = run.policy(args.version).name
+    answer = json.dumps({"policy": policy, "directory": str(out)}) if args.json else ""
+    sys.stdout.write(f"{answer or f'{policy} -> {out}'}\n")
     return 0
 
 
