@@ -20,8 +20,11 @@ const FIRST = [
   "train/staleness_mean",
   "train/fresh_mismatch_kl",
   "train/entropy",
-  "train/response_tokens_mean",
+  "lengths/generated",
+  "lengths/trained",
+  "throughput/trained_tokens_per_s",
 ];
+const BY_DEPTH = /^train\/by_depth\/(\d+)\/(\w+)$/;
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 // Lines differ in their dashes as well, so that no colour has to be told from another.
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [1, 5]];
@@ -36,7 +39,7 @@ export function Curves({ runs, run, address, theme }: Props) {
   const path = `runs/${encodeURIComponent(run.name)}/metrics`;
   const names = useAnswer<{ names: string[] }>(path, version).value?.names ?? [];
   const wanted = values.getAll("name");
-  const picked = wanted.length ? wanted : FIRST.filter((name) => names.includes(name));
+  const picked = wanted.length ? wanted : firstOf(names);
   const axis = values.get("x") ?? "step";
   const asked = query([
     ...shown.map((name): [string, string] => ["run", name]),
@@ -105,19 +108,41 @@ export function Curves({ runs, run, address, theme }: Props) {
       <div class="charts">
         {curves.error && <Problem text={curves.error.message} />}
         {names.length === 0 && <p>The run has no metrics yet.</p>}
-        {picked.map((name) => (
+        {[...new Set(picked.map(chartOf))].map((chart) => (
           <Chart
-            key={name}
-            name={name}
+            key={chart}
+            name={chart}
             axis={axis}
             theme={theme}
             runs={shown}
-            series={(curves.value?.series ?? []).filter((each) => each.name === name)}
+            series={(curves.value?.series ?? []).filter((each) => chartOf(each.name) === chart)}
           />
         ))}
       </div>
     </main>
   );
+}
+
+/** Return what is shown before anybody chooses; the mismatch at each context depth has one chart. */
+function firstOf(names: string[]): string[] {
+  const depths = names
+    .filter((name) => BY_DEPTH.exec(name)?.[2] === "mismatch_kl")
+    .sort((a, b) => Number(BY_DEPTH.exec(a)?.[1]) - Number(BY_DEPTH.exec(b)?.[1]));
+  return [...FIRST.filter((name) => names.includes(name)), ...depths];
+}
+
+/** Return the chart of a metric: what is to be compared with each other has one. */
+function chartOf(name: string): string {
+  if (name.startsWith("lengths/")) return "sampled tokens of a trajectory, mean";
+  const depth = BY_DEPTH.exec(name);
+  return depth ? `train/by_depth/${depth[2]}` : name;
+}
+
+/** Return what tells a line from the others of its chart. */
+function labelOf(each: Series): string {
+  const depth = BY_DEPTH.exec(each.name);
+  if (depth) return `${each.run}, from token ${depth[1]}`;
+  return each.name.startsWith("lengths/") ? `${each.run}, ${each.name.slice(8)}` : each.run;
 }
 
 type ChartProps = { name: string; axis: string; theme: string; runs: string[]; series: Series[] };
@@ -137,6 +162,8 @@ function Chart({ name, axis, theme, runs, series }: ChartProps) {
       ticks: { stroke: line },
       values: (_, splits) => splits.map((value) => number(value, 3)),
     };
+    const several = new Set(series.map((each) => each.name)).size > 1;
+    const placeOf = (each: Series) => (several ? series.indexOf(each) : runs.indexOf(each.run));
     const chart = new uPlot(
       {
         width: element.clientWidth || 600,
@@ -146,9 +173,9 @@ function Chart({ name, axis, theme, runs, series }: ChartProps) {
         series: [
           { label: AXES.find(([each]) => each === axis)?.[1] ?? axis },
           ...series.map((each) => {
-            const index = runs.indexOf(each.run);
+            const index = placeOf(each);
             return {
-              label: each.run,
+              label: labelOf(each),
               stroke: COLOURS[index % COLOURS.length],
               dash: DASHES[index % DASHES.length],
               width: 2,
@@ -192,7 +219,7 @@ function Chart({ name, axis, theme, runs, series }: ChartProps) {
       <p class="last">
         {series
           .filter((each) => each.value.length)
-          .map((each) => `${each.run}: ${number(each.value[each.value.length - 1])}`)
+          .map((each) => `${labelOf(each)}: ${number(each.value[each.value.length - 1])}`)
           .join(", ") || "no values"}
       </p>
       <div ref={place} />

@@ -280,15 +280,18 @@ class RunIndex:
         with self._reading() as connection:
             return [name for (name,) in connection.execute("SELECT name FROM series ORDER BY name")]
 
-    def num_trained_by_step(self) -> dict[int, int]:
-        """Return how many trajectories each train step trained."""
+    def trained_by_step(self) -> dict[int, tuple[int, float, float | None]]:
+        """Return how many trajectories each train step trained, and two means of sampled tokens.
+
+        The first mean is of all that were played for it, the second of those that it trained.
+        """
+        trained = "CASE outcome WHEN 'trained' THEN num_sampled END"
         with self._reading() as connection:
-            return dict(
-                connection.execute(
-                    "SELECT train_step, COUNT(*) FROM trajectory WHERE outcome = 'trained' "
-                    "GROUP BY train_step"
-                )
+            rows = connection.execute(
+                f"SELECT train_step, COUNT({trained}), AVG(num_sampled), AVG({trained}) "
+                "FROM trajectory WHERE outcome <> 'evaluation' GROUP BY train_step"
             )
+            return {step: (count, played, of_trained) for step, count, played, of_trained in rows}
 
     def points(self, name: str) -> tuple[Point, ...]:
         """Return a series in the order of writing, without steps that a restore discarded.

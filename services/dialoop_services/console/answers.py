@@ -10,7 +10,8 @@ import bisect
 import itertools
 import json
 import math
-from dataclasses import asdict
+from collections import defaultdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from dialoop.runs.intervals import wilson_interval
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from dialoop.runs.index import Point, RunIndex
     from dialoop.runs.summaries import TrajectorySummary
 
+_PER_STEP = "train/reward"
+"""A number that each train step has."""
+_LENGTHS = {"lengths/generated": 1, "lengths/trained": 2}
+"""Mean sampled tokens of all trajectories of a train step, and of those that it trained; each with
+its place in `RunIndex.trained_by_step`. If long ones are lost on the way, the second is lower."""
+_THROUGHPUT = "throughput/trained_tokens_per_s"
+"""Tokens with a gradient per second of a train step, its wait and its publish."""
 _EVALUATION, _MEAN_REWARD, _NUM_TRAJECTORIES = "evaluation/", "mean_reward", "num_trajectories"
 
 
@@ -62,13 +70,43 @@ def describe_publishes(index: RunIndex) -> dict[str, Any]:
 
 def series_of(index: RunIndex, name: str, *, has_samples: bool) -> dict[str, Any]:
     """Return a series as a column per number; `samples` counts the trajectories trained so far."""
-    points = index.points(name)
+    points = points_of(index, name)
     columns = ("time", "train_step", "policy_version", "value")
     values: dict[str, Any] = {c: [getattr(p, c) for p in points] for c in columns}
     if has_samples:
         values["samples"] = num_samples_of(index, points)
     values["low"], values["high"] = bands_of(index, name) or (None, None)
     return {"name": name, **values}
+
+
+def names_of(index: RunIndex) -> list[str]:
+    """Return the names of a run's curves: those of metrics.jsonl, and those made of them."""
+    names = index.metric_names()
+    made = (*_LENGTHS, _THROUGHPUT) if _PER_STEP in names else ()
+    return sorted((*names, *made))
+
+
+def points_of(index: RunIndex, name: str) -> Sequence[Point]:
+    """Return a curve's points: of metrics.jsonl, or made of those and of the trajectories."""
+    if name in _LENGTHS:
+        by_step = index.trained_by_step()
+        lengths = {step: facts[_LENGTHS[name]] for step, facts in by_step.items()}
+        return [
+            replace(point, value=length)
+            for point in index.points(_PER_STEP)
+            if (length := lengths.get(point.train_step)) is not None
+        ]
+    if name == _THROUGHPUT:
+        seconds: dict[int, float] = defaultdict(float)
+        for part in ("lease", "train", "publish"):
+            for point in index.points(f"train/{part}_s"):
+                seconds[point.row] += point.value
+        return [
+            replace(point, value=point.value / seconds[point.row])
+            for point in index.points("train/num_trained_tokens")
+            if seconds[point.row]
+        ]
+    return index.points(name)
 
 
 def bands_of(index: RunIndex, name: str) -> tuple[list[float | None], list[float | None]] | None:
@@ -96,7 +134,7 @@ def bands_of(index: RunIndex, name: str) -> tuple[list[float | None], list[float
 
 def num_samples_of(index: RunIndex, points: Sequence[Point]) -> list[int]:
     """Return for each point how many trajectories were trained up to its train step."""
-    by_step = sorted(index.num_trained_by_step().items())
+    by_step = sorted((step, count) for step, (count, *_) in index.trained_by_step().items())
     steps = [step for step, _ in by_step]
     sums = [0, *itertools.accumulate(count for _, count in by_step)]
     return [sums[bisect.bisect_right(steps, point.train_step)] for point in points]

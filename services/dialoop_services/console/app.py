@@ -27,6 +27,7 @@ from dialoop_services.console.answers import (
     describe_publishes,
     describe_run,
     describe_trajectory,
+    names_of,
     series_of,
     to_json,
 )
@@ -199,7 +200,7 @@ class _Routes:
 
     def metrics(self, request: Request) -> Any:
         """List the names of a run's series."""
-        return {"names": self._runs.index_of(request.path_params["run"]).metric_names()}
+        return {"names": names_of(self._runs.index_of(request.path_params["run"]))}
 
     def publishes(self, request: Request) -> Any:
         """Return the policies that a run published, and the bound of their proof."""

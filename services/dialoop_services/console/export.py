@@ -28,6 +28,7 @@ from dialoop_services.console.answers import (
     describe_publishes,
     describe_run,
     describe_trajectory,
+    names_of,
     series_of,
     to_json,
 )
@@ -156,7 +157,7 @@ def _export_run(
         show(done, total)
     for kind in kinds:
         parts[kind].close()
-    names = index.metric_names()
+    names = names_of(index)
     curves = [series_of(index, each, has_samples=True) for each in names]
     writer.write_part(f"{folder}curves", to_json(curves))
     return {

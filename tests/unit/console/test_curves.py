@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dialoop.runs import RunIndex
 from dialoop.runs.intervals import wilson_interval
-from dialoop_services.console.answers import bands_of, num_samples_of
+from dialoop_services.console.answers import bands_of, names_of, num_samples_of, points_of
 
 MEAN = "evaluation/running/mean_reward"
 
@@ -68,4 +68,41 @@ def test_samples_are_the_trained_trajectories_up_to_a_step(tmp_path):
     index = write_run(tmp_path / "run")
     assert num_samples_of(index, index.points(MEAN)) == [0, 5, 6]
     assert num_samples_of(index, index.points("train/reward")) == [5]
+    index.close()
+
+
+def test_lengths_trained_stand_beside_those_generated_and_tokens_have_a_rate(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    steps = [
+        {"kind": "train", "reward": 0.5, "time": float(step), "train_step": step}
+        | {"lineage": "main", "policy_version": step, "num_trained_tokens": 300 * step}
+        | {"lease_s": 1.0, "train_s": 1.5, "publish_s": 0.5}
+        for step in (1, 2)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    played = [(1, "trained", 4), (1, "trained", 8), (1, "truncated", 60), (2, "stale", 5)]
+    played += [(1, "evaluation", 900)]
+    rows = []
+    for number, (step, outcome, length) in enumerate(played):
+        segment = {"start": 0, "length": length, "source": "MODEL", "lineage": "main"}
+        sequence = {"token_ids": [1] * length, "segments": [segment | {"policy_version": 0}]}
+        rows.append(
+            {"outcome": outcome, "train_step": step, "trajectory_id": f"{number}", "reward": 1.0}
+            | {"messages": [], "turns": [], "failures": [], "label": "training"}
+            | {"sequences": [sequence]}
+        )
+    (run_dir / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    index = RunIndex(run_dir)
+    index.catch_up()
+
+    def curve(name):
+        return [(point.train_step, point.value) for point in points_of(index, name)]
+
+    made = {"lengths/generated", "lengths/trained", "throughput/trained_tokens_per_s"}
+    assert made <= set(names_of(index))
+    assert curve("lengths/generated") == [(1, 24.0), (2, 5.0)]
+    assert curve("lengths/trained") == [(1, 6.0)]  # step 2 trained none
+    assert curve("throughput/trained_tokens_per_s") == [(1, 100.0), (2, 200.0)]
+    assert curve("train/reward") == [(1, 0.5), (2, 0.5)]
     index.close()
