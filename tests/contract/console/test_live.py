@@ -124,6 +124,8 @@ async def test_now_says_what_services_and_queue_do(tmp_path):
     assert (now["pid"], now["run_id"], now["is_healthy"]) == (os.getpid(), RUN, False)
     assert now["trainer"]["num_train_steps"] == 7
     assert now["trainer"]["metrics"]["train/nan"] == "NaN"
+    assert services["redis"]["incarnation"] == "process 4"
+    assert now["queue"]["oldest_s"] == {"training": {}, "evaluation": {}}, "nothing waits"
     assert now["queue"]["num_dead_letters"] == 1
     assert now["queue"]["dropped"] == {"dead_letter": 1}
 
@@ -247,6 +249,8 @@ async def test_the_pages_of_a_running_stack_by_keys_alone(tmp_path, monkeypatch)
             "trainer": "✓ serving",
             "redis": "✗ waiting to restart",
         }
+        assert next(row for row in rows if row.startswith("redis")).split("\t")[3] == "process 4"
+        await page.wait_for_selector("#queue tr:has-text('training, age of the oldest')")
         assert "7 of 0" in await page.inner_text("#training")
         assert "dead_letter 1" in await page.inner_text("#credits")
         await page.keyboard.press("!")

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,7 @@ XSS = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u20
 METRICS = [
     {"time": float(step), "kind": "train", "train_step": step, "lineage": "main"}
     | {"policy_version": step + 1, "reward": step / 9, "entropy": 1 / step}
+    | {"by_depth": {"0": {"mismatch_kl": 1e-4}, "128": {"mismatch_kl": step / 1e3}}}
     for step in range(1, 10)
 ]
 EVALUATIONS = [
@@ -395,6 +397,15 @@ def test_curves_of_two_runs_lie_over_each_other(page, site):
         page.keyboard.press("x")
         page.wait_for_function(f"() => location.hash.includes('x={axis}')")
         page.wait_for_selector(f".u-legend:has-text('{title}')")
+
+
+def test_what_is_compared_with_each_other_has_one_chart(page, site):
+    open_page(page, site, "curves?run=a")
+    page.wait_for_selector("section[aria-label='train/by_depth/mismatch_kl'] canvas")
+    depths = page.locator("section[aria-label='train/by_depth/mismatch_kl'] .last")
+    assert depths.inner_text() == "a, from token 0: 0.0001, a, from token 128: 0.009"
+    lengths = page.locator("section[aria-label='sampled tokens of a trajectory, mean'] .last")
+    assert re.fullmatch(r"a, generated: [\d.]+, a, trained: [\d.]+", lengths.inner_text())
 
 
 def test_evaluations_have_bands(page, site):

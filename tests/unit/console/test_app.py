@@ -192,6 +192,48 @@ def test_what_is_not_there_is_a_problem_document(path, status, sentence, console
     assert sentence in answer.json()["detail"]
 
 
+OLDER = {
+    "nothing but what was played": lambda row: {
+        name: row[name]
+        for name in ("trajectory_id", "outcome", "reward", "messages", "turns", "sequences")
+    },
+    "sequences without numbers": lambda row: {
+        **row,
+        "sequences": [
+            {name: sequence[name] for name in ("token_ids", "segments")}
+            for sequence in row["sequences"]
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("shape", OLDER)
+def test_a_run_of_an_older_version_is_shown_as_far_as_it_goes(shape, tmp_path):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    lines = [json.dumps(OLDER[shape](row(number))) for number in range(3)]
+    (folder / "trajectories.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "metrics.jsonl").write_text('{"kind": "train", "train_step": 1, "reward": 0.5}\n')
+    runs = WatchedRuns([folder])  # it has no run.json
+    runs.indexes["old"].catch_up()
+    app: Any = console_app(runs, LiveRuns(token=""), token="")
+
+    async def ask(paths: list[str]) -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            return [await http.get(f"/api/{path}") for path in paths]
+
+    one = "runs/old/trajectories/1"
+    paths = ["runs", "runs/old/trajectories", "runs/old/choices", "runs/old/metrics"]
+    paths += [one, f"{one}/group", f"{one}/forks", f"{one}/tokens"]
+    paths += ["curves?run=old&name=lengths/generated&name=train/reward", "config?run=old"]
+    paths += ["runs/old/publishes"]
+    answers = dict(zip(paths, asyncio.run(ask(paths)), strict=True))
+    assert {path: each.status_code for path, each in answers.items()} == dict.fromkeys(paths, 200)
+    assert answers["runs/old/trajectories"].json()["total"] == 3
+    assert answers[f"{one}/tokens"].json()["num_tokens"] == 4
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 def test_nothing_can_be_changed(method, console):
     assert console.call("/api/runs", method).status_code == 405
