@@ -278,6 +278,7 @@ def test_a_filter_that_means_nothing_is_explained(site):
 
 def test_the_list_by_keys_alone(page, site):
     open_page(page, site, "trajectories?run=a&sort=number")
+    page.wait_for_selector("table.list tbody tr")  # the index is built after the first look
     assert total(page) == 160
     page.keyboard.press("n")
     page.wait_for_function("() => document.querySelector('tbody a').textContent === '51'")

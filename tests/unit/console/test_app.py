@@ -223,15 +223,15 @@ def test_a_run_of_an_older_version_is_shown_as_far_as_it_goes(shape, tmp_path):
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             return [await http.get(f"/api/{path}") for path in paths]
 
-    one = "runs/old/trajectories/1"
+    trajectory = "runs/old/trajectories/1"
     paths = ["runs", "runs/old/trajectories", "runs/old/choices", "runs/old/metrics"]
-    paths += [one, f"{one}/group", f"{one}/forks", f"{one}/tokens"]
+    paths += [trajectory, f"{trajectory}/group", f"{trajectory}/forks", f"{trajectory}/tokens"]
     paths += ["curves?run=old&name=lengths/generated&name=train/reward", "config?run=old"]
     paths += ["runs/old/publishes"]
     answers = dict(zip(paths, asyncio.run(ask(paths)), strict=True))
     assert {path: each.status_code for path, each in answers.items()} == dict.fromkeys(paths, 200)
     assert answers["runs/old/trajectories"].json()["total"] == 3
-    assert answers[f"{one}/tokens"].json()["num_tokens"] == 4
+    assert answers[f"{trajectory}/tokens"].json()["num_tokens"] == 4
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
