@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from dialoop.cli.main import main as dialoop
 from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFailed
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.publish.export import RunPolicies, export_policy, main
+from dialoop_services.trainer.publish.export import RunPolicies, copy_with_bar, export_policy, main
 from dialoop_services.trainer.settings import TrainerSettings
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from tests.support.samples.adapter_samples import ALPHA, RANK, adapter_of, config_json
@@ -220,3 +222,14 @@ def test_a_policy_that_was_deleted_is_refused_as_deleted(tmp_path: Path) -> None
         with pytest.raises(NotFound) as caught:
             policies.policy(version)
         assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_large_files_are_copied_with_a_bar_on_a_terminal(tmp_path: Path, is_terminal: bool) -> None:
+    source, target = tmp_path / "a", tmp_path / "model.safetensors"
+    source.write_bytes(bytes(range(256)) * 200_000)
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+    copy_with_bar(source, target, console)
+    assert target.read_bytes() == source.read_bytes()
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("writing model.safetensors" in shown) is is_terminal

@@ -18,8 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import rich.progress
 from dialoop.errors import AlreadyExists, DialoopError, InvalidConfig, InvalidInput, NotFound
 from dialoop.reasons import Reason
+from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
 from dialoop_services.rl.staleness import publish_order, version_of_name
@@ -34,6 +36,7 @@ WEIGHTS, ADAPTER, ADAPTER_CONFIG = (
     "adapter_config.json",
 )
 _LATEST = "latest"
+_COPY_BYTES = 1 << 24
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _WEIGHT_INDEX = ".index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
@@ -161,8 +164,20 @@ def _write_model(weights: Path, model_dir: Path, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
         elif file.is_dir() and file.name == "additional_chat_templates":
             shutil.copytree(file, out / file.name)
-    shutil.copyfile(weights, out / WEIGHTS)
+    copy_with_bar(weights, out / WEIGHTS, Console(stderr=True))
     _write_dtype(out / "config.json", _dtype(weights))
+
+
+def copy_with_bar(source: Path, target: Path, console: Console) -> None:
+    """Copy a large file, with a bar and the time left where somebody looks."""
+    disable = not console.is_terminal
+    with (
+        rich.progress.open(
+            source, "rb", description=f"writing {target.name}", console=console, disable=disable
+        ) as reader,
+        target.open("wb") as writer,
+    ):
+        shutil.copyfileobj(reader, writer, _COPY_BYTES)
 
 
 def _write_adapter(policy: Path, model_dir: Path, out: Path) -> None:
