@@ -36,10 +36,21 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 
 
 def flat_config(run_dir: Path) -> dict[str, str]:
-    """Return each key of the run's config with its value as JSON, then the packages' versions."""
-    config = dict(_flat(read_run(run_dir).get("config", {}), ""))
+    """Return each key of the run's config with its value as JSON, and what else it started with.
+
+    That is the origin of each value that is not the default, the code, a digest of the installed
+    packages and the versions of some. The command is left out: it may contain a secret.
+    """
+    run = read_run(run_dir)
+    config = dict(_flat(run.get("config", {}), ""))
+    started = run.get("started_with")
+    facts = {
+        name: started[name]
+        for name in ("origins", "branch_of", "code", "packages")
+        if isinstance(started, dict) and started.get(name)
+    }
     versions = _read_object(run_dir / SUMMARY_FILE).get("versions", {})
-    return config | dict(_flat(versions, "versions."))
+    return config | dict(_flat(facts, "started_with.")) | dict(_flat(versions, "versions."))
 
 
 def compare_configs(configs: Sequence[Mapping[str, str]]) -> tuple[ConfigLine, ...]:

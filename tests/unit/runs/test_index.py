@@ -351,6 +351,21 @@ def test_configs_are_compared_key_by_key(tmp_path):
     ]
 
 
+def test_a_config_says_where_values_are_from_and_which_code_ran(tmp_path):
+    started = {"command": ["train", "--set", "judge.api_key=hush"], "branch_of": None}
+    started |= {"origins": {"seed": "--set"}, "code": {"commit": "abc"}, "packages": {"number": 3}}
+    run = {"config": {"seed": 1}, "started_with": started}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert flat_config(tmp_path) == {
+        "seed": "1",
+        "started_with.origins.seed": '"--set"',
+        "started_with.code.commit": '"abc"',
+        "started_with.packages.number": "3",
+    }
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"seed": 1}, "started_with": [3]}))
+    assert flat_config(tmp_path) == {"seed": "1"}, "of another version"
+
+
 def test_a_run_that_cannot_be_written_to_is_indexed_elsewhere(run_dir, monkeypatch):
     monkeypatch.setattr("dialoop.runs.index._is_writable", lambda folder: False)
     index = RunIndex(run_dir)

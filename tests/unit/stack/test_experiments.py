@@ -100,6 +100,7 @@ def make_run(root: Path, name: str, **values: Any) -> Path:
     run_dir.mkdir(parents=True)
     config = {"run": name, "seed": values["seed"], "train": {"loss": values.pop("loss", "grpo")}}
     mark = {"run_id": f"{name}-1", "config": config | {"ports": {"redis": values["seed"]}}}
+    mark["started_with"] = {"origins": {"seed": name}, "code": {"commit": name}}
     (run_dir / "run.json").write_text(json.dumps(mark))
     (run_dir / "summary.json").write_text(json.dumps({"run": name, "gates": {}, **values}))
     return run_dir

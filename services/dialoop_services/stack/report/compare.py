@@ -41,7 +41,7 @@ FIGURES = (
     "cpu_s",
 )
 """Figures of summary.json that are compared."""
-_OWN, _OWN_TABLES = ("run", "seed"), ("ports.", "versions.")
+_OWN, _OWN_TABLES = ("run", "seed"), ("ports.", "versions.", "started_with.")
 """Keys, and tables, in which seeds of one variant may differ."""
 
 
