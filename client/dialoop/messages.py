@@ -300,7 +300,7 @@ def tool_for_template(tool: ToolDefinition | Mapping[str, Any]) -> Mapping[str, 
         return tool
     try:
         parameters = json.loads(tool.parameters_json)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # too deep, or with a number of too many digits
         raise InvalidHistory(
             f"The parameters of tool {tool.name} are not JSON.",
             reason=Reason.TOOL_INVALID,
@@ -489,6 +489,6 @@ def _arguments(call: ToolCall) -> Any:
     """Return the object in the JSON text; a text without one stays as the model wrote it."""
     try:
         value = json.loads(call.arguments_json)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # too deep, or with a number of too many digits
         return call.arguments_json
     return value if isinstance(value, dict) else call.arguments_json

@@ -380,7 +380,7 @@ def split_responses(content: str, start: str, end: str) -> tuple[str, ...] | Non
 def _call(text: str) -> ToolCall | None:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # too deep, or with a number of too many digits
         return None
     if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
         return None

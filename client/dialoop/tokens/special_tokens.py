@@ -120,5 +120,5 @@ def _unescape(arguments_json: str) -> str:
         return arguments_json
     try:
         return json.dumps(json.loads(arguments_json), ensure_ascii=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments_json

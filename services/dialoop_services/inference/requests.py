@@ -122,7 +122,7 @@ def template_options_of(text: str) -> dict[str, Any]:
     """Return the template's further variables from their JSON; empty for none."""
     try:
         options = json.loads(text) if text else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         options = None
     if not isinstance(options, dict):
         raise InvalidInput(

@@ -33,7 +33,7 @@ def structured_outputs(constraint: str) -> StructuredOutputsParams | None:
             case "tagged":
                 tags = [_tag(tag) for tag in form["tags"]]
                 return _outputs_of_tags(tags, is_single=bool(form.get("is_single")))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise unfit_constraint() from error
     raise unfit_constraint()
 

@@ -88,7 +88,7 @@ class AdapterConfig:
 def _object(text: str) -> Mapping[str, Any]:
     try:
         config = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise _invalid("it is not a JSON object")
