@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,7 +30,7 @@ from tests.support.rest_world import http_of, service
 
 SERVICES = {
     "environment": ("EnvironmentService",),
-    "replay": ("ReplayService",),
+    "replay": ("ReplayService", "RegistryService"),
     "inference": ("InferenceService", "TemplateService"),
     "scorer": ("ScorerService",),
     "trainer": ("TrainerService",),
@@ -259,6 +261,13 @@ async def fuzz(num_calls: int, *, seed: int) -> tuple[Fuzzer, list[int]]:
         for _, _, http, _ in targets:
             assert (await http.get("/healthz")).status_code == 200
     return fuzzer, memory
+
+
+def test_every_service_of_the_protos_is_called() -> None:
+    names = [name for of_place in SERVICES.values() for name in of_place]
+    protos = (Path(__file__).parents[3] / "proto").rglob("*.proto")
+    texts = [path.read_text("utf-8") for path in protos]
+    assert sorted(names) == sorted(re.findall(r"^service (\w+)", "\n".join(texts), re.M))
 
 
 async def test_no_bytes_make_a_service_fail():
