@@ -290,7 +290,7 @@ async def _body_of(request: Request) -> dict[str, Any]:
             )
     try:
         value = json.loads(body or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise InvalidInput(
