@@ -56,6 +56,8 @@ def show(arguments: argparse.Namespace) -> int:
         if arguments.group:
             group = Filters(group_id=summary.group_id) if summary.group_id else filters
             return _print_list((summary for summary, _ in _matches(parts, group)), arguments.json)
+    except BrokenPipeError:  # of the reader of the list, and no file's
+        raise
     except OSError as error:
         raise NotFound(
             f"{error.filename} cannot be read: {error.strerror}.", remedy="Name a run's directory."
@@ -162,7 +164,7 @@ def _print(row: Row, which: str, tokenizer: Tokenizer | None, with_tokens: bool)
         f"task {row['task_key']} of {row['environment']}, {row['outcome']}{label}, "
         f"train step {row['train_step']}, policy {policy_of(row) or '-'}\n"
         f"reward {row['reward']:g}, {row['done_reason'].lower()}, "
-        f"{row['num_tool_calls']} tool calls"
+        f"tool calls: {row['num_tool_calls']}"
     )
     console.print(Text(head, style="dim"), soft_wrap=True)
     for failure in row["failures"]:

@@ -410,3 +410,12 @@ def test_an_unknown_key_is_one_sentence_and_exit_code_2():
     assert "did you mean 'learning_rate'?" in done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+def test_a_list_whose_reader_takes_only_the_first_lines_ends_in_silence():
+    write_rows(*[row()] * 2000)
+    command = f"{sys.executable} -m dialoop.cli.main show . --list | head -1"
+    ended = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True)
+    assert ended.returncode == 0
+    assert ended.stderr == b""
+    assert len(ended.stdout.splitlines()) == 1
