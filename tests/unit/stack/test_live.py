@@ -78,6 +78,14 @@ def test_without_a_terminal_no_line_is_wider_than_80_columns(tmp_path: Path) -> 
         assert words in text
 
 
+def test_without_a_terminal_a_count_stays_on_the_line_of_its_word() -> None:
+    queue = "17 playing, 0 unscored, 16 scored, 16 training, 160 trained, 11 dropped"
+    for width in range(20, 80):
+        lines = live.lines_of("training 10/24", {"queue": queue}, width)
+        assert max(map(len, lines)) <= width
+        assert not any(line[-1].isdigit() for line in lines[1:])
+
+
 def test_without_a_terminal_a_line_is_printed_only_for_something_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 import time
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _LINES_EVERY_S, _AT_LEAST_EVERY_S = 5.0, 30.0
 _WIDTH = 80
 """Columns of a line where there is no terminal."""
+_NO_BREAK = "\N{NO-BREAK SPACE}"
 _UNKNOWN = "-"
 _HELDOUT = ("after_sampled", "running", "before_sampled")
 
@@ -182,13 +184,20 @@ def lines_of(headline: str, figures: dict[str, str], width: int) -> list[str]:
     for name, value in figures.items():
         if value.startswith(_UNKNOWN):
             continue
-        for part in textwrap.wrap(f"{name} {value}", width, break_long_words=False):
+        for part in _wrap(f"{name} {value}", width):
             joined = f"{lines[-1]} | {part}"
             if len(joined) <= width:
                 lines[-1] = joined
             else:
                 lines.append(part)
     return lines
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Return the text in lines; a number stays with its word, as in `16 trained`."""
+    glued = re.sub(r"(?<=\d) (?=[a-z])", _NO_BREAK, text)
+    lines = textwrap.wrap(glued, width, break_long_words=False)
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def _headline(progress: PhaseProgress, left_s: float | None) -> str:
