@@ -115,7 +115,11 @@ export function useKeys(keys: Keys): void {
   const listen = useCallback((event: KeyboardEvent) => {
     const target = event.target as HTMLElement;
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName)) {
+    const kind = target instanceof HTMLInputElement ? target.type : "";
+    // A box that was clicked keeps the focus, but nobody types into it.
+    const isBox = kind === "checkbox" || kind === "radio";
+    if (kind === "radio" && event.key.startsWith("Arrow")) return;
+    if (["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName) && !isBox) {
       if (event.key === "Escape") target.blur();
       return;
     }

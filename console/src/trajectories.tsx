@@ -43,6 +43,9 @@ const COLUMNS: [string, string][] = [
   ["", "answer"],
 ];
 
+const NO_MATCH = "No trajectory matches. Take a filter away (x clears all).";
+const NOT_YET = "The run has no trajectory so far. Each appears here when it ends.";
+
 export function Trajectories({ run, address }: { run: Run; address: Address }) {
   const { values } = address;
   const offset = Number(values.get("offset") ?? 0);
@@ -178,7 +181,7 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
           </tbody>
         </table>
       </div>
-      {page.value && total === 0 && <p>No trajectory matches. Take a filter away (x clears all).</p>}
+      {page.value && total === 0 && <p>{asked.some(([, value]) => value) ? NO_MATCH : NOT_YET}</p>}
     </main>
   );
 }

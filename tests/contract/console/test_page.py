@@ -388,8 +388,7 @@ def test_text_of_a_model_stays_text(page, site):
 
 def test_curves_of_two_runs_lie_over_each_other(page, site):
     open_page(page, site, "curves?run=a&run=b&name=train/reward")
-    page.wait_for_selector(".chart canvas")
-    assert page.inner_text(".chart .last") == "a: 1, b: 1"
+    page.wait_for_selector(".chart .last:text-is('a: 1, b: 1')")
     assert page.locator(".u-legend .u-series").count() == 3
     page.keyboard.press("x")
     page.wait_for_function("() => location.hash.includes('x=time')")
@@ -398,6 +397,14 @@ def test_curves_of_two_runs_lie_over_each_other(page, site):
         page.keyboard.press("x")
         page.wait_for_function(f"() => location.hash.includes('x={axis}')")
         page.wait_for_selector(f".u-legend:has-text('{title}')")
+
+
+def test_a_box_that_was_clicked_leaves_the_keys_to_the_page(page, site):
+    open_page(page, site, "curves?run=a&name=train/reward")
+    page.get_by_label("b", exact=True).check()
+    page.wait_for_function("() => location.hash.includes('run=b')")
+    page.keyboard.press("3")
+    page.wait_for_selector("table.config tbody tr")
 
 
 def test_what_is_compared_with_each_other_has_one_chart(page, site):
