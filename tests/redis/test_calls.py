@@ -10,7 +10,7 @@ import pytest_asyncio
 import redis
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2 as pb
-from dialoop_services.replay.redis_store.store import RedisStore
+from dialoop_services.replay.redis_store.store import RedisStore, ShrinkingPool
 from dialoop_services.replay.store import QueueLimits
 
 from tests.support.redis_server import RedisServer, new_run, own_redis  # noqa: F401
@@ -80,3 +80,22 @@ async def test_a_whole_group_is_written_once(
     calls = calls_of(own_redis)
     # One for all records, and one for the number of the last entry.
     assert (calls["hset"], calls["xadd"]) == (2, NUM_GROUPS - 1)
+
+
+async def test_connections_that_only_a_burst_needed_are_closed(
+    store: RedisStore, own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShrinkingPool, "IDLE_S", 0.3)
+    request = pb.GetStatsRequest(run=new_run())
+
+    def num_clients() -> int:
+        with redis.Redis.from_url(own_redis.url) as client:
+            return len(client.client_list()) - 1
+
+    await asyncio.gather(*(store.apply(request, pb.GetStatsResponse) for _ in range(20)))
+    assert num_clients() > 5
+    for _ in range(5):
+        await asyncio.sleep(0.1)
+        await store.apply(request, pb.GetStatsResponse)
+    assert num_clients() == 1
+    await asyncio.gather(*(store.apply(request, pb.GetStatsResponse) for _ in range(20)))

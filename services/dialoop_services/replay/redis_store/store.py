@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import re
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -31,6 +32,7 @@ from dialoop.v1 import trajectory_pb2
 from dialoop.waits import waiting_for
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -57,6 +59,36 @@ _MAX_CALL_BYTES = 8 * 1024 * 1024
 _MAX_READ_BYTES = 1024 * 1024
 
 
+class ShrinkingPool(redis.asyncio.ConnectionPool):
+    """A pool that closes the connections which only a burst of calls needed.
+
+    The pool of redis-py keeps as many as were ever in use at once, with their buffers in Redis.
+    """
+
+    IDLE_S = 60.0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._idle_since: dict[AbstractConnection, float] = {}
+
+    async def release(self, connection: AbstractConnection) -> None:
+        """Give a connection back, and close those that were idle for IDLE_S."""
+        await super().release(connection)
+        now = time.monotonic()
+        self._idle_since[connection] = now
+        # The one that is given back last is taken first, so the same few stay in use.
+        spare = [
+            idle
+            for idle in self._available_connections
+            if now - self._idle_since.get(idle, now) >= self.IDLE_S
+        ]
+        for idle in spare:
+            self._available_connections.remove(idle)
+            del self._idle_since[idle]
+        for idle in spare:
+            await idle.disconnect()
+
+
 class RedisStore:
     """A QueueStore in Redis; `clock` (seconds) replaces the server's own in tests."""
 
@@ -68,13 +100,14 @@ class RedisStore:
         timeout_s: float = 10.0,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._client = redis.asyncio.Redis.from_url(
+        pool = ShrinkingPool.from_url(
             url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             socket_read_size=_MAX_READ_BYTES,
             retry=Retry(NoBackoff(), 0),
         )
+        self._client = redis.asyncio.Redis.from_pool(pool)
         self.limits = limits
         self._clock = clock
         self._scripts = {
