@@ -19,7 +19,7 @@ from dialoop.reasons import Reason, reason_of
 from dialoop.sequences import Source
 from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import SamplingParams
-from dialoop.views.display import STYLES
+from dialoop.views.display import STYLES, visible
 
 if TYPE_CHECKING:
     import argparse
@@ -113,7 +113,7 @@ def _how_to(info: EnvironmentInfo) -> str:
 
 def _line(message: Message) -> Text:
     line = Text(f"{message.role}: ", style="dim")
-    return line.append(message.text, style=STYLES[_ROLES.get(message.role, Source.PROMPT)])
+    return line.append(visible(message.text), style=STYLES[_ROLES.get(message.role, Source.PROMPT)])
 
 
 def _conclude(trajectory: Trajectory) -> int:

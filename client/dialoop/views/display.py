@@ -40,6 +40,16 @@ def read_rows(*paths: Path) -> Iterator[Row]:
                     yield json.loads(line)
 
 
+def visible(text: str) -> str:
+    """Return the text with what would steer a terminal, or turn its direction, as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
 def transcript(row: Row, tokenizer: Tokenizer) -> Text:
     """Return the text of all sequences of a trajectory; the cause of each fork stands before it."""
     text = Text()
@@ -49,7 +59,7 @@ def transcript(row: Row, tokenizer: Tokenizer) -> Text:
         ids = sequence["token_ids"]
         for segment in sequence["segments"]:
             part = ids[segment["start"] : segment["start"] + segment["length"]]
-            text.append(tokenizer.decode(part), style=STYLES[Source[segment["source"]]])
+            text.append(visible(tokenizer.decode(part)), style=STYLES[Source[segment["source"]]])
     return text
 
 
@@ -60,7 +70,7 @@ def messages_of(row: Row) -> Text:
     for message in row["messages"]:
         text.append(f"{message['role']}: ", style=STYLES[Source.TEMPLATE])
         style = styles.get(message["role"], STYLES[Source.PROMPT])
-        text.append(f"{message['content']}\n", style=style)
+        text.append(visible(f"{message['content']}\n"), style=style)
     return text
 
 

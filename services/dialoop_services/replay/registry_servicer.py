@@ -13,7 +13,7 @@ from dialoop.errors import InvalidInput
 from dialoop.v1 import registry_service_pb2 as pb
 from dialoop.v1 import registry_service_pb2_grpc as rpc
 
-from dialoop_services.replay.servicer import check_run, check_seconds
+from dialoop_services.replay.servicer import LEAST_INTERVAL_S, check_run, check_seconds
 from dialoop_services.replay.store import QueueStore
 
 _MAX_TEXT, _MAX_SERVED = 256, 1024
@@ -92,7 +92,8 @@ class RegistryServicer(rpc.RegistryServiceServicer):
                 yield pb.WatchMembersResponse(members=answer.members)
             # Leases end without a call, so the list is read again and again.
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), request.interval_s)
+                interval_s = max(request.interval_s, LEAST_INTERVAL_S)
+                await asyncio.wait_for(self._stop.wait(), interval_s)
 
 
 def _check_name(role: str, name: str, epoch: int) -> None:

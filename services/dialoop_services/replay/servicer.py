@@ -48,6 +48,8 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _MAX_TASK_ID = 512
 _MAX_SECONDS = 30 * 24 * 3600.0
+LEAST_INTERVAL_S = 0.05
+"""Seconds between two looks of one who watches, however few it asks for."""
 # Lua's JSON would round larger numbers.
 _MAX_VERSION = 10**12
 _DEFAULT_PAGE = 20
@@ -250,7 +252,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             if (counts := _without_ages(answer.stats)) != last:
                 last = counts
                 yield pb.WatchResponse(stats=answer.stats)
-                await _wait(self._stop, request.interval_s)
+                await _wait(self._stop, max(request.interval_s, LEAST_INTERVAL_S))
             else:
                 await _wait(change, max(request.interval_s, self._poll_s))
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,11 +120,26 @@ async def _serve_console(layout: Layout, supervisor: Supervisor, log: LogStream)
     """Serve the console until the stack stops; the run goes on without one that fails."""
     port = str(layout.ports["console"])
     command = (sys.executable, "-m", "dialoop_services.console", "--port", port)
-    log.say("stack", f"console: http://{layout.address('console')}/")
-    code = await supervisor.run_once(
-        "console", (*command, "--", str(layout.run_dir.path.resolve()))
-    )
+    announced = asyncio.create_task(_announce_console(layout.address("console"), log))
+    try:
+        code = await supervisor.run_once(
+            "console", (*command, "--", str(layout.run_dir.path.resolve()))
+        )
+    finally:
+        announced.cancel()
     log.say("stack", f"The console ended with exit code {code}: {log.last_line('console')}")
+
+
+async def _announce_console(address: str, log: LogStream) -> None:
+    """Print the console's address once a browser can open it."""
+    host, _, port = address.rpartition(":")
+    while True:
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            break
+        await asyncio.sleep(_ANNOUNCE_S)
+    log.say("stack", f"console: http://{address}/")
 
 
 class Announcement:

@@ -23,6 +23,7 @@ from dialoop.errors import (
 )
 from dialoop.sequences import PolicyVersion
 from dialoop_services.config.own_data_plane import load_data_plane
+from dialoop_services.inference.weights.data_planes import _steps
 from dialoop_services.learning.model.tiny import make_tiny_model, tiny_config
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.publish import publisher as publisher_module
@@ -315,3 +316,11 @@ def test_what_is_no_data_plane_is_refused_at_the_start(name, problem, model_dir,
         weights_sender_of(settings)
     assert caught.value.reason == "DATA_PLANE_NOT_FOUND"
     assert caught.value.remedy
+
+
+async def test_info_of_a_step_that_python_cannot_read_is_refused() -> None:
+    async def contents() -> AsyncIterator[Any]:
+        yield TransferStep(phase=TransferPhase.START, info_json="[" * 100_000)
+
+    with pytest.raises(InvalidInput, match="not JSON"):
+        [step async for step in _steps(contents())]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -145,3 +146,25 @@ async def test_a_bad_lease_is_refused(registry: RegistryClient, lease_s: float) 
     with pytest.raises(InvalidInput):
         await registry.announce(run, GPU_0, lease_s=lease_s)
     assert await registry.list_members(run) == ()
+
+
+async def test_who_watches_without_a_pause_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, num_looks = MemoryStore(QueueLimits()), 0
+    apply = store.apply
+
+    async def counted(request: Any, answer: Any) -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        return await apply(request, answer)
+
+    monkeypatch.setattr(store, "apply", counted)
+    servicer, server = RegistryServicer(store), GrpcServer(ServerSettings(drain_s=1))
+    server.add(add_RegistryServiceServicer_to_server, servicer, "dialoop.v1.RegistryService")
+    async with server, Channel(server.address) as channel:
+        client = RegistryClient(channel)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1), aclosing(client.watch("r", interval_s=1e-300)) as lists:
+                async for _ in lists:
+                    pass
+        servicer.stop_waiting()
+    assert 2 < num_looks < 30

@@ -192,7 +192,7 @@ async def _steps(contents: AsyncIterator[Content]) -> AsyncIterator[Step]:
             raise _mismatch("Something other than a transfer step followed the manifest.")
         try:
             info = json.loads(content.info_json or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _mismatch(f"The info of step {content.phase.name} is not JSON.") from None
         yield Step(phase=content.phase, info=info)
 
