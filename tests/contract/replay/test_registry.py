@@ -152,12 +152,12 @@ async def test_who_watches_without_a_pause_is_given_one(monkeypatch: pytest.Monk
     store, num_looks = MemoryStore(QueueLimits()), 0
     apply = store.apply
 
-    async def counted(request: Any, answer: Any) -> Any:
+    async def apply_and_count(request: Any, answer: Any) -> Any:
         nonlocal num_looks
         num_looks += 1
         return await apply(request, answer)
 
-    monkeypatch.setattr(store, "apply", counted)
+    monkeypatch.setattr(store, "apply", apply_and_count)
     servicer, server = RegistryServicer(store), GrpcServer(ServerSettings(drain_s=1))
     server.add(add_RegistryServiceServicer_to_server, servicer, "dialoop.v1.RegistryService")
     async with server, Channel(server.address) as channel:
