@@ -219,5 +219,6 @@ def test_a_job_is_looked_at_while_it_trains(page, tmp_path):
             arg=before,
             timeout=600_000,
         )
+        page.goto("about:blank")  # the console ends with the stack
         ended = job.end(900)
     assert ended.exit_code == 0, ended.output[-3000:]
