@@ -216,6 +216,8 @@ class Ledger:
         self.count(record, record.state, -1)
         self.count(record, state, 1)
         record.state = state
+        if state is GroupState.LEASED:
+            record.leased_ms = self.now_ms
 
     def push_task(self, record: Record) -> None:
         """Make the task leasable, at its old place in the order."""

@@ -124,7 +124,6 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
             record = ledger.records[heapq.heappop(waiting)[1]]
             ledger.move(record, GroupState.LEASED)
             record.lease_id = ledger.new_lease(Kind.TASK, record.task_id, request.lease_s)
-            record.leased_ms = ledger.now_ms
             record.has_progress = False
             record.expired_members = []
             answer.leases.add(

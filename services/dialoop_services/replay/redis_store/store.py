@@ -86,7 +86,9 @@ class ShrinkingPool(redis.asyncio.ConnectionPool):
             self._available_connections.remove(idle)
             del self._idle_since[idle]
         for idle in spare:
-            await idle.disconnect()
+            # The call that gave one back has its answer; a close that fails is none of its business.
+            with suppress(redis.exceptions.RedisError, OSError):
+                await idle.disconnect()
 
 
 class RedisStore:

@@ -37,35 +37,12 @@ end
 for _, purpose in ipairs({TRAINING, EVALUATION}) do
   local rec = first_of('offered:' .. purpose)
   if rec then add_age(purpose, 'offered', rec.t) end
+  add_age(purpose, 'leased', tonumber(redis.call('ZRANGE', key('played:' .. purpose), 0, 0, 'WITHSCORES')[2]))
 end
 for stage, place in pairs({unscored = {TRAINING, 'unscored'}, scored = {TRAINING, 'scored'},
                            evaluation = {EVALUATION, 'scored'}}) do
   local rec = first_of('ready:' .. stage)
   if rec then add_age(place[1], place[2], rec.e[stage].t) end
-end
-
--- Tokens of leases rise with the clock too, so few records are read.
-local missing, playing, from = {}, {}, 0
-for _, purpose in ipairs({TRAINING, EVALUATION}) do
-  if counted(purpose .. ':leased') > 0 then missing[purpose] = true end
-end
-while next(missing) do
-  local page = redis.call('ZRANGE', key('deadlines'), from, from + PAGE - 1)
-  for _, lease in ipairs(page) do
-    local token, id = string.match(lease, '^task/(%d+)/(.*)$')
-    if token then playing[#playing + 1] = {token = tonumber(token), id = id} end
-  end
-  from = from + PAGE
-  if #page < PAGE then break end
-end
-table.sort(playing, function(a, b) return a.token < b.token end)
-for _, lease in ipairs(playing) do
-  if not next(missing) then break end
-  local rec = load(lease.id)
-  if rec and missing[rec.p] then
-    add_age(rec.p, 'leased', rec.lt)
-    missing[rec.p] = nil
-  end
 end
 
 local stats = {

@@ -9,7 +9,7 @@ local function lease(purpose, allowed)
   for i, lease_id in ipairs(new_leases('task', ids)) do
     local rec = load(ids[i])
     move(rec, 'leased')
-    rec.l, rec.lt, rec.ok, rec.x = lease_id, now, nil, {}
+    rec.l, rec.ok, rec.x = lease_id, nil, {}
     save(rec)
     leases[#leases + 1] = {lease_id = rec.l, attempt = rec.a, expires_in_s = call.lease_s,
                             members = open_members(rec)}

@@ -27,6 +27,7 @@
 -- members   hash: "<index>/<task id>" -> serialised group of this trajectory, until it closes; bytes
 --           of groups that follow each other are one group with the trajectories of all
 -- ledger    hash: task id -> record as JSON (below); small, and kept so that repeats are noticed
+-- played:<purpose>   zset: task id by when it was leased
 -- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
 -- ranked    zset: entry order and id of each task in ready:scored, by priority, the highest first
 -- finished  list: ids of consumed and dropped tasks, oldest first; records of older ones are deleted
@@ -38,7 +39,7 @@
 --   queue), m(embers' digests, '' until finished; in one string once the group has closed),
 --   c(ount of finished members), b(ytes of them), v = {lineage = {oldest, newest}}, sc(ored),
 --   dead = {...}; until the group closes k (fewest trajectories), t(ime of the offer in ms), a(ttempt),
---   l(ast lease), lt (its time), ok (a member was finished under it), f(ailures of each member), x
+--   l(ast lease), ok (a member was finished under it), f(ailures of each member), x
 --   (members that failed as l ran out), i(ds of finished trajectories);
 --   e = {stage = {o(rder), t(ime it came), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
 --   gone}}
@@ -161,6 +162,8 @@ local function flush()
 end
 
 local function move(rec, state)
+  if rec.s == 'leased' then redis.call('ZREM', key('played:' .. rec.p), rec.id) end
+  if state == 'leased' then redis.call('ZADD', key('played:' .. rec.p), now, rec.id) end
   count(rec.p .. ':' .. rec.s, -1)
   count(rec.p .. ':' .. state, 1)
   rec.s = state
@@ -303,7 +306,7 @@ end
 local function freeze_members(rec)
   rec.m = table.concat(rec.m, ',')
   rec.f, rec.x, rec.l, rec.ok, rec.a, rec.k = nil, nil, nil, nil, nil, nil
-  rec.t, rec.lt = nil, nil
+  rec.t = nil
 end
 
 local function is_closed(rec) return type(rec.m) == 'string' end
