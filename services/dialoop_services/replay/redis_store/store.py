@@ -86,7 +86,7 @@ class ShrinkingPool(redis.asyncio.ConnectionPool):
             self._available_connections.remove(idle)
             del self._idle_since[idle]
         for idle in spare:
-            # The call that gave one back has its answer; a close that fails is none of its business.
+            # The call that gave one back has its answer; a close that fails is not its error.
             with suppress(redis.exceptions.RedisError, OSError):
                 await idle.disconnect()
 
