@@ -27,6 +27,7 @@ from tests.support.samples.replay_samples import (
     append,
     assert_adds_up,
     bare_group,
+    counts_of,
     lease_tasks,
     offer,
     play,
@@ -86,13 +87,13 @@ async def test_a_crash_of_redis_between_lease_and_acknowledge_loses_nothing(
     await fill(store, 6)
     await score_all(store)
     held = (await lease(store, Stage.SCORED, 4)).leases
-    before = await stats_of(store, RUN)
+    before = await counts_of(store, RUN)
     own_redis.kill()
     with pytest.raises(Unavailable) as caught:
         await stats_of(store, RUN)
     assert caught.value.reason == "STORE_UNAVAILABLE"
     own_redis.start()
-    assert await stats_of(store, RUN) == before
+    assert await counts_of(store, RUN) == before
     assert [await ack(store, RUN, lease.lease_id) for lease in held] == [""] * 4
     assert [await ack(store, RUN, lease.lease_id) for lease in held] == [""] * 4
     rest = (await lease(store, Stage.SCORED)).leases

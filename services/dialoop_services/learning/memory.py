@@ -7,11 +7,11 @@ of the size that is asked for next, so the process grows with every row.
 from __future__ import annotations
 
 import ctypes
-import os
+import sys
 from functools import cache
-from pathlib import Path
 
-_STATM = Path("/proc/self/statm")
+import psutil  # type: ignore[import-untyped]
+
 _resident_then = 0
 
 
@@ -31,9 +31,9 @@ def return_free_memory(*, above: int = 0) -> None:
 
 @cache
 def _malloc_trim() -> ctypes._NamedFuncPointer | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if _STATM.exists() else None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def _resident() -> int:
     """Return the bytes of the process that are in memory."""
-    return int(_STATM.read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)

@@ -34,6 +34,7 @@ from tests.support.samples.replay_samples import (
     append,
     append_member,
     bare_group,
+    counts_of,
     lease_tasks,
     offer,
     play,
@@ -363,10 +364,10 @@ async def test_evaluation_groups_go_to_who_asks_for_their_prefix(
 
 async def test_peeking_changes_nothing(store: QueueStore, run: str) -> None:
     await ready_to_train(store, run, "a", "b")
-    before = await stats_of(store, run)
+    before = await counts_of(store, run)
     assert await peek(store, run, Stage.SCORED, 1) == ["a"]
     assert await peek(store, run, Stage.UNSCORED, 5) == []
-    assert await stats_of(store, run) == before
+    assert await counts_of(store, run) == before
 
 
 async def test_a_purged_run_is_forgotten_and_its_leases_are_lost(

@@ -218,6 +218,14 @@ async def stats_of(store: QueueStore, run: str) -> rep.ReplayStats:
     return (await store.apply(rep.GetStatsRequest(run=run), rep.GetStatsResponse)).stats
 
 
+async def counts_of(store: QueueStore, run: str) -> rep.ReplayStats:
+    """The statistics without the ages, which grow from one look to the next."""
+    stats = await stats_of(store, run)
+    stats.training.ClearField("oldest_s")
+    stats.evaluation.ClearField("oldest_s")
+    return stats
+
+
 async def purge(store: QueueStore, run: str) -> None:
     await store.apply(rep.PurgeRequest(run=run, confirm=run), rep.PurgeResponse)
 
