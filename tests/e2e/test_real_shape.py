@@ -1,7 +1,7 @@
 """A checkpoint of a real shape goes through GRPO, and takes what `dialoop config check` said.
 
 The small one has Qwen3-0.6B's head and tokenizer over a small body. Where it works, the large one
-needs nothing but memory (about 15 GiB) and time.
+needs nothing but memory (about 15 GiB) and time. DIALOOP_FIGURES=FILE keeps what was measured.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_services.config.file import load_config
 from dialoop_services.learning.model.real_shapes import make_real_shape
 from dialoop_services.stack.estimates import estimate_of
+from dialoop_services.stack.preflight import gflops_of_this_machine
 
 from tests.support.stack_jobs import Job, lines_of, wait_for
 
@@ -66,6 +67,7 @@ max_groups_in_flight = 1
 num_steps = 0
 [train]
 num_steps = 2
+num_threads = {num_threads}
 groups_per_train_step = 1
 num_minibatches = 1
 pipeline_depth = 0
@@ -86,14 +88,14 @@ def spread(prompts, completions, **columns):
 '''
 PROMPT_TOKENS = 4000
 RESCORING_S = 600
+NUM_THREADS = 2
 
 
 @dataclass
 class Watch:
     """Looks twice a second at the memory of a job's processes; keeps the largest of each service.
 
-    The private memory of all processes of a service, and its share of what they have in common;
-    files in shared memory count apart.
+    Resident memory of all processes of a service; files in shared memory count apart.
     """
 
     job: Job
@@ -113,13 +115,13 @@ class Watch:
 
 
 def memory_of(pid: int) -> int:
-    """Return the bytes of a process without shared memory; 0 where it has gone."""
+    """Return the resident bytes of a process without shared memory; 0 where it has gone."""
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text("utf-8")
+        text = Path(f"/proc/{pid}/status").read_text("utf-8")
     except OSError:
         return 0
-    sizes = {line.split(":")[0]: int(line.split()[1]) for line in text.splitlines()[1:]}
-    return (sizes["Pss"] - sizes.get("Pss_Shmem", 0)) << 10
+    names = ("RssAnon:", "RssFile:")
+    return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(names))
 
 
 def write_rows(folder: Path) -> None:
@@ -151,6 +153,7 @@ def test_a_real_shape_trains_and_takes_what_was_said(
         "lora": "lora_rank = 8" if adapts else "",
         "cache": 64 if fields else 1024,
         "rescoring_s": RESCORING_S,
+        "num_threads": NUM_THREADS,
     }
     (tmp_path / "job.toml").write_text(CONFIG.format(**values), encoding="utf-8")
     estimate = estimate_of(load_config(tmp_path / "job.toml", environment={}))
@@ -168,13 +171,22 @@ def test_a_real_shape_trains_and_takes_what_was_said(
     assert ended.exit_code == 0, ended.output[-4000:]
     summary = ended.summary
     figures = figures_of(summary, ended.run_dir, watch.peaks, estimate)
-    (tmp_path / "figures.json").write_text(json.dumps(figures, indent=2), encoding="utf-8")
+    keep(figures, f"{'small-body' if fields else 'qwen3-0.6b'}-{'lora' if adapts else 'full'}")
     assert summary["num_train_steps"] == 2
     assert figures["rescoring_rows"] > 0
     assert figures["publish_bytes"] == pytest.approx(figures["publish_bytes_said"], rel=WITHIN)
     for service in ("trainer", "inference"):
         measured, expected = figures[service]["measured"], figures[service]["said"]
         assert measured == pytest.approx(expected, rel=WITHIN), figures
+
+
+def keep(figures: dict[str, Any], name: str) -> None:
+    """Put the figures of a case into the file that DIALOOP_FIGURES names."""
+    path = Path(os.environ.get("DIALOOP_FIGURES", os.devnull))
+    content = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    content = content or {"benchmark": "tests/e2e/test_real_shape.py", "cores": os.cpu_count()}
+    content.setdefault("runs", {})[name] = figures
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def kill_in_mid_publish(job: Job, patience_s: float) -> None:
@@ -202,8 +214,10 @@ def figures_of(
     return {
         "publish_bytes": published.stat().st_size,
         "publish_bytes_said": estimate.publish_bytes,
-        "step_s": [row.get("step_s") for row in steps],
+        "train_s": [row["train_s"] for row in steps],
         "step_tflop_at_most": estimate.step_products / 1e12,
+        "gflops_of_the_machine": gflops_of_this_machine() * NUM_THREADS,
+        "load": os.getloadavg(),
         "rescoring_rows": summary["rescoring"]["num_rows"],
         "rescoring_max_difference": summary["rescoring"]["max_difference"],
         **{
