@@ -56,7 +56,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def wait_for_step(cluster: SlurmCluster, job: str, folder: Path, step: int) -> None:
     deadline = time.monotonic() + 600
-    while not any(row.get("step", 0) >= step for row in rows(folder) if row["kind"] == "train"):
+    while not any(row["train_step"] >= step for row in rows(folder) if row["kind"] == "train"):
         assert cluster.state_of(job) in ("PENDING", "RUNNING"), log_of(folder)[-2000:]
         assert time.monotonic() < deadline, log_of(folder)[-2000:]
         time.sleep(0.5)
