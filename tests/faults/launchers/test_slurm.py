@@ -51,7 +51,7 @@ def submit(cluster: SlurmCluster, folder: Path, *words: str) -> str:
 def rows(folder: Path) -> list[dict[str, Any]]:
     path = folder / "runs" / "demo" / "metrics.jsonl"
     lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def wait_for_step(cluster: SlurmCluster, job: str, folder: Path, step: int) -> None:
