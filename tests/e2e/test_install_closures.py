@@ -1,8 +1,8 @@
 """The containers without a container engine.
 
-Each target's COPY and pip lines run in a clean virtual environment; then every service is started
-by its CMD, with the variables and in the order of docker-compose.yml, until its HEALTHCHECK says
-SERVING, and the loop trains. Redis is left out: the queue is kept in memory.
+Each target's COPY and pip lines run in a clean virtual environment. Then every service is started
+by the command of docker-compose.yml, from one job file, in its order and without capabilities,
+until its HEALTHCHECK says SERVING, and the loop trains. Redis is left out: the queue is in memory.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dialoop_services.stack.layout import FIXED_PORTS, rest_name
 from dialoop_services.stack.processes.ports import choose_ports
 
 from tests.support.containers import ROOT, Target, compose_file, targets
@@ -70,7 +73,7 @@ def build_image(target: Target, place: Path) -> Image:
     del variables["PIP_NO_CACHE_DIR"]  # saves space in an image, and here time
     for kind, text in target.instructions:
         if kind == "COPY":
-            _copy(text, source)
+            _copy(text.replace("${REQUIREMENTS}", "infra/requirements/own.txt"), source)
         elif kind == "RUN" and text.startswith("pip"):
             subprocess.run(["sh", "-euc", text], cwd=source, env=variables, check=True)
     shutil.rmtree(source)  # what runs later is what was installed
@@ -132,30 +135,46 @@ def test_every_closure_installs_alone_and_imports(name: str, registry: Registry)
     subprocess.run(command, cwd=image.venv, env=image.variables, check=True)
 
 
+JOB = """
+[inference]
+max_model_len = 192
+[collector]
+group_size = 6
+max_new_tokens = 24
+[warm_start]
+num_steps = 150
+[train]
+num_steps = 2
+loss = "grpo"
+[evaluation]
+num_tasks = 32
+every = 0
+"""
+# As compose's cap_drop and no-new-privileges do. Root keeps its number here, to read its own files.
+DROPPED = ["setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+
+
 class Containers:
     """The compose file's services as processes on loopback, each on a port of its own."""
 
     def __init__(self, registry: Registry, place: Path) -> None:
         self._registry = registry
         self._place = place
-        variables = {"DIALOOP_TOKEN": "of-the-test", "WARM_START_STEPS": "150", "TRAIN_STEPS": "2"}
-        self._services: dict[str, Any] = compose_file(**variables)["services"]
-        names = ("environment", "inference", "replay", "scorer", "trainer", "collector")
-        numbers = {str(port): 0 for n in names for port in self._listens(n)}
+        self._services: dict[str, Any] = compose_file(DIALOOP_TOKEN="of-the-test")["services"]
+        for name in ("code", "model", "runs"):
+            (place / name).mkdir()
+        (place / "job.toml").write_text(JOB)
         # One number is one port everywhere, as it is one service everywhere in the compose file.
-        self._ports = choose_ports(numbers)
+        self._ports = choose_ports({str(port): 0 for port in FIXED_PORTS.values()})
 
     @property
     def run_dir(self) -> Path:
         return self._place / "runs" / "default"
 
-    def _listens(self, name: str) -> list[str]:
-        variables = self._services[name]["environment"]
-        return [value for variable, value in variables.items() if variable.endswith("_PORT")]
-
     def _here(self, text: str) -> str:
         """Addresses and folders of the containers' networks and volumes, on this machine."""
         text = text.replace("/var/lib/dialoop", str(self._place)).replace("0.0.0.0", "127.0.0.1")
+        text = text.replace("/etc/dialoop", str(self._place))
         for number, port in self._ports.items():
             if text == number:
                 return str(port)
@@ -165,30 +184,38 @@ class Containers:
 
     def _variables(self, name: str) -> dict[str, str]:
         own = {k: self._here(v) for k, v in self._services[name]["environment"].items()}
-        if name == "replay":
-            own["DIALOOP_REPLAY_STORE"] = "memory"
         return self._image(name).variables | own
+
+    def _job_variables(self, name: str) -> dict[str, str]:
+        """What the container's command would set, with the addresses and ports of this machine."""
+        words = shlex.split(self.run_to_end(name, "--print").replace("\\\n", " "), comments=True)
+        pairs = (word.partition("=") for word in words if word.startswith("DIALOOP_"))
+        planned = {key: self._here(value) for key, _, value in pairs if key != "DIALOOP_CONFIG"}
+        if name == "replay":
+            planned["DIALOOP_REPLAY_STORE"] = "memory"
+        return planned
 
     def _image(self, name: str) -> Image:
         return self._registry.image(self._services[name]["build"]["target"])
 
-    def make_model(self) -> None:
-        """Run the one-shot service to its end."""
-        command = self._services["model"]["command"]
-        for folder in ("model", "runs"):
-            (self._place / folder).mkdir()
-        subprocess.run(command, env=self._variables("model"), cwd=self._place, check=True)
+    def run_to_end(self, name: str, *more: str) -> str:
+        """Run the container's command with further words; return what it says."""
+        command = [*self._services[name]["command"], *more]
+        ended = subprocess.run(
+            command, env=self._variables(name), cwd=self._place, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
 
     @contextmanager
     def running(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
         """Start a service and wait until its health check passes; stop it as compose does."""
         service = self._services[name]
-        command = service.get("command") or self._image(name).target.command
         with (self._place / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
-                [self._here(word) for word in command],
-                env=self._variables(name),
-                cwd=self._place,
+                [*DROPPED, *service["command"]],
+                env=self._job_variables(name) | self._variables(name),
+                cwd=self._place / "code",
                 stdout=log,
                 stderr=log,
             )
@@ -219,7 +246,7 @@ class Containers:
 
     def rest(self, name: str, path: str) -> int:
         """Status of a GET at the REST door, without a token."""
-        port = self._ports[self._services[name]["environment"][f"DIALOOP_{name.upper()}_REST_PORT"]]
+        port = self._ports[str(FIXED_PORTS[rest_name(name)])]
         connection = HTTPConnection("127.0.0.1", port, timeout=10)
         try:
             connection.request("GET", path)
@@ -233,23 +260,30 @@ class Containers:
 
 def test_the_compose_services_start_in_order_and_train(registry: Registry, tmp_path: Path) -> None:
     containers = Containers(registry, tmp_path)
-    containers.make_model()
+    assert containers.run_to_end("check").startswith("The job is default: vllm, grpo, 2 train")
     result = containers.run_dir / "trainer.json"
+    # The tiny model is the trainer's to make, so inference waits for it here as in compose.
+    order = ("environment", "replay", "trainer", "inference", "scorer", "collector")
     with ExitStack() as exits:
-        order = ("environment", "replay", "inference", "trainer", "scorer", "collector")
         started = {name: exits.enter_context(containers.running(name)) for name in order}
+        trainer = started.pop("trainer")
+        assert {containers.rest(name, "/readyz") for name in started} == {200}
+        assert containers.rest("environment", "/v1/environments") == 401
         deadline = time.monotonic() + _READY_S
-        while not result.is_file():
+        while trainer.poll() is None:  # its end is the job's
             for name, process in started.items():
                 assert process.poll() is None, f"{name} ended:\n{containers.log(name)}"
             assert time.monotonic() < deadline, containers.log("trainer")
             time.sleep(1)
-        assert all(containers.is_healthy(name) for name in order)
-        assert {containers.rest(name, "/readyz") for name in order} == {200}
-        assert containers.rest("environment", "/v1/environments") == 401
+        assert trainer.returncode == 0, containers.log("trainer")
+        assert all(containers.is_healthy(name) for name in started)
+    assert "A train step is done." in containers.log("trainer")
     summary = json.loads(result.read_text("utf-8"))
     assert summary["num_train_steps"] == 2
     assert summary["num_policy_versions"] == 3
     assert summary["max_logprob_difference"] < 1e-4
     assert summary["evaluations"]
+    rows = map(json.loads, (containers.run_dir / "trajectories.jsonl").open(encoding="utf-8"))
+    members = Counter(row["group_id"] for row in rows if row["outcome"] == "trained")
+    assert max(members.values()) == 6  # as the job file says, where the default is 8
     assert {process.returncode for process in started.values()} == {0}

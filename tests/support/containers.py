@@ -17,7 +17,7 @@ COMPOSE = ROOT / "docker-compose.yml"
 DOCKERFILE = ROOT / "infra" / "docker" / "Dockerfile"
 
 # The innermost ${...} first, so that defaults may hold others.
-_VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>\w+)(?:(?P<kind>:[-?])(?P<rest>[^${}]*))?\}")
+_VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>\w+)(?:(?P<kind>:[-?+])(?P<rest>[^${}]*))?\}")
 
 
 class MissingVariable(Exception):
@@ -25,10 +25,12 @@ class MissingVariable(Exception):
 
 
 def interpolate(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `${NAME}`, `${NAME:-default}` and `${NAME:?text}` as compose does; `$$` is `$`."""
+    """Replace `${NAME}` with `:-default`, `:+instead` or `:?text` as compose does; `$$` is `$`."""
 
     def value(match: re.Match[str]) -> str:
         name, kind, rest = match["name"], match["kind"], match["rest"]
+        if kind == ":+":
+            return (rest or "") if variables.get(name) else ""
         if variables.get(name):
             return variables[name]
         if kind == ":?":

@@ -75,14 +75,17 @@ def load_with_origins(
     environment: Mapping[str, str],
     run: str = "",
     overrides: Iterable[Override] = (),
+    folder: Path | None = None,
 ) -> LoadedConfig:
     """Return the config of a file, or all defaults, under `overrides`, and where values are from.
 
-    SEED and `run` override everything else. Relative paths in an override, or in a config from the
-    standard input, are relative to the current folder.
+    SEED and `run` override everything else. Relative paths in the file are relative to `folder`, or
+    else to the file. Those in an override, or in a config from the standard input, are relative to
+    the current folder.
     """
     here = Path.cwd()
-    folder = here if path is None or path == STANDARD_INPUT else here / path.parent
+    if folder is None:
+        folder = here if path is None or path == STANDARD_INPUT else here / path.parent
     values = {} if path is None else _read(path)
     resolve_paths(values, JobConfig, folder)
     source = "the command line" if path is None else _source_of(path)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import difflib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
+    from collections.abc import Collection, Iterator
 
     from pydantic.fields import FieldInfo
 
@@ -72,16 +72,27 @@ FilePath = Annotated[str, _IsPath()]
 
 def resolve_paths(values: dict[str, Any], model: type[BaseModel], folder: Path) -> None:
     """Make the relative paths in the values of a table, and of tables in it, absolute."""
+    for table, name, _ in _paths(values, model, ""):
+        table[name] = str(folder / table[name])
+
+
+def paths_in(section: BaseModel) -> dict[str, Path]:
+    """Return the files and folders that a table names, and tables in it, by their keys."""
+    paths = _paths(section.model_dump(), type(section), "")
+    return {path: Path(table[name]) for table, name, path in paths}
+
+
+def _paths(
+    values: dict[str, Any], model: type[BaseModel], path: str
+) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield each file or folder: the table that names it, its key there, and the whole key."""
     for name, field in model.model_fields.items():
-        value = values.get(name)
+        value, inner = values.get(name), table_of(field)
         if value and isinstance(value, str) and any(isinstance(m, _IsPath) for m in field.metadata):
-            values[name] = str(folder / value)
-        inner = table_of(field)
-        if inner is None:
-            continue
-        for table in value if isinstance(value, list) else [value]:
-            if isinstance(table, dict):
-                resolve_paths(table, inner, folder)
+            yield values, name, f"{path}{name}"
+        for table in value if isinstance(value, (list, tuple)) else [value]:
+            if inner is not None and isinstance(table, dict):
+                yield from _paths(table, inner, f"{path}{name}.")
 
 
 def table_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from dialoop_services.runtime.logs import LogSettings
 from dialoop_services.runtime.relay import Passage
 from dialoop_services.runtime.settings import ServerSettings, load
 from dialoop_services.scorer.settings import ScorerSettings
+from dialoop_services.stack.launch.compose import ComposeSettings, plan_service, read_job
+from dialoop_services.stack.launch.plan import PlannedProcess
 from dialoop_services.stack.layout import Layout, rest_name
 from dialoop_services.stack.processes.child import ServiceSpec
 from dialoop_services.stack.run_dir import RunDir
@@ -33,18 +37,43 @@ SETTINGS: dict[str, type[ServerSettings]] = {
     "replay": ReplaySettings,
     "scorer": ScorerSettings,
     "trainer": TrainerSettings,
+    "trainer-gpu": TrainerSettings,
     "collector": CollectorSettings,
 }
-OURS = [*SETTINGS, "door", "model"]
+OURS = [*SETTINGS, "door", "check"]
 COMPOSE = compose_file(DIALOOP_TOKEN="secret")
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 TARGETS = targets()
 
+DEMO = ROOT / "infra" / "configs" / "demo.toml"
+
 # What containers have of their own: where they listen, find each other and keep files.
 PLACES = {"host", "port", "rest_port", "token", "run", "run_dir", "model_dir", "weights_root"}
 PLACES |= {"worker", "redis_url", "replay_address", "environment_address"}
-PLACES |= {"inference_address", "inference_addresses", "name"}
-PLACES |= {"tiny_model_seed"}  # the service `model` makes it, before the others
+PLACES |= {"inference_address", "inference_addresses", "name", "advertised_address"}
+PLACES |= {"exit_when_done"}  # nobody else ends the trainer of a container
+
+
+def role_of(service: str) -> str:
+    return service.removesuffix("-gpu")
+
+
+def compose_settings(service: str) -> ComposeSettings:
+    """What the container's own variables say, without a process."""
+    own = {
+        name.removeprefix("DIALOOP_COMPOSE_").lower(): value
+        for name, value in SERVICES[service]["environment"].items()
+        if name.startswith("DIALOOP_COMPOSE_")
+    }
+    return ComposeSettings(**own)
+
+
+def plan_of(service: str) -> PlannedProcess:
+    settings = compose_settings(service)
+    return plan_service(role_of(service), read_job(DEMO, settings), settings)
+
+
+PLANS = {service: plan_of(service) for service in SETTINGS}
 
 
 def settings_in(
@@ -57,43 +86,52 @@ def settings_in(
     return load(kind)
 
 
+def settings_of(service: str, monkeypatch: pytest.MonkeyPatch) -> ServerSettings:
+    """The settings with which the container's service starts, for the demo's job."""
+    variables = dict(PLANS[service].variables) | SERVICES[service]["environment"]
+    return settings_in(monkeypatch, variables | {"DIALOOP_CONFIG": str(DEMO)}, SETTINGS[service])
+
+
 def spec_of(service: str) -> ServiceSpec:
-    config = load_config(ROOT / "infra" / "configs" / "demo.toml", environment={})
+    config = load_config(DEMO, environment={})
     run_dir = RunDir(path=Path("runs/demo"), run_id="demo")
     ports = {name: 1 for service in SETTINGS for name in (service, rest_name(service))}
     layout = Layout(config=config, run_dir=run_dir, ports=ports, redis_url="redis://127.0.0.1:1/0")
-    return layout.spec(service.partition("-")[0])
+    return layout.spec(role_of(service))
 
 
 def listens(service: str, door: str = "PORT") -> int:
-    variables = SERVICES[service]["environment"]
-    return int(variables[f"DIALOOP_{service.partition('-')[0].upper()}_{door}"])
+    return int(PLANS[service].variables[f"DIALOOP_{role_of(service).upper()}_{door}"])
 
 
 @pytest.mark.parametrize("service", SETTINGS)
 def test_every_variable_of_a_container_is_a_setting(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_in(monkeypatch, SERVICES[service]["environment"], SETTINGS[service])
+    settings = settings_of(service, monkeypatch)
+    container = SERVICES[service]["environment"]
     prefix = SETTINGS[service].model_config["env_prefix"]
-    tokens = {"DIALOOP_TOKEN", "DIALOOP_ADMIN_TOKEN"}
-    shared = {*tokens, *(f"DIALOOP_{name.upper()}" for name in LogSettings.model_fields)}
-    others = {n for n in SERVICES[service]["environment"] if not n.startswith(prefix)}
-    assert others <= shared
+    shared = {"DIALOOP_TOKEN", "DIALOOP_ADMIN_TOKEN", "DIALOOP_CONFIG"}
+    shared |= {f"DIALOOP_{name.upper()}" for name in LogSettings.model_fields}
+    prefixes = (str(prefix), "DIALOOP_COMPOSE_")
+    assert {name for name in container if not name.startswith(prefixes)} <= shared
     assert settings.token.get_secret_value() == "secret"
 
 
 def test_a_misspelt_variable_would_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = SERVICES["replay"]["environment"] | {"DIALOOP_REPLAY_STOR": "redis"}
     with pytest.raises(InvalidConfig, match="did you mean DIALOOP_REPLAY_STORE"):
-        settings_in(monkeypatch, wrong, ReplaySettings)
+        settings_in(monkeypatch, wrong | {"DIALOOP_CONFIG": str(DEMO)}, ReplaySettings)
+    monkeypatch.setenv("DIALOOP_COMPOSE_HAED", "10.0.0.5")
+    with pytest.raises(InvalidConfig, match="did you mean DIALOOP_COMPOSE_HEAD"):
+        load(ComposeSettings)
 
 
-@pytest.mark.parametrize("service", [name for name in SETTINGS if name != "inference-gpu"])
+@pytest.mark.parametrize("service", [name for name in SETTINGS if not name.endswith("-gpu")])
 def test_a_container_is_told_what_the_demo_tells_the_embedded_service(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = settings_in(monkeypatch, SERVICES[service]["environment"], SETTINGS[service])
+    ours = settings_of(service, monkeypatch)
     variables = spec_of(service).environment
     theirs = settings_in(monkeypatch, variables, SETTINGS[service])
     assert ours.model_dump(exclude=PLACES) == theirs.model_dump(exclude=PLACES)
@@ -114,8 +152,31 @@ def test_containers_have_no_privileges(service: str) -> None:
     assert not {"privileged", "cap_add", "devices", "pid", "ipc"} & container.keys()
 
 
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+def test_without_capabilities_the_sandbox_still_denies_everything() -> None:
+    program = (
+        "import json\n"
+        "from dialoop.sandbox.levels import Level\n"
+        "from dialoop.sandbox.self_test import ATTEMPTS, assess, effective_isolation\n"
+        "isolation = effective_isolation()\n"
+        "assert isolation.denies == ATTEMPTS, isolation\n"
+        "print(json.dumps([isolation.level, assess(Level.BUBBLEWRAP).missing]))\n"
+    )
+    # What cap_drop and no-new-privileges leave, and an image without bwrap.
+    dropped = ("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
+    command = [shutil.which("setpriv") or "", *dropped, sys.executable, "-c", program]
+    ended = subprocess.run(command, env={"PATH": ""}, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    level, missing = json.loads(ended.stdout)
+    assert level in ("landlock", "rlimits")
+    assert missing == "there is no bwrap on PATH"
+
+
 def test_ports_are_published_on_loopback_only() -> None:
     published = {p for c in SERVICES.values() for p in c.get("ports", [])}
+    other = compose_file(DIALOOP_TOKEN="x", ADDRESS="10.0.0.5")["services"]
+    others = {p for c in other.values() for p in c.get("ports", [])}
+    assert others == {p.replace("127.0.0.1", "10.0.0.5") for p in published}
     assert all(re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port) for port in published)
     grpc = {"environment": 7001, "inference": 7002, "replay": 7003, "scorer": 7004, "trainer": 7005}
     assert {name: listens(name) for name in grpc} == grpc
@@ -128,7 +189,7 @@ def test_ports_are_published_on_loopback_only() -> None:
 
 @pytest.mark.parametrize("service", SETTINGS)
 def test_published_ports_are_those_the_service_listens_on(service: str) -> None:
-    variables = SERVICES[service]["environment"]
+    variables = PLANS[service].variables
     open_ports = {value for name, value in variables.items() if name.endswith("_PORT")}
     published = {port.rpartition(":")[2] for port in SERVICES[service].get("ports", [])}
     assert published <= open_ports
@@ -146,7 +207,7 @@ def test_the_sandbox_has_no_way_out_but_the_door_and_that_to_the_policy_alone() 
     assert SERVICES["environment"]["networks"] == ["sandbox"]
     assert "ports" not in SERVICES["environment"]  # they would not be published from there
     assert COMPOSE["networks"]["sandbox"]["internal"] is True
-    environment = SERVICES["environment"]["environment"]
+    environment = PLANS["environment"].variables
     doors = {int(v) for name, v in environment.items() if name.endswith("_PORT")}
     assert SERVICES["door"]["ports"] == [f"127.0.0.1:{port}:{port}" for port in sorted(doors)]
     policy = listens("inference")
@@ -165,7 +226,7 @@ def test_only_replay_reaches_redis() -> None:
 def addresses() -> list[tuple[str, str]]:
     addresses = []
     for name in SETTINGS:
-        for variable, value in SERVICES[name]["environment"].items():
+        for variable, value in PLANS[name].variables.items():
             if variable.endswith("_ADDRESS"):
                 addresses.append((name, value))
             if variable.endswith("_ADDRESSES"):
@@ -180,31 +241,68 @@ def test_an_address_is_a_service_on_a_common_network(service: str, address: str)
     assert set(SERVICES[service]["networks"]) & set(SERVICES[host]["networks"])
 
 
-@pytest.mark.parametrize("service", ["environment", "scorer", "trainer", "inference"])
-def test_whoever_has_a_model_dir_has_the_model_that_is_served(service: str) -> None:
-    model_dir = SERVICES[service]["environment"][f"DIALOOP_{service.upper()}_MODEL_DIR"]
-    assert model_dir == SERVICES["inference"]["environment"]["DIALOOP_INFERENCE_MODEL_DIR"]
-    assert f"model:{model_dir}:ro" in SERVICES[service]["volumes"]
+@pytest.mark.parametrize("service", SETTINGS)
+def test_every_service_sees_model_runs_and_code_and_writes_runs_alone(service: str) -> None:
+    mounts = [mount.split(":") for mount in SERVICES[service]["volumes"]]
+    writes = {target for _, target, *mode in mounts if mode != ["ro"]}
+    assert {target for _, target, *_ in mounts} == {
+        f"/var/lib/dialoop/{name}" for name in ("model", "code", "runs")
+    }
+    may_write = role_of(service) in ("trainer", "collector")
+    assert writes == ({"/var/lib/dialoop/runs"} if may_write else set())
+    assert SERVICES[service]["working_dir"] == "/var/lib/dialoop/code"
 
 
 def test_inference_reads_the_policies_where_the_trainer_writes_them() -> None:
-    trainer, inference = SERVICES["trainer"], SERVICES["inference"]
-    run_dir = trainer["environment"]["DIALOOP_TRAINER_RUN_DIR"]
-    policies = inference["environment"]["DIALOOP_INFERENCE_WEIGHTS_ROOT"]
-    assert policies == f"{run_dir}/policies"
-    volume = "runs:/var/lib/dialoop/runs"
-    assert run_dir.startswith(volume.partition(":")[2])
-    assert volume in trainer["volumes"]
-    assert f"{volume}:ro" in inference["volumes"]
+    trainer, inference = PLANS["trainer"].variables, PLANS["inference"].variables
+    run_dir = trainer["DIALOOP_TRAINER_RUN_DIR"]
+    assert inference["DIALOOP_INFERENCE_WEIGHTS_ROOT"] == f"{run_dir}/policies"
+    assert inference["DIALOOP_INFERENCE_MODEL_DIR"] == trainer["DIALOOP_TRAINER_MODEL_DIR"]
+    assert run_dir == "/var/lib/dialoop/runs/demo"
 
 
-def test_the_gpu_replica_takes_the_place_of_the_other() -> None:
-    gpu, cpu = SERVICES["inference-gpu"], SERVICES["inference"]
+@pytest.mark.parametrize("service", [*SETTINGS, "check"])
+def test_every_container_reads_the_one_job_file(service: str) -> None:
+    command = ["python", "-m", "dialoop_services.stack.launch.compose", role_of(service)]
+    assert SERVICES[service]["command"] == command
+    [mount] = SERVICES[service]["configs"]
+    assert mount == {"source": "job", "target": SERVICES[service]["environment"]["DIALOOP_CONFIG"]}
+    assert COMPOSE["configs"]["job"]["file"] == "infra/configs/demo.toml"
+    mine = compose_file(DIALOOP_TOKEN="x", JOB="./job.toml")
+    assert mine["configs"]["job"]["file"] == "./job.toml"
+
+
+def test_a_redis_of_the_users_takes_the_place_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "rediss://redis.internal:6379/0"
+    replay = compose_file(DIALOOP_TOKEN="x", REDIS_URL=url)["services"]["replay"]
+    variables = dict(PLANS["replay"].variables) | replay["environment"]
+    settings = settings_in(monkeypatch, variables | {"DIALOOP_CONFIG": str(DEMO)}, ReplaySettings)
+    assert isinstance(settings, ReplaySettings)
+    assert settings.redis_url == url
+    assert replay["depends_on"]["redis"]["required"] is False  # it may be scaled to 0
+
+
+@pytest.mark.parametrize("role", ["inference", "trainer"])
+def test_a_service_with_a_gpu_takes_the_place_of_the_other(role: str) -> None:
+    gpu, cpu = SERVICES[f"{role}-gpu"], SERVICES[role]
     assert gpu["profiles"] == ["gpu"]
-    assert gpu["networks"]["work"]["aliases"] == ["inference"]
+    assert gpu["networks"]["work"]["aliases"] == [role]
+    assert gpu["networks"].keys() == set(cpu["networks"])
     assert gpu["ports"] == cpu["ports"]  # both at once would fail, not be chosen from by chance
     (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
+    assert device["device_ids"] == ["0"]
+    other = compose_file(DIALOOP_TOKEN="x", TRAINER_GPU="1")["services"]["trainer-gpu"]
+    (device,) = other["deploy"]["resources"]["reservations"]["devices"]
+    assert device["device_ids"] == ["1"]
+
+
+def test_the_gpu_profile_trains_on_the_gpu() -> None:
+    settings = compose_settings("trainer-gpu")
+    config = read_job(DEMO, settings)
+    assert (config.train.device, config.engine) == ("cuda", "vllm")
+    assert PLANS["trainer-gpu"].needs.gpus == PLANS["inference-gpu"].needs.gpus == 1
+    assert read_job(DEMO, compose_settings("trainer")).train.device == "cpu"
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -222,6 +320,7 @@ def test_whatever_is_waited_for_can_become_ready(service: str) -> None:
 def test_an_image_runs_the_embedded_command_and_probes_its_port(service: str) -> None:
     target = TARGETS[SERVICES[service]["build"]["target"]]
     assert target.command == ["python", *spec_of(service).command[1:]]
+    assert tuple(target.command) == PLANS[service].command
     assert target.probe[:4] == [
         "python",
         "-m",
@@ -237,7 +336,7 @@ def test_an_image_runs_the_embedded_command_and_probes_its_port(service: str) ->
 def test_an_image_installs_its_own_extra_and_drops_root_last(service: str) -> None:
     target = TARGETS[SERVICES[service]["build"]["target"]]
     kinds = [kind for kind, _ in target.instructions]
-    assert target.extras == [service.partition("-")[0]]
+    assert target.extras == [role_of(service)]
     assert target.last("USER") == SERVICES[service]["user"]
     assert "RUN" not in kinds[kinds.index("USER") :]
 
@@ -248,38 +347,34 @@ def test_a_container_has_as_long_to_end_as_the_embedded_service(service: str) ->
     assert grace_s >= spec_of(service).stop_grace_s
 
 
-@pytest.mark.parametrize(
-    ("variables", "files", "code", "says"),
-    [
-        ({}, ["model.safetensors"], 0, ""),
-        ({}, [], 0, "made: -m dialoop_services.learning.model.tiny"),
-        ({"MODEL_DIR": "./mine"}, [], 2, "holds no config.json"),
-        ({"MODEL_DIR": "./mine"}, ["config.json"], 2, "Set WARM_START_STEPS"),
-        ({"MODEL_DIR": "./mine", "WARM_START_STEPS": "0"}, ["config.json"], 0, ""),
-    ],
-)
-def test_the_tiny_model_is_made_only_where_none_is_given(
-    tmp_path: Path, variables: dict[str, str], files: list[str], code: int, says: str
-) -> None:
-    model = compose_file(DIALOOP_TOKEN="x", **variables)["services"]["model"]
-    (tmp_path / "model").mkdir()
-    for name in files:
-        (tmp_path / "model" / name).touch()
-    stand_in = tmp_path / "python"  # tells what it was asked, instead of loading torch
-    stand_in.write_text('#!/bin/sh\necho "made: $*"\n')
-    stand_in.chmod(0o755)
-    variables = model["environment"] | {"TARGET": str(tmp_path / "model")}
-    variables["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    ended = subprocess.run(
-        model["command"], env=variables, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == code
-    assert says in ended.stdout + ended.stderr
-    assert bool(ended.stdout + ended.stderr) == bool(says)
+@pytest.mark.parametrize("service", [*SETTINGS, "redis"])
+def test_a_model_that_loads_for_minutes_fails_no_health_check(service: str) -> None:
+    if service == "redis":  # reads its file first
+        assert SERVICES[service]["healthcheck"]["start_period"] == "600s"
+        return
+    check = TARGETS[SERVICES[service]["build"]["target"]].last("HEALTHCHECK")
+    start = re.search(r"--start-period=(\d+)s", check)
+    assert start
+    loads = role_of(service) in ("inference", "trainer", "scorer")
+    assert int(start[1]) >= (1800 if loads else 60)
+
+
+def test_packages_of_the_users_code_may_not_change_ours() -> None:
+    args = compose_file(DIALOOP_TOKEN="x", REQUIREMENTS="infra/requirements/mine.txt")
+    for service in SETTINGS:
+        build = args["services"][service]["build"]
+        assert build["args"]["REQUIREMENTS"] == "infra/requirements/mine.txt"
+        target = TARGETS[build["target"]]
+        assert "${REQUIREMENTS} own.txt" in target.all_of("COPY")
+        assert target.all_of("RUN")[-1] == (
+            "pip list --format=freeze > ours.txt && pip install -r own.txt -c ours.txt"
+        )
 
 
 def test_variables_are_read_as_compose_reads_them() -> None:
     assert interpolate("${A:-x}/$${A}", {}) == "x/${A}"
+    assert interpolate("[${A:+x}]", {}) == "[]"
+    assert interpolate("[${A:+x}]", {"A": "a"}) == "[x]"
     assert interpolate("${A:-${B:-x}}", {"B": "b"}) == "b"
     assert interpolate("${A:-${B:-x}}", {"A": "a"}) == "a"
     with pytest.raises(MissingVariable, match="A: say it"):

@@ -45,6 +45,17 @@ def write(run_dir: Path, text: str, **labels: str) -> None:
     records.close()
 
 
+def test_a_log_tells_how_far_the_job_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="dialoop_services")
+    records = RunRecords(tmp_path)
+    records.metric("train", train_step=3, policy_version=VERSION, reward=2 / 3, grad_norm=1.0)
+    records.metric("publish", train_step=3, policy_version=VERSION, num_bytes=7)
+    records.close()
+    [line] = caplog.records
+    assert line.message == "A train step is done."
+    assert (vars(line)["train_step"], vars(line)["reward"]) == (3, 0.6667)
+
+
 def test_further_columns_are_recorded(tmp_path: Path) -> None:
     made = trajectory("x")
     experts = Column(values=np.array([[1, 2], [3, 4], [5, 6]], np.uint8), along=Along.TOKENS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from contextlib import contextmanager
 from importlib import import_module
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dialoop_services.config.job import JobConfig
-    from dialoop_services.stack.launch.plan import PlannedProcess
 
 
 _NEXT = {
@@ -107,12 +105,4 @@ def _plan_text(config: JobConfig, site: Site, root: Path, folder: Path) -> str:
         needs=site.needs,
         hosts=site.hosts,
     )
-    return "\n".join(map(_lines_of, layout.launch_plan().processes))
-
-
-def _lines_of(process: PlannedProcess) -> str:
-    needs = process.needs
-    waits = ", ".join((*process.after, *(("the model",) if process.needs_model else ())))
-    head = f"# {process.name}: {needs.gpus} GPUs" + (f", after {waits}" if waits else "")
-    variables = (f"{name}={shlex.quote(value)}" for name, value in process.variables.items())
-    return "\n".join((head, " \\\n  ".join((*variables, shlex.join(process.command))), ""))
+    return "\n".join(process.as_shell() for process in layout.launch_plan().processes)

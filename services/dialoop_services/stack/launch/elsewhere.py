@@ -30,12 +30,16 @@ CONFIG_FILE = "/etc/dialoop/job.toml"
 
 
 def plan_elsewhere(
-    config: JobConfig, host: Callable[[str], str], *, config_file: str = CONFIG_FILE
+    config: JobConfig,
+    host: Callable[[str], str],
+    *,
+    config_file: str = CONFIG_FILE,
+    folder: Path = FOLDER,
 ) -> LaunchPlan:
     """Return the plan whose processes reach each other at `host(name)` and read `config_file`.
 
-    Raises InvalidConfig for a job whose queue would be lost with a process's memory, or that needs
-    files of this machine.
+    Runs are in `folder`/runs. Raises InvalidConfig for a job whose queue would be lost with a
+    process's memory, or that needs files of this machine.
     """
     if config.store != "redis":
         raise InvalidConfig(
@@ -52,7 +56,7 @@ def plan_elsewhere(
     }
     layout = Layout(
         config=config,
-        run_dir=RunDir(path=FOLDER / "runs" / config.run, run_id=config.run),
+        run_dir=RunDir(path=folder / "runs" / config.run, run_id=config.run),
         ports=ports | rest,
         hosts={name: host(name) for name in names},
         needs=needs_elsewhere(config),

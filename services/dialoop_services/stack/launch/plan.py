@@ -9,6 +9,7 @@ waits for, or when it is started again.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -66,6 +67,13 @@ class PlannedProcess:
     hang_timeout_s: float = 60.0
     stop_grace_s: float = 20.0
     stop_rank: int = 0
+
+    def as_shell(self) -> str:
+        """Return the process as shell writes it: a comment, its variables, its command."""
+        waits = ", ".join((*self.after, *(("the model",) if self.needs_model else ())))
+        head = f"# {self.name}: {self.needs.gpus} GPUs" + (f", after {waits}" if waits else "")
+        variables = (f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
+        return "\n".join((head, " \\\n  ".join((*variables, shlex.join(self.command))), ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -16,14 +17,25 @@ from dialoop.views.run_files import TRAJECTORIES, number_of, trajectory_files
 from dialoop_services.runtime.durable import write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from dialoop.trajectory import Trajectory
 
     from dialoop_services.trainer.records.trackers import Tracker
 
+log = logging.getLogger(__name__)
+
 BATCH_KINDS = ("train", "refused")
 """The kinds of a batch's row: a train step, and a batch of which every update was refused."""
+
+_LOGGED = {
+    "warm_start": ("A warm-start step is done.", ("loss",)),
+    "train": ("A train step is done.", ("reward", "loss", "num_groups_trained")),
+    "heldout": ("The held-out loss is measured.", ("loss",)),
+    "evaluation": ("An evaluation is done.", ("label", "mean_reward", "num_trajectories")),
+}
+"""Rows that are log lines too, for whoever reads the log of a container: a text, and which values.
+"""
 
 _BLOCK = 65536
 _NUM_PARTS, _PART_BYTES = 4, 1 << 30
@@ -70,6 +82,7 @@ class RunRecords:
         self._metrics.flush()
         for tracker in self._trackers:
             tracker.log(row)
+        _log_progress(row)
         prefix = f"{kind}/{values['label']}" if "label" in values else kind
         numbers = {f"{prefix}/{k}": float(v) for k, v in values.items() if _is_number(v)}
         self.newest.update(numbers)
@@ -200,6 +213,15 @@ def _end_of_last_line(file: BinaryIO) -> int:
             return start + newline + 1
         position = start
     return 0
+
+
+def _log_progress(row: Mapping[str, Any]) -> None:
+    if row["kind"] not in _LOGGED:
+        return
+    text, names = _LOGGED[row["kind"]]
+    values = {name: row[name] for name in ("train_step", "policy_version", *names) if name in row}
+    rounded = {n: round(v, 4) if isinstance(v, float) else v for n, v in values.items()}
+    log.info(text, extra=rounded)
 
 
 def _is_number(value: object) -> bool:

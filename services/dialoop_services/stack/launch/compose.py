@@ -1,0 +1,282 @@
+"""Start a service of docker-compose.yml with the settings that the job file gives it.
+
+python -m dialoop_services.stack.launch.compose check       # refuse a job before anything starts
+python -m dialoop_services.stack.launch.compose trainer     # what the trainer's container runs
+
+The job file is mounted into every container. This reads it, takes the variables of the service from
+the launch plan, and becomes the service. A variable that the container has already stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NoReturn
+
+from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.reasons import Reason
+from pydantic_settings import SettingsConfigDict
+
+from dialoop_services.config.file import Override, load_with_origins
+from dialoop_services.config.settings import CONFIG_VARIABLE
+from dialoop_services.config.tables import DEVICE_PLANES
+from dialoop_services.config.values import paths_in
+from dialoop_services.runtime.exit_reason import ExitReason
+from dialoop_services.runtime.process import end_command
+from dialoop_services.runtime.settings import StrictSettings, load
+from dialoop_services.stack.devices import needs_elsewhere
+from dialoop_services.stack.launch.elsewhere import CONFIG_FILE, FOLDER, job_file, plan_elsewhere
+from dialoop_services.stack.layout import FIXED_PORTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.stack.launch.plan import PlannedProcess
+
+CHECK = "check"
+SERVICES = ("environment", "inference", "replay", "scorer", "trainer", "collector")
+DOOR = "door"
+"""The relay through which the environment service, in a network of its own, reaches the policy."""
+_JOINS = ("inference", "scorer", "collector")
+"""Services that a second machine adds to a job."""
+REPLACED = MappingProxyType(
+    {
+        "DIALOOP_RUN": "run",
+        "ENVIRONMENT": "use in [environment]",
+        "ENVIRONMENT_NAME": "name in [environment]",
+        "TRAIN_STEPS": "num_steps in [train]",
+        "WARM_START_STEPS": "num_steps in [warm_start]",
+        "LOSS": "loss in [train]",
+        "LEARNING_RATE": "learning_rate in [train]",
+        "SEED": "seed",
+        "ENGINE": "engine",
+        "MAX_MODEL_LEN": "max_model_len in [inference]",
+        "MAX_NEW_TOKENS": "max_new_tokens in [collector]",
+        "KEEP_POLICIES": "keep_policies in [train]",
+        "KV_CACHE_MIB": "kv_cache_mib in [inference]",
+    }
+)
+"""Variables of earlier versions, and the key of the job file that took the place of each."""
+_GPU = "--profile gpu --scale inference=0 --scale trainer=0"
+
+
+class ComposeSettings(StrictSettings):
+    """What docker-compose.yml says of a container, beside the job file."""
+
+    model_config = SettingsConfigDict(env_prefix="DIALOOP_COMPOSE_")
+
+    folder: Path = FOLDER
+    """Folder with runs, code and model."""
+    job: str = ""
+    """JOB as the user set it; empty: the demo's job."""
+    model: str = ""
+    """MODEL_DIR as the user set it, mounted at `folder`/model; empty: the job file's model."""
+    gpu: bool = False
+    """Whether the container has a GPU, as those of the profile gpu."""
+    replaced: str = ""
+    """Variables of earlier versions that are set, separated by spaces; they are refused."""
+    head: str = ""
+    """Address of the machine that runs the rest of the job; empty: this one."""
+    address: str = ""
+    """Address of this machine, at which others reach its replica; empty: none but containers."""
+
+    @property
+    def code(self) -> Path:
+        """Return the folder of the user's code, where relative paths of the job file begin."""
+        return self.folder / "code"
+
+
+def read_job(path: Path, settings: ComposeSettings) -> JobConfig:
+    """Return the job as these containers run it; InvalidConfig for one that they cannot run."""
+    for name in settings.replaced.split():
+        raise InvalidConfig(
+            f"{name} is set, and docker-compose.yml no longer reads it.",
+            remedy=f"Unset it, and set {REPLACED[name]} in the job file that JOB names.",
+        )
+    overrides = []
+    if settings.model:
+        _require_model(settings)
+        directory = str(settings.folder / "model")
+        overrides.append(Override(path="model.directory", value=directory, origin="MODEL_DIR"))
+    if settings.gpu:
+        overrides.append(Override(path="train.device", value="cuda", origin="the profile gpu"))
+    loaded = load_with_origins(path, environment={}, overrides=overrides, folder=settings.code)
+    _require_what_compose_has(loaded.config)
+    _require_files(loaded.config, settings)
+    return loaded.config
+
+
+def _require_model(settings: ComposeSettings) -> None:
+    if not settings.job:
+        raise InvalidConfig(
+            "MODEL_DIR is set, and JOB is not: the demo's job is meant for its tiny model.",
+            remedy="Set JOB to a job file for your model.",
+        )
+    if not (settings.folder / "model" / "config.json").is_file():
+        raise InvalidConfig(
+            f"MODEL_DIR={settings.model} holds no config.json.",
+            reason=Reason.MODEL_INCOMPLETE,
+            remedy="Give a folder with a Hugging Face model.",
+        )
+
+
+def _require_what_compose_has(config: JobConfig) -> None:
+    """Raise InvalidConfig for a job that needs more than one container of a kind, or other GPUs."""
+    elsewhere = "Start it with `dialoop train`, here or --on a cluster."
+    if config.placement == "shared":
+        raise InvalidConfig(
+            'placement is "shared", and containers do not take turns on a device.',
+            remedy=f'Set placement = "split". {elsewhere}',
+        )
+    if config.inference.data_plane in DEVICE_PLANES:
+        raise InvalidConfig(
+            f'data_plane is "{config.inference.data_plane}" in [inference], which does not pass '
+            "from container to container.",
+            remedy='Leave data_plane out, or set it to "chunks".',
+        )
+    if config.inference.num_replicas > 1:
+        raise InvalidConfig(
+            f"num_replicas is {config.inference.num_replicas} in [inference], and compose starts "
+            "one replica on a machine.",
+            reason=Reason.PLAN_TOO_LARGE,
+            remedy=f"Set it to 1; docs/deploy.md says how another machine adds one. {elsewhere}",
+        )
+    for name, needs in needs_elsewhere(config).items():
+        most = int(name in ("trainer", "inference"))
+        if needs.gpus > most:
+            raise InvalidConfig(
+                f"{name} needs {needs.gpus} GPU{'s' * (needs.gpus > 1)}, and its container has "
+                f"{'one at most' if most else 'none'}.",
+                reason=Reason.PLAN_TOO_LARGE,
+                remedy=f"Change its keys in the job file. {elsewhere}",
+            )
+
+
+def _require_files(config: JobConfig, settings: ComposeSettings) -> None:
+    """Raise InvalidConfig for a file or folder of the job that is in no container."""
+    for key, path in paths_in(config).items():
+        if not path.exists():
+            raise InvalidConfig(
+                f"{key} names {path}, which is not in the containers.",
+                remedy=f"Set CODE_DIR to the folder that has it: they see it as {settings.code}, "
+                "and relative paths in the job file begin there. MODEL_DIR names a model.",
+            )
+
+
+def plan_service(role: str, config: JobConfig, settings: ComposeSettings) -> PlannedProcess:
+    """Return how the container of a service starts it; InvalidConfig where it cannot run there."""
+    if config.train.device == "cuda" and not settings.gpu and role in ("trainer", "inference"):
+        raise InvalidConfig(
+            f'device is "cuda" in [train], and the container of {role} has no GPU.',
+            reason=Reason.NEEDS_CUDA,
+            remedy=f"Start with `docker compose {_GPU} up`, or leave device out.",
+        )
+
+    def host(name: str) -> str:
+        if settings.head and name != role:
+            return settings.head
+        return DOOR if (role, name) == ("environment", "inference") else name
+
+    process = plan_elsewhere(config, host, folder=settings.folder).process(role)
+    variables = dict(process.variables)
+    if role == "inference" and settings.address:
+        address = f"{settings.address}:{FIXED_PORTS[role]}"
+        variables["DIALOOP_INFERENCE_ADVERTISED_ADDRESS"] = address
+    process = replace(process, variables=variables)
+    return _joining(process, config, settings) if settings.head else process
+
+
+def _joining(
+    process: PlannedProcess, config: JobConfig, settings: ComposeSettings
+) -> PlannedProcess:
+    """Return a service of a second machine, which has neither the run's folder nor its names."""
+    if process.role not in _JOINS:
+        raise InvalidConfig(
+            f"HEAD is set, and {process.role} does not join a job that runs on another machine.",
+            remedy=f"Start one of {', '.join(_JOINS)} here, with `docker compose up --no-deps`.",
+        )
+    if process.role == "inference":
+        _require_joinable(config, settings)
+    variables = dict(process.variables)
+    variables.pop("DIALOOP_COLLECTOR_RUN_DIR", None)
+    variables.pop("DIALOOP_INFERENCE_NAME", None)  # its machine and port name it then
+    return replace(process, variables=variables, needs_model=False)
+
+
+def _require_joinable(config: JobConfig, settings: ComposeSettings) -> None:
+    """Raise InvalidConfig where a replica would find neither the job nor its weights."""
+    wanted = {
+        'discovery = "registry"': config.discovery == "registry",
+        'data_plane = "chunks" in [inference]': config.inference.data_plane != "shared_memory",
+        "shared_folder = false in [launch]": not config.launch.shared_folder,
+        "directory in [model], or MODEL_DIR": bool(config.model.directory),
+        "ADDRESS, at which others reach this machine": bool(settings.address),
+    }
+    missing = [name for name, is_there in wanted.items() if not is_there]
+    if missing:
+        raise InvalidConfig(
+            f"A replica that joins from another machine needs {'; '.join(missing)}.",
+            remedy="Set that in the job file of both machines, or in the environment.",
+        )
+
+
+def become(process: PlannedProcess, config: JobConfig, environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process by the service, once the model that it loads is there."""
+    handle, path = tempfile.mkstemp(prefix="dialoop-job-", suffix=".toml")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(job_file(config))
+    variables = {**process.variables, **environment, CONFIG_VARIABLE: path}
+    if process.needs_model and not config.model.directory:
+        model = Path(process.variables["DIALOOP_INFERENCE_MODEL_DIR"]) / "model.safetensors"
+        _wait_for(model)
+    os.execvpe(process.command[0], process.command, variables)
+
+
+def _wait_for(model: Path) -> None:
+    """Wait until the trainer has made the tiny model."""
+    if not model.is_file():
+        sys.stdout.write(f"Waiting until the trainer has made {model}.\n")
+        sys.stdout.flush()
+    while not model.is_file():
+        time.sleep(1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the job, or become a service; return 2 for a job that these containers cannot run."""
+    parser = argparse.ArgumentParser(description="Start a service of docker-compose.yml.")
+    parser.add_argument("service", choices=(CHECK, *SERVICES))
+    parser.add_argument("--print", action="store_true", help="print what would be started, and end")
+    options = parser.parse_args(arguments)
+    try:
+        settings = load(ComposeSettings)
+        config = read_job(Path(os.environ.get(CONFIG_VARIABLE) or CONFIG_FILE), settings)
+        roles = SERVICES if options.service == CHECK else (options.service,)
+        if options.service == CHECK:  # the profile is not known here; the services look again
+            settings = settings.model_copy(update={"gpu": True, "head": ""})
+        processes = [plan_service(role, config, settings) for role in roles]
+        if options.print:
+            sys.stdout.write("\n".join(process.as_shell() for process in processes))
+        elif options.service == CHECK:
+            runs = settings.folder / "runs" / config.run
+            sys.stdout.write(
+                f"The job is {config.run}: {config.engine}, {config.train.loss}, "
+                f"{config.train.num_steps} train steps. Its files are in {runs}.\n"
+            )
+        else:
+            become(processes[0], config, os.environ)
+    except DialoopError as error:
+        reason = ExitReason.of(error)
+        sys.stderr.write(f"dialoop compose: {reason.message}\n")
+        return reason.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    end_command(main)
