@@ -53,9 +53,11 @@ class KubernetesSection(Section):
 
     image: str = "dialoop-{target}:latest"
     """Image of a service; {target} is its target in infra/docker/Dockerfile, as "trainer"."""
-    namespace: str = "dialoop"
+    namespace: str = Field(
+        default="dialoop", max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+    )
     """Namespace of all objects."""
-    queue: str = ""
+    queue: str = Field(default="", max_length=63, pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$")
     """Kueue's local queue for the job and its replicas; empty: no queue."""
     secret: str = "dialoop"
     """Secret with `token`, the services' token, and `redis_url`, the address of Redis."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -28,6 +30,7 @@ ROOT = Path(__file__).parents[4]
 BASE = ROOT / "infra" / "k8s" / "base"
 GPU = ROOT / "infra" / "k8s" / "overlays" / "gpu"
 CUSTOM = ("JobSet", "LeaderWorkerSet")
+LEADER_WORKER_SET = ROOT / "infra" / "k8s" / "schemas" / "leaderworkerset.json"
 KUBERNETES = "1.34"
 SETTINGS: dict[str, type[ServerSettings]] = {
     "environment": EnvironmentSettings,
@@ -89,18 +92,27 @@ def require_core_schemas(objects: list[dict[str, Any]]) -> None:
             kubernetes_validate.validate(each, KUBERNETES, strict=True)
 
 
+def require_custom_schemas(objects: list[dict[str, Any]]) -> None:
+    [job_set] = [each for each in objects if each["kind"] == "JobSet"]
+    require_job_set(job_set)
+    replicas = [each for each in objects if each["kind"] == "LeaderWorkerSet"]
+    assert replicas
+    for each in replicas:
+        require_leader_worker_set(each)
+
+
 @needs_kubectl
 @pytest.mark.parametrize("folder", [BASE, GPU], ids=["base", "gpu"])
-def test_what_kubectl_renders_holds_the_published_schemas(folder: Path) -> None:
+def test_what_kubectl_renders_holds_the_schemas(folder: Path) -> None:
     objects = render(folder)
     require_core_schemas(objects)
-    require_job_set(next(each for each in objects if each["kind"] == "JobSet"))
+    require_custom_schemas(objects)
 
 
 def test_a_large_job_holds_the_schemas_too() -> None:
     objects = manifests(LARGE)
     require_core_schemas(objects)
-    require_job_set(next(each for each in objects if each["kind"] == "JobSet"))
+    require_custom_schemas(objects)
 
 
 def test_a_misspelt_field_would_be_found() -> None:
@@ -112,6 +124,36 @@ def test_a_misspelt_field_would_be_found() -> None:
     job_set["spec"]["successPolicies"] = {}
     with pytest.raises(AssertionError):
         require_job_set(job_set)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("replica",), 1),
+        (("leaderWorkerTemplate", "size"), 0),
+        (("leaderWorkerTemplate", "restartPolicy"), "Always"),
+        (("leaderWorkerTemplate", "workerTemplates"), {}),
+        (("leaderWorkerTemplate", "workerTemplate", "spec", "container"), []),
+    ],
+)
+def test_a_mistake_in_a_leader_worker_set_would_be_found(path: tuple[str, ...], value: Any) -> None:
+    replica = next(each for each in manifests(LARGE) if each["kind"] == "LeaderWorkerSet")
+    require_leader_worker_set(replica)
+    *tables, key = path
+    table = replica["spec"]
+    for name in tables:
+        table = table[name]
+    table[key] = value
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        require_leader_worker_set(replica)
+
+
+def require_leader_worker_set(replica: dict[str, Any]) -> None:
+    """Our schema of its own fields, and that of Kubernetes for the pods."""
+    jsonschema.validate(replica, json.loads(LEADER_WORKER_SET.read_text("utf-8")))
+    pods = replica["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    head = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "replica"}}
+    kubernetes_validate.validate({**head, "template": pods}, KUBERNETES, strict=True)
 
 
 def require_job_set(job_set: dict[str, Any]) -> None:
@@ -172,6 +214,13 @@ def test_devices_memory_and_queue_are_those_of_the_plan() -> None:
         if each["metadata"]["labels"].get("kueue.x-k8s.io/queue-name") == "team"
     }
     assert queued == {"train", "inference", "inference-1"}
+
+
+@pytest.mark.parametrize("queue", ["Team", "team_a", "-team", "a" * 64])
+def test_a_queue_that_kueue_would_refuse_is_refused_at_once(queue: str) -> None:
+    options = {"on": "kubernetes", "kubernetes": {"queue": queue}}
+    with pytest.raises(InvalidConfig, match=r"launch\.kubernetes\.queue"):
+        manifests({**LARGE, "launch": options})
 
 
 def test_no_pod_has_privileges_and_tools_reach_the_policy_alone() -> None:
