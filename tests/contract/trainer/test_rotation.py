@@ -32,6 +32,7 @@ from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.publish.rotation import Rotation
 from dialoop_services.trainer.settings import TrainerSettings
 
+from tests.support.connections import connection_to, copy, serving_connections
 from tests.support.inference_world import World, make_endless_model, world
 from tests.support.waiting import until
 
@@ -65,9 +66,10 @@ class Fleet:
     def __init__(self, publisher: Publisher, registry: RegistryClient, learner: Learner) -> None:
         self.publisher, self.registry, self.learner = publisher, registry, learner
 
-    async def join(self, name: str, w: World) -> ServiceMember:
+    async def join(self, name: str, w: World, *, address: str = "") -> ServiceMember:
         """Announce a replica, as its process does."""
-        member = ServiceMember(role="inference", name=name, address=w.server.address)
+        address = address or w.server.address
+        member = ServiceMember(role="inference", name=name, address=address)
         joined = await self.registry.announce(RUN, member, lease_s=600)
         w.server.incarnation.epoch = joined.epoch
         return joined
@@ -257,3 +259,74 @@ async def test_no_publish_waits_for_a_replica_that_was_replaced_or_left(
             while True:
                 await fleet.publish(number)
                 number += 1
+
+
+class Road:
+    """Passes bytes on to a port; once armed it stops, or is cut, in the middle of a transfer.
+
+    It then keeps the connection and passes nothing on until it is opened again.
+    """
+
+    def __init__(self, port: int, *, cuts: bool) -> None:
+        self._port, self._cuts = port, cuts
+        self._left = 0  # bytes that pass before it stops; 0: it does not
+        self.open = asyncio.Event()
+        self.open.set()
+        self.num_stops = 0
+
+    def arm(self, after_bytes: int) -> None:
+        self._left = after_bytes
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with connection_to(self._port) as (upstream, to_upstream):
+            answers = asyncio.create_task(copy(upstream, writer))
+            with suppress(OSError):
+                while data := await reader.read(1 << 16):
+                    if self._is_reached(len(data)):
+                        self.num_stops += 1
+                        self.open.clear()
+                        if self._cuts:
+                            break
+                    await self.open.wait()
+                    to_upstream.write(data)
+                    await to_upstream.drain()
+            answers.cancel()
+
+    def _is_reached(self, size: int) -> bool:
+        before, self._left = self._left, max(0, self._left - size)
+        return before > 0 and self._left == 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("cuts", [False, True], ids=["stopped", "cut"])
+async def test_a_replica_that_stops_in_the_middle_of_a_transfer_leaves_and_catches_up(
+    model_dir: Path, tmp_path: Path, *, cuts: bool
+) -> None:
+    size = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    async with (
+        trainer(model_dir, tmp_path, publish_deadline_s=5.0) as fleet,
+        world(model_dir, tmp_path / "a", reads_root=False) as sound,
+        world(model_dir, tmp_path / "b", reads_root=False) as half,
+    ):
+        road = Road(int(half.server.address.rpartition(":")[2]), cuts=cuts)
+        async with serving_connections(road.serve) as address:
+            await fleet.join("sound", sound)
+            await fleet.join("half", half, address=address)
+            assert await fleet.publish(1) >= 1
+            await fleet.until_admitted("sound", "half")
+            road.arm(size // 2)
+            number = 2
+            while not road.num_stops:  # until the trainer has heard that it was admitted
+                assert await fleet.publish(number) >= 1
+                number += 1
+            assert road.num_stops == 1
+            if not cuts:
+                await fleet.until_admitted("sound")
+                assert await fleet.publish(number) == 1
+                served = await half.client.get_policy()
+                assert not served.ready, "the engine loads the whole policy or nothing"
+                assert served.policy_version.number < number - 1
+            road.open.set()
+            await fleet.until_admitted("sound", "half")
+            assert await fleet.serves_like_the_learner(half)
+            assert await fleet.serves_like_the_learner(sound)

@@ -91,15 +91,16 @@ class RayCluster:
 def ray_cluster(folder: Path, num_nodes: int) -> Iterator[RayCluster]:
     """Yield a running cluster."""
     python = ray_python(folder)
-    process = subprocess.Popen(
-        (python, "-c", _PROGRAM, str(num_nodes)),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=(folder / "ray.err").open("ab"),
-        text=True,
-    )
+    with (folder / "ray.err").open("ab") as errors:
+        process = subprocess.Popen(
+            (python, "-c", _PROGRAM, str(num_nodes)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    assert process.stdout
     try:
-        assert process.stdout
         address, *nodes = process.stdout.readline().split()
         yield RayCluster(python, address, nodes, process)
     finally:
@@ -110,3 +111,4 @@ def ray_cluster(folder: Path, num_nodes: int) -> Iterator[RayCluster]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        process.stdout.close()

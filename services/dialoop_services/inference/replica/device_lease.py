@@ -131,6 +131,8 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
         while not working.done():
             with suppress(asyncio.CancelledError):  # the caller was cancelled again
                 await asyncio.wait([working])
+        if not working.cancelled():
+            working.exception()  # a caller who was cancelled takes none, and it says why itself
 
 
 def asleep() -> Unavailable:
