@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -150,36 +150,69 @@ loss = "grpo"
 num_tasks = 32
 every = 0
 """
+# A replica and a collector that join: nothing but the model is on both machines.
+JOINED = """
+run = "joined"
+engine = "transformers"
+discovery = "registry"
+[model]
+directory = "model"
+[inference]
+data_plane = "chunks"
+[collector]
+max_new_tokens = 24
+[warm_start]
+num_steps = 60
+[train]
+num_steps = 2
+groups_per_train_step = 4
+[evaluation]
+num_tasks = 8
+every = 0
+[launch]
+shared_folder = false
+"""
+HERE, THERE = "127.0.0.1", "127.0.0.2"
 # As compose's cap_drop and no-new-privileges do. Root keeps its number here, to read its own files.
 DROPPED = ["setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
 
 
-class Containers:
-    """The compose file's services as processes on loopback, each on a port of its own."""
+def free_ports() -> dict[str, int]:
+    """A free port for each of the compose file's: one number is one port everywhere."""
+    return choose_ports({str(port): 0 for port in FIXED_PORTS.values()})
 
-    def __init__(self, registry: Registry, place: Path) -> None:
+
+class Containers:
+    """A machine with the compose file's services, as processes on an address of loopback."""
+
+    def __init__(
+        self, registry: Registry, place: Path, job: str, *, at: str = HERE, **variables: str
+    ) -> None:
         self._registry = registry
         self._place = place
-        self._services: dict[str, Any] = compose_file(DIALOOP_TOKEN="of-the-test")["services"]
+        self._at = at
+        file = compose_file(DIALOOP_TOKEN="of-the-test", **variables)
+        self._services: dict[str, Any] = file["services"]
         for name in ("code", "model", "runs"):
-            (place / name).mkdir()
-        (place / "job.toml").write_text(JOB)
-        # One number is one port everywhere, as it is one service everywhere in the compose file.
-        self._ports = choose_ports({str(port): 0 for port in FIXED_PORTS.values()})
+            (place / name).mkdir(parents=True)
+        (place / "job.toml").write_text(job)
+        self.ports = free_ports()
 
     @property
-    def run_dir(self) -> Path:
-        return self._place / "runs" / "default"
+    def runs(self) -> Path:
+        return self._place / "runs"
 
     def _here(self, text: str) -> str:
         """Addresses and folders of the containers' networks and volumes, on this machine."""
-        text = text.replace("/var/lib/dialoop", str(self._place)).replace("0.0.0.0", "127.0.0.1")
+        text = text.replace("/var/lib/dialoop", str(self._place)).replace("0.0.0.0", self._at)
         text = text.replace("/etc/dialoop", str(self._place))
-        for number, port in self._ports.items():
+        for number, port in self.ports.items():
             if text == number:
                 return str(port)
-            for name in (*BUILT, "door", "127.0.0.1"):
-                text = text.replace(f"{name}:{number}", f"127.0.0.1:{port}")
+            for name in (*BUILT, "door"):
+                text = text.replace(f"{name}:{number}", f"{HERE}:{port}")
+            for address in (HERE, THERE):
+                text = text.replace(f"{address}:{number}", f"{address}:{port}")
         return text
 
     def _variables(self, name: str) -> dict[str, str]:
@@ -198,6 +231,13 @@ class Containers:
     def _image(self, name: str) -> Image:
         return self._registry.image(self._services[name]["build"]["target"])
 
+    def make_model(self, *, seed: int) -> None:
+        """Put a tiny model into the folder of the user's code."""
+        image, folder = self._image("trainer"), self._place / "code" / "model"
+        program = ("-m", "dialoop_services.learning.model.tiny", str(folder), "--seed", str(seed))
+        command = [str(image.venv / "bin" / "python"), *program]
+        subprocess.run(command, env=image.variables, cwd=self._place, check=True)
+
     def run_to_end(self, name: str, *more: str) -> str:
         """Run the container's command with further words; return what it says."""
         command = [*self._services[name]["command"], *more]
@@ -211,7 +251,7 @@ class Containers:
     def running(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
         """Start a service and wait until its health check passes; stop it as compose does."""
         service = self._services[name]
-        with (self._place / f"{name}.log").open("wb") as log:
+        with (self._place.parent / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 [*DROPPED, *service["command"]],
                 env=self._job_variables(name) | self._variables(name),
@@ -238,7 +278,8 @@ class Containers:
 
     def is_healthy(self, name: str) -> bool:
         """Run HEALTHCHECK as the engine would."""
-        probe = [self._here(word) for word in self._image(name).target.probe]
+        own = (word.replace(HERE, self._at) for word in self._image(name).target.probe)
+        probe = [self._here(word) for word in own]
         ended = subprocess.run(
             probe, env=self._variables(name), cwd=self._place, capture_output=True, check=False
         )
@@ -246,8 +287,8 @@ class Containers:
 
     def rest(self, name: str, path: str) -> int:
         """Status of a GET at the REST door, without a token."""
-        port = self._ports[str(FIXED_PORTS[rest_name(name)])]
-        connection = HTTPConnection("127.0.0.1", port, timeout=10)
+        port = self.ports[str(FIXED_PORTS[rest_name(name)])]
+        connection = HTTPConnection(self._at, port, timeout=10)
         try:
             connection.request("GET", path)
             return connection.getresponse().status
@@ -255,35 +296,67 @@ class Containers:
             connection.close()
 
     def log(self, name: str) -> str:
-        return (self._place / f"{name}.log").read_text("utf-8", errors="replace")[-4000:]
+        return (self._place.parent / f"{name}.log").read_text("utf-8", errors="replace")[-4000:]
+
+    def wait_for_the_end(self, started: Mapping[str, subprocess.Popen[bytes]]) -> None:
+        """Wait until the trainer has ended its job, and all others still run."""
+        deadline = time.monotonic() + _READY_S
+        while started["trainer"].poll() is None:
+            for name, process in started.items():
+                assert process.poll() is None or name == "trainer", (
+                    f"{name} ended:\n{self.log(name)}"
+                )
+            assert time.monotonic() < deadline, self.log("trainer")
+            time.sleep(1)
+        assert started["trainer"].returncode == 0, self.log("trainer")
 
 
 def test_the_compose_services_start_in_order_and_train(registry: Registry, tmp_path: Path) -> None:
-    containers = Containers(registry, tmp_path)
+    containers = Containers(registry, tmp_path / "one", JOB)
     assert containers.run_to_end("check").startswith("The job is default: vllm, grpo, 2 train")
-    result = containers.run_dir / "trainer.json"
     # The tiny model is the trainer's to make, so inference waits for it here as in compose.
     order = ("environment", "replay", "trainer", "inference", "scorer", "collector")
     with ExitStack() as exits:
         started = {name: exits.enter_context(containers.running(name)) for name in order}
-        trainer = started.pop("trainer")
-        assert {containers.rest(name, "/readyz") for name in started} == {200}
+        others = {name for name in order if name != "trainer"}
+        assert {containers.rest(name, "/readyz") for name in others} == {200}
         assert containers.rest("environment", "/v1/environments") == 401
-        deadline = time.monotonic() + _READY_S
-        while trainer.poll() is None:  # its end is the job's
-            for name, process in started.items():
-                assert process.poll() is None, f"{name} ended:\n{containers.log(name)}"
-            assert time.monotonic() < deadline, containers.log("trainer")
-            time.sleep(1)
-        assert trainer.returncode == 0, containers.log("trainer")
-        assert all(containers.is_healthy(name) for name in started)
+        containers.wait_for_the_end(started)
+        assert all(containers.is_healthy(name) for name in others)
     assert "A train step is done." in containers.log("trainer")
-    summary = json.loads(result.read_text("utf-8"))
+    run_dir = containers.runs / "default"
+    summary = json.loads((run_dir / "trainer.json").read_text("utf-8"))
     assert summary["num_train_steps"] == 2
     assert summary["num_policy_versions"] == 3
     assert summary["max_logprob_difference"] < 1e-4
     assert summary["evaluations"]
-    rows = map(json.loads, (containers.run_dir / "trajectories.jsonl").open(encoding="utf-8"))
+    rows = map(json.loads, (run_dir / "trajectories.jsonl").open(encoding="utf-8"))
     members = Counter(row["group_id"] for row in rows if row["outcome"] == "trained")
     assert max(members.values()) == 6  # as the job file says, where the default is 8
     assert {process.returncode for process in started.values()} == {0}
+
+
+def test_a_second_machine_plays_and_samples_for_the_first(
+    registry: Registry, tmp_path: Path
+) -> None:
+    first = Containers(registry, tmp_path / "one", JOINED, ADDRESS=HERE)
+    second = Containers(
+        registry, tmp_path / "two", JOINED, at=THERE, HEAD=HERE, ADDRESS=THERE, JOB="./job.toml"
+    )
+    second.ports = first.ports
+    for machine in (first, second):
+        machine.make_model(seed=0)
+    with ExitStack() as exits:
+        started = {
+            name: exits.enter_context(machine.running(name))
+            for machine, names in (
+                (first, ("environment", "replay", "trainer", "scorer")),
+                (second, ("inference", "collector")),
+            )
+            for name in names
+        }
+        first.wait_for_the_end(started)
+    summary = json.loads((first.runs / "joined" / "trainer.json").read_text("utf-8"))
+    assert summary["num_train_steps"] == 2
+    assert summary["max_logprob_difference"] < 1e-4
+    assert not any(second.runs.iterdir())  # the weights came over the network

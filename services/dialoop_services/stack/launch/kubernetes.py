@@ -6,7 +6,10 @@ services are Deployments. Redis is yours: its address and the token come from a 
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import InvalidConfig
 
 from dialoop_services.stack.launch.elsewhere import CONFIG_FILE, FOLDER, job_file, plan_elsewhere
 from dialoop_services.stack.launch.plan import REPLICAS
@@ -22,6 +25,7 @@ Manifest = dict[str, Any]
 _PROBE_EVERY_S = 10
 _UID = 10001
 _GROUPS_PER_SCORER = "32"
+_LABEL = re.compile("[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _MONITORING = [
     {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
@@ -30,7 +34,15 @@ _PROMETHEUS = {"prometheus.io/scrape": "true", "prometheus.io/path": "/metrics"}
 
 
 def manifests_of(config: JobConfig) -> list[Manifest]:
-    """Return all objects of the job, in the order in which they can be created."""
+    """Return all objects of the job, in the order in which they can be created.
+
+    Raises InvalidConfig for a run whose name no object could carry as a label.
+    """
+    if not _LABEL.fullmatch(config.run):
+        raise InvalidConfig(
+            f"run is {config.run!r}, which is no label of Kubernetes.",
+            remedy="Give it up to 63 letters, digits, '-', '_' and '.', a letter or digit last.",
+        )
     plan = plan_elsewhere(config, _host_of)
     job = _Job(config)
     objects = [job.config_map(), job.volume()]

@@ -223,6 +223,12 @@ def test_a_queue_that_kueue_would_refuse_is_refused_at_once(queue: str) -> None:
         manifests({**LARGE, "launch": options})
 
 
+@pytest.mark.parametrize("run", ["demo-", "a" * 64])
+def test_a_run_that_no_label_can_carry_is_refused(run: str) -> None:
+    with pytest.raises(InvalidConfig, match="no label of Kubernetes"):
+        manifests({**LARGE, "run": run})
+
+
 def test_no_pod_has_privileges_and_tools_reach_the_policy_alone() -> None:
     objects = manifests(LARGE)
     for pod in pods_of(objects).values():
