@@ -330,7 +330,8 @@ def test_the_compose_services_start_in_order_and_train(registry: Registry, tmp_p
     assert summary["num_policy_versions"] == 3
     assert summary["max_logprob_difference"] < 1e-4
     assert summary["evaluations"]
-    rows = map(json.loads, (run_dir / "trajectories.jsonl").open(encoding="utf-8"))
+    lines = (run_dir / "trajectories.jsonl").read_text("utf-8").split("\n")
+    rows = (json.loads(line) for line in lines if line)
     members = Counter(row["group_id"] for row in rows if row["outcome"] == "trained")
     assert max(members.values()) == 6  # as the job file says, where the default is 8
     assert {process.returncode for process in started.values()} == {0}
