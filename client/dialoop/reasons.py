@@ -349,6 +349,10 @@ class Reason(_Named):
     NO_TOKENS = "NO_TOKENS", "There are no token ids."
     NO_ROOM = "NO_ROOM", "As many groups wait in the queue as it may keep."
     NO_TRAINABLE_TOKEN = "NO_TRAINABLE_TOKEN", "No token of the group was sampled."
+    NO_ROUTED_EXPERTS = (
+        "NO_ROUTED_EXPERTS",
+        "The engine or the model cannot say which experts compute a token, or take them.",
+    )
     NO_VLLM = "NO_VLLM", "vLLM is not installed."
     NO_WEIGHTS_ROOT = "NO_WEIGHTS_ROOT", "The replica has no weights root to read from."
     NO_WEIGHTS = "NO_WEIGHTS", "The model directory has no .safetensors file."

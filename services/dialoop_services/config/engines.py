@@ -55,6 +55,8 @@ _REFUSED_BY_VLLM: Mapping[str, str] = MappingProxyType(
         "tensor_parallel_size": _ELSEWHERE.format("tensor_parallel_size in [inference]"),
         "weight_transfer_config": _ELSEWHERE.format("data_plane in [inference]"),
         "device_ids": _ELSEWHERE.format("[resources]"),
+        "enable_return_routed_experts": "Dialoop does not read what vLLM says of experts: leave it "
+        "out",
         "enable_sleep_mode": _ELSEWHERE.format("placement"),
         "data_parallel_*": "each replica proves its own policy: leave it out, and set num_replicas "
         "in [inference]",
@@ -92,6 +94,7 @@ class EngineFacts:
     is missing. cpu_only: it never computes on a CUDA device. in_process: it can share a process
     with the other services. num_spare_positions: so many of the model's positions it keeps free.
     keeps_experts_on_cpu: on a CPU a mixture of experts goes on with the experts it started with.
+    records_experts: whether it can say which experts computed a token; None: the engine says it.
     loads_weights: whether it can load what a trainer publishes.
     takes_options: whether [inference.engine] may say anything. options_from: the module and class
     whose annotated fields are its options; empty where the engine itself checks them. refused: for
@@ -106,6 +109,7 @@ class EngineFacts:
     in_process: bool = True
     num_spare_positions: int = 0
     keeps_experts_on_cpu: bool = False
+    records_experts: bool | None = None
     loads_weights: bool = True
     takes_options: bool = True
     options_from: tuple[str, str] | None = None
@@ -124,6 +128,7 @@ ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
             # It repacks them when it starts: measured with 0.32.0 on gpt-oss and Qwen3-MoE, whose
             # log-probs stayed 1.4 and 2.0 nats away from the published policy's.
             keeps_experts_on_cpu=True,
+            records_experts=False,
             options_from=("vllm.engine.arg_utils", "EngineArgs"),
             refused=_REFUSED_BY_VLLM,
         ),
@@ -132,6 +137,7 @@ ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
             packages={"torch": ("torch",), "transformers": ("transformers",)},
             install="Run `pip install 'dialoop-services[trainer,inference]'`.",
             cpu_only=True,
+            records_experts=True,
             takes_options=False,
         ),
         "openai": EngineFacts(
@@ -139,6 +145,7 @@ ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
             packages={"openai": ("openai",)},
             install='Run `pip install "dialoop[endpoint]"`.',
             in_process=False,
+            records_experts=False,
             loads_weights=False,
             options_from=("dialoop_services.config.outside", "OutsideServer"),
         ),

@@ -222,6 +222,9 @@ class InferenceFields(Section):
     answer_s_per_token: float = Field(default=1.0, ge=0)
     """Seconds added to answer_base_s for each token that an answer may have, by its max_new_tokens
     and the room in the context."""
+    record_routed_experts: bool = False
+    """Whether answers carry the experts that computed each token, for the trainer to replay. Only
+    for a mixture of experts, and for engines that can say it: "transformers" can, "vllm" cannot."""
     num_threads: int = Field(default=1, ge=1)
     """Number of CPU threads of the transformers engine."""
     wake_after_s: float = Field(default=60.0, gt=0)
@@ -421,6 +424,9 @@ class TrainFields(Section):
     logprob_kernel: Literal["chunked", "cut"] = "chunked"
     """How log-probs are computed: "chunked", or "cut" for cut-cross-entropy. "cut" needs CUDA,
     bfloat16 and the extra `gpu`, and gives no entropy."""
+    replay_routed_experts: bool = True
+    """Whether the trainer computes a token with the experts that the engine recorded for it, where
+    it did (record_routed_experts in [inference])."""
     activation_checkpointing: bool = False
     """Whether the backward pass recomputes activations: less memory for a third more time."""
     activation_offload: bool = False

@@ -26,10 +26,12 @@ from dialoop_services.inference.engine import (
     Engine,
     EngineOptions,
     SupportsAdapters,
+    SupportsRoutedExperts,
     SupportsSleep,
     SupportsTransfer,
     engine_stopped,
 )
+from dialoop_services.inference.generate import routing_of
 from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
 from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
@@ -292,6 +294,7 @@ async def _start_engine(settings: InferenceSettings) -> Engine:
                 max_adapters=settings.max_adapters, max_rank=settings.max_adapter_rank
             ),
             weight_transfer=settings.weight_transfer,
+            records_experts=settings.record_routed_experts,
             device_lock=settings.device_lock,
             may_fork=owns_process.get(),
             own=settings.engine_options,
@@ -325,10 +328,13 @@ def _require_capabilities(engine: Engine, settings: InferenceSettings) -> None:
         (SupportsAdapters, settings.max_adapters, "max_adapters"),
         (SupportsTransfer, settings.weight_transfer, "data_plane"),
         (SupportsSleep, settings.device_lock, "device_lock"),
+        (SupportsRoutedExperts, settings.record_routed_experts, "record_routed_experts"),
     )
     for capability, is_needed, key in needed:
         if is_needed and not isinstance(engine, capability):
             raise _unfit(settings, f"is no {capability.__name__}, which {key} needs")
+    if settings.record_routed_experts and routing_of(engine) is None:
+        raise _unfit(settings, "has no `routing`, which record_routed_experts needs")
 
 
 def _unfit(settings: InferenceSettings, problem: str) -> InvalidConfig:

@@ -35,7 +35,10 @@ _MESSAGE_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenContext:
-    """Messages and the tokens that cover them, without log-probs, with the digests of both."""
+    """Messages and the tokens that cover them, with the digests of both.
+
+    Log-probs and further columns of the tokens stay with the caller.
+    """
 
     history: History
     sequence: Sequence
@@ -111,10 +114,10 @@ class ContextStore:
 
 def _context_of(sample: Sample, context: Sequence | None, after: SeenContext | None) -> SeenContext:
     history = sample.history.require_full()
-    added = _without_logprobs(sample.sequence)
+    added = _only_tokens(sample.sequence)
     continues = context is not None and added.fork_cause is ForkCause.NONE
     if continues and context is not None:
-        sequence = _without_logprobs(context).extended_by(added)
+        sequence = _only_tokens(context).extended_by(added)
     else:
         sequence = added
     if after is None:
@@ -138,8 +141,8 @@ def _context_of(sample: Sample, context: Sequence | None, after: SeenContext | N
     )
 
 
-def _without_logprobs(sequence: Sequence) -> Sequence:
-    return replace(sequence, inference_logprobs=np.empty(0, dtype=np.float32))
+def _only_tokens(sequence: Sequence) -> Sequence:
+    return replace(sequence, inference_logprobs=np.empty(0, dtype=np.float32), columns={})
 
 
 def _bytes_of(history: Iterable[Message]) -> int:

@@ -25,10 +25,12 @@ from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS, Adapte
 
 if TYPE_CHECKING:
     from dialoop.sequences import Floats
+    from numpy.typing import NDArray
 
     from dialoop_services.inference.weights.adapter_files import AdapterSpace
     from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter, Step
     from dialoop_services.learning.lora.base_weights import BaseWeights
+    from dialoop_services.rl.routed_experts import Routing
 
 BASE_VERSION = PolicyVersion(lineage="base", number=0)
 """The version of a model directory's own weights."""
@@ -72,6 +74,8 @@ class Sampled:
 
     `top_logprobs` is one per token too where SamplingParams.top_logprobs asks for it, else empty.
     num_cached_tokens: tokens of the prompt whose keys the engine had already.
+    routed_experts: [N, layers, k] of the first N tokens of prompt and sample, those that the engine
+    computed, where SupportsRoutedExperts; the last token of a sample is not computed.
     """
 
     token_ids: tuple[int, ...]
@@ -83,6 +87,7 @@ class Sampled:
     queue_s: float = 0.0
     num_cached_tokens: int = 0
     update_mode: UpdateMode = UpdateMode.RECOMPUTE
+    routed_experts: NDArray[Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +129,7 @@ class EngineOptions:
     tensor_parallel_size: devices that share one model. num_threads: threads that compute on a CPU;
     0 leaves them as they are. seed: of samples whose request carries no seed.
     weight_transfer: the backend that SupportsTransfer names; empty for none.
+    records_experts: whether samples name the experts of each token, as SupportsRoutedExperts says.
     device_lock: the lock of a device that the engine shares with the trainer. may_fork: whether
     this process is the engine's own and has computed nothing yet, so that it can be forked.
     own: further options under the engine's own names, as [inference.engine] gives them.
@@ -138,6 +144,7 @@ class EngineOptions:
     seed: int = 0
     adapters: AdapterLimits = NO_ADAPTERS
     weight_transfer: str = ""
+    records_experts: bool = False
     device_lock: Path | None = None
     may_fork: bool = False
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -254,6 +261,20 @@ class SupportsTopLogprobs(Protocol):
     """An engine whose samples name the likeliest tokens, as `SamplingParams.top_logprobs` says."""
 
     gives_top_logprobs: bool
+
+
+@runtime_checkable
+class SupportsRoutedExperts(Protocol):
+    """An engine whose samples name the experts of each token that it computed.
+
+    It does so where EngineOptions.records_experts asks for it, and raises InvalidConfig at its
+    start where the model has no experts, or routers that it cannot read.
+    """
+
+    @property
+    def routing(self) -> Routing | None:
+        """Return what the routers choose from; None where nobody asked for a record."""
+        ...
 
 
 @runtime_checkable

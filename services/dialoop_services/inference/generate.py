@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 from dialoop.episode import UpdateMode
 from dialoop.trajectory import SamplingParams
 
+from dialoop_services.inference.engine import SupportsRoutedExperts
 from dialoop_services.inference.partial_answer import go_on
 from dialoop_services.inference.rendering import GenerationRequest, RawPrompt
+from dialoop_services.rl.routed_experts import COLUMN, experts_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from dialoop_services.inference.engine import Engine, Sampled
     from dialoop_services.inference.partial_answer import Sampler
     from dialoop_services.inference.rendering import Renderer
+    from dialoop_services.rl.routed_experts import Routing
 
 
 async def generate(
@@ -38,9 +41,15 @@ async def generate(
     *,
     renderer: Renderer,
     max_model_len: int,
+    routing: Routing | None = None,
 ) -> tuple[Sample, ...]:
-    """Answer `request` with `request.num_samples` samples."""
+    """Answer `request` with `request.num_samples` samples.
+
+    routing: what the engine's routers choose from, if it records that.
+    """
     started = time.perf_counter()
+    if request.context is not None:  # columns of the tokens before are with the caller
+        request = replace(request, context=replace(request.context, columns={}))
     room = request.sampling.max_new_tokens or 0
     prompt = await renderer.run_with(
         request.template_name,
@@ -56,6 +65,11 @@ async def generate(
         answer = await go_on(part, sample, prompt_ids, sampling, stop=stop, decode=decode)
         sampled = (answer,)
     samples = [renderer.sample(prompt, output) for output in sampled]
+    if routing is not None:
+        samples = [
+            _with_experts(sample, output, routing, num_tokens=len(prompt_ids))
+            for sample, output in zip(samples, sampled, strict=True)
+        ]
     num_cut = prompt.num_truncated_tokens if isinstance(prompt, RawPrompt) else 0
     generate_s = time.perf_counter() - started
     return tuple(
@@ -115,8 +129,29 @@ class EnginePolicy:
         )
         engine = self._engine
         return await generate(
-            request, engine.sample, renderer=self._renderer, max_model_len=engine.max_model_len
+            request,
+            engine.sample,
+            renderer=self._renderer,
+            max_model_len=engine.max_model_len,
+            routing=routing_of(engine),
         )
+
+
+def routing_of(engine: Engine) -> Routing | None:
+    """Return what the engine's routers choose from, if it records that."""
+    return engine.routing if isinstance(engine, SupportsRoutedExperts) else None
+
+
+def _with_experts(sample: Sample, output: Sampled, routing: Routing, *, num_tokens: int) -> Sample:
+    """Return the sample with the experts of its tokens, which follow the context's.
+
+    num_tokens: of the whole prompt.
+    """
+    sequence = sample.sequence
+    total = num_tokens + len(output.token_ids)
+    column = experts_column(routing, output.routed_experts, total)
+    own = replace(column, values=column.values[total - len(sequence) :])
+    return replace(sample, sequence=replace(sequence, columns={**sequence.columns, COLUMN: own}))
 
 
 def _prompt_id_of(token_ids: Ids) -> str:

@@ -23,7 +23,7 @@ from dialoop_services.inference.answers import (
     generated_to_proto,
 )
 from dialoop_services.inference.contexts import ContextStore
-from dialoop_services.inference.generate import generate
+from dialoop_services.inference.generate import generate, routing_of
 from dialoop_services.inference.recordings.rpcs import RecordingRpcs
 from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import GenerationRequest
@@ -177,6 +177,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             ),
             renderer=self._renderer,
             max_model_len=self._replica.engine.max_model_len,
+            routing=routing_of(self._replica.engine),
         )
         kept = []
         if request.keep_context:

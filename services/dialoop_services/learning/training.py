@@ -169,6 +169,9 @@ def forward_backward(  # noqa: PLR0913 - a model, its data, its loss and who loo
             share = len(scores.logprobs) / counts.num_tokens
             loss_of_row = loss_of_row + policy.balance_coeff * share * scores.balance
             own_metrics["router_balance"] = share * scores.balance.detach()
+        if scores.replayed is not None:
+            own_metrics["num_recorded_choices"] = scores.replayed.num_recorded
+            own_metrics["num_differing_choices"] = scores.replayed.num_differing
         if watch is not None:
             watch(row, scores.logprobs, loss_of_row)
         loss_of_row.backward()  # type: ignore[no-untyped-call]

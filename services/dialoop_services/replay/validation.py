@@ -23,6 +23,7 @@ from dialoop.wire.sequences import DATA_TYPES, FIXED_COLUMNS, column_twice, type
 from numpy.typing import NDArray
 
 from dialoop_services.replay.serialised import PER_TOKEN, floats_of
+from dialoop_services.rl import routed_experts
 from dialoop_services.rl.bounds import BOUNDS, MAX_SIZE
 
 _Rejection = replay_service_pb2.AppendOutcome
@@ -220,6 +221,14 @@ def _check_columns(
             char = type_of_column(name, number, along, shape, len(data)).char
         if shape[0] != (num_tokens if along == _TOKENS else num_sampled):
             raise _unfit_rows(name, shape[0], along, num_tokens, num_sampled)
+        if name == routed_experts.COLUMN and not routed_experts.has_form(
+            DATA_TYPES[number], along, len(shape)
+        ):
+            raise _Unfit(
+                Reason.BAD_COLUMN,
+                f"{name} has {len(shape)} axes of {DATA_TYPES[number]}, and is [L, layers, k] of "
+                "uint8 or uint16 along TOKENS.",
+            )
         columns[name] = char, data
     return columns
 

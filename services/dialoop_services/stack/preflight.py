@@ -174,6 +174,7 @@ def _check_engine(config: JobConfig) -> None:
 
 def _check_models(config: JobConfig) -> None:
     directory, reference = config.model.directory, config.scorer.reference_model
+    model_config: Mapping[str, Any] = {}
     positions: int | None = TINY_MODEL_POSITIONS
     if directory:
         check_model(Path(directory))
@@ -184,6 +185,7 @@ def _check_models(config: JobConfig) -> None:
     if reference:
         check_model(Path(reference), key="scorer.reference_model")
         _check_checkpoint(reference)
+    _check_record_of_experts(config, model_config)
     longest = config.inference.max_model_len
     most = positions and positions - facts_of_engine(config.engine).num_spare_positions
     if most and longest > most:
@@ -237,6 +239,24 @@ def _check_experts(config: JobConfig, model_config: Mapping[str, Any]) -> None:
             "on with those that the model started with.",
             reason=Reason.MODEL_NOT_PUBLISHABLE,
             remedy='Set engine = "transformers", or run the job on a machine with a GPU.',
+        )
+
+
+def _check_record_of_experts(config: JobConfig, model_config: Mapping[str, Any]) -> None:
+    """Raise InvalidConfig where record_routed_experts asks for what engine or model do not have."""
+    if not config.inference.record_routed_experts:
+        return
+    problem = ""
+    if facts_of_engine(config.engine).records_experts is False:
+        problem = f'engine = "{config.engine}" does not say which experts computed a token'
+    elif not has_experts(model_config):
+        problem = "the model has no experts"
+    if problem:
+        raise InvalidConfig(
+            f"record_routed_experts is set in [inference], and {problem}.",
+            reason=Reason.NO_ROUTED_EXPERTS,
+            remedy="Set record_routed_experts = false, or train a mixture of experts with engine = "
+            '"transformers".',
         )
 
 

@@ -152,7 +152,7 @@ async def test_a_column_of_any_name_comes_out_at_the_lease(
     held = await replay.LeaseTasks(pb.LeaseTasksRequest(run=run, worker="w", max_tasks=1))
     group = make_group(task)
     experts = column_to_proto(
-        "routed_experts", Along.TOKENS, np.arange(10, dtype="u1").reshape(5, 2)
+        "routed_experts", Along.TOKENS, np.arange(20, dtype="u1").reshape(5, 2, 2)
     )
     for trajectory in group.trajectories:
         trajectory.sequences[0].columns.append(experts)

@@ -110,10 +110,20 @@ def bad_name(sequence: pb.Sequence) -> None:
     sequence.columns.append(pb.Column(name="Routed experts", shape=[0]))
 
 
-def experts_of(*values: float, rows: int = 5) -> Callable[[pb.Sequence], None]:
+def gates_of(*values: float, rows: int = 5) -> Callable[[pb.Sequence], None]:
     def add(sequence: pb.Sequence) -> None:
-        experts = np.resize(np.array(values, np.float16), (rows, 2, 1))
-        sequence.columns.append(column_to_proto("routed_experts", Along.TOKENS, experts))
+        gates = np.resize(np.array(values, np.float16), (rows, 2, 1))
+        sequence.columns.append(column_to_proto("expert_gates", Along.TOKENS, gates))
+
+    return add
+
+
+def experts_of(
+    *shape: int, dtype: str = "u1", along: Along = Along.TOKENS
+) -> Callable[[pb.Sequence], None]:
+    def add(sequence: pb.Sequence) -> None:
+        experts = np.zeros(shape, dtype)
+        sequence.columns.append(column_to_proto("routed_experts", along, experts))
 
     return add
 
@@ -174,8 +184,12 @@ def large_id(sequence: pb.Sequence) -> None:
         (other_type, "BAD_COLUMN"),
         (missing_bytes, "BAD_COLUMN"),
         (bad_name, "BAD_COLUMN"),
-        (experts_of(1, rows=4), "RAGGED"),
-        (experts_of(1, float("inf")), "NON_FINITE"),
+        (gates_of(1, rows=4), "RAGGED"),
+        (gates_of(1, float("inf")), "NON_FINITE"),
+        (experts_of(4, 2, 1), "RAGGED"),
+        (experts_of(5, 2), "BAD_COLUMN"),
+        (experts_of(5, 2, 1, dtype="i4"), "BAD_COLUMN"),
+        (experts_of(2, 2, 1, along=Along.SAMPLED), "BAD_COLUMN"),
         (infinite_advantage, "NON_FINITE"),
         (huge_advantage, "OUT_OF_RANGE"),
         (huge_token_advantage, "OUT_OF_RANGE"),

@@ -16,6 +16,7 @@ from dialoop.errors import InvalidConfig
 from dialoop_services.config.file import load_with_origins, toml_of
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.losses import LOSSES
+from dialoop_services.config.tables import InferenceSection
 from dialoop_services.stack import preflight
 from dialoop_services.stack.__main__ import main
 from dialoop_services.stack.run_dir import open_run
@@ -334,6 +335,25 @@ def test_a_broken_template_is_found(folder: Path, monkeypatch: pytest.MonkeyPatc
             preflight.check_model(model)
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     preflight.check_model(model)
+
+
+def test_a_record_of_experts_is_refused_where_engine_or_model_have_none() -> None:
+    experts = {"num_experts": 8}
+    records = InferenceSection(record_routed_experts=True)
+    for engine, model, words in (
+        ("vllm", experts, 'engine = "vllm" does not say which experts'),
+        ("openai", experts, 'engine = "openai" does not say'),
+        ("transformers", {"hidden_size": 8}, "the model has no experts"),
+        ("transformers", {}, "the model has no experts"),
+    ):
+        config = JobConfig(engine=engine, inference=records)
+        with pytest.raises(InvalidConfig, match=words) as caught:
+            preflight._check_record_of_experts(config, model)
+        assert caught.value.reason == "NO_ROUTED_EXPERTS"
+        preflight._check_record_of_experts(JobConfig(engine=engine), model)
+    for engine in ("transformers", "my_engines:Mine"):
+        config = JobConfig(engine=engine, inference=records)
+        preflight._check_record_of_experts(config, experts)
 
 
 def test_experts_that_the_engine_would_never_renew_are_refused(

@@ -16,19 +16,28 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from dialoop_services.inference.transformers_engine.keys import RoomyLayer
+from dialoop_services.learning.model.experts import chosen_experts, watch_routers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import nn
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer, [B, heads, L, head_dim] each."""
 
 
 class DecodingBatch:
-    """The keys of the running rows; the caller keeps the rows, in the same order."""
+    """The keys of the running rows; the caller keeps the rows, in the same order.
 
-    def __init__(self, model: Any) -> None:
+    routers: those whose choices `experts` gets. experts: int64 [n, L, layers, k] of what the last
+    pass computed of its n rows, padding included; None without routers.
+    """
+
+    def __init__(self, model: Any, routers: Sequence[nn.Module] = ()) -> None:
         self._model = model
+        self._routers = routers
+        self.experts: torch.Tensor | None = None
         self._layers: list[RoomyLayer] = []
         self._mask = torch.empty(0, 0, dtype=torch.int64)
 
@@ -52,8 +61,8 @@ class DecodingBatch:
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
         lasts, place = torch.unique(lengths - 1, return_inverse=True)
         # Padding stands on the right and attention is causal: no real token sees it.
-        output = self._model(
-            input_ids=ids, use_cache=True, past_key_values=DynamicCache(), logits_to_keep=lasts
+        output = self._compute(
+            ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=lasts
         )
         shift = torch.arange(width)[None, :] - (width - lengths)[:, None]
         index = shift.clamp_min(0)[:, None, :, None]
@@ -62,14 +71,16 @@ class DecodingBatch:
             for k, v in _layers_of(output.past_key_values)
         ]
         self._join(layers, (shift >= 0).long()[copies])
+        if self.experts is not None:
+            self.experts = self.experts[copies]
         logits: torch.Tensor = output.logits[torch.arange(len(rows)), place]
         return logits[copies]
 
     def step(self, last_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Feed one token per row, at its position; return next-token logits [B, V]."""
         self._mask = pad(self._mask, (0, 1), value=1)
-        output = self._model(
-            input_ids=torch.tensor(last_ids)[:, None],
+        output = self._compute(
+            torch.tensor(last_ids)[:, None],
             position_ids=torch.tensor(positions)[:, None],
             attention_mask=self._mask,
             past_key_values=Cache(layers=list(self._layers)),
@@ -77,6 +88,15 @@ class DecodingBatch:
         )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+    def _compute(self, ids: torch.Tensor, **inputs: Any) -> Any:
+        """Run the model over ids [n, L], and keep what its routers chose."""
+        with watch_routers(self._routers) as routed:
+            output = self._model(input_ids=ids, **inputs)
+        if self._routers:
+            experts = chosen_experts(routed)
+            self.experts = experts.reshape(*ids.shape, *experts.shape[1:])
+        return output
 
     @torch.inference_mode()
     def keep(self, places: Sequence[int]) -> list[int]:

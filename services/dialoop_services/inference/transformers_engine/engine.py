@@ -61,6 +61,7 @@ from dialoop_services.inference.weights.parameters import (
 from dialoop_services.learning.lora.base_weights import BaseWeights
 from dialoop_services.learning.memory import return_free_memory
 from dialoop_services.learning.model.checkpoint_names import from_checkpoint
+from dialoop_services.learning.model.experts import routers_of, routing_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +98,9 @@ class TransformersEngine:
         self.base_weights = BaseWeights.of(model_dir)
         self._policy_version = BASE_VERSION
         self._adapted = AdaptedModel(model)
-        self._batch = DecodingBatch(self._adapted)
+        routers = routers_of(model) if options.records_experts else []
+        self.routing = routing_of(model, routers) if options.records_experts else None
+        self._batch = DecodingBatch(self._adapted, routers)
         self._running: list[BatchRow] = []
         # `sample` and `stream` fill it and wait, the runner drains it as places get free.
         self._waiting: deque[BatchRow] = deque()
@@ -393,10 +396,12 @@ class TransformersEngine:
             last = [row.ids[-1] for row in old]
             with self._adapted.rows_of([row.adapter for row in old]):
                 logits.append(self._batch.step(last, [len(row.ids) - 1 for row in old]))
+            self._note_experts(old, 1)
         if new:
             firsts, which = distinct(new)
             with self._adapted.rows_of([row.adapter for row in firsts]):
                 logits.append(self._batch.admit([row.ids for row in firsts], which))
+            self._note_experts(new)
         if not logits:
             return
         rows = old + new
@@ -409,6 +414,13 @@ class TransformersEngine:
             rows, tokens.tolist(), chosen.tolist(), tops, strict=True
         ):
             row.append(token, logprob, self._policy_version, decode=self._tokenizer.decode, top=top)
+
+    def _note_experts(self, rows: list[BatchRow], num_tokens: int | None = None) -> None:
+        """Note what the last pass chose for the last tokens of each row, or for all of them."""
+        if self._batch.experts is None:
+            return
+        for row, experts in zip(rows, self._batch.experts.numpy(), strict=True):
+            row.note_experts(experts[: num_tokens or len(row.ids)])
 
     def _fail_all(self, error: Exception) -> None:
         self._running += self._waiting

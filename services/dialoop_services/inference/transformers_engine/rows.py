@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from dialoop.trajectory import SamplingParams, StopReason
 
@@ -14,6 +15,7 @@ from dialoop_services.inference.engine import Sampled, StopTokens, TokenChunk, V
 
 if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
+    from numpy.typing import NDArray
 
     from dialoop_services.inference.engine import OnBegin, OnTokens, TopLogprobs
     from dialoop_services.inference.weights.loadable import Adapter
@@ -50,6 +52,8 @@ class BatchRow:
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
         self._versions: list[PolicyVersion] = []
+        # One array for each pass, of the tokens that it computed; a new admission replaces all.
+        self._experts: list[NDArray[np.int64]] = []
         self._stop_string = ""
         self._num_streamed = 0
         self._queued = time.monotonic()
@@ -67,6 +71,12 @@ class BatchRow:
         self._queue_s = time.monotonic() - self._queued
         if self._on_begin is not None:
             self._on_begin()
+
+    def note_experts(self, computed: NDArray[np.int64]) -> None:
+        """Note the experts [N, layers, k] of all tokens so far, or of the last one."""
+        if len(computed) == len(self.ids):
+            self._experts.clear()
+        self._experts.append(computed)
 
     def append(
         self,
@@ -133,6 +143,7 @@ class BatchRow:
             stop_reason=reason,
             stop_string=self._stop_string,
             queue_s=self._queue_s,
+            routed_experts=np.concatenate(self._experts) if self._experts else None,
         )
 
 

@@ -120,6 +120,7 @@ class Objective:
 def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, Any]:
     """Add up the metrics of an update's rows, and derive those that are not sums.
 
+    routing_differs: the share of replayed choices of experts that the trainer would make otherwise.
     ess: the effective sample size as a share of all tokens, mean(r)^2 / mean(r^2), 1 on-policy.
     by_staleness: {versions behind: {num_tokens, mismatch_kl, ratio, ess, ...}}, means over the
     tokens of that age. by_depth: the same for tokens of the current policy by how many tokens
@@ -139,6 +140,9 @@ def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, A
                 totals[name] = totals.get(name, 0.0) + number
     if totals.get("ratio_squared"):
         totals["ess"] = totals["ratio"] ** 2 / totals["ratio_squared"]
+    num_differing = totals.pop("num_differing_choices", 0.0)
+    if totals.get("num_recorded_choices"):
+        totals["routing_differs"] = num_differing / totals["num_recorded_choices"]
     for table, rows_of_table in tables.items():
         if rows_of_table:
             totals[_TABLES[table]] = {

@@ -23,6 +23,7 @@ from dialoop_services.learning.model.products import product
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dialoop_services.learning.model.experts import ReplayCounts
     from dialoop_services.learning.model.fused_head import LogprobKernel
 
 DEFAULT_CHUNK_ROWS = 1024
@@ -40,11 +41,13 @@ class TokenScores(NamedTuple):
 
     entropy is None unless `with_entropy` was set. Both carry gradients. float64 stays float64.
     balance: how evenly experts were used, from `experts.balance_of`; None where nobody asks for it.
+    replayed: how many choices of experts were replayed; None without recorded experts.
     """
 
     logprobs: Tensor
     entropy: Tensor | None = None
     balance: Tensor | None = None
+    replayed: ReplayCounts | None = None
 
 
 def token_logprobs(  # noqa: PLR0913 - what is scored, and three ways to trade memory for time

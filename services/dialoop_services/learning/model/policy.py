@@ -6,7 +6,7 @@ scores = policy(batch, temperature=1.0)     # log-probs [M] of the batch's M tra
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,13 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dialoop_services.learning.model.attention import PACKED_ATTENTION, plan_attention
-from dialoop_services.learning.model.experts import balance_of, routers_of, watch_routers
+from dialoop_services.learning.model.experts import (
+    ExpertReplay,
+    balance_of,
+    routers_of,
+    routing_in,
+    watch_routers,
+)
 from dialoop_services.learning.model.fused_head import (
     cut_kernel,
     require_half,
@@ -30,6 +36,8 @@ from dialoop_services.learning.packing.prefixes import share_prefixes
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import Tensor
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
     from dialoop_services.learning.model.fused_head import LogprobKernel
     from dialoop_services.learning.packing.prefixes import SharedPrefixes
     from dialoop_services.learning.packing.rows import PackedBatch
+    from dialoop_services.rl.routed_experts import Routing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes that a setting may name."""
@@ -60,6 +69,9 @@ class PolicyModel(nn.Module):
         self.logprob_kernel: LogprobKernel = "chunked"
         self.balance_coeff = 0.0
         """Coefficient of the loss that holds a mixture of experts to using all of them alike."""
+        self.routing: Routing | None = None
+        """What the routers choose from; None for a model without experts. `load_policy` sets it."""
+        self._replay: ExpertReplay | None = None
         config = causal_lm.config.get_text_config()
         self._logits_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._logits_divisor = float(getattr(config, "logits_scaling", 1.0))  # Granite's
@@ -71,12 +83,19 @@ class PolicyModel(nn.Module):
         temperature: float | Tensor = 1.0,
         with_entropy: bool = False,
     ) -> TokenScores:
-        """Return the scores of the M tokens under the batch's loss mask, in packed order."""
+        """Return the scores of the M tokens under the batch's loss mask, in packed order.
+
+        Experts that the batch records are chosen again, and other tokens are routed as ever.
+        """
         positions = batch.trained_positions
-        shared = share_prefixes(batch.packed_tokens, batch.attention_lengths)
+        shared = share_prefixes(batch.packed_tokens, batch.attention_lengths, batch.routed_experts)
         predictors = shared.places.to(positions.device)[positions - 1]
         routers = routers_of(self.causal_lm) if self.balance_coeff else []
-        with watch_routers(routers) as routed:
+        replay = self._begin_replay(batch, shared)
+        with (
+            nullcontext() if replay is None else replay.running(),
+            watch_routers(routers) as routed,
+        ):
             hidden = self._hidden_states(batch, shared).index_select(0, predictors)
         scores = token_logprobs(
             hidden,
@@ -89,7 +108,22 @@ class PolicyModel(nn.Module):
             bias=self.causal_lm.get_output_embeddings().bias,
             softcap=self._logits_softcap,
         )
-        return scores._replace(balance=balance_of(routed)) if routed else scores
+        return scores._replace(
+            balance=balance_of(routed) if routed else None,
+            replayed=None if replay is None else replay.counts,
+        )
+
+    def _begin_replay(self, batch: PackedBatch, shared: SharedPrefixes) -> ExpertReplay | None:
+        """Return the replay of the batch's recorded experts, if it has any, and keep it.
+
+        The backward pass of recomputed layers needs the replay of its own forward pass.
+        """
+        self._replay = None
+        if batch.routed_experts is not None:
+            assert self.routing is not None  # recorded experts were compared with it
+            experts = batch.routed_experts[shared.kept.to(batch.routed_experts.device)].long()
+            self._replay = ExpertReplay(routers_of(self.causal_lm), self.routing, experts)
+        return self._replay
 
     def take_balance(self, coeff: float) -> None:
         """Add `coeff` times the balance of experts to the loss; InvalidConfig without experts."""
@@ -124,9 +158,13 @@ class PolicyModel(nn.Module):
 
     def checkpoint_activations(self) -> None:
         """Keep only what enters each layer, and compute the rest anew in the backward pass."""
-        # The second computation must use the same kernels as the first.
-        kernels = {"context_fn": lambda: (nullcontext(), linear_products(self.head_weight.device))}
-        self.causal_lm.gradient_checkpointing_enable({"use_reentrant": False, **kernels})
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            return nullcontext(), _again(self._replay, self.head_weight.device)
+
+        self.causal_lm.gradient_checkpointing_enable(
+            {"use_reentrant": False, "context_fn": contexts}
+        )
         for module in self.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 # The layer checks its own flag. Modules inside stay in eval mode, without dropout.
@@ -163,6 +201,14 @@ class PolicyModel(nn.Module):
         return weight
 
 
+@contextmanager
+def _again(replay: ExpertReplay | None, device: torch.device) -> Iterator[None]:
+    """Compute a layer a second time as the first: with the same kernels and the same experts."""
+    replaying = nullcontext() if replay is None else replay.running(counts=False)
+    with linear_products(device), replaying:
+        yield
+
+
 def load_policy(
     directory: Path | str,
     *,
@@ -193,19 +239,22 @@ def load_policy(
 
 @torch.no_grad()
 def require_packable(policy: PolicyModel) -> None:
-    """Compare a packed row with the model's own logits, one sequence at a time.
+    """Compare a packed row with the model's own logits, one sequence at a time; note its routing.
 
     One sequence is longer than the model's windows, where they are short enough to try. This
     notices state-space layers, altered logits that the head here does not know, and attention
     across sequences. With them the trainer would train another policy than the engines serve.
     """
     weight = policy.causal_lm.get_output_embeddings().weight
+    routers = routers_of(policy.causal_lm)
     generator = torch.Generator().manual_seed(0)
     rows = []
     for length in _probe_lengths(policy.causal_lm.config.get_text_config()):
         ids = torch.randint(weight.shape[0], (length,), generator=generator).tolist()
         rows.append(TokenRow.from_demonstration(ids, [False] + [True] * (length - 1)))
-    packed = policy(pack_rows(rows).to(weight.device)).logprobs
+    with watch_routers(routers) as routed:
+        packed = policy(pack_rows(rows).to(weight.device)).logprobs
+    policy.routing = routing_in(routed, routers)
     own = _own_logprobs(policy.causal_lm, [row.token_ids.to(weight.device) for row in rows])
     difference = float((packed - own).abs().max())
     if not difference <= (1e-3 if weight.dtype is torch.float32 else 0.25):

@@ -6,7 +6,8 @@ Two answers to one prompt, and what a causal model has to compute for them:
     kept            0 1   2 3         6      tokens computed: the second 5 8 is the first one's
     places          0 1   2 3   0 1   4      where each of the row's tokens finds its result
 
-A token's hidden state depends only on the tokens before it in its sequence, so sharing is exact.
+A token's hidden state depends only on the tokens before it in its sequence and on the experts that
+are replayed for them, so sharing is exact where both are equal.
 The gradients of all sequences that share a token add up in it. The eight answers of a GRPO group
 cost one prompt instead of eight.
 """
@@ -36,12 +37,17 @@ class SharedPrefixes:
     places: Tensor
 
 
-def share_prefixes(tokens: Tensor, lengths: tuple[int, ...]) -> SharedPrefixes:
+def share_prefixes(
+    tokens: Tensor, lengths: tuple[int, ...], experts: Tensor | None = None
+) -> SharedPrefixes:
     """Find the common beginnings of the row's N sequences; tokens int64 [T], T the sum of lengths.
 
-    In lexicographic order a sequence shares the longest beginning with a neighbour.
+    experts: [T, layers, k] that are replayed. In lexicographic order a sequence shares the longest
+    beginning with a neighbour.
     """
     ids = tokens.cpu().numpy()
+    if experts is not None:
+        ids = _number_pairs(ids, experts.cpu().numpy())
     starts = [0, *accumulate(lengths)]
     owners = np.arange(starts[-1])
     # Big-endian bytes sort in the order of the ids.
@@ -57,6 +63,14 @@ def share_prefixes(tokens: Tensor, lengths: tuple[int, ...]) -> SharedPrefixes:
     return SharedPrefixes(
         kept=torch.from_numpy(np.flatnonzero(own)), places=torch.from_numpy(places)
     )
+
+
+def _number_pairs(ids: NDArray[np.int64], experts: NDArray[np.int16]) -> NDArray[np.int64]:
+    """Return a number for each pair of a token and its experts; equal pairs have the same."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    pairs = zip(ids.tolist(), experts, strict=True)
+    keys = ((token, own.tobytes()) for token, own in pairs)
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
 def _num_common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:

@@ -22,6 +22,8 @@ import torch
 from dialoop.errors import InvalidInput, InvalidSequence
 from dialoop.reasons import Reason
 
+from dialoop_services.rl.routed_experts import NO_EXPERT
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as Rows
 
@@ -38,9 +40,10 @@ class TokenRow:
 
     token_ids: int64 [L]. response_mask: bool [L], of which M are true.
     inference_logprobs, proximal_logprobs, ref_logprobs, advantages, staleness (in policy versions):
-    float32 [M]. group_index: the sequence's group in the train step. trajectory_index: its
-    trajectory in that group, None for a row that is no part of a trajectory. temperature: the one
-    that its tokens were sampled with.
+    float32 [M]. routed_experts: int16 [L, layers, k], those that an engine chose, NO_EXPERT where
+    the model shall choose. group_index: the sequence's group in the train step. trajectory_index:
+    its trajectory in that group, None for a row that is no part of a trajectory. temperature: the
+    one that its tokens were sampled with.
     """
 
     token_ids: Tensor
@@ -50,6 +53,7 @@ class TokenRow:
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     staleness: Tensor | None = None
+    routed_experts: Tensor | None = None
     group_index: int = 0
     trajectory_index: int | None = None
     temperature: float = 1.0
@@ -126,8 +130,9 @@ class PackedBatch:
     response_mask: bool [T], tokens that the policy wrote. loss_mask: bool [T], those of them that
     the loss counts. lengths: N numbers. cu_seqlens: int32 [N + 1].
     inference_logprobs, proximal_logprobs, ref_logprobs, advantages, staleness: float32 [T], 0 off
-    the response, None if unknown. group_indices, trajectory_indices, temperatures: N values, those
-    of each sequence's TokenRow.
+    the response, None if unknown. routed_experts: int16 [T, layers, k], NO_EXPERT where the model
+    chooses, None if it chooses everywhere. group_indices, trajectory_indices, temperatures: N
+    values, those of each sequence's TokenRow.
     """
 
     packed_tokens: Tensor
@@ -142,6 +147,7 @@ class PackedBatch:
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
     staleness: Tensor | None = None
+    routed_experts: Tensor | None = None
     group_indices: tuple[int, ...] = ()
     trajectory_indices: tuple[int | None, ...] = ()
     temperatures: tuple[float, ...] = ()
@@ -214,7 +220,8 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return the same batch on another device."""
         names = ("packed_tokens", "position_ids", "sample_mask", "response_mask", "loss_mask")
-        values = {name: getattr(self, name) for name in (*names, "cu_seqlens", *OPTIONAL)}
+        others = ("cu_seqlens", "routed_experts", *OPTIONAL)
+        values = {name: getattr(self, name) for name in (*names, *others)}
         moved: dict[str, Any] = {k: v if v is None else v.to(device) for k, v in values.items()}
         return replace(self, **moved)
 
@@ -256,7 +263,24 @@ def pack_rows(
         group_indices=tuple(row.group_index for row in rows),
         trajectory_indices=tuple(row.trajectory_index for row in rows),
         temperatures=tuple(row.temperature for row in rows),
+        routed_experts=_join_experts(rows, padding),
         **{name: _scatter_optional(rows, name, response, names) for name in OPTIONAL},
+    )
+
+
+def _join_experts(rows: Rows[TokenRow], padding: int) -> Tensor | None:
+    """Return the recorded experts [T, layers, k]; None where no row has any."""
+    recorded = [row.routed_experts for row in rows]
+    form = next((experts for experts in recorded if experts is not None), None)
+    if form is None:
+        return None
+    lengths = [len(row.token_ids) for row in rows]
+    pairs = zip([*recorded, None], [*lengths, padding], strict=True)
+    return torch.cat(
+        [
+            form.new_full((length, *form.shape[1:]), NO_EXPERT) if experts is None else experts
+            for experts, length in pairs
+        ]
     )
 
 

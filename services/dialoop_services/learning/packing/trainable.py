@@ -59,6 +59,8 @@ def truncate(row: TokenRow, max_tokens: int) -> TokenRow:
     count = int(mask.sum())
     present = {name: values for name in OPTIONAL if (values := getattr(row, name)) is not None}
     cut: dict[str, Any] = {name: values[:count] for name, values in present.items()}
+    if row.routed_experts is not None:
+        cut["routed_experts"] = row.routed_experts[:max_tokens]
     return replace(row, token_ids=row.token_ids[:max_tokens], response_mask=mask, **cut)
 
 

@@ -284,7 +284,7 @@ def encode(arguments: object) -> bytes:
             array = value.numpy()
             start = len(values)
             values.extend(array.tobytes())
-            return {"tensor": [str(array.dtype), start, len(values)]}
+            return {"tensor": [str(array.dtype), start, len(values), array.shape]}
         if isinstance(value, Path):
             return {"path": str(value)}
         raise TypeError(f"A {type(value).__name__} cannot be sent to other ranks.")
@@ -300,8 +300,9 @@ def decode(data: bytes) -> Any:
         match value:
             case {"row": facts}:
                 return TokenRow(**facts)
-            case {"tensor": [dtype, start, end]}:
-                return torch.from_numpy(np.frombuffer(values[start:end], dtype=dtype).copy())
+            case {"tensor": [dtype, start, end, shape]}:
+                array = np.frombuffer(values[start:end], dtype=dtype).reshape(shape)
+                return torch.from_numpy(array.copy())
             case {"path": path}:
                 return Path(path)
         return value

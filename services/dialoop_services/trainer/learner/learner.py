@@ -26,7 +26,7 @@ from dialoop_services.config.tables import ModelSection
 from dialoop_services.learning.lora.layers import add_lora
 from dialoop_services.learning.loss.corrections import Correction
 from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.loss.objective import mean_metrics
+from dialoop_services.learning.loss.objective import k3, mean_metrics
 from dialoop_services.learning.model.policy import DTYPES, load_policy
 from dialoop_services.learning.model.products import library_of
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
@@ -46,6 +46,7 @@ from dialoop_services.learning.training import (
     whiten_sequences,
 )
 from dialoop_services.rl.bounds import BOUNDS, MAX_SIZE
+from dialoop_services.rl.routed_experts import recorded_experts
 from dialoop_services.trainer.learner.learner_state import LearnerState, move_training
 
 if TYPE_CHECKING:
@@ -178,12 +179,15 @@ class Learner:
             _require_known_tokens(row, self.vocab_size)
             _require_numbers(row)
         rows = [
-            TokenRow.from_sequence(
-                s.sequence,
-                group_index=s.group_index,
-                trajectory_index=s.trajectory_index,
-                current=current,
-                temperature=s.temperature,
+            replace(
+                TokenRow.from_sequence(
+                    s.sequence,
+                    group_index=s.group_index,
+                    trajectory_index=s.trajectory_index,
+                    current=current,
+                    temperature=s.temperature,
+                ),
+                routed_experts=self._experts_to_replay(s),
             )
             for s in sequences
         ]
@@ -193,6 +197,12 @@ class Learner:
         rows = keep_common_values(self._fit(rows))
         require_trainable(rows, objective)
         return rows
+
+    def _experts_to_replay(self, row: TrainedSequence) -> torch.Tensor | None:
+        if not self._settings.replay_routed_experts:
+            return None
+        experts = recorded_experts(row.sequence, self.state.policy.routing)
+        return None if experts is None else torch.from_numpy(experts)
 
     @collective(computes=True)
     def prepare(self, rows: Rows[TokenRow], kind: Kind = "rl") -> list[TokenRow]:
@@ -265,6 +275,7 @@ class Learner:
         ready = self.prepare(rows)
         if self.trace is not None:
             self.trace.prepared = ready
+        mismatch = self._replay_mismatch(ready)
         trajectories = _by_trajectory(ready)
         num = min(self._settings.num_minibatches, len(trajectories))
         reports = []
@@ -275,7 +286,7 @@ class Learner:
                 reports.append(self._update(part, "rl"))
         return TrainStepReport(
             loss=float(np.mean([r.loss for r in reports])),
-            metrics=mean_metrics([r.metrics for r in reports]),
+            metrics=mean_metrics([r.metrics for r in reports]) | mismatch,
             grad_norm=float(np.mean([r.step.grad_norm for r in reports])),
             num_updates=sum(r.step.applied for r in reports),
             num_refused=sum(not r.step.applied for r in reports),
@@ -362,6 +373,28 @@ class Learner:
     ) -> list[torch.Tensor]:
         most = max(longest, self._settings.packed_row_tokens)
         return score_rows(policy or self.state.policy, rows, self._ranks, max_tokens=most)
+
+    def _replay_mismatch(self, rows: Rows[TokenRow]) -> dict[str, float]:
+        """Return the KL between engine and trainer with replayed experts and without, in nats.
+
+        Of recorded rows that fit one packed row, before the first update; nothing without any.
+        """
+        probed, sampled, num_tokens = [], [], 0
+        for row in rows:
+            logprobs, fits = row.inference_logprobs, num_tokens + len(row.token_ids)
+            if logprobs is None or row.routed_experts is None:
+                continue
+            if fits <= self._settings.packed_row_tokens:
+                probed.append(row)
+                sampled.append(logprobs)
+                num_tokens = fits
+        if not probed:
+            return {}
+        own = [replace(row, routed_experts=None) for row in probed]
+        return {
+            name: float(k3(torch.cat(sampled), torch.cat(self._scores(part))).mean())
+            for name, part in (("replayed_mismatch_kl", probed), ("own_routing_mismatch_kl", own))
+        }
 
     def _fit(self, rows: Rows[TokenRow]) -> list[TokenRow]:
         settings = self._settings
