@@ -304,7 +304,7 @@ async def test_a_replica_that_stops_in_the_middle_of_a_transfer_leaves_and_catch
 ) -> None:
     size = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     async with (
-        trainer(model_dir, tmp_path, publish_deadline_s=5.0) as fleet,
+        trainer(model_dir, tmp_path, publish_deadline_s=2.0) as fleet,
         world(model_dir, tmp_path / "a", reads_root=False) as sound,
         world(model_dir, tmp_path / "b", reads_root=False) as half,
     ):
