@@ -86,6 +86,10 @@ def spread(prompts, completions, **columns):
     """Differ from answer to answer: what a random model says is noise."""
     return [sum(map(ord, completion[0]["content"])) % 97 / 97 for completion in completions]
 '''
+COMMANDS = {
+    "trainer": ("dialoop_services.trainer",),
+    "inference": ("dialoop_services.inference", "VLLM::EngineCore"),
+}
 PROMPT_TOKENS = 4000
 RESCORING_S = 600
 NUM_THREADS = 2
@@ -95,7 +99,7 @@ NUM_THREADS = 2
 class Watch:
     """Looks twice a second at the memory of a job's processes; keeps the largest of each service.
 
-    Resident memory of all processes of a service; files in shared memory count apart.
+    Memory of all processes of a service, vLLM's engine core among them.
     """
 
     job: Job
@@ -107,21 +111,21 @@ class Watch:
         while not self.ended.wait(0.5):
             now: dict[str, int] = {}
             for pid, command in self.job.left_running().items():
-                for service in ("trainer", "inference"):
-                    if f"dialoop_services.{service}" in command:
+                for service, words in COMMANDS.items():
+                    if any(word in command for word in words):
                         now[service] = now.get(service, 0) + memory_of(pid)
             for service, size in now.items():
                 self.peaks[service] = max(size, self.peaks.get(service, 0))
 
 
 def memory_of(pid: int) -> int:
-    """Return the resident bytes of a process without shared memory; 0 where it has gone."""
+    """Return the bytes of a process that no file backs, its share of what a fork has in common."""
     try:
-        text = Path(f"/proc/{pid}/status").read_text("utf-8")
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text("utf-8")
     except OSError:
         return 0
-    names = ("RssAnon:", "RssFile:")
-    return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(names))
+    (line,) = (line for line in text.splitlines() if line.startswith("Pss_Anon:"))
+    return int(line.split()[1]) << 10
 
 
 def write_rows(folder: Path) -> None:

@@ -21,6 +21,12 @@ all keys, I the inner width (of all experts that a token uses), V the vocabulary
     publish       a copy of what is published, beside the next train step
 
 Gradients grow while activations go, so the larger of "backward + head" and "gradients" counts.
+
+An engine, in bytes: process + P b + keys and values + with vLLM on a CPU V H b for a tied head,
+which it keeps packed for its products beside the embedding.
+
+Files that a process has mapped do not count, such as its libraries and a checkpoint that it reads:
+the system takes their pages back where it needs memory.
 """
 
 from __future__ import annotations
@@ -34,8 +40,8 @@ BYTES_OF: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Bytes of a number."""
 PROCESS_BYTES = 560 << 20
 """What Python, torch and transformers take in one process before it has a model."""
-VLLM_BYTES = 1100 << 20
-"""What vLLM takes in its process before it has a model, on a CPU."""
+VLLM_BYTES = 1460 << 20
+"""What vLLM takes in its two processes before it has a model, on a CPU."""
 _KEPT_BYTES = 64 << 20  # learning.model.logprobs keeps so many bytes of probabilities
 _CACHED_LOGITS, _LEAST_ROWS = 1 << 20, 128  # of its chunks on a CPU
 _LOGITS_AT_ONCE = 2
@@ -182,13 +188,21 @@ def _head(shape: ModelShape, training: Training, of_head: int) -> int:
 
 
 def engine_memory(
-    shape: ModelShape, *, process: int, dtype: str, key_bytes: int, num_devices: int = 1
+    shape: ModelShape,
+    *,
+    process: int,
+    dtype: str,
+    key_bytes: int,
+    num_devices: int = 1,
+    packs_head: bool = False,
 ) -> Parts:
-    """Return the memory of a process that samples or scores: weights, keys and values, itself."""
+    """Return the memory of an engine that samples or scores, as the formula above has it."""
+    head = shape.vocab_size * shape.hidden * BYTES_OF[dtype] if packs_head else 0
     return Parts(
         parts={
             "process": process,
             "weights": shape.num_parameters * BYTES_OF[dtype] // num_devices,
+            "packed head": head,
             "keys and values": key_bytes,
         }
     )

@@ -101,7 +101,8 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         return None
     content = json.loads((directory / "config.json").read_text("utf-8"))
     count = num_parameters(directory)
-    shape = ModelShape.of(content.get("text_config", content), num_parameters=count)
+    fields = content.get("text_config", content)
+    shape = ModelShape.of(fields, num_parameters=count)
     if shape is None:
         return None
     train, inference = config.train, config.inference
@@ -133,6 +134,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         dtype=dtype,
         key_bytes=inference.kv_cache_mib << 20 if is_vllm else keys,
         num_devices=inference.num_devices,
+        packs_head=is_vllm and train.device == "cpu" and bool(fields.get("tie_word_embeddings")),
     )
     processes = {"trainer": capture}
     processes |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}

@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from dialoop_services.inference.vllm_engine.orphans import end_with_owner
 from dialoop_services.inference.vllm_engine.sleep import SharedDevice
 from dialoop_services.learning.lora.base_weights import BaseWeights
+from dialoop_services.learning.memory import return_free_memory
 
 HEAD = "lm_head.weight"
 
@@ -79,11 +80,13 @@ def _reload_packed(model: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> N
     layers = (m for m in model.modules() if not isinstance(m, BaseLayerWithLoRA))
     packed = [module for module in layers if hasattr(module, "cpu_linear")]
     for module in packed:
+        module.cpu_linear = torch.nn.functional.linear  # the packed copy goes before weights come
         if module.weight.numel() == 0:
             _make_weight(module)
     model.load_weights(tensors)
     for module in packed:
         module.quant_method.process_weights_after_loading(module)
+    return_free_memory()
 
 
 def _make_weight(module: Any) -> None:
