@@ -30,7 +30,7 @@ from tests.chaos.test_chaos import CONFIG, WITHIN_S
 from tests.support.stack_jobs import Job, assert_accounted, lines_of, wait_for
 
 SEED = int(os.environ.get("FLEET_SEED", "0"))
-NUM_EVENTS, NUM_STEPS = 50, 100
+NUM_EVENTS, NUM_STEPS = 50, 240
 ROLES = ("collector", "inference")
 FEWEST, MOST = 1, 3
 PATIENCE_S = 600.0
@@ -82,8 +82,9 @@ class Fleet:
         if kind == "kill":
             wait_for(lambda: self.ready(role) or self.has_ended(), PATIENCE_S)
             pid = self.pid_of(chance.choice(self.ready(role)))
+            assert pid, "it was ready"  # os.kill(0) would be meant for this process and all beside
             with suppress(ProcessLookupError):
-                os.kill(pid or 0, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         else:
             self.scale(f"{role}={'+1' if kind == 'join' else '-1'}")
         with suppress(AssertionError):
@@ -99,7 +100,13 @@ class Fleet:
     def scale(self, count: str) -> None:
         """What `dialoop scale` does; it returns once the processes are ready or have ended."""
         root = self.job.run_dir.parent
-        words = {"root": root, "run": "job", "counts": [count], "timeout": PATIENCE_S}
+        words = {
+            "root": root,
+            "run": "job",
+            "counts": [count],
+            "timeout": PATIENCE_S,
+            "json": False,
+        }
         assert scale(argparse.Namespace(**words)) == 0
 
 
@@ -148,7 +155,7 @@ def test_a_schedule_is_the_seeds_and_keeps_to_its_bounds() -> None:
 @pytest.mark.timeout(3600)
 def test_fifty_joins_drains_and_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
-    text = CONFIG.format(engine="transformers", num_steps=NUM_STEPS)
+    text = CONFIG.format(engine="transformers", num_steps=NUM_STEPS, groups_per_step=16)
     config.write_text(
         f'discovery = "registry"\n{text}'.replace("num_tasks = 256", "num_tasks = 64")
     )
