@@ -13,8 +13,8 @@ all keys, I the inner width (of all experts that a token uses), V the vocabulary
                   autocast, 3 on average; with activation_checkpointing
                   T L H a + T (6 H + 5 Q + 4 K + 4 I) a instead; and 3 T I a of gradients on the way
     head          2 T H b + 2 chunks of logits + what is kept of probabilities; V H (4 + b) of a
-                  head that is trained: its gradients; on a CPU V H b more, the copy of the matrix
-                  that the products' library makes in the order of its own
+                  head that is trained: its gradients; V H b of one that is not, on a CPU: the copy
+                  that the products' library makes of a constant matrix in an order of its own
     gradients     Pt b + 3 V H b, the second for the embedding's gradient before it is added to the
                   head's, and what AdamW computes of the largest matrix beside its state
     process       what Python and torch take
@@ -183,7 +183,8 @@ def _head(shape: ModelShape, training: Training, of_head: int) -> int:
     rows = min(rows, training.num_tokens)
     logits = _LOGITS_AT_ONCE * rows * shape.vocab_size * _FLOAT32
     states = 2 * training.num_tokens * shape.hidden * each
-    ordered = shape.vocab_size * shape.hidden * each if training.is_cpu else 0
+    is_constant = not of_head and training.is_cpu
+    ordered = shape.vocab_size * shape.hidden * each if is_constant else 0
     return logits + _KEPT_BYTES + states + ordered + of_head * (_FLOAT32 + each)
 
 

@@ -112,6 +112,8 @@ class SlurmCluster:
         return str(state)
 
     def _start(self, name: str, program: str, *words: str) -> None:
+        if name in self.daemons:  # it was killed
+            self.daemons[name].wait(10)
         with (self.folder / f"{name}.out").open("ab") as output:
             self.daemons[name] = subprocess.Popen(
                 (f"{_SBIN}/{program}", *words), env=self.environment, stdout=output, stderr=output
