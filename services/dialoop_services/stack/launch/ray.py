@@ -108,10 +108,16 @@ def bundles_of(config: JobConfig) -> list[dict[str, float]]:
     return [_bundle(component.needs) for component in components_of(config)]
 
 
+def needs_this_machine(config: JobConfig, environment: Mapping[str, str]) -> bool:
+    """Return whether the head has to be here: with a folder, or a Redis, that no other reaches."""
+    starts_redis = config.store == "redis" and not environment.get("REDIS_URL")
+    return starts_redis or not config.launch.shared_folder
+
+
 def _reserve(ray: Any, config: JobConfig) -> Any:
     """Return a placement group with a bundle for the head and one for each replica."""
     bundles = bundles_of(config)
-    if not config.launch.shared_folder:  # the run's folder is on this machine
+    if needs_this_machine(config, os.environ):
         bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001
     group = ray.util.placement_group(bundles, strategy="PACK")
     limit_s = config.launch.ray.place_within_s
@@ -120,7 +126,8 @@ def _reserve(ray: Any, config: JobConfig) -> Any:
             f"Ray had no room for all processes at once within {limit_s:g} s; it asked for "
             f"{bundles}.",
             reason=Reason.NO_RAY,
-            remedy="Wait for other jobs, or raise place_within_s in [launch.ray].",
+            remedy="Wait for other jobs, or raise place_within_s in [launch.ray]. The trainer runs "
+            "on this machine, unless there is a shared folder and a Redis that REDIS_URL names.",
         )
     return group
 
@@ -139,9 +146,9 @@ def _place(ray: Any, config: JobConfig, group: Any) -> Site:
     """Start an actor for each process, and return the site with the address of each node."""
     needs, replicas = needs_elsewhere(config), replica_names(config)
     starters: dict[str, RayStarter] = {}
-    for name in ("redis", *needs):
+    for name in needs:
         index = replicas.index(name) + 1 if name in replicas else 0
-        place = BundlePlace(name=name, needs=needs.get(name, Needs()), group=group, bundle=index)
+        place = BundlePlace(name=name, needs=needs[name], group=group, bundle=index)
         starters[name] = RayStarter(ray, place)
     hosts = {name: starter.host() for name, starter in starters.items()}
     threads = {
@@ -150,7 +157,7 @@ def _place(ray: Any, config: JobConfig, group: Any) -> Site:
         if each.processors and service_of(name) == "inference"
     }
     return Site(
-        hosts={name: host for name, host in hosts.items() if name != "redis"},
+        hosts=hosts,
         starters={name: starter.start for name, starter in starters.items()},
         devices=threads,
         needs=needs,

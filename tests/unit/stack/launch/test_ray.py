@@ -18,7 +18,12 @@ from dialoop.errors import Unavailable
 from dialoop_services.config.file import parse_config
 from dialoop_services.stack.__main__ import main
 from dialoop_services.stack.launch.commands import has_moved
-from dialoop_services.stack.launch.ray import MovedError, bundles_of, ray_site
+from dialoop_services.stack.launch.ray import (
+    MovedError,
+    bundles_of,
+    needs_this_machine,
+    ray_site,
+)
 from dialoop_services.stack.launch.ray_worker import RayWorker
 
 CONFIG: dict[str, Any] = {
@@ -39,6 +44,17 @@ def test_the_head_and_each_replica_get_a_bundle_of_what_they_need() -> None:
         {"CPU": 8, "GPU": 2, "memory": 2 << 30},
         {"CPU": 8, "GPU": 2, "memory": 2 << 30},
     ]
+
+
+def test_the_head_stays_where_its_folder_or_its_redis_is_for_this_machine() -> None:
+    def stays(url: str = "", **values: Any) -> bool:
+        config = parse_config({"engine": "transformers"} | values, source="job.toml")
+        return needs_this_machine(config, {"REDIS_URL": url})
+
+    assert stays()
+    assert not stays("redis://redis.store:6379/0")
+    assert not stays(store="memory")
+    assert stays("redis://redis.store:6379/0", launch={"shared_folder": False})
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
