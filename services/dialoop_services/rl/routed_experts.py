@@ -70,8 +70,11 @@ def recorded_experts(sequence: Sequence, routing: Routing | None) -> NDArray[np.
     without experts.
     """
     column = sequence.columns.get(COLUMN)
-    if column is None:
-        return None
+    return None if column is None else experts_of(column, routing)
+
+
+def experts_of(column: Column, routing: Routing | None) -> NDArray[np.int16]:
+    """Return the experts int16 [L, layers, k] of a column, as `recorded_experts` does."""
     values = column.values
     if not has_form(values.dtype, column.along, values.ndim):
         raise InvalidInput(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from dialoop.errors import InvalidConfig, InvalidInput, Unavailable, Unsupported
 from dialoop_services.learning.loss.loss_loading import load_objective
+from dialoop_services.learning.model.families import make_family
 from dialoop_services.learning.model.policy import load_policy
 from dialoop_services.learning.model.tiny import tiny_config
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
@@ -110,6 +111,7 @@ def others_alone(root: Path, alone: Path) -> Path:
         _job(root, alone, "muon", optimizer="muon", num_sequences=1, last_step=2),
         _job(root, alone, "own", **OWN, last_step=4),
         _job(root, alone, "lora", **REGULAR, **LORA, save=f"{alone}/lora"),
+        _experts_job(root, alone),
     ):
         run(job)
     return alone
@@ -125,6 +127,7 @@ def other_pair(root: Path, others_alone: Path) -> Path:
         _job(root, out, "own", **OWN, last_step=2, save=f"{out}/own"),
         _job(root, out, "own_rest", **OWN, first_step=2, last_step=4, resume=f"{out}/own"),
         _job(root, out, "lora", **REGULAR, **LORA, save=f"{out}/lora"),
+        _experts_job(root, out),
     ]
     finished = _torchrun(2, jobs, out)
     assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
@@ -133,6 +136,13 @@ def other_pair(root: Path, others_alone: Path) -> Path:
 
 def _job(root: Path, out: Path, name: str, **fields: Any) -> Job:
     return Job(name=name, model=str(root / "model"), out=str(out), **fields)
+
+
+def _experts_job(root: Path, out: Path) -> Job:
+    """A job that replays experts, also in layers that are computed a second time."""
+    model = str(make_family("qwen3_moe", root / "experts"))
+    fields = {**REGULAR, "last_step": 3, "is_checkpointed": True, "records_experts": True}
+    return Job(name="experts", model=model, out=str(out), **fields)
 
 
 def _write_jobs(jobs: list[Job], out: Path) -> str:
@@ -199,12 +209,15 @@ def test_two_processes_reproduce_the_curve_of_one(
         ("muon", ("muon",)),
         ("own", ("own", "own_rest")),
         ("lora", ("lora",)),
+        ("experts", ("experts",)),
     ],
 )
 def test_two_processes_reproduce_the_other_curves_of_one(
     others_alone: Path, other_pair: Path, name: str, parts: tuple[str, ...]
 ) -> None:
     _assert_same(_curve(others_alone, name), _curve(other_pair, *parts))
+    if name == "experts":
+        assert all(row["metrics"]["routing_differs"] > 0.5 for row in _curve(other_pair, name))
 
 
 def test_all_ranks_refuse_a_step_that_is_not_finite_on_one(alone: Path, pair: Path) -> None:

@@ -37,6 +37,7 @@ from dialoop_services.learning.parallel.parallel_state import (
 )
 from dialoop_services.learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
 from dialoop_services.learning.training import UpdateReport, update
+from dialoop_services.rl.routed_experts import NO_EXPERT, Routing
 from safetensors.torch import load_file, save_file
 from transformers.utils.logging import disable_progress_bar
 
@@ -66,6 +67,7 @@ class Job:
     resume: str = ""
     save: str = ""
     is_sharded: bool = False
+    records_experts: bool = False
 
 
 def made_rows(step: int, count: int) -> list[TokenRow]:
@@ -85,6 +87,18 @@ def made_rows(step: int, count: int) -> list[TokenRow]:
             )
         )
     return rows
+
+
+def with_experts(rows: list[TokenRow], routing: Routing, step: int) -> list[TokenRow]:
+    """The rows with a record of random experts, but of their last token."""
+    generator = torch.Generator().manual_seed(step)
+    recorded = []
+    for row in rows:
+        shape = (len(row.token_ids), routing.num_layers, routing.num_experts)
+        experts = torch.rand(shape, generator=generator).argsort(-1)[..., : routing.top_k]
+        experts[-1] = NO_EXPERT
+        recorded.append(dataclasses.replace(row, routed_experts=experts.short()))
+    return recorded
 
 
 def run(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Any]]:
@@ -126,6 +140,8 @@ def _step(
 ) -> UpdateReport:
     """One update on sequences that a policy close to this one sampled."""
     rows = made_rows(step, job.num_sequences)
+    if job.records_experts and policy.routing is not None:
+        rows = with_experts(rows, policy.routing, step)
     scores = score_rows(policy, rows, ranks, max_tokens=MAX_TOKENS)
     rows = [
         dataclasses.replace(

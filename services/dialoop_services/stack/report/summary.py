@@ -330,6 +330,7 @@ def rescoring_options(config: JobConfig) -> dict[str, Any]:
         "device": config.train.device,
         "dtype": config.dtype,
         "max_row_tokens": config.train.row_tokens(config.inference.max_model_len),
+        "replays_experts": int(config.train.replay_routed_experts),
     }
 
 

@@ -16,8 +16,8 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from dialoop.episode import UpdateMode
+from dialoop.sequences import Along, Column
 from dialoop.views.run_files import trajectory_files
 from numpy.typing import NDArray
 from safetensors.torch import load_file
@@ -35,6 +36,7 @@ from dialoop_services.learning.model.checkpoint_names import from_checkpoint
 from dialoop_services.learning.model.policy import PolicyModel, load_policy
 from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.rl.depth import mismatch_by_depth
+from dialoop_services.rl.routed_experts import COLUMN, Routing, experts_of
 from dialoop_services.trainer.publish.export import WEIGHTS, RunPolicies
 
 _MAX_PER_VERSION = 256
@@ -44,11 +46,15 @@ _PRINT_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """The tokens of one sequence that one version sampled, at `positions`."""
+    """The tokens of one sequence that one version sampled, at `positions`.
+
+    experts: a row for each token, where the engine recorded what computed them.
+    """
 
     token_ids: tuple[int, ...]
     positions: NDArray[np.int64]
     logprobs: NDArray[np.float32]
+    experts: Column | None = None
 
 
 @dataclass(slots=True)
@@ -78,7 +84,9 @@ class Stored:
     )
 
 
-def sampled_by_version(*paths: Path, within_s: float = math.inf) -> Stored:
+def sampled_by_version(
+    *paths: Path, within_s: float = math.inf, with_experts: bool = True
+) -> Stored:
     """Return samples of the parts of trajectories.jsonl that can be re-scored, newest part first.
 
     Reading ends after `within_s` seconds.
@@ -94,7 +102,8 @@ def sampled_by_version(*paths: Path, within_s: float = math.inf) -> Stored:
         # A greedy sampler reports the log-probs of the untempered distribution.
         temperature = row["temperature"] or 1.0
         for sequence in row["sequences"]:
-            for version, sampled in _sampled_tokens(sequence):
+            experts = _experts_of(sequence) if with_experts else None
+            for version, sampled in _sampled_tokens(sequence, experts):
                 stored.sampled[version, temperature].add(sampled, random)
     return stored
 
@@ -106,7 +115,9 @@ def _rows(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
             yield from map(json.loads, lines)
 
 
-def _sampled_tokens(sequence: dict[str, Any]) -> Iterator[tuple[str, SampledTokens]]:
+def _sampled_tokens(
+    sequence: dict[str, Any], experts: Column | None
+) -> Iterator[tuple[str, SampledTokens]]:
     start = 0
     ids = tuple(sequence["token_ids"])
     logprobs = np.array(sequence["inference_logprobs"], dtype=np.float32)
@@ -118,10 +129,26 @@ def _sampled_tokens(sequence: dict[str, Any]) -> Iterator[tuple[str, SampledToke
         own = logprobs[start : start + len(positions)]
         start += len(positions)
         # Later tokens change nothing, so a row ends where its version's tokens end.
+        end = positions[-1] + 1
         yield (
             version,
-            SampledTokens(token_ids=ids[: positions[-1] + 1], positions=positions, logprobs=own),
+            SampledTokens(
+                token_ids=ids[:end],
+                positions=positions,
+                logprobs=own,
+                experts=experts and replace(experts, values=experts.values[:end]),
+            ),
         )
+
+
+def _experts_of(sequence: dict[str, Any]) -> Column | None:
+    """Return the recorded experts; None where several versions sampled, which a record mixes."""
+    stored = sequence.get("columns", {}).get(COLUMN)
+    versions = {(s["lineage"], s["policy_version"]) for s in sequence["segments"]}
+    if stored is None or len({each for each in versions if each[0] is not None}) > 1:
+        return None
+    values = np.array(stored["data"], dtype=stored["data_type"])
+    return Column(values=values, along=Along[stored["along"]])
 
 
 def batches_of(rows: Iterable[SampledTokens], max_tokens: int) -> Iterator[list[SampledTokens]]:
@@ -143,16 +170,20 @@ def differences_of(
     policy: PolicyModel, rows: list[SampledTokens], temperature: float, device: str = "cpu"
 ) -> NDArray[np.float64]:
     """Return policy minus engine [M] in nats, over the rows' sampled tokens in their order."""
-    batch = pack_rows([_as_row(sampled) for sampled in rows]).to(device)
+    batch = pack_rows([_as_row(sampled, policy.routing) for sampled in rows]).to(device)
     own = policy(batch, temperature=temperature).logprobs.cpu()
     pairs = zip(batch.split(own), rows, strict=True)
     return np.concatenate([scores.double().numpy() - sampled.logprobs for scores, sampled in pairs])
 
 
-def _as_row(sampled: SampledTokens) -> TokenRow:
+def _as_row(sampled: SampledTokens, routing: Routing | None) -> TokenRow:
     mask = np.zeros(len(sampled.token_ids), dtype=np.bool_)
     mask[sampled.positions] = True
-    return TokenRow.from_demonstration(list(sampled.token_ids), mask.tolist())
+    row = TokenRow.from_demonstration(list(sampled.token_ids), mask.tolist())
+    if sampled.experts is None:
+        return row
+    experts = torch.from_numpy(experts_of(sampled.experts, routing))
+    return replace(row, routed_experts=experts)
 
 
 def rescore(  # noqa: PLR0913 - what it may use, and who hears of it
@@ -163,21 +194,23 @@ def rescore(  # noqa: PLR0913 - what it may use, and who hears of it
     device: str = "cpu",
     dtype: str = "float32",
     max_row_tokens: int = 1024,
+    replays_experts: bool = True,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> dict[str, Any]:
     """Re-score a sample of trajectories.jsonl within `within_s` seconds of reading and scoring.
 
+    replays_experts: compute tokens with the experts that the engine recorded, as the trainer does.
     on_progress gets the number of rows that were scored and of those in the sample.
     max_difference is in nats, None if no token was checked. by_depth is from `mismatch_by_depth`.
     num_unchecked_rows counts by reason: policy_gone (its weights were deleted), time, and sample
     (beyond the sample of its version).
     """
     ends_at = time.monotonic() + within_s
-    stored = sampled_by_version(*trajectory_files(run_dir), within_s=within_s / 2)
+    stored = sampled_by_version(
+        *trajectory_files(run_dir), within_s=within_s / 2, with_experts=replays_experts
+    )
     weights = _Weights(run_dir, model_dir)
     kept = {key: sample for key, sample in stored.sampled.items() if weights.are_kept(key[0])}
-    num_seen = sum(sample.num_seen for sample in stored.sampled.values())
-    num_kept = sum(sample.num_seen for sample in kept.values())
     num_sampled = sum(len(sample.rows) for sample in kept.values())
     checked: dict[tuple[str, float], list[SampledTokens]] = {}
     differences: list[NDArray[np.float64]] = []
@@ -204,15 +237,24 @@ def rescore(  # noqa: PLR0913 - what it may use, and who hears of it
         "num_rows": len(rows),
         "num_tokens": sum(len(row.positions) for row in rows),
         "num_policy_versions": len({version for version, _ in checked}),
-        "num_unchecked_rows": {
-            "policy_gone": num_seen - num_kept,
-            "sample": num_kept - num_sampled,
-            "time": num_sampled - len(rows),
-        },
+        "num_unchecked_rows": _count_unchecked(stored.sampled.values(), kept.values(), len(rows)),
         # NaN if one of them is
         "max_difference": float(np.abs(apart).max()) if rows else None,
         # As JSON has them: summary.json and the answer in one process are the same.
         "by_depth": {str(d): row for d, row in mismatch_by_depth(depths, apart).items()},
+    }
+
+
+def _count_unchecked(
+    samples: Iterable[RowSample], kept: Collection[RowSample], num_checked: int
+) -> dict[str, int]:
+    """Return the number of rows that were not checked, by reason."""
+    num_kept = sum(sample.num_seen for sample in kept)
+    num_sampled = sum(len(sample.rows) for sample in kept)
+    return {
+        "policy_gone": sum(sample.num_seen for sample in samples) - num_kept,
+        "sample": num_kept - num_sampled,
+        "time": num_sampled - num_checked,
     }
 
 
@@ -262,6 +304,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="as the trainer's: cpu or cuda")
     parser.add_argument("--dtype", default="float32", help="as the trainer's weights")
     parser.add_argument("--max-row-tokens", type=int, default=1024, help="tokens scored at once")
+    parser.add_argument("--replays-experts", type=int, default=1, help="1, or 0 to choose anew")
     parser.add_argument("--num-threads", type=int, default=0, help="as the trainer's; 0: torch's")
     arguments = vars(parser.parse_args())
     if num_threads := arguments.pop("num_threads"):
