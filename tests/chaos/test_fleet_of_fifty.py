@@ -30,7 +30,7 @@ from tests.chaos.test_chaos import CONFIG, WITHIN_S
 from tests.support.stack_jobs import Job, assert_accounted, lines_of, wait_for
 
 SEED = int(os.environ.get("FLEET_SEED", "0"))
-NUM_EVENTS, NUM_STEPS = 50, 240
+NUM_EVENTS, NUM_STEPS = 50, 110
 ROLES = ("collector", "inference")
 FEWEST, MOST = 1, 3
 PATIENCE_S = 600.0
