@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from dialoop_services.inference.engine import Engine, EngineOptions, Sampled, StopTokens
 from dialoop_services.inference.weights.parameters import is_tied
+from dialoop_services.learning.model.experts import chosen_experts, routers_of, watch_routers
 
 TOLERANCE = 1e-4
 """Nats by which an engine in float32 may differ from transformers."""
@@ -104,6 +105,14 @@ class EngineBench:
         expected = self.reference_logprobs([*ids, *sampled.token_ids], temperature=temperature)
         what = f"Log-probs of tokens sampled at temperature {temperature}"
         require_equal(sampled.logprobs, expected[len(ids) - 1 :], what)
+
+
+def chosen_by_model(model_dir: Path, ids: Sequence[int]) -> np.ndarray:
+    """Return the experts [L, layers, k] of a full forward pass, sorted."""
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    with torch.inference_mode(), watch_routers(routers_of(model)) as routed:
+        model(torch.tensor([list(ids)]))
+    return np.asarray(chosen_experts(routed).sort(-1).values)
 
 
 def sampling(**fields: Any) -> SamplingParams:

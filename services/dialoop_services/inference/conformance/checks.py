@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from dialoop_services.inference.conformance.bench import (
     TOLERANCE,
     EngineBench,
     adapter_tensors,
+    chosen_by_model,
     parameters,
     reference,
     require,
@@ -39,14 +42,17 @@ from dialoop_services.inference.engine import (
     SupportsAdapters,
     SupportsPause,
     SupportsPolicyAdapters,
+    SupportsRoutedExperts,
     SupportsSleep,
     SupportsStreaming,
     SupportsTopLogprobs,
     SupportsTransfer,
     TokenChunk,
 )
+from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS
 from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter
 from dialoop_services.inference.weights.parameters import is_tied
+from dialoop_services.learning.model.families import make_family
 
 _HELD_S = 0.3
 
@@ -346,6 +352,34 @@ async def _transfer(bench: EngineBench) -> str:
     return "not checked: it needs a trainer on a GPU"
 
 
+async def _routed_experts(bench: EngineBench) -> str:
+    """Check the experts of each token, with a mixture of experts, against a full forward pass."""
+    model_dir = make_family("qwen3_moe", bench.folder / "experts")
+    kind: Any = type(bench.engine)
+    options = replace(bench.options, adapters=NO_ADAPTERS, records_experts=True)
+    engine = await kind.start(model_dir, options)
+    try:
+        require(engine.routing is not None, "`routing` is None with records_experts.")
+        layers = (engine.routing.num_layers, engine.routing.top_k)
+        for ids in PROMPTS:
+            (sampled,) = await engine.sample(ids, sampling(seed=3), stop=NO_STOP)
+            expected = chosen_by_model(model_dir, [*ids, *sampled.token_ids[:-1]])
+            recorded = sampled.routed_experts
+            require(recorded is not None, "A sample lacks routed_experts.")
+            require(
+                recorded.shape == expected.shape == (len(expected), *layers),
+                f"routed_experts have the shape {list(recorded.shape)}, not "
+                f"{list(expected.shape)}: all tokens but the last.",
+            )
+            require(
+                np.array_equal(np.sort(recorded, axis=-1), expected),
+                "routed_experts differ from those of a full forward pass.",
+            )
+    finally:
+        await engine.close()
+    return f"{layers[0]} layers, {layers[1]} of {engine.routing.num_experts} experts"
+
+
 async def close_twice(bench: EngineBench) -> str:
     """Check that the engine closes, twice too."""
     await bench.engine.close()
@@ -374,6 +408,7 @@ REFUSABLE = ("logprobs", "sample: temperature", "load")
 CAPABILITIES: Mapping[str, tuple[type, Run]] = {
     "streaming": (SupportsStreaming, _streaming),
     "top log-probs": (SupportsTopLogprobs, _top_logprobs),
+    "routed experts": (SupportsRoutedExperts, _routed_experts),
     "pause": (SupportsPause, _pause),
     "sleep": (SupportsSleep, _sleep),
     "adapters": (SupportsAdapters, _adapters),
