@@ -19,7 +19,7 @@ import numpy as np
 from dialoop.episode import update_mode_label
 from dialoop.errors import DeadlineExceeded, InvalidInput, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
-from dialoop.sequences import ForkCause, Sequence, Source
+from dialoop.sequences import Along, ForkCause, Sequence, Source
 from dialoop.trajectory import StopReason
 from dialoop.user_functions import call
 
@@ -168,4 +168,12 @@ def _after(sequence: Sequence, start: int, turn: int) -> Sequence:
         for segment in sequence.segments
         if segment.end > start
     )
-    return replace(sequence, token_ids=sequence.token_ids[start:], segments=segments)
+    columns = {
+        name: replace(column, values=column.values[start:])
+        if column.along is Along.TOKENS
+        else column
+        for name, column in sequence.columns.items()
+    }
+    return replace(
+        sequence, token_ids=sequence.token_ids[start:], segments=segments, columns=columns
+    )

@@ -17,6 +17,7 @@ from dialoop_services.learning.model.experts import (
     ExpertReplay,
     chosen_experts,
     routers_of,
+    routing_of,
     watch_routers,
 )
 from dialoop_services.learning.model.families import make_family
@@ -25,10 +26,16 @@ from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.learning.packing.trainable import truncate
 from dialoop_services.learning.parallel.group_commands import decode, encode
 from dialoop_services.learning.training import forward_backward
-from dialoop_services.rl.routed_experts import NO_EXPERT, experts_column
+from dialoop_services.rl.routed_experts import (
+    NO_EXPERT,
+    Routing,
+    experts_column,
+    recorded_experts,
+)
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
+from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 PROMPTS = ([5, 9, 17, 30], [7, 6, 40, 41, 42, 43, 44, 45, 46])
@@ -118,6 +125,32 @@ def test_any_record_is_followed_and_gradients_reach_the_router(name, directories
     plain = policy(pack_rows([row]))
     assert plain.replayed is None
     assert not torch.allclose(plain.logprobs, scores.logprobs, atol=1e-3)
+
+
+def test_a_router_that_returns_experts_first_is_watched_and_followed():
+    config = GraniteMoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+    )
+    model = GraniteMoeForCausalLM(config).eval()
+    routers = routers_of(model)
+    routing = routing_of(model, routers)
+    assert routing == Routing(num_layers=2, top_k=2, num_experts=6)
+    ids = torch.arange(8)[None]
+    with torch.no_grad(), watch_routers(routers) as routed:
+        model(input_ids=ids)
+    own = chosen_experts(routed)
+    replay = ExpertReplay(routers, routing, (own + 1) % 6)
+    with torch.no_grad(), replay.running(), watch_routers(routers) as routed:
+        model(input_ids=ids)
+    assert torch.equal(chosen_experts(routed), (own + 1) % 6)
+    assert 0 < int(replay.counts.num_differing) <= int(replay.counts.num_recorded) == 16
 
 
 def test_experts_of_a_group_that_the_router_leaves_out_keep_their_weights(tmp_path):
@@ -304,8 +337,6 @@ def test_a_router_that_chooses_otherwise_is_refused_and_never_ignored(directorie
 
 
 def test_experts_beyond_a_byte_take_two():
-    from dialoop_services.rl.routed_experts import Routing, recorded_experts
-
     routing = Routing(num_layers=1, top_k=2, num_experts=256)
     computed = np.array([[[255, 0]], [[7, 9]]])
     column = experts_column(routing, computed, 3)

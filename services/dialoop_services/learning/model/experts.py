@@ -1,7 +1,7 @@
 """What the routers of a mixture of experts choose: watched, held to evenness, or replayed.
 
 `watch_routers` notes what the routers of a forward pass chose, and `balance_of` makes one number of
-it: k, the experts of a token, where all are used alike. `replay_experts` has them choose again what
+it: k, the experts of a token, where all are used alike. `ExpertReplay` has them choose again what
 an engine chose.
 
 Source of the balance: Switch Transformer (arXiv 2101.03961), equations 4 to 6, over all layers
@@ -51,8 +51,9 @@ def watch_routers(routers: Sequence[nn.Module]) -> Iterator[list[Routed]]:
     routed: list[Routed] = []
 
     def note(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        if isinstance(outputs, tuple) and len(outputs) == _NUM_OUTPUTS:
-            routed.append(Routed(outputs[0], outputs[2]))
+        choice = _routed_by(outputs)
+        if choice is not None:
+            routed.append(choice)
 
     handles = [router.register_forward_hook(note) for router in routers]
     try:
@@ -60,6 +61,20 @@ def watch_routers(routers: Sequence[nn.Module]) -> Iterator[list[Routed]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _routed_by(outputs: Any) -> Routed | None:
+    """Return the logits and the experts in a router's outputs; None for outputs of another form.
+
+    Most routers return logits, weights and experts; those of Granite and Aria the other way round.
+    """
+    if not isinstance(outputs, tuple) or len(outputs) != _NUM_OUTPUTS:
+        return None
+    first, _, last = outputs
+    logits, experts = (first, last) if first.is_floating_point() else (last, first)
+    if experts.is_floating_point() or not logits.is_floating_point():
+        return None
+    return Routed(logits, experts)
 
 
 def balance_of(routed: Sequence[Routed]) -> Tensor:
@@ -149,8 +164,9 @@ class ExpertReplay:
     ) -> Any:
         if counts:
             with torch.no_grad():
-                own = forward(*inputs)[-1]
-            differs = (own.sort(-1).values != recorded.sort(-1).values).any(-1)
+                own = _routed_by(forward(*inputs))
+            assert own is not None  # else there is no routing that a record was compared with
+            differs = (own.experts.sort(-1).values != recorded.sort(-1).values).any(-1)
             self._num_differing.append((differs & (recorded[:, 0] >= 0)).sum())
         with _Choice(recorded, self._routing.num_experts) as choice:
             outputs = forward(*inputs)
