@@ -100,9 +100,8 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     if not config.model.directory or not any(directory.glob("*.safetensors")):
         return None
     content = json.loads((directory / "config.json").read_text("utf-8"))
-    count = num_parameters(directory)
     fields = content.get("text_config", content)
-    shape = ModelShape.of(fields, num_parameters=count)
+    shape = ModelShape.of(fields, num_parameters=num_parameters(directory))
     if shape is None:
         return None
     train, inference = config.train, config.inference
@@ -146,11 +145,10 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         )
     num_trajectories = train.groups_per_train_step * config.collector.group_size
     rows = max(1, num_trajectories * longest // row_tokens)
-    is_shared = inference.data_plane == "shared_memory"
     return Estimate(
         processes=processes,
         publish_bytes=publish,
-        published_bytes=_NUM_PUBLISHED * publish if is_shared else 0,
+        published_bytes=_NUM_PUBLISHED * publish if inference.data_plane == "shared_memory" else 0,
         step_products=rows * training_products(shape, training) / train.num_processes,
         row_tokens=row_tokens,
         training=training,
