@@ -84,7 +84,9 @@ class SlurmCluster:
         """Kill a node: its daemon, and all steps and processes that run on it."""
         spool = f"spool-{name}"
         leaders = [*_pids_of(lambda line: "slurmstepd" in line[0] and _cwd_has(line[1], spool))]
-        self.daemons.pop(name).kill()
+        daemon = self.daemons.pop(name)
+        daemon.kill()
+        daemon.wait()
         for pid in leaders:
             _kill_tree(pid)
 
@@ -112,8 +114,6 @@ class SlurmCluster:
         return str(state)
 
     def _start(self, name: str, program: str, *words: str) -> None:
-        if name in self.daemons:  # it was killed
-            self.daemons[name].wait(10)
         with (self.folder / f"{name}.out").open("ab") as output:
             self.daemons[name] = subprocess.Popen(
                 (f"{_SBIN}/{program}", *words), env=self.environment, stdout=output, stderr=output
