@@ -55,8 +55,10 @@ _REFUSED_BY_VLLM: Mapping[str, str] = MappingProxyType(
         "tensor_parallel_size": _ELSEWHERE.format("tensor_parallel_size in [inference]"),
         "weight_transfer_config": _ELSEWHERE.format("data_plane in [inference]"),
         "device_ids": _ELSEWHERE.format("[resources]"),
-        "enable_return_routed_experts": "Dialoop does not read what vLLM says of experts: leave it "
-        "out",
+        **dict.fromkeys(
+            ("enable_return_routed_experts", "aux_output_config"),
+            "Dialoop does not read what vLLM says of experts: leave it out",
+        ),
         "enable_sleep_mode": _ELSEWHERE.format("placement"),
         "data_parallel_*": "each replica proves its own policy: leave it out, and set num_replicas "
         "in [inference]",

@@ -9,6 +9,7 @@ import pytest
 from dialoop.errors import InvalidConfig
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.vllm_engine import environment
+from dialoop_services.learning.model.families import make_family
 
 environment.prepare()
 vllm = pytest.importorskip("vllm")
@@ -47,3 +48,19 @@ def test_graphs_are_captured_on_cuda_alone(args_of: Any, monkeypatch: pytest.Mon
     assert args_of().enforce_eager is True
     with pytest.raises(InvalidConfig, match="only CUDA has graphs"):
         args_of(enforce_eager=False)
+
+
+@pytest.mark.skipif(not vllm.platforms.current_platform.is_cpu(), reason="vLLM is for a GPU")
+@pytest.mark.parametrize(
+    ("runner", "refusal"), [(None, "requires Model Runner V2"), (True, "requires Triton")]
+)
+def test_vllm_for_cpus_says_of_no_token_which_experts_computed_it(
+    runner: bool | None, refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where this fails, vLLM for CPUs has learned it, and the engine may record experts."""
+    monkeypatch.setattr(vllm.envs, "VLLM_USE_V2_MODEL_RUNNER", runner, raising=False)
+    model_dir = make_family("qwen3_moe", tmp_path / "model")
+    own = {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+    args = module.engine_args(model_dir, EngineOptions(max_model_len=64, own=own))
+    with pytest.raises(ValueError, match=refusal):
+        args.create_engine_config()

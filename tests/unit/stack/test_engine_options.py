@@ -70,6 +70,7 @@ def test_an_option_that_does_not_exist_is_refused_with_the_nearest(tmp_path: Pat
         ("generation_config", "Dialoop sets it"),
         ("override_generation_config", "Dialoop sets it"),
         ("max_lora_rank", "max_adapter_rank in [inference]"),
+        ("enable_return_routed_experts", "does not read"),
     ],
 )
 def test_what_would_break_exactness_is_refused_by_name(option: str, remedy: str) -> None:
