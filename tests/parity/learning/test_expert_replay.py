@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dialoop.errors import InvalidInput, Unsupported
+from dialoop.errors import InvalidConfig, InvalidInput, Unsupported
 from dialoop.sequences import Along, Column, PolicyVersion, Source, sequence_of
 from dialoop.trajectory import SamplingParams
 from dialoop_services.inference.engine import EngineOptions, StopTokens
@@ -35,7 +35,12 @@ from dialoop_services.rl.routed_experts import (
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
-from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+from transformers import (
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 PROMPTS = ([5, 9, 17, 30], [7, 6, 40, 41, 42, 43, 44, 45, 46])
@@ -151,6 +156,23 @@ def test_a_router_that_returns_experts_first_is_watched_and_followed():
         model(input_ids=ids)
     assert torch.equal(chosen_experts(routed), (own + 1) % 6)
     assert 0 < int(replay.counts.num_differing) <= int(replay.counts.num_recorded) == 16
+
+
+def test_routers_that_could_not_be_replayed_are_refused_before_they_are_recorded():
+    config = PhimoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    model = PhimoeForCausalLM(config).eval()
+    with pytest.raises(InvalidConfig, match="PhimoeTopKRouter, which do not choose") as caught:
+        routing_of(model, routers_of(model))
+    assert caught.value.reason == "NO_ROUTED_EXPERTS"
 
 
 def test_experts_of_a_group_that_the_router_leaves_out_keep_their_weights(tmp_path):

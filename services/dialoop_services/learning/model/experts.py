@@ -13,7 +13,7 @@ reach the router.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -111,20 +111,26 @@ def routing_in(routed: Sequence[Routed], routers: Sequence[nn.Module]) -> Routin
 def routing_of(model: Any, routers: Sequence[nn.Module]) -> Routing:
     """Return what a model's routers choose from, as a pass over one token shows it.
 
-    Raises InvalidConfig (NO_ROUTED_EXPERTS) where it has none, or some that say something else.
+    Raises InvalidConfig (NO_ROUTED_EXPERTS) where it has none, or some that say something else, or
+    that a trainer could not have choose again.
     """
+    one_token = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False}
     with watch_routers(routers) as routed:
         if routers:
-            model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+            model(**one_token)
     routing = routing_in(routed, routers)
-    if routing is None:
-        kind = f"routers of the class {type(routers[0]).__name__}" if routers else "no experts"
-        raise InvalidConfig(
-            f"record_routed_experts is set, and the model has {kind}.",
-            reason=Reason.NO_ROUTED_EXPERTS,
-            remedy="Set record_routed_experts = false in [inference].",
-        )
-    return routing
+    kind = f"routers of the class {type(routers[0]).__name__}" if routers else "no experts"
+    if routing is not None:
+        with suppress(Unsupported):
+            with ExpertReplay(routers, routing, chosen_experts(routed)).running(counts=False):
+                model(**one_token)
+            return routing
+        kind += ", which do not choose by one top-k"
+    raise InvalidConfig(
+        f"record_routed_experts is set, and the model has {kind}.",
+        reason=Reason.NO_ROUTED_EXPERTS,
+        remedy="Set record_routed_experts = false in [inference].",
+    )
 
 
 class ReplayCounts(NamedTuple):
