@@ -80,8 +80,9 @@ def trains_at(folder: Path, step: int) -> bool:
 def test_the_demo_learns_on_ray_although_a_raylet_is_killed(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    # A replica does not fit beside the head, so its bundle is on another raylet.
-    sizes = ("resources.trainer.processors=3", "resources.inference.processors=2")
+    # The replica fits neither beside the head nor on the first raylet, which has to live on.
+    trainer, replica = "resources.trainer.processors=3", "resources.inference.processors=2"
+    sizes = (trainer, replica, "resources.inference.memory_gib=2")
     job = start(cluster, tmp_path, *sizes, "train.checkpoint_every=2", "seed=0")
     wait_for(job, tmp_path, lambda: trains_at(tmp_path, 3))
     processes = processes_of(tmp_path)

@@ -21,8 +21,10 @@ _PROGRAM = """
 import sys
 from ray.cluster_utils import Cluster
 options = {"object_store_memory": 80 << 20, "num_cpus": 4, "num_gpus": 2}
-cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
-nodes = [cluster.head_node] + [cluster.add_node(**options) for _ in range(int(sys.argv[1]) - 1)]
+own = {"include_dashboard": False, "memory": 1 << 30}
+cluster = Cluster(initialize_head=True, head_node_args={**options, **own})
+others = [cluster.add_node(**options, memory=4 << 30) for _ in range(int(sys.argv[1]) - 1)]
+nodes = [cluster.head_node, *others]
 cluster.wait_for_nodes()
 print(cluster.address, *(node.node_id for node in nodes), flush=True)
 for line in sys.stdin:
@@ -55,7 +57,10 @@ def ray_python(folder: Path) -> str:
 
 @dataclass(slots=True)
 class RayCluster:
-    """Raylets with four processors and two GPUs each, which only Ray believes in."""
+    """Raylets with four processors and two GPUs each, which only Ray believes in.
+
+    The first, which the driver is connected to, has 1 GiB of memory, and the others have 4.
+    """
 
     python: str
     address: str
