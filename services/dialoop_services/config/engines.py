@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of a config.json that may say how many routed experts a layer has."""
 TINY_MODEL_POSITIONS = 512
 """Number of tokens that the demo's tiny model has positions for."""
 
@@ -159,7 +160,7 @@ ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
 def has_experts(model_config: Mapping[str, Any]) -> bool:
     """Return whether a model's config.json, or its part about text, is that of experts."""
     fields = model_config.get("text_config", model_config)
-    return any(fields.get(name) for name in _NUMBERS_OF_EXPERTS)
+    return any(fields.get(name) for name in NUMBERS_OF_EXPERTS)
 
 
 def facts_of_engine(name: str) -> EngineFacts:

@@ -36,6 +36,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from dialoop_services.config.engines import NUMBERS_OF_EXPERTS
+
 BYTES_OF: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Bytes of a number."""
 PROCESS_BYTES = 560 << 20
@@ -83,7 +85,7 @@ class ModelShape:
         except (KeyError, TypeError, ValueError):
             return None
         num_active = num_parameters
-        experts = next((fields[name] for name in _EXPERTS if fields.get(name)), 0)
+        experts = next((fields[name] for name in NUMBERS_OF_EXPERTS if fields.get(name)), 0)
         used = int(fields.get("num_experts_per_tok") or 0)
         if experts and used:
             of_expert = int(fields.get("moe_intermediate_size") or inner)
@@ -105,9 +107,6 @@ class ModelShape:
     def numbers_of_a_layer(self) -> int:
         """Return the activations of one token that one layer keeps for the backward pass."""
         return 6 * self.hidden + 5 * self.queries + 4 * self.keys + 4 * self.inner
-
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,10 +204,23 @@ def _joining(
         )
     if process.role == "inference":
         _require_joinable(config, settings)
+    if process.role == "scorer":
+        _require_reference(config)
     variables = dict(process.variables)
     variables.pop("DIALOOP_COLLECTOR_RUN_DIR", None)
     variables.pop("DIALOOP_INFERENCE_NAME", None)  # its machine and port name it then
     return replace(process, variables=variables, needs_model=False)
+
+
+def _require_reference(config: JobConfig) -> None:
+    """Raise InvalidConfig where a scorer would look for the tiny model of the first machine."""
+    scorer = config.scorer
+    loads = scorer.reference_logprobs and scorer.reference_server is None
+    if loads and not (config.model.directory or scorer.reference_model):
+        raise InvalidConfig(
+            "reference_logprobs is set in [scorer], and this machine has no model for it.",
+            remedy="Set directory in [model] to a model that both machines have, or MODEL_DIR.",
+        )
 
 
 def _require_joinable(config: JobConfig, settings: ComposeSettings) -> None:
