@@ -199,7 +199,7 @@ class Supervisor:
             where += f", {rest_scheme()}://{spec.rest_address}" if spec.rest_address else ""
             self._log.say(spec.name, f"ready{where} after {time.monotonic() - started:.1f} s")
             code = await self._until_it_ends(service, child)
-            if service.silent_s >= spec.hang_timeout_s:
+            if 0 < spec.hang_timeout_s <= service.silent_s:
                 killed = f"did not answer for {spec.hang_timeout_s:g} s and was killed"
         else:
             if child.exit_code is None and not service.is_stopping:
