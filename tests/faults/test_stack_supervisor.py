@@ -249,14 +249,14 @@ async def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path) 
 
 
 async def test_what_ends_a_process_that_nobody_watches_for_silence_is_told(tmp_path: Path) -> None:
-    said = io.StringIO()
-    log = LogStream(Console(file=said, width=200), tmp_path / "logs")
+    output = io.StringIO()
+    log = LogStream(Console(file=output, width=200), tmp_path / "logs")
     async with supervise(log) as supervisor:
         await supervisor.start(replace(spec(tmp_path, DEAF), hang_timeout_s=0))
         service = supervisor.services[0]
         os.kill(pid_of(supervisor), signal.SIGKILL)
         await until(lambda: service.num_restarts == 1 and service.ready.is_set())
-    assert "was ended by signal 9; starting again" in said.getvalue()
+    assert "was ended by signal 9; starting again" in output.getvalue()
 
 
 async def test_a_service_of_ours_that_hangs_gives_no_sign_of_life(tmp_path: Path) -> None:
