@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import ChatHistory
@@ -53,7 +53,10 @@ class Question:
     def to_proto(self) -> pb.GenerateRequest:
         """Return the request; the service names missing fields."""
         request = pb.GenerateRequest(
-            context=None if self.context is None else sequence_to_proto(self.context),
+            # Further columns of the tokens so far stay here: the service continues the tokens.
+            context=None
+            if self.context is None
+            else sequence_to_proto(replace(self.context, columns={})),
             num_context_messages=self.num_context_messages,
             sampling=trajectory_pb2.SamplingParams()
             if self.sampling is None

@@ -13,6 +13,7 @@ from dialoop.trajectory import SamplingParams
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.learning.loss.loss_loading import load_objective
+from dialoop_services.learning.loss.objective import k3
 from dialoop_services.learning.model.experts import (
     ExpertReplay,
     chosen_experts,
@@ -101,6 +102,12 @@ def largest_difference(policy, rows):
     with torch.no_grad():
         scores = policy(pack_rows(rows)).logprobs
     return float((scores - torch.cat([row.inference_logprobs for row in rows])).abs().max())
+
+
+def mismatch(learner, rows):
+    """The KL in nats between engine and trainer, estimated as k3."""
+    own = torch.cat(learner.logprobs_of_rows(rows))
+    return float(k3(torch.cat([row.inference_logprobs for row in rows]), own).mean())
 
 
 def without_record(rows):
@@ -216,22 +223,33 @@ async def test_replay_closes_what_a_disturbed_router_opens(name, directories, tm
     together = largest_difference(policy, rows)
     assert apart > 0.03
     assert together < apart / 4, (apart, together)
-    report = learner.train_step(rows)
-    metrics = report.metrics
-    assert 0.01 < metrics["routing_differs"] < 0.2
-    own, replayed = metrics["own_routing_mismatch_kl"], metrics["replayed_mismatch_kl"]
+    own, replayed = mismatch(learner, without_record(rows)), mismatch(learner, rows)
     assert own > 1e-5
     assert own > 10 * replayed > 0, (own, replayed)
+    report = learner.train_step(rows)
+    assert 0.01 < report.metrics["routing_differs"] < 0.2
     assert report.fresh_mismatch_kl == pytest.approx(replayed, rel=0.05)  # of the loss's own pass
+
+
+async def test_a_train_step_measures_both_on_a_part_of_its_rows(directories, tmp_path):
+    learner = learner_of(directories["gpt_oss"], tmp_path)
+    rows = rows_of(learner, await sample_rows(directories["gpt_oss"], num_samples=8))
+    disturb_routers(learner.state.policy, scale=0.05)
+    probed = rows[: sum(len(row.token_ids) for row in rows) // 8 // len(rows[0].token_ids)]
+    assert len(probed) == 2
+    expected = mismatch(learner, probed), mismatch(learner, without_record(probed))
+    metrics = learner.train_step(rows).metrics
+    own, replayed = metrics["own_routing_mismatch_kl"], metrics["replayed_mismatch_kl"]
+    assert (replayed, own) == pytest.approx(expected, rel=0.01)
 
 
 async def test_replay_closes_part_of_what_half_precision_opens(directories, tmp_path):
     learner = learner_of(directories["qwen3_moe"], tmp_path)
     sequences = await sample_rows(directories["qwen3_moe"], dtype="bfloat16", num_samples=8)
-    metrics = learner.train_step(rows_of(learner, sequences)).metrics
-    assert 0 < metrics["routing_differs"] < 0.05
-    own, replayed = metrics["own_routing_mismatch_kl"], metrics["replayed_mismatch_kl"]
+    rows = rows_of(learner, sequences)
+    own, replayed = mismatch(learner, without_record(rows)), mismatch(learner, rows)
     assert own > 1.2 * replayed > 0, (own, replayed)
+    assert 0 < learner.train_step(rows).metrics["routing_differs"] < 0.05
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])

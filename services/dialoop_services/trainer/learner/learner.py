@@ -68,6 +68,8 @@ if TYPE_CHECKING:
 Kind = Literal["warm_start", "sft", "rl"]
 """The kind of an update: each has its own loss, and warm starts have their own optimiser."""
 
+# Of the tokens of a train step so many are scored twice more, to see what the replay changes.
+_PROBED_PART = 8
 _OPTIMIZERS: dict[Kind, str] = {"warm_start": "warm_start", "sft": "train", "rl": "train"}
 
 
@@ -377,17 +379,21 @@ class Learner:
     def _replay_mismatch(self, rows: Rows[TokenRow]) -> dict[str, float]:
         """Return the KL between engine and trainer with replayed experts and without, in nats.
 
-        Of recorded rows that fit one packed row, before the first update; nothing without any.
+        Before the first update, of the first recorded rows, up to an eighth of the step's tokens or
+        a packed row; at least of one. Nothing without any.
         """
-        probed, sampled, num_tokens = [], [], 0
+        probed: list[TokenRow] = []
+        sampled, num_tokens = [], 0
+        total = sum(len(row.token_ids) for row in rows)
+        most = min(self._settings.packed_row_tokens, total // _PROBED_PART)
         for row in rows:
-            logprobs, fits = row.inference_logprobs, num_tokens + len(row.token_ids)
+            logprobs, needed = row.inference_logprobs, num_tokens + len(row.token_ids)
             if logprobs is None or row.routed_experts is None:
                 continue
-            if fits <= self._settings.packed_row_tokens:
+            if needed <= most or not probed:
                 probed.append(row)
                 sampled.append(logprobs)
-                num_tokens = fits
+                num_tokens = needed
         if not probed:
             return {}
         own = [replace(row, routed_experts=None) for row in probed]
