@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -131,12 +132,13 @@ def lives(logs: Path) -> dict[tuple[str, int], dict[str, float]]:
     """Of each member: when its model was loaded, and when it first answered, if it did."""
     members: dict[tuple[str, int], dict[str, float]] = {}
     for log in logs.glob("inference*.log"):
-        loaded_at, member = 0.0, None
+        loaded_at, member = math.nan, None
         for at, message in records_of(log):
             if message.startswith("The model is loaded."):
                 loaded_at, member = at, None
             elif match := re.match(r"Joined the run\. .*member=(\S+) epoch=(\d+)", message):
                 member = match[1], int(match[2])
+                assert not math.isnan(loaded_at), f"{log} says not when its model was loaded"
                 members[member] = {"loaded": loaded_at}
             elif message.startswith("The first request is answered.") and member:
                 members[member]["answered"] = at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -16,7 +17,9 @@ EVIL = (FORGED, "\x1b[2J\x1b[31mred", "a\rb", "\u202etxt", "\x00", "\u2028x", "\
 @pytest.fixture
 def formatter() -> logging.Formatter:
     before = logging.root.handlers[:]
-    loggers = [logging.getLogger(name) for name in ("root", "dialoop", "dialoop_services")]
+    loggers = [
+        logging.getLogger(name) for name in ("root", "dialoop", "dialoop_services", "__main__")
+    ]
     levels = [logger.level for logger in loggers]
     configure_logs("replay", LogSettings(log="text"))
     (handler,) = logging.root.handlers
@@ -68,3 +71,18 @@ def test_a_loop_of_other_libraries_errors_is_written_in_part(monkeypatch):
     assert later.num_left_out == 47
     assert all(repeats.filter(record("ours", created=0.0)) for _ in range(50))
     assert logs.escape_controls("a\nb") == "a\\nb"
+
+
+def test_what_the_module_that_runs_as_a_service_logs_is_written(tmp_path):
+    script = tmp_path / "service.py"
+    script.write_text(
+        "import logging\n"
+        "from dialoop_services.runtime.logs import configure_logs\n"
+        "configure_logs('probe')\n"
+        "logging.getLogger(__name__).info('The model is loaded.')\n"
+        "logging.getLogger('other').info('Nobody asked.')\n"
+    )
+    command = [sys.executable, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "The model is loaded." in ended.stderr
+    assert "Nobody asked." not in ended.stderr
