@@ -84,6 +84,13 @@ class Scaling:
                 f"{service} cannot grow: this job has fixed addresses.",
                 remedy='Start the job with discovery = "registry".',
             )
+        if service in self._layout.starters:
+            raise InvalidConfig(
+                f"{service} cannot grow: the launcher placed this job's processes, and a new one "
+                "would start on this machine, beside its plan.",
+                remedy="Start the job with as many as you need, or start a process by hand on a "
+                "machine of the cluster: docs/scale.md says how it joins.",
+            )
 
     def _start(self, name: str, count: int) -> None:
         layout = self._layout

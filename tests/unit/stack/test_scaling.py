@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from dialoop_services.config.file import parse_config
 from dialoop_services.stack import scaling
 from dialoop_services.stack.devices import Node, plan_devices
 from dialoop_services.stack.layout import Layout, rest_name
-from dialoop_services.stack.processes.child import ServiceSpec
+from dialoop_services.stack.processes.child import ServiceSpec, Starter
 from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.stack.scaling import Scaling
 
@@ -66,7 +66,14 @@ class FakeLog:
 class Stack:
     """A running stack as the scaling sees it."""
 
-    def __init__(self, directory: Path, *, gpus: int = 0, **config: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        gpus: int = 0,
+        starters: Mapping[str, Starter] | None = None,
+        **config: Any,
+    ) -> None:
         job = {"engine": "transformers", "discovery": "registry", **config}
         parsed = parse_config(job, source="job.toml")
         node = Node(gpus=tuple(map(str, range(gpus))))
@@ -76,6 +83,7 @@ class Stack:
             run_dir=RunDir(path=directory, run_id="r-1"),
             ports=ports | {rest_name(name): port + 100 for name, port in ports.items()},
             devices={e.name: e.variables for e in plan_devices(parsed, (node,)).processes},
+            starters=starters or {},
         )
         self.supervisor, self.log = FakeSupervisor(), FakeLog()
         self.supervisor.services = [
@@ -127,6 +135,22 @@ async def test_a_job_with_fixed_addresses_says_why_it_cannot_grow(tmp_path: Path
         'Start the job with discovery = "registry"' in json.loads(stack.path.read_text())["error"]
     )
     assert not stack.supervisor.started
+    stack.running.cancel()
+
+
+async def test_what_a_launcher_placed_elsewhere_does_not_grow_on_this_machine(
+    tmp_path: Path,
+) -> None:
+    async def start(*_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing starts")
+
+    stack = Stack(tmp_path, starters={"inference": start})
+    stack.ask(inference=2)
+    await until(lambda: "error" in stack.path.read_text())
+    assert "would start on this machine" in json.loads(stack.path.read_text())["error"]
+    stack.ask(collector=2)  # which stays with the command
+    await until(lambda: "collector-1" in stack.supervisor.names())
+    assert {spec.name for spec in stack.supervisor.started} == {"collector-1"}
     stack.running.cancel()
 
 
