@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from dialoop_services.stack.launch.plan import RestartRule
-from dialoop_services.stack.processes.processes import kill_members
+from dialoop_services.stack.processes.processes import kill_members, members
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dialoop_services.stack.processes.guardian import Guardian
 
 PARENT_VARIABLE = "DIALOOP_PARENT_PID"
+_GONE_S, _POLL_S = 2.0, 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +141,16 @@ class Child:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait for the process to end, then kill what it has left running."""
+        """Wait for the process to end, then kill what it has left running and wait for that too.
+
+        The kernel may take a moment to end what was killed, and up to `_GONE_S` is waited for it.
+        """
         code = await self._process.wait()
         kill_members({self.pid})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GONE_S):
+                while members({self.pid}):  # noqa: ASYNC110 - of grandchildren nobody is told
+                    await asyncio.sleep(_POLL_S)
         self._guardian.forget(self.pid)
         return code
 
