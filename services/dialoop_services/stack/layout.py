@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dialoop_services.config.file import Override
     from dialoop_services.config.job import JobConfig
     from dialoop_services.config.settings import JobSettings
-    from dialoop_services.stack.processes.child import Starter
+    from dialoop_services.stack.processes.child import Grow, Starter
     from dialoop_services.stack.run_dir import RunDir
 
 STOP_ORDER = (
@@ -82,6 +82,8 @@ class Layout:
     """Address of each process's machine, where others than this one have to reach it."""
     starters: Mapping[str, Starter] = field(default_factory=dict)
     """What starts the processes that run elsewhere."""
+    grow: Grow | None = None
+    """What makes room elsewhere for a process that is added; None: it is added here."""
     config_file: str = ""
     """Job file that the processes read by themselves; empty: variables have all its values."""
     redis_program: str = ""

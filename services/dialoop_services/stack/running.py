@@ -94,6 +94,7 @@ def plan_stack(
         needs=site.needs,
         hosts=site.hosts,
         starters=site.starters,
+        grow=site.grow,
         redis_program=redis.program,
     )
     return Plan(layout=layout)

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dialoop.cli.running_stacks import SCALE_FILE, SCALED
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop_services.stack.layout import Layout
+    from dialoop_services.stack.processes.child import Room, ServiceSpec
     from dialoop_services.stack.processes.log_stream import LogStream
     from dialoop_services.stack.processes.supervisor import Supervisor
 
@@ -41,6 +43,8 @@ class Scaling:
         self._supervisor = supervisor
         self._log = log
         self._path = layout.run_dir.path / SCALE_FILE
+        self._rooms: dict[str, Room] = {}
+        self._changing = asyncio.Lock()
         self._path.unlink(missing_ok=True)  # what an earlier stack was asked for is void
 
     async def follow(self) -> None:
@@ -53,8 +57,9 @@ class Scaling:
                 continue
             latest = wanted
             try:
-                for service, count in wanted.items():
-                    await self._scale(service, count)
+                async with self._changing:
+                    for service, count in wanted.items():
+                        await self._scale(service, count)
             except DialoopError as error:
                 self._log.say("stack", f"Not scaled: {error}", style="yellow")
                 _write(self._path, {"wanted": wanted, "error": str(error)})
@@ -73,10 +78,12 @@ class Scaling:
             self._require_scalable(service)
         for name in list(reversed(names))[: max(0, len(names) - count)]:
             self._log.say("stack", f"stopping {name}, as asked")
-            self._supervisor.run_beside(self._supervisor.stop(name))
+            self._supervisor.run_beside(self._stop(name))
         missing = (n for n in _names_of(service) if n not in names)
         for name in itertools.islice(missing, max(0, count - len(names))):
-            self._start(name, count)
+            spec = await self._spec(name, count)
+            self._log.say("stack", f"starting {name}, as asked")
+            self._supervisor.run_beside(self._supervisor.start(spec))
 
     def _require_scalable(self, service: str) -> None:
         if self._layout.config.discovery != "registry":
@@ -84,23 +91,63 @@ class Scaling:
                 f"{service} cannot grow: this job has fixed addresses.",
                 remedy='Start the job with discovery = "registry".',
             )
-        if service in self._layout.starters:
+
+    async def _stop(self, name: str) -> None:
+        room = self._rooms.pop(name, None)
+        await self._supervisor.stop(name)
+        if room is not None:
+            room.give_back()
+
+    async def _spec(self, name: str, count: int) -> ServiceSpec:
+        """Return how to start a process that is added, or one that was stopped before."""
+        layout = self._layout
+        if name not in layout.starters:
+            layout = await self._with(name, count)
+        spec = layout.spec(name)
+        restart = replace(spec.restart, max_failures_to_start=_FAILURES_TO_START)
+        return replace(spec, restart=restart)
+
+    async def _with(self, name: str, count: int) -> Layout:
+        """Return the layout with a process that is added; a DialoopError where it has no room."""
+        layout, service = self._layout, service_of(name)
+        ports = {**layout.ports, **choose_ports({name: 0, rest_name(name): 0})}
+        if service not in layout.starters:
+            devices = {**layout.devices, name: self._devices_of(name, count)}
+            return replace(layout, ports=ports, devices=devices)
+        if layout.grow is None:
             raise InvalidConfig(
                 f"{service} cannot grow: the launcher placed this job's processes, and a new one "
                 "would start on this machine, beside its plan.",
                 remedy="Start the job with as many as you need, or start a process by hand on a "
                 "machine of the cluster: docs/scale.md says how it joins.",
             )
+        self._log.say("stack", f"asking for room for {name}")
+        on_moved = partial(self._start_elsewhere, name, count)
+        room = self._rooms[name] = await layout.grow(name, on_moved)
+        return replace(
+            layout,
+            ports=ports,
+            hosts={**layout.hosts, name: room.host},
+            starters={**layout.starters, name: room.starter},
+            devices={**layout.devices, name: room.variables},
+            needs={**layout.needs, name: room.needs},
+        )
 
-    def _start(self, name: str, count: int) -> None:
-        layout = self._layout
-        ports = choose_ports({name: 0, rest_name(name): 0})
-        devices = {**layout.devices, name: self._devices_of(name, count)}
-        grown = replace(layout, ports={**layout.ports, **ports}, devices=devices)
-        spec = grown.spec(name)
-        restart = replace(spec.restart, max_failures_to_start=_FAILURES_TO_START)
-        self._log.say("stack", f"starting {name}, as asked")
-        self._supervisor.run_beside(self._supervisor.start(replace(spec, restart=restart)))
+    def _start_elsewhere(self, name: str, count: int) -> None:
+        """Start a process in a new room, since its machine is gone."""
+        self._supervisor.run_beside(self._move(name, count, self._rooms.get(name)))
+
+    async def _move(self, name: str, count: int, room: Room | None) -> None:
+        async with self._changing:
+            if room is None or self._rooms.get(name) is not room:
+                return  # it was stopped meanwhile, as asked
+            await self._stop(name)
+            try:
+                spec = await self._spec(name, count)
+            except DialoopError as error:
+                self._log.say("stack", f"{name} ended with its machine: {error}", style="yellow")
+                return
+            self._supervisor.run_beside(self._supervisor.start(spec))
 
     def _devices_of(self, name: str, count: int) -> Mapping[str, str]:
         """Return the variables that give the process its GPUs, as a plan with it from the start.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
+from dialoop.cli.scale import scale
+from dialoop.errors import InvalidConfig
 
 from tests.support.clusters.ray_cluster import RayCluster, ray_cluster
 from tests.support.stack_jobs import ROOT
@@ -51,6 +56,10 @@ def output_of(folder: Path) -> str:
     return (folder / "out.txt").read_text("utf-8", errors="replace")
 
 
+def text(path: Path) -> str:
+    return path.read_text("utf-8", errors="replace") if path.exists() else ""
+
+
 def rows(folder: Path) -> list[dict[str, Any]]:
     path = folder / "runs" / "demo" / "metrics.jsonl"
     lines = path.read_text("utf-8").splitlines() if path.is_file() else []
@@ -74,6 +83,42 @@ def wait_for(job: subprocess.Popen[str], folder: Path, what: Any) -> None:
 
 def trains_at(folder: Path, step: int) -> bool:
     return any(row["kind"] == "train" and row["train_step"] >= step for row in rows(folder))
+
+
+def scale_to(folder: Path, *counts: str) -> int:
+    """What `dialoop scale` does; it returns once the processes are ready or have ended."""
+    words = {"root": folder / "runs", "run": "demo", "counts": [*counts], "timeout": 240.0}
+    return scale(argparse.Namespace(json=False, **words))
+
+
+@pytest.mark.heavy(reason="the demo's whole job on a real Ray, on which it grows and shrinks")
+def test_collectors_and_replicas_grow_and_shrink_while_a_job_runs_on_ray(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    sizes = ("resources.inference.processors=1", "resources.inference.memory_gib=3")
+    job = start(
+        cluster, tmp_path, *sizes, "discovery=registry", "launch.ray.place_within_s=10", "seed=0"
+    )
+    logs = tmp_path / "runs" / "demo" / "logs"
+    wait_for(job, tmp_path, lambda: trains_at(tmp_path, 1))
+    assert cluster.num_groups() == 1
+    assert scale_to(tmp_path, "collector=2", "inference=2") == 0
+    assert cluster.num_groups() == 3
+    actors = cluster.nodes_of_actors()
+    added = {name: processes_of(tmp_path)[name]["pid"] for name in ("collector-1", "inference-1")}
+    assert all(psutil.Process(pid).ppid() in actors for pid in added.values())
+    with pytest.raises(InvalidConfig, match="Ray had no room within 10 s"):
+        scale_to(tmp_path, "inference=3")  # two nodes have the memory of one replica each
+    wait_for(job, tmp_path, lambda: "first request is answered" in text(logs / "inference-1.log"))
+    assert re.search(r"A replica is in rotation.*replica=inference-1 ", text(logs / "trainer.log"))
+    os.kill(added["inference-1"], signal.SIGKILL)
+    wait_for(job, tmp_path, lambda: processes_of(tmp_path)["inference-1"]["num_restarts"] == 1)
+    assert scale_to(tmp_path, "collector=1", "inference=1") == 0
+    wait_for(job, tmp_path, lambda: cluster.num_groups() == 1)
+    assert not any(psutil.pid_exists(pid) for pid in added.values())
+    assert job.wait(1200) == 0, output_of(tmp_path)[-3000:]
+    summary = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
+    assert all(summary["gates"].values()), summary["gates"]
 
 
 @pytest.mark.heavy(reason="the demo's whole job on a real Ray whose replica loses its raylet")

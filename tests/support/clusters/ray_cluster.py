@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.stack_jobs import ROOT
 
@@ -77,19 +78,27 @@ class RayCluster:
 
     def nodes_of_actors(self) -> dict[int, str]:
         """Return the node of each living actor, by the pid of its process."""
-        program = (
-            "import json, ray; from ray.util.state import list_workers\n"
-            f"ray.init(address={self.address!r}, log_to_driver=False, configure_logging=False)\n"
+        nodes = self._ask(
             "import ray._private.state as state\n"
             "actors = state.actors().values()\n"
-            "print(json.dumps({a['Pid']: a['Address']['NodeID'] for a in actors"
-            " if a['State'] == 'ALIVE'}))\n"
+            "answer = {a['Pid']: a['Address']['NodeID'] for a in actors if a['State'] == 'ALIVE'}"
         )
-        answer = subprocess.run(
-            (self.python, "-c", program), capture_output=True, text=True, check=True
-        )
-        nodes: dict[str, str] = json.loads(answer.stdout.splitlines()[-1])
         return {int(pid): node for pid, node in nodes.items()}
+
+    def num_groups(self) -> int:
+        """Return how many placement groups hold room or wait for it."""
+        groups = self._ask("answer = ray.util.placement_group_table()")
+        return sum(group["state"] != "REMOVED" for group in groups.values())
+
+    def _ask(self, program: str) -> dict[str, Any]:
+        """Return what a driver of its own finds out: its `answer`, a dict that JSON can hold."""
+        connect = f"address={self.address!r}, log_to_driver=False, configure_logging=False"
+        whole = f"import json, ray\nray.init({connect})\n{program}\nprint(json.dumps(answer))\n"
+        answer = subprocess.run(
+            (self.python, "-c", whole), capture_output=True, text=True, check=True
+        )
+        values: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+        return values
 
 
 @contextmanager

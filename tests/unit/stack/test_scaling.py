@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +12,13 @@ from typing import Any, cast
 import pytest
 from dialoop.cli.running_stacks import SCALE_FILE
 from dialoop.cli.scale import wanted_counts
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, Unavailable
 from dialoop_services.config.file import parse_config
 from dialoop_services.stack import scaling
 from dialoop_services.stack.devices import Node, plan_devices
+from dialoop_services.stack.launch.plan import Needs
 from dialoop_services.stack.layout import Layout, rest_name
-from dialoop_services.stack.processes.child import ServiceSpec, Starter
+from dialoop_services.stack.processes.child import Grow, Room, ServiceSpec, Starter
 from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.stack.scaling import Scaling
 
@@ -72,6 +73,7 @@ class Stack:
         *,
         gpus: int = 0,
         starters: Mapping[str, Starter] | None = None,
+        grow: Grow | None = None,
         **config: Any,
     ) -> None:
         job = {"engine": "transformers", "discovery": "registry", **config}
@@ -84,6 +86,7 @@ class Stack:
             ports=ports | {rest_name(name): port + 100 for name, port in ports.items()},
             devices={e.name: e.variables for e in plan_devices(parsed, (node,)).processes},
             starters=starters or {},
+            grow=grow,
         )
         self.supervisor, self.log = FakeSupervisor(), FakeLog()
         self.supervisor.services = [
@@ -151,6 +154,100 @@ async def test_what_a_launcher_placed_elsewhere_does_not_grow_on_this_machine(
     stack.ask(collector=2)  # which stays with the command
     await until(lambda: "collector-1" in stack.supervisor.names())
     assert {spec.name for spec in stack.supervisor.started} == {"collector-1"}
+    stack.running.cancel()
+
+
+class Cluster:
+    """Rooms as a launcher makes them; they are only noted."""
+
+    def __init__(self, *, most: int = 9) -> None:
+        self.most = most
+        self.taken: list[str] = []
+        self.given_back: list[str] = []
+        self.moved: dict[str, Callable[[], None]] = {}
+
+    async def start(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the supervisor of this test starts nothing")
+
+    async def grow(self, name: str, on_moved: Callable[[], None]) -> Room:
+        if len(self.taken) - len(self.given_back) >= self.most:
+            raise Unavailable("Ray had no room.", remedy="Ask for fewer.")
+        self.taken.append(name)
+        self.moved[name] = on_moved
+        host = f"10.0.0.{len(self.taken)}"
+        return Room(
+            host=host,
+            starter=self.start,
+            variables={},
+            needs=Needs(),
+            give_back=lambda: self.given_back.append(host),
+        )
+
+
+async def test_what_a_launcher_placed_grows_where_it_makes_room_and_gives_that_back(
+    tmp_path: Path,
+) -> None:
+    cluster = Cluster()
+    starters = dict.fromkeys(NAMES, cluster.start)
+    stack = Stack(tmp_path, starters=starters, grow=cluster.grow)
+    names = stack.supervisor.names
+    first = names()
+    stack.ask(collector=2, inference=2)
+    await until(lambda: names() - first == {"collector-1", "inference-1"})
+    added = {spec.name: spec for spec in stack.supervisor.started}
+    replica = added["inference-1"]
+    assert replica.starter == cluster.start
+    assert replica.address.startswith("10.0.0.2:")
+    assert replica.environment["DIALOOP_INFERENCE_ADVERTISED_ADDRESS"] == replica.address
+    assert replica.environment["DIALOOP_INFERENCE_HOST"] == "0.0.0.0"
+    assert not cluster.given_back
+    stack.ask(collector=2, inference=1)
+    await until(lambda: cluster.given_back == ["10.0.0.2"])
+    stack.ask(collector=1, inference=1)
+    await until(lambda: cluster.given_back == ["10.0.0.2", "10.0.0.1"])
+    assert names() == first
+    stack.running.cancel()
+
+
+async def test_a_process_of_the_start_comes_back_in_the_room_that_it_had(tmp_path: Path) -> None:
+    cluster = Cluster()
+    starters = dict.fromkeys(NAMES, cluster.start)
+    stack = Stack(tmp_path, starters=starters, grow=cluster.grow)
+    await stack.supervisor.stop("collector")
+    stack.ask(collector=1)
+    await until(lambda: "collector" in stack.supervisor.names())
+    assert not cluster.taken
+    assert stack.supervisor.started[0].address == stack.layout.address("collector")
+    stack.running.cancel()
+
+
+async def test_without_room_it_is_said_and_what_had_room_stays(tmp_path: Path) -> None:
+    cluster = Cluster(most=1)
+    stack = Stack(tmp_path, starters=dict.fromkeys(NAMES, cluster.start), grow=cluster.grow)
+    stack.ask(collector=3)
+    await until(lambda: "error" in stack.path.read_text())
+    assert "Ray had no room" in json.loads(stack.path.read_text())["error"]
+    await until(lambda: [spec.name for spec in stack.supervisor.started] == ["collector-1"])
+    stack.running.cancel()
+
+
+async def test_an_added_process_whose_machine_is_gone_gets_another_room(tmp_path: Path) -> None:
+    cluster = Cluster()
+    stack = Stack(tmp_path, starters=dict.fromkeys(NAMES, cluster.start), grow=cluster.grow)
+    stack.ask(inference=2)
+    await until(lambda: "inference-1" in stack.supervisor.names())
+    cluster.moved["inference-1"]()
+    await until(lambda: len(stack.supervisor.started) == 2)
+    assert stack.supervisor.started[-1].address.startswith("10.0.0.2:")
+    assert cluster.given_back == ["10.0.0.1"]
+    late = cluster.moved["inference-1"]
+    stack.ask(inference=1)
+    await until(lambda: len(cluster.given_back) == 2)
+    late()  # it was stopped meanwhile, as asked
+    cluster.most = 0
+    stack.ask(inference=2)
+    await until(lambda: "error" in stack.path.read_text())
+    assert len(stack.supervisor.started) == 2
     stack.running.cancel()
 
 

@@ -8,12 +8,14 @@ and status are those of the local stack.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,7 @@ from dialoop_services.stack.launch.plan import Needs
 from dialoop_services.stack.launch.ray_worker import RayWorker
 from dialoop_services.stack.launch.site import TOKEN, Site
 from dialoop_services.stack.layout import replica_names, service_of
+from dialoop_services.stack.processes.child import Room
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
@@ -118,18 +121,31 @@ def _reserve(ray: Any, config: JobConfig) -> Any:
     """Return a placement group with a bundle for the head and one for each replica."""
     bundles = bundles_of(config)
     if needs_this_machine(config, os.environ):
-        bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001
+        bundles[0] |= _this_node(ray)
     group = ray.util.placement_group(bundles, strategy="PACK")
     limit_s = config.launch.ray.place_within_s
     if not group.wait(limit_s):
-        raise Unavailable(
-            f"Ray had no room for all processes at once within {limit_s:g} s; it asked for "
-            f"{bundles}.",
-            reason=Reason.NO_RAY,
-            remedy="Wait for other jobs, or raise place_within_s in [launch.ray]. The trainer runs "
-            "on this machine, unless there is a shared folder and a Redis that REDIS_URL names.",
+        raise _no_room(
+            bundles,
+            limit_s,
+            "The trainer runs on this machine, unless there is a shared folder and a Redis that "
+            "REDIS_URL names.",
         )
     return group
+
+
+def _this_node(ray: Any) -> dict[str, float]:
+    """Return the resource that only the node of this process has."""
+    return {f"node:{ray.util.get_node_ip_address()}": 0.001}
+
+
+def _no_room(bundles: Sequence[Mapping[str, float]], limit_s: float, more: str) -> Unavailable:
+    return Unavailable(
+        f"Ray had no room within {limit_s:g} s for what was asked for at once: "
+        f"{json.dumps(bundles)}.",
+        reason=Reason.NO_RAY,
+        remedy=f"Wait for other jobs, or raise place_within_s in [launch.ray]. {more}",
+    )
 
 
 def _bundle(needs: Needs) -> dict[str, float]:
@@ -150,17 +166,53 @@ def _place(ray: Any, config: JobConfig, group: Any) -> Site:
         index = replicas.index(name) + 1 if name in replicas else 0
         place = BundlePlace(name=name, needs=needs[name], group=group, bundle=index)
         starters[name] = RayStarter(ray, place)
-    hosts = {name: starter.host() for name, starter in starters.items()}
-    threads = {
-        name: {"OMP_NUM_THREADS": str(each.processors)}
-        for name, each in needs.items()
-        if each.processors and service_of(name) == "inference"
-    }
     return Site(
-        hosts=hosts,
+        hosts={name: starter.host() for name, starter in starters.items()},
         starters={name: starter.start for name, starter in starters.items()},
-        devices=threads,
+        devices={name: _threads_of(name, each) for name, each in needs.items()},
         needs=needs,
+        grow=partial(_grow, ray, config),
+    )
+
+
+def _threads_of(name: str, needs: Needs) -> dict[str, str]:
+    if not needs.processors or service_of(name) != "inference":
+        return {}
+    return {"OMP_NUM_THREADS": str(needs.processors)}
+
+
+async def _grow(ray: Any, config: JobConfig, name: str, on_moved: Callable[[], None]) -> Room:
+    """Reserve room for one process more, in a placement group of its own."""
+    needs, limit_s = needs_elsewhere(config)[service_of(name)], config.launch.ray.place_within_s
+    bundle = _bundle(needs)
+    if service_of(name) != "inference" and not config.launch.shared_folder:
+        bundle |= _this_node(ray)  # it writes into the run's folder
+    group = ray.util.placement_group([bundle])
+    starter = RayStarter(
+        ray, BundlePlace(name=name, needs=needs, group=group, bundle=0), on_moved=on_moved
+    )
+    give_back = partial(ray.util.remove_placement_group, group)
+    try:
+        async with asyncio.timeout(limit_s):
+            while not await asyncio.to_thread(group.wait, _POLL_S):
+                pass
+        host = await asyncio.to_thread(starter.host)
+    except ray.exceptions.RayError as error:
+        give_back()
+        raise Unavailable(
+            f"Ray could not start {name}: {error}",
+            reason=Reason.NO_RAY,
+            remedy="Ask again, or look at the cluster with `ray status`.",
+        ) from error
+    except TimeoutError as error:
+        give_back()
+        raise _no_room([bundle], limit_s, "Or ask for fewer.") from error
+    return Room(
+        host=host,
+        starter=starter.start,
+        variables=_threads_of(name, needs),
+        needs=needs,
+        give_back=give_back,
     )
 
 
@@ -175,11 +227,18 @@ class BundlePlace:
 
 
 class RayStarter:
-    """Starts a process again and again in its bundle, with a new actor each time."""
+    """Starts a process again and again in its bundle, with a new actor each time.
 
-    def __init__(self, ray: Any, place: BundlePlace) -> None:
+    When the bundle has moved to another machine, it calls `on_moved`; without one, a start raises
+    MovedError.
+    """
+
+    def __init__(
+        self, ray: Any, place: BundlePlace, *, on_moved: Callable[[], None] | None = None
+    ) -> None:
         self._ray = ray
         self._place = place
+        self._on_moved = on_moved
         self._host = ""
         self._next: Any = None
 
@@ -206,7 +265,12 @@ class RayStarter:
         try:
             host = await asyncio.wait_for(_answer(actor.host.remote()), _ANSWER_S)
             if self._host and host != self._host:
-                raise MovedError(self._place.name, self._host, host)
+                moved = MovedError(self._place.name, self._host, host)
+                if self._on_moved is None:
+                    raise moved
+                process.lose(str(moved))
+                self._on_moved()
+                return process
             await process.start(command, _variables_to_forward() | dict(environment), folder)
         except (self._ray.exceptions.RayError, TimeoutError) as error:
             process.lose(f"Ray could not start {self._place.name}: {error}")

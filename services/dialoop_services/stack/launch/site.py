@@ -17,7 +17,7 @@ from dialoop_services.stack.launch.plan import Needs
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
-    from dialoop_services.stack.processes.child import Starter
+    from dialoop_services.stack.processes.child import Grow, Starter
 
 TOKEN = "DIALOOP_TOKEN"
 
@@ -28,13 +28,15 @@ class Site:
 
     `hosts` has the address of each process's machine, where that is not this machine's loopback.
     `starters` start the processes that run elsewhere. `devices` and `needs` are each process's
-    variables for its devices and what is kept for it.
+    variables for its devices and what is kept for it. `grow` makes room for a process that is added
+    while the job runs; None: those are added on this machine only.
     """
 
     hosts: Mapping[str, str] = field(default_factory=dict)
     starters: Mapping[str, Starter] = field(default_factory=dict)
     devices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     needs: Mapping[str, Needs] = field(default_factory=dict)
+    grow: Grow | None = None
 
 
 def this_site(config: JobConfig) -> Site:

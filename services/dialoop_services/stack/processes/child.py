@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from dialoop_services.stack.launch.plan import RestartRule
+from dialoop_services.stack.launch.plan import Needs, RestartRule
 from dialoop_services.stack.processes.processes import kill_members, members
 
 if TYPE_CHECKING:
@@ -87,6 +87,25 @@ class Starter(Protocol):
         folder: Path | None = None,
     ) -> Process:
         """Return the started process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Where one added process runs, and what gives the place back once it has ended.
+
+    `host` is the address of its machine, `variables` are those for its devices.
+    """
+
+    host: str
+    starter: Starter
+    variables: Mapping[str, str]
+    needs: Needs
+    give_back: Callable[[], None]
+
+
+Grow = Callable[[str, Callable[[], None]], Awaitable[Room]]
+"""Takes the name of a process, and what to call when it can only go on in another room, since its
+machine is gone. Raises Unavailable where there is no room."""
 
 
 class Child:
