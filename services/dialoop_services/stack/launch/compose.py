@@ -10,6 +10,7 @@ the launch plan, and becomes the service. A variable that the container has alre
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -253,11 +254,15 @@ def become(process: PlannedProcess, config: JobConfig, environment: Mapping[str,
 
 
 def _wait_for(model: Path) -> None:
-    """Wait until the trainer has made the tiny model."""
-    if not model.is_file():
-        sys.stdout.write(f"Waiting until the trainer has made {model}.\n")
-        sys.stdout.flush()
-    while not model.is_file():
+    """Wait until the trainer has made the tiny model, and say every half minute what for."""
+    for second in itertools.count():
+        if model.is_file():
+            return
+        if second % 30 == 0:
+            sys.stdout.write(
+                f"Waiting for {second} s until the trainer has made {model}. Its log says more.\n"
+            )
+            sys.stdout.flush()
         time.sleep(1)
 
 
