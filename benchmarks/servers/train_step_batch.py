@@ -8,6 +8,7 @@ sampler's log-probs are the model's own with noise, so that the clip has somethi
 from __future__ import annotations
 
 import math
+import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
+
+DEVICE = torch.device(os.environ.get("TRAIN_STEP_DEVICE", "cpu"))
+"""Where every way computes: in float32 on a CPU, and with autocast to bfloat16 on a GPU."""
 
 CLIP, MAX_GRAD_NORM, LEARNING_RATE = 0.2, 1.0, 1e-12
 """The learning rate moves nothing, so that every repeat computes the same."""
@@ -68,6 +72,21 @@ def make(
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     model.save_pretrained(folder / "model")
+    make_batch(
+        folder,
+        num_prompts=num_prompts,
+        group_size=group_size,
+        seed=seed,
+        answer_tokens=answer_tokens,
+    )
+
+
+def make_batch(
+    folder: Path, *, num_prompts: int, group_size: int, seed: int, answer_tokens: int = 0
+) -> None:
+    """Write a batch for the model that is in the folder."""
+    model = load_model(folder)
+    vocabulary = int(model.config.vocab_size)
     made = [
         sequence
         for prompt in range(num_prompts)
@@ -85,9 +104,10 @@ def load_batch(folder: Path) -> list[Sequence]:
 
 def load_model(folder: Path, *, attention: str = "sdpa") -> Any:
     """Return the model in float32, without dropout."""
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder / "model", attn_implementation=attention, dtype=torch.float32
-    ).eval()
+    )
+    return model.to(DEVICE).eval()
 
 
 def _group(
@@ -108,8 +128,10 @@ def _group(
         size = answer_tokens or drawn
         ids = torch.cat([beginning, torch.randint(2, vocabulary, (size,))])
         with torch.no_grad():
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, len(beginning) - 1 : -1]
-        own = logits.log_softmax(-1).gather(-1, ids[len(beginning) :, None]).squeeze(-1)
+            output = model(input_ids=ids[None].to(DEVICE), use_cache=False)
+        logits = output.logits[0, len(beginning) - 1 : -1].float()
+        chosen = ids[len(beginning) :, None].to(DEVICE)
+        own = logits.log_softmax(-1).gather(-1, chosen).squeeze(-1).cpu()
         made.append(
             Sequence(
                 ids=ids,

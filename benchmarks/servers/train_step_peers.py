@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.servers.train_step_batch import (
     CLIP,
+    DEVICE,
     ENTROPY_COEFF,
     LEARNING_RATE,
     MAX_GRAD_NORM,
@@ -59,7 +60,7 @@ def run_trl(folder: Path, between: Callable[[], None], took: Took, options: dict
     from trl import GRPOConfig, GRPOTrainer
 
     batch = load_batch(folder)
-    ready = trl_inputs(batch)
+    ready = {name: values.to(DEVICE) for name, values in trl_inputs(batch).items()}
     losses: list[float] = []
 
     class OnReadyBatch(GRPOTrainer):  # type: ignore[misc]
@@ -83,7 +84,7 @@ def run_trl(folder: Path, between: Callable[[], None], took: Took, options: dict
     accumulated = len(batch) // options_of_batch["per_device_train_batch_size"]
     settings = GRPOConfig(
         output_dir=str(folder / "trl"),
-        use_cpu=True,
+        use_cpu=DEVICE.type == "cpu",
         report_to="none",
         logging_strategy="no",
         save_strategy="no",

@@ -2,9 +2,9 @@
 
 python -m benchmarks.servers.train_step_way WAY FOLDER THREADS
 
-reads `prove PATH` (write loss and clipped gradients), `step` (answer wall and CPU seconds) or
-`memory` (answer the bytes that a step takes at its peak above model, gradients and optimiser), and
-answers with JSON lines.
+reads `prove PATH` (write loss and clipped gradients), `norm` (answer loss and the gradients' norm),
+`step` (answer wall and CPU seconds) or `memory` (answer the bytes that a step takes at its peak:
+above model, gradients and optimiser, or on a GPU with them), and answers with JSON lines.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from benchmarks.servers import train_step_peers as peers
 from benchmarks.servers.train_step_batch import (
     CLIP,
+    DEVICE,
     ENTROPY_COEFF,
     LEARNING_RATE,
     MAX_GRAD_NORM,
@@ -39,7 +40,7 @@ TRL = {
     "trl_bf16": {"bf16": True, "gradient_checkpointing": False},
 }
 TORCHRL = {"torchrl": True, "torchrl_no_entropy": False}
-OURS = ("ours", "ours_entropy", "ours_entropy_bonus")
+OURS = ("ours", "ours_entropy", "ours_entropy_bonus", "ours_recomputed", "ours_cut")
 SORTED = {
     f"sorted_{micro_batch}{products}": micro_batch
     for micro_batch in (1, 2, 4)
@@ -59,6 +60,12 @@ class OurStep:
 
         self.model = load_model(folder, attention=PACKED_ATTENTION)
         self._policy = PolicyModel(self.model)
+        if DEVICE.type == "cuda":
+            self._policy.autocast = torch.bfloat16
+        if way == "ours_recomputed":
+            self._policy.checkpoint_activations()
+        if way == "ours_cut":
+            self._policy.take_kernel("cut", device=DEVICE)
         settings = OptimizerSettings(learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM)
         self._optimizer = GuardedOptimizer(self.model.parameters(), settings)
         options = {"clip_low": CLIP, "clip_high": CLIP}
@@ -87,7 +94,7 @@ class OurStep:
         update(
             self._policy,
             optimizer,  # type: ignore[arg-type]
-            rows,
+            [row.to(DEVICE) for row in rows],
             self._loss,
             with_entropy=self._with_entropy,
         )
@@ -131,12 +138,15 @@ class SortedStep:
             mask = torch.zeros_like(ids, dtype=torch.bool)
             for row, s in zip(mask, part, strict=True):
                 row[s.num_prompt : len(s.ids)] = True
-            with self._products():
+            ids, mask = ids.to(DEVICE), mask.to(DEVICE)
+            half = torch.autocast("cuda", torch.bfloat16, enabled=DEVICE.type == "cuda")
+            with self._products(), half:
                 states = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
-                logits = self.model.lm_head(states[:, :-1][mask[:, 1:]])
+                logits = self.model.lm_head(states[:, :-1][mask[:, 1:]]).float()
             chosen = logits.gather(-1, ids[mask][:, None]).squeeze(-1)
-            old = torch.cat([s.inference_logprobs for s in part])
-            advantages = torch.cat([torch.full((s.num_trained,), s.advantage) for s in part])
+            old = torch.cat([s.inference_logprobs for s in part]).to(DEVICE)
+            of_tokens = [torch.full((s.num_trained,), s.advantage) for s in part]
+            advantages = torch.cat(of_tokens).to(DEVICE)
             ratio = (chosen - logits.logsumexp(-1) - old).exp()
             clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
             loss = -torch.minimum(ratio * advantages, clipped * advantages).sum() / self._total
@@ -178,14 +188,18 @@ class OrderQueue:
         self._order: list[str] = []
         self._wall = self._cpu = self._before = 0.0
         self._gradient_bytes = 0
+        self._norm: dict[str, float] = {}
 
     def took(self, model: Any, loss: float) -> None:
         """Gradients are complete: write them, as they are clipped, where the order asks for it."""
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         self._gradient_bytes = sum(g.nbytes for g in gradients.values())
-        if self._order[0] != "prove":
+        if self._order[0] not in ("prove", "norm"):
             return
         norm = torch.stack([g.float().norm() for g in gradients.values()]).norm()
+        self._norm = {"loss": loss, "norm": float(norm)}
+        if self._order[0] == "norm":
+            return
         share = min(1.0, MAX_GRAD_NORM / (float(norm) + 1e-6))
         clipped = {name: g.float() * share for name, g in gradients.items()}
         torch.save({"loss": loss, "gradients": clipped}, self._order[1])
@@ -203,15 +217,23 @@ class OrderQueue:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _status("VmRSS")
+            if DEVICE.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def _answer(self) -> None:
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         answer = {
             "wall_s": time.perf_counter() - self._wall,
             "cpu_s": time.process_time() - self._cpu,
         }
         if self._order[0] == "memory":
-            answer = {"bytes": _status("VmHWM") - self._before - self._gradient_bytes}
+            host = _status("VmHWM") - self._before - self._gradient_bytes
+            on_device = DEVICE.type == "cuda"
+            answer = {"bytes": torch.cuda.max_memory_allocated() if on_device else host}
+        if self._order[0] == "norm":
+            answer = self._norm
         print(json.dumps(answer), file=self._out, flush=True)
 
 

@@ -1,0 +1,112 @@
+"""Measure a GRPO update at Qwen3-0.6B's shape on one GPU: ours, TRL's and a plain loop's.
+
+    python -m benchmarks.gpu.real_shape [--ways ours_entropy,trl,...] > real_shape_gpu.json
+
+The model has random weights and its real head of 151,936 tokens. Every way trains the same 64
+sequences (8 prompts of 64 to 256 tokens, 8 answers each of 16 to 1,024) by the same clipped loss,
+with float32 weights, AdamW and autocast to bfloat16. Each has a process of its own, one after the
+other, since together they do not fit on one device. `trl` is TRL with its defaults, which recompute
+activations; `trl_bf16` is TRL without that, and `ours_recomputed` is ours with it.
+
+Memory is the most that torch allocated on the device in a step: weights, gradients and optimiser
+state (16 bytes a parameter, so 8.9 GiB) and what the step adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment_doors import ROOT
+
+WAYS = ("ours_entropy", "ours", "ours_recomputed", "ours_cut", "sorted_1", "sorted_4", "trl",
+        "trl_bf16")  # fmt: skip
+NEEDS = {"ours_cut": "cut_cross_entropy", "trl": "trl", "trl_bf16": "trl"}
+STEPS, WARM = 5, 2
+WITHIN = 0.1
+"""Share by which the ways' gradients may differ in norm: bfloat16 rounds each in its own order."""
+
+
+def measure(way: str, folder: Path, log: Path) -> dict[str, Any]:
+    """Return loss, norm, seconds and peak of a way; the end of its log where it fails."""
+    orders = ["norm", *["step"] * (WARM + STEPS), "memory"]
+    with log.open("w") as errors:
+        done = subprocess.run(
+            (sys.executable, "-m", "benchmarks.servers.train_step_way", way, str(folder), "8"),
+            input="\n".join(orders) + "\n",
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    if len(answers) != len(orders):
+        return {"failed": log.read_text("utf-8", errors="replace")[-600:]}
+    walls = [answer["wall_s"] for answer in answers[1 + WARM : -1]]
+    return {
+        **answers[0],
+        "wall_s": statistics.median(walls),
+        "slowest_s": max(walls),
+        "peak_gib": answers[-1]["bytes"] / 2**30,
+    }
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--num-prompts", type=int, default=8)
+    options = parser.parse_args()
+    os.environ.setdefault("TRAIN_STEP_DEVICE", "cuda")
+    os.environ.setdefault("ROW_TOKENS", "8192")
+    # Imported here, since the device is read when the modules are.
+    import torch
+    from dialoop_services.learning.model.real_shapes import make_real_shape
+
+    from benchmarks.servers.train_step_batch import load_batch, make_batch
+
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_real_shape(folder / "model")
+        (folder / "tokenizer").symlink_to(folder / "model")
+        torch.manual_seed(0)
+        make_batch(folder, num_prompts=options.num_prompts, group_size=8, seed=0)
+        torch.cuda.empty_cache()
+        batch = load_batch(folder)
+        trained = sum(s.num_trained for s in batch)
+        for way in options.ways.split(","):
+            if way in NEEDS and find_spec(NEEDS[way]) is None:
+                results[way] = {"not_run": f"{NEEDS[way]} is not installed"}
+                continue
+            results[way] = result = measure(way, folder, folder / f"{way}.log")
+            if "wall_s" in result:
+                result["trained_tokens_per_s"] = trained / result["wall_s"]
+            print(way, json.dumps(result), file=sys.stderr, flush=True)
+    document = {
+        "benchmark": "gpu_real_shape",
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "num_sequences": len(batch),
+        "num_tokens": sum(len(s.ids) for s in batch),
+        "num_trained": trained,
+        "ways": results,
+    }
+    print(json.dumps(document, indent=1))
+    norms = [result["norm"] for result in results.values() if "norm" in result]
+    middle = statistics.median(norms) if norms else 0.0
+    return int(not norms or any(abs(norm - middle) > WITHIN * middle for norm in norms))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
