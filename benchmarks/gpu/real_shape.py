@@ -9,7 +9,8 @@ other, since together they do not fit on one device. `trl` is TRL with its defau
 activations; `trl_bf16` is TRL without that, and `ours_recomputed` is ours with it.
 
 Memory is the most that torch allocated on the device in a step: weights, gradients and optimiser
-state (16 bytes a parameter, so 8.9 GiB) and what the step adds.
+state (16 bytes a parameter, so 8.9 GiB) and what the step adds. Last, the trainer's own steps of
+one sequence of 1,000 to 16,000 tokens are set beside the formula that `dialoop config check` uses.
 """
 
 from __future__ import annotations
@@ -61,6 +62,42 @@ def measure(way: str, folder: Path, log: Path) -> dict[str, Any]:
     }
 
 
+def memory_beside_formula(model: Path) -> list[dict[str, Any]]:
+    """Return peaks of the trainer's steps on the device, and what the formula says of them."""
+    from dialoop_services.config.memory import (
+        PROCESS_BYTES,
+        ModelShape,
+        Training,
+        training_memory,
+    )
+    from dialoop_services.inference.weights.parameters import num_parameters
+
+    fields = json.loads((model / "config.json").read_text("utf-8"))
+    shape = ModelShape.of(fields, num_parameters=num_parameters(model))
+    assert shape is not None
+    on_device = {"device": "cuda", "autocast": "bfloat16"}
+    steps = [
+        {"num_tokens": num_tokens, "activation_checkpointing": recomputes, **on_device}
+        for num_tokens in (1000, 4000, 16_000)
+        for recomputes in (False, True)
+    ]
+    words = ("tests.support.programs.train_step_memory", str(model), json.dumps(steps))
+    done = subprocess.run(
+        (sys.executable, "-m", *words), capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    for row in rows:
+        training = Training(
+            num_tokens=row["num_tokens"],
+            recomputes=row["activation_checkpointing"],
+            autocast="bfloat16",
+            is_cpu=False,
+        )
+        said = training_memory(shape, training).total - PROCESS_BYTES
+        row |= {"said": said, "peak_over_said": row["peak"] / said}
+    return rows if len(rows) == len(steps) else [*rows, {"failed": done.stderr[-600:]}]
+
+
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -93,6 +130,7 @@ def main() -> int:
             if "wall_s" in result:
                 result["trained_tokens_per_s"] = trained / result["wall_s"]
             print(way, json.dumps(result), file=sys.stderr, flush=True)
+        memory = memory_beside_formula(folder / "model")
     document = {
         "benchmark": "gpu_real_shape",
         "gpu": torch.cuda.get_device_name(),
@@ -101,6 +139,7 @@ def main() -> int:
         "num_tokens": sum(len(s.ids) for s in batch),
         "num_trained": trained,
         "ways": results,
+        "memory": memory,
     }
     print(json.dumps(document, indent=1))
     norms = [result["norm"] for result in results.values() if "norm" in result]

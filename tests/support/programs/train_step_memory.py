@@ -4,7 +4,7 @@ python -m tests.support.programs.train_step_memory DIRECTORY '[{"num_tokens": 10
 
 A process of its own, so that nothing else counts. Linux forgets the peak of a process that is asked
 to (clear_refs), so one process measures several steps. Other fields of a step are settings of the
-trainer, and lora_rank.
+trainer, and lora_rank. With {"device": "cuda"} the peak is what torch allocated on the device.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ def measure(directory: Path, num_tokens: int, lora_rank: int = 0, **values: Any)
     )
     learner = Learner(settings)
     loaded = forget()
+    on_device = values.get("device") == "cuda"
+    if on_device:
+        torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(learner.vocab_size, (num_tokens,), generator=generator).tolist()
     row = TokenRow.from_demonstration(ids, [False] + [True] * (num_tokens - 1))
@@ -60,7 +63,7 @@ def measure(directory: Path, num_tokens: int, lora_rank: int = 0, **values: Any)
     began = time.process_time()
     learner.sft_step([row])
     cpu_s = time.process_time() - began
-    peak = status_bytes("VmHWM")
+    peak = torch.cuda.max_memory_allocated() if on_device else status_bytes("VmHWM")
     return {"empty": empty, "loaded": loaded, "peak": peak, "cpu_s": round(cpu_s, 1)}
 
 
