@@ -30,6 +30,8 @@ from tests.support.recorded_world import (
 )
 from tests.support.redis_server import redis_url  # noqa: F401
 
+ROUNDING = 1e-5
+"""Nats by which engine and trainer may differ in float32."""
 NUM_STEPS = 8
 NUM_KILLS = 8
 SETTINGS = {"num_steps": NUM_STEPS, "checkpoint_every": 3, "learning_rate": 3e-3}
@@ -74,8 +76,15 @@ def progress_of(world: Recorded) -> dict[str, object]:
     root = world.run_dir / "checkpoints"
     newest = root / json.loads((root / "latest.json").read_text())["name"]
     progress = json.loads((newest / "progress.json").read_text())
+    # The probe of a publish is measured anew after a kill, beside other requests: rounding differs.
+    assert progress["max_logprob_difference"] < ROUNDING
     # Groups of an earlier checkpoint stay listed until the next: harmless, and not the same.
-    volatile = ("phase_seconds", "consumed_lease_ids", "consumed_group_ids")
+    volatile = (
+        "phase_seconds",
+        "consumed_lease_ids",
+        "consumed_group_ids",
+        "max_logprob_difference",
+    )
     return {name: value for name, value in progress.items() if name not in volatile}
 
 
