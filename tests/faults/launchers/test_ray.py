@@ -1,4 +1,4 @@
-"""Jobs on a real Ray of three raylets: one of them is killed; every process sees its devices."""
+"""Jobs on a real Ray of four raylets: one of them is killed; every process sees its devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEMO = ROOT / "infra" / "configs" / "demo.toml"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    with ray_cluster(tmp_path_factory.mktemp("ray"), 3) as running:
+    with ray_cluster(tmp_path_factory.mktemp("ray"), 4) as running:
         yield running
 
 
@@ -108,7 +108,7 @@ def test_collectors_and_replicas_grow_and_shrink_while_a_job_runs_on_ray(
     added = {name: processes_of(tmp_path)[name]["pid"] for name in ("collector-1", "inference-1")}
     assert all(psutil.Process(pid).ppid() in actors for pid in added.values())
     with pytest.raises(InvalidConfig, match="Ray had no room within 10 s"):
-        scale_to(tmp_path, "inference=3")  # two nodes have the memory of one replica each
+        scale_to(tmp_path, "inference=4")  # three nodes have the memory of one replica each
     wait_for(job, tmp_path, lambda: "first request is answered" in text(logs / "inference-1.log"))
     assert re.search(r"A replica is in rotation.*replica=inference-1 ", text(logs / "trainer.log"))
     os.kill(added["inference-1"], signal.SIGKILL)
@@ -125,7 +125,8 @@ def test_collectors_and_replicas_grow_and_shrink_while_a_job_runs_on_ray(
 def test_the_demo_learns_on_ray_although_a_raylet_is_killed(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    # The replica fits neither beside the head nor on the first raylet, which has to live on.
+    # The replica fits neither beside the head nor on the first raylet, which has to live on. Of the
+    # other three one may have the head, one is killed, and one has room.
     trainer, replica = "resources.trainer.processors=3", "resources.inference.processors=2"
     sizes = (trainer, replica, "resources.inference.memory_gib=2")
     job = start(cluster, tmp_path, *sizes, "train.checkpoint_every=2", "seed=0")

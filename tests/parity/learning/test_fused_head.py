@@ -168,6 +168,13 @@ def _varlen(
     return torch.cat(parts)
 
 
+def _one_head_each(query: Any, key: Any, *rest: Any, **options: Any) -> Any:
+    """The kernel of torch 2.11, which takes no grouped heads."""
+    assert query.shape == key.shape
+    assert "enable_gqa" not in options
+    return _varlen(query, key, *rest, **options)
+
+
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_varlen_attention_equals_that_of_buckets(key_heads: int, window: int | None) -> None:
@@ -193,6 +200,17 @@ def test_varlen_attention_equals_that_of_buckets(key_heads: int, window: int | N
     )
     actual = varlen_attention(query, key, value, flat, scale=0.3, window=window, kernel=_varlen)
     torch.testing.assert_close(actual, expected)
+    alone = varlen_attention(
+        query,
+        key,
+        value,
+        flat,
+        scale=0.3,
+        window=window,
+        kernel=_one_head_each,
+        takes_groups=False,
+    )
+    torch.testing.assert_close(alone, expected)
     # As under autocast: rotated queries and keys come in float32, values in half precision.
     half = varlen_attention(
         query, key, value.bfloat16(), flat, scale=0.3, window=window, kernel=_varlen

@@ -18,6 +18,7 @@ bucket, as transformers' own eager attention does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 PACKED_ATTENTION = "dialoop_packed"
 """The `attn_implementation` under which transformers finds `packed_attention`."""
 
+_TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 has it not yet
 _ALTERING = ("position_bias", "cache")
 
 
@@ -169,11 +171,13 @@ def varlen_attention(  # noqa: PLR0913 - what a kernel takes, and the kernel
     scale: float | None,
     window: int | None = None,
     kernel: Callable[..., Any] = varlen_attn,
+    takes_groups: bool = _TAKES_GROUPS,
 ) -> Tensor:
     """Return attention [1, T, H, D] by one call of `kernel`, in the dtype of `value`.
 
     `kernel` is torch's varlen_attn or has its signature. With a window each token attends to that
-    many tokens, of which it is the last.
+    many tokens, of which it is the last. A kernel that does not take grouped heads gets the keys
+    and values of each head.
     """
     assert plan.varlen is not None
     rows = [
@@ -181,6 +185,10 @@ def varlen_attention(  # noqa: PLR0913 - what a kernel takes, and the kernel
         for x in (query, key, value)
     ]
     ends, longest = plan.varlen.cu_seqlens, plan.longest
+    num_shared = query.shape[1] // key.shape[1]
+    options = {"enable_gqa": num_shared > 1} if takes_groups else {}
+    if num_shared > 1 and not takes_groups:
+        rows[1:] = [x.repeat_interleave(num_shared, dim=1) for x in rows[1:]]
     out: Tensor = kernel(
         *rows,
         ends,
@@ -189,7 +197,7 @@ def varlen_attention(  # noqa: PLR0913 - what a kernel takes, and the kernel
         longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),  # causal
-        enable_gqa=query.shape[1] != key.shape[1],
+        **options,
     )
     return out.index_select(0, plan.varlen.kept)[None]
 

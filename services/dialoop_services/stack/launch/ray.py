@@ -273,7 +273,8 @@ class RayStarter:
                 return process
             await process.start(command, _variables_to_forward() | dict(environment), folder)
         except (self._ray.exceptions.RayError, TimeoutError) as error:
-            process.lose(f"Ray could not start {self._place.name}: {error}")
+            why = str(error) or f"it has had no room for it for {_ANSWER_S:g} s."
+            process.lose(f"Ray could not start {self._place.name}: {why}")
         return process
 
     def _actor(self) -> Any:
