@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dialoop.errors import DialoopError
+from dialoop_services.learning.model import logprobs
 from dialoop_services.learning.model.attention import (
     AttentionPlan,
     VarlenPlan,
@@ -21,6 +22,7 @@ from dialoop_services.learning.model.logprobs import token_logprobs
 from dialoop_services.learning.model.policy import load_policy
 from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.learning.packing.prefixes import share_prefixes
+from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 
 ROWS, WIDTH, VOCABULARY = 9, 16, 50
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -140,6 +142,21 @@ def test_a_policy_refuses_the_fused_kernel_before_any_work(tmp_path: Path) -> No
     policy = load_policy(make_tiny_model(tmp_path, seed=0))
     assert _reason(lambda: policy.take_kernel("cut", device=torch.device("cpu"))) == "NEEDS_CUDA"
     assert policy.logprob_kernel == "chunked"
+
+
+def test_with_autocast_a_policy_in_float32_gives_the_fused_kernel_half_precision(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed = ModuleType("cut_cross_entropy")
+    installed.linear_cross_entropy = linear_cross_entropy  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", installed)
+    monkeypatch.setattr(logprobs, "cut_kernel", lambda _: linear_cross_entropy)
+    policy = load_policy(make_family("qwen3", tmp_path))
+    policy.autocast = torch.bfloat16
+    batch = pack_rows([TokenRow.from_demonstration([5, 6, 7, 8], [False, True, True, True])])
+    chunked = policy(batch).logprobs
+    policy.take_kernel("cut", device=CUDA)
+    torch.testing.assert_close(policy(batch).logprobs, chunked, atol=0.05, rtol=0.0)
 
 
 def test_varlen_attention_is_taken_on_cuda_in_half_precision_only() -> None:

@@ -190,9 +190,11 @@ class PolicyModel(nn.Module):
                 use_cache=False,
             )
         states: Tensor = output.last_hidden_state[0]
-        if self.autocast is None or self.logprob_kernel == "cut":
-            return states  # the kernel cut takes half precision, with a head of any dtype
-        return states.to(self.head_weight.dtype)
+        if self.autocast is None:
+            return states
+        # The last norm leaves autocast in float32, and the kernel cut takes half precision alone.
+        is_cut = self.logprob_kernel == "cut"
+        return states.to(self.autocast if is_cut else self.head_weight.dtype)
 
     @property
     def head_weight(self) -> Tensor:
