@@ -1,6 +1,6 @@
 """Measure a GRPO update at Qwen3-0.6B's shape on one GPU: ours, TRL's and a plain loop's.
 
-    python -m benchmarks.gpu.real_shape [--ways ours_entropy,trl,...] > real_shape_gpu.json
+    python -m benchmarks.gpu.real_shape [--ways ours_entropy,trl,...] [--output FILE]
 
 The model has random weights and its real head of 151,936 tokens. Every way trains the same 64
 sequences (8 prompts of 64 to 256 tokens, 8 answers each of 16 to 1,024) by the same clipped loss,
@@ -9,8 +9,9 @@ other, since together they do not fit on one device. `trl` is TRL with its defau
 activations; `trl_bf16` is TRL without that, and `ours_recomputed` is ours with it.
 
 Memory is the most that torch allocated on the device in a step: weights, gradients and optimiser
-state (16 bytes a parameter, so 8.9 GiB) and what the step adds. Last, the trainer's own steps of
+state (16 bytes a parameter, so 8.9 GiB) and what the step adds. First, the trainer's own steps of
 one sequence of 1,000 to 16,000 tokens are set beside the formula that `dialoop config check` uses.
+The file is written after each way, so that a run that is ended early keeps what it has.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from typing import Any
 
 from benchmarks.environment_doors import ROOT
 
-WAYS = ("ours_entropy", "ours", "ours_recomputed", "ours_cut", "sorted_1", "sorted_4", "trl",
-        "trl_bf16")  # fmt: skip
+WAYS = ("ours_entropy", "ours", "ours_recomputed", "ours_cut", "trl", "trl_bf16", "sorted_4",
+        "sorted_1")  # fmt: skip
 NEEDS = {"ours_cut": "cut_cross_entropy", "trl": "trl", "trl_bf16": "trl"}
 STEPS, WARM = 5, 2
 WITHIN = 0.1
@@ -103,7 +104,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--output", type=Path, default=Path("runs/real_shape_gpu.json"))
     options = parser.parse_args()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TRAIN_STEP_DEVICE", "cuda")
     os.environ.setdefault("ROW_TOKENS", "8192")
     # Imported here, since the device is read when the modules are.
@@ -122,6 +125,16 @@ def main() -> int:
         torch.cuda.empty_cache()
         batch = load_batch(folder)
         trained = sum(s.num_trained for s in batch)
+        document = {
+            "benchmark": "gpu_real_shape",
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "num_sequences": len(batch),
+            "num_tokens": sum(len(s.ids) for s in batch),
+            "num_trained": trained,
+            "memory": memory_beside_formula(folder / "model"),
+            "ways": results,
+        }
         for way in options.ways.split(","):
             if way in NEEDS and find_spec(NEEDS[way]) is None:
                 results[way] = {"not_run": f"{NEEDS[way]} is not installed"}
@@ -129,19 +142,8 @@ def main() -> int:
             results[way] = result = measure(way, folder, folder / f"{way}.log")
             if "wall_s" in result:
                 result["trained_tokens_per_s"] = trained / result["wall_s"]
-            print(way, json.dumps(result), file=sys.stderr, flush=True)
-        memory = memory_beside_formula(folder / "model")
-    document = {
-        "benchmark": "gpu_real_shape",
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "num_sequences": len(batch),
-        "num_tokens": sum(len(s.ids) for s in batch),
-        "num_trained": trained,
-        "ways": results,
-        "memory": memory,
-    }
-    print(json.dumps(document, indent=1))
+            options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            print(way, json.dumps(result), flush=True)
     norms = [result["norm"] for result in results.values() if "norm" in result]
     middle = statistics.median(norms) if norms else 0.0
     return int(not norms or any(abs(norm - middle) > WITHIN * middle for norm in norms))
