@@ -12,6 +12,8 @@ Memory is the most that torch allocated on the device in a step: weights, gradie
 state (16 bytes a parameter, so 8.9 GiB) and what the step adds. First, the trainer's own steps of
 one sequence of 1,000 to 16,000 tokens are set beside the formula that `dialoop config check` uses.
 The file is written after each way, so that a run that is ended early keeps what it has.
+
+Exit code 1: gradients differ in norm. 2: this machine has no GPU.
 """
 
 from __future__ import annotations
@@ -113,8 +115,12 @@ def main() -> int:
     import torch
     from dialoop_services.learning.model.real_shapes import make_real_shape
 
+    from benchmarks.gpu.smoke import NO_GPU
     from benchmarks.servers.train_step_batch import load_batch, make_batch
 
+    if not torch.cuda.is_available():
+        print("This machine has no GPU that torch sees, so nothing was run.", file=sys.stderr)
+        return NO_GPU
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
