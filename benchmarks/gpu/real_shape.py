@@ -96,8 +96,8 @@ def memory_beside_formula(model: Path) -> list[dict[str, Any]]:
             autocast="bfloat16",
             is_cpu=False,
         )
-        said = training_memory(shape, training).total - PROCESS_BYTES
-        row |= {"said": said, "peak_over_said": row["peak"] / said}
+        formula = training_memory(shape, training).total - PROCESS_BYTES
+        row |= {"formula": formula, "peak_over_formula": row["peak"] / formula}
     return rows if len(rows) == len(steps) else [*rows, {"failed": done.stderr[-600:]}]
 
 

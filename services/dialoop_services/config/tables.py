@@ -193,6 +193,9 @@ class InferenceFields(Section):
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Number format of the engine's weights: "float32" or "bfloat16". Published weights are cast to
     it. Empty: the trainer's `dtype`."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device of the transformers engine's model: "cpu" or "cuda". Other engines choose theirs, as
+    vLLM does by the package that is installed; leave it out for them."""
     data_plane: DataPlane = "shared_memory"
     """How published weights reach the engine. "shared_memory", a file in memory; "chunks", bytes
     over gRPC; "nccl" or "ipc", vLLM's own transfer (CUDA only); or your own as "module:Class"."""

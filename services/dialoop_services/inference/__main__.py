@@ -287,6 +287,7 @@ async def _start_engine(settings: InferenceSettings) -> Engine:
             max_num_seqs=settings.max_num_seqs,
             kv_cache_bytes=settings.kv_cache_mib << 20,
             dtype=settings.engine_dtype,
+            device=settings.device,
             tensor_parallel_size=settings.tensor_parallel_size,
             num_threads=settings.num_threads,
             seed=_seed_of_start(settings),

@@ -126,6 +126,7 @@ class EngineOptions:
 
     max_model_len: tokens of a prompt and its sample. max_num_seqs: samples decoded together.
     kv_cache_bytes: memory for the keys and values of all samples. dtype: of the weights.
+    device: "cpu" or "cuda", for an engine that is told where to compute.
     tensor_parallel_size: devices that share one model. num_threads: threads that compute on a CPU;
     0 leaves them as they are. seed: of samples whose request carries no seed.
     weight_transfer: the backend that SupportsTransfer names; empty for none.
@@ -139,6 +140,7 @@ class EngineOptions:
     max_num_seqs: int = 64
     kv_cache_bytes: int = 64 << 20
     dtype: str = "float32"
+    device: str = "cpu"
     tensor_parallel_size: int = 1
     num_threads: int = 0
     seed: int = 0

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 from pydantic_settings import SettingsConfigDict
 
-from dialoop_services.config.engines import require_options
+from dialoop_services.config.engines import require_device, require_options
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import JobSettings, job_key
 from dialoop_services.config.tables import DEVICE_PLANES, Dtype, InferenceFields
@@ -62,6 +62,7 @@ class InferenceSettings(JobSettings, InferenceFields):
     @model_validator(mode="after")
     def _require_options(self) -> Self:
         require_options(self.engine, self.engine_options)
+        require_device(self.engine, self.device)
         return self
 
     @property

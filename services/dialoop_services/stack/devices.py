@@ -230,7 +230,7 @@ def _demands(config: JobConfig, *, most: int, has_gpus: bool) -> list[_Demand]:
     for role in ROLES:
         needs, uses = config.resources.of(role), _gpus_used(config, role, has_gpus=has_gpus)
         gpus = uses if needs.devices is None else needs.devices
-        _require_what_is_used(role, gpus, uses)
+        _require_what_is_used(config, role, gpus, uses)
         names = replica_names(config) if role == "inference" else (role,)
         ranks = config.train.num_processes if role == "trainer" else 1
         parts = [gpus]
@@ -258,20 +258,20 @@ def _gpus_used(config: JobConfig, role: str, *, has_gpus: bool) -> int:
     if role == "scorer":
         _, _, index = config.scorer.device.partition(":")
         return 0 if config.scorer.device == "cpu" else int(index or 0) + 1
-    if role == "inference" and has_gpus and not facts_of_engine(config.engine).cpu_only:
-        return config.inference.num_devices
-    return 0
+    if role == "inference" and facts_of_engine(config.engine).takes_device:
+        return int(config.inference.device == "cuda")
+    return config.inference.num_devices if role == "inference" and has_gpus else 0
 
 
-def _require_what_is_used(role: str, gpus: int, uses: int) -> None:
+def _require_what_is_used(config: JobConfig, role: str, gpus: int, uses: int) -> None:
     """Raise InvalidConfig where [resources] names another number than the role's settings use."""
     is_fixed = role == "trainer" or (role == "inference" and gpus > 0) or gpus < uses
-    if role == "inference" and gpus == 0:
+    if role == "inference" and gpus == 0 and config.inference.device == "cpu":
         return  # the engine computes on the CPU
     if is_fixed and gpus != uses:
         keys = {
             "trainer": "device and num_processes in [train]",
-            "inference": "engine and tensor_parallel_size in [inference]",
+            "inference": "engine, device and tensor_parallel_size in [inference]",
         }
         raise InvalidConfig(
             f"[resources.{role}] devices is {gpus}, and {keys.get(role, f'device in [{role}]')} "
@@ -285,7 +285,8 @@ def _shares_devices(config: JobConfig) -> bool:
     if config.train.device != "cuda" or config.resources.inference.devices == 0:
         return False
     is_shared = config.placement == "shared" or config.inference.data_plane == "ipc"
-    return is_shared and not facts_of_engine(config.engine).cpu_only
+    has_device = not facts_of_engine(config.engine).takes_device
+    return is_shared and (has_device or config.inference.device == "cuda")
 
 
 def _place(

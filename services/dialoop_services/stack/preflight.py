@@ -373,6 +373,7 @@ def _check_devices(config: JobConfig) -> None:
     wanted = {
         "scorer.device": int(config.scorer.device != "cpu"),
         "train.device": train.num_processes if train.device == "cuda" else 0,
+        "inference.device": int(config.inference.device == "cuda"),
         "inference.data_plane": int(config.inference.data_plane in DEVICE_PLANES),
     }
     num_gpus = _num_gpus(config) if any(wanted.values()) else 0

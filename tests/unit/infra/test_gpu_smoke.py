@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import tomllib
 
 import pytest
+from dialoop_services.config.file import parse_config
+from dialoop_services.stack.devices import Node, plan_devices
 
 from benchmarks.gpu import smoke
+from benchmarks.gpu.engine import figures_of
 from benchmarks.gpu.smoke import CHECKS, Check, Outcome
 
 HERE = {
@@ -61,6 +65,23 @@ def test_the_json_has_the_machine_and_the_exit_code_what_failed(
     assert document["gpus"] == ["Card"]
     assert document["checks"][0]["figures"] == {"tokens_per_s": 5.0}
     assert status in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("check", [c for c in CHECKS if c.job], ids=lambda check: check.name)
+def test_every_job_of_a_check_is_valid_and_fits_the_gpus_that_it_asks_for(check, tmp_path) -> None:
+    config = parse_config(tomllib.loads(smoke.job_file(check, tmp_path)), source="job.toml")
+    gpus = tuple(map(str, range(check.num_gpus)))
+    plan = plan_devices(config, (Node(gpus=gpus),))
+    users = {each.name: each.gpus for each in plan.processes if each.gpus}
+    assert set(users) == {"trainer", "inference"}
+    assert config.engine in (*check.needs, "transformers")
+
+
+def test_the_engine_check_compares_with_the_trainer() -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    figures = figures_of("cpu", fields=small, num_tokens=3)
+    assert 0 <= figures["difference_from_trainer_on_cpu"] < figures["bound"]
+    assert figures["tokens_per_s"] > 0
 
 
 def test_every_module_that_it_runs_is_there() -> None:

@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Node, str]] = {
     "GPUs for an engine without": (
         {"engine": "transformers", "resources": {"inference": {"devices": 1}}},
         node(4),
-        "devices is 1, and engine and tensor_parallel_size in [inference] use 0",
+        "devices is 1, and engine, device and tensor_parallel_size in [inference] use 0",
     ),
     "a scorer on a device that it does not get": (
         {"scorer": {"device": "cuda:1"}, "resources": {"scorer": {"devices": 1}}},
@@ -136,6 +136,35 @@ def test_with_overlap_the_least_used_gpus_are_shared() -> None:
     }
     with pytest.raises(InvalidConfig, match="inference-1 has no room"):
         plan_devices(job(**values), (node(2),))
+
+
+def on_transformers(**values: Any) -> JobConfig:
+    return job(engine="transformers", inference={"device": "cuda"}, **values)
+
+
+def test_a_transformers_engine_gets_one_gpu_where_its_device_is_cuda() -> None:
+    trained = {"train": {"device": "cuda"}}
+    assert plan_devices(on_transformers(**trained), (node(2),)).variables("inference") == {
+        "CUDA_VISIBLE_DEVICES": "1"
+    }
+    on_cpu = plan_devices(job(engine="transformers", **trained), (node(2),))
+    assert on_cpu.variables("inference") == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_a_transformers_engine_and_a_trainer_share_one_gpu_by_overlap_or_by_turns() -> None:
+    trained = {"train": {"device": "cuda", "pipeline_depth": 0}}
+    for more in ({"resources": {"overlap": True}}, {"placement": "shared"}):
+        plan = plan_devices(on_transformers(**trained, **more), (node(1),))
+        assert plan.variables("trainer") == plan.variables("inference") != {}
+    with pytest.raises(InvalidConfig, match="= 2 of 1"):
+        plan_devices(on_transformers(**trained), (node(1),))
+
+
+def test_an_engine_on_cuda_is_refused_where_it_would_get_no_gpu() -> None:
+    with pytest.raises(InvalidConfig, match="GPUs: inference 1 = 1 of 0"):
+        plan_devices(on_transformers(), (node(0),))
+    with pytest.raises(InvalidConfig, match="devices is 0"):
+        plan_devices(on_transformers(resources={"inference": {"devices": 0}}), (node(1),))
 
 
 def test_over_cuda_ipc_the_trainer_computes_where_the_replica_does() -> None:

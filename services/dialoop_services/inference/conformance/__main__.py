@@ -36,6 +36,12 @@ def main() -> int:
         metavar="NAME=VALUE",
         help="an option of [inference.engine], as url=http://127.0.0.1:8000/v1",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="of the transformers engine; others choose theirs",
+    )
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path.cwd()))
     with tempfile.TemporaryDirectory() as folder:
@@ -45,6 +51,7 @@ def main() -> int:
                 folder=Path(folder),
                 model_dir=arguments.model_dir,
                 own=options_of(arguments.option),
+                device=arguments.device,
             )
             findings = asyncio.run(check)
         except DialoopError as error:

@@ -10,11 +10,11 @@ from typing import Any
 
 from dialoop.conformance.checks import Finding
 from dialoop.conformance.play import Broken
-from dialoop.errors import DialoopError, Unsupported
+from dialoop.errors import DialoopError, InvalidConfig, Unsupported
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 
-from dialoop_services.config.engines import ENGINES, facts_of_engine
+from dialoop_services.config.engines import ENGINES, facts_of_engine, require_device
 from dialoop_services.inference.conformance.bench import RANK, EngineBench, reference
 from dialoop_services.inference.conformance.checks import (
     CAPABILITIES,
@@ -37,16 +37,26 @@ async def check_engine(
     folder: Path,
     model_dir: Path | None = None,
     own: Mapping[str, Any] = MappingProxyType({}),
+    device: str = "cpu",
 ) -> tuple[Finding, ...]:
     """Start the engine of that name or import path and run every check on it.
 
     folder: where the kit writes models and weights. model_dir: a model to check with; a tiny one
-    of the kit's own if it is left out. own: options as [inference.engine] gives them. An engine
-    whose weights are outside may refuse what REFUSABLE lists; the finding says what it refused with
-    which reason. Raises InvalidConfig (ENGINE_NOT_FOUND).
+    of the kit's own if it is left out. own: options as [inference.engine] gives them. device: that
+    of [inference]; the reference is on the CPU always. An engine whose weights are outside may
+    refuse what REFUSABLE lists; the finding says what it refused with which reason. Raises
+    InvalidConfig: ENGINE_NOT_FOUND, and for a device that the engine is not told.
     """
+    try:
+        require_device(engine, device)
+    except ValueError as error:
+        raise InvalidConfig(f"{error}.", remedy="Leave --device out.") from error
+    adapters = AdapterLimits(max_adapters=1, max_rank=2 * RANK)
+    options = EngineOptions(
+        max_model_len=64, max_num_seqs=4, adapters=adapters, own=own, device=device
+    )
     model_dir = model_dir or make_family("qwen2", folder / "model", fields=_WIDE)
-    async with _bench(engine, model_dir, folder, own) as bench:
+    async with _bench(engine, model_dir, folder, options) as bench:
         findings: list[Finding] = []
         for name, check in CORE.items():
             before = [each for each in findings if name.startswith(f"{each.check}: ")]
@@ -67,7 +77,7 @@ async def check_engine(
 
 @asynccontextmanager
 async def _bench(
-    engine: str, model_dir: Path, folder: Path, own: Mapping[str, Any]
+    engine: str, model_dir: Path, folder: Path, options: EngineOptions
 ) -> AsyncIterator[EngineBench]:
     kind: Any = load_attribute(
         facts_of_engine(engine).path,
@@ -75,8 +85,6 @@ async def _bench(
         reason=Reason.ENGINE_NOT_FOUND,
         built_in=ENGINES,
     )
-    adapters = AdapterLimits(max_adapters=1, max_rank=2 * RANK)
-    options = EngineOptions(max_model_len=64, max_num_seqs=4, adapters=adapters, own=own)
     running: Engine = await kind.start(model_dir, options)
     try:
         yield EngineBench(engine=running, model_dir=model_dir, folder=folder, options=options)

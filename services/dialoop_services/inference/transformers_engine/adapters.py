@@ -32,6 +32,11 @@ class AdaptedModel:
         self._keys: set[str] = set()
         self._rows: list[str] = []
 
+    @property
+    def device(self) -> Any:
+        """Return the torch device on which the model's weights are now."""
+        return self._model.device
+
     def __call__(self, **inputs: Any) -> Any:
         """Run the model's forward pass, with each row's adapter where there is one."""
         if self._peft is None:

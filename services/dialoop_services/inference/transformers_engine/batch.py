@@ -55,16 +55,20 @@ class DecodingBatch:
 
         `which` names the row that each of n new ones is: samples of one prompt are computed once.
         """
-        copies = torch.arange(len(rows)) if which is None else torch.tensor(which)
-        lengths = torch.tensor([len(row) for row in rows])
-        width = int(lengths.max())
-        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
-        lasts, place = torch.unique(lengths - 1, return_inverse=True)
+        device = self._model.device
+        sizes = [len(row) for row in rows]
+        width = max(sizes)
+        # Indices are made on the host, so that no step waits for the device to tell a length.
+        lasts, place = torch.unique(torch.tensor(sizes, device="cpu") - 1, return_inverse=True)
+        lasts, place = lasts.to(device), place.to(device)
+        copies = torch.tensor(range(len(rows)) if which is None else which, device=device)
+        lengths = torch.tensor(sizes, device=device)
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
         # Padding stands on the right and attention is causal: no real token sees it.
         output = self._compute(
             ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=lasts
         )
-        shift = torch.arange(width)[None, :] - (width - lengths)[:, None]
+        shift = torch.arange(width, device=device)[None, :] - (width - lengths)[:, None]
         index = shift.clamp_min(0)[:, None, :, None]
         layers = [
             (k.take_along_dim(index, dim=2)[copies], v.take_along_dim(index, dim=2)[copies])
@@ -73,15 +77,16 @@ class DecodingBatch:
         self._join(layers, (shift >= 0).long()[copies])
         if self.experts is not None:
             self.experts = self.experts[copies]
-        logits: torch.Tensor = output.logits[torch.arange(len(rows)), place]
+        logits: torch.Tensor = output.logits[torch.arange(len(rows), device=device), place]
         return logits[copies]
 
     def step(self, last_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """Feed one token per row, at its position; return next-token logits [B, V]."""
+        device = self._model.device
         self._mask = pad(self._mask, (0, 1), value=1)
         output = self._compute(
-            torch.tensor(last_ids)[:, None],
-            position_ids=torch.tensor(positions)[:, None],
+            torch.tensor(last_ids, device=device)[:, None],
+            position_ids=torch.tensor(positions, device=device)[:, None],
             attention_mask=self._mask,
             past_key_values=Cache(layers=list(self._layers)),
             use_cache=True,

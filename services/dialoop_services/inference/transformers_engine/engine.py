@@ -1,4 +1,4 @@
-"""A transformers model as an engine on CPU: one task decodes all requests together.
+"""A transformers model as an engine, on a CPU or a GPU: one task decodes all requests together.
 
 Versions are exact because everything that uses the model holds one lock. A step samples with one
 version. A load replaces all weights between two steps; running rows then compute their keys again
@@ -8,6 +8,7 @@ under the new version, or keep them in a KEEP_KV load, which marks their samples
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections import deque
@@ -120,16 +121,23 @@ class TransformersEngine:
         self.max_model_len = options.max_model_len
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.adapter_space = AdapterSpace(limits=options.adapters, shapes=self._shapes)
+        self._device = torch.device(options.device)
         self._runner = asyncio.create_task(self._run(), name="transformers-engine")
 
     @classmethod
     async def start(cls, model_dir: Path, options: EngineOptions) -> TransformersEngine:
-        """Load the model and start decoding; `dtype` is float32 or bfloat16."""
+        """Load the model and start decoding; `dtype` is float32 or bfloat16.
+
+        Raises InvalidConfig: NEEDS_CUDA without the device, and for too few positions.
+        """
+        require_device(options.device)
         if options.num_threads:
             torch.set_num_threads(options.num_threads)
         if options.adapters.max_adapters:
             await asyncio.to_thread(require_peft)
-        model = await asyncio.to_thread(load_model, model_dir, getattr(torch, options.dtype))
+        model = await asyncio.to_thread(
+            load_model, model_dir, getattr(torch, options.dtype), device=options.device
+        )
         limit = int(model.config.get_text_config().max_position_embeddings)
         if options.max_model_len > limit:
             raise InvalidConfig(
@@ -225,7 +233,7 @@ class TransformersEngine:
         async with self._model_lock:
             scoring = asyncio.to_thread(score, self._adapted, list(token_ids), adapter)
             values = await to_the_end(scoring)  # hold the lock for as long as the thread works
-            return Scored(logprobs=values.numpy(), policy_version=self._policy_version)
+            return Scored(logprobs=values.cpu().numpy(), policy_version=self._policy_version)
 
     async def load_weights(
         self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
@@ -286,10 +294,13 @@ class TransformersEngine:
             raise
         self._policy_version = version
         if not keeps_keys:
-            # Keys of the old weights are dropped: these rows start over from their tokens.
-            self._waiting.extendleft(reversed(self._running))
-            self._running = []
-            self._batch.clear()
+            self._drop_keys()
+
+    def _drop_keys(self) -> None:
+        """Drop the keys of running rows, which start over from their tokens."""
+        self._waiting.extendleft(reversed(self._running))
+        self._running = []
+        self._batch.clear()
 
     async def add_adapter(self, adapter: Adapter) -> None:
         """Add an adapter, between two steps."""
@@ -313,13 +324,20 @@ class TransformersEngine:
         self._go_on()
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Stop. This engine is on the CPU: there is no device memory to free."""
+        """Stop. On a GPU, drop the keys and keep the weights in the host's memory, always."""
         async with self._loading:
             self.is_asleep = True
             await self._stop_steps()
+            if self._device.type == "cuda":
+                async with self._model_lock:
+                    self._drop_keys()
+                    await to_the_end(asyncio.to_thread(move_model, self._model, "cpu"))
 
     async def wake(self) -> None:
-        """Continue; the weights never left the memory."""
+        """Continue, with the weights on the device again."""
+        if self._device.type == "cuda":
+            async with self._model_lock:
+                await to_the_end(asyncio.to_thread(move_model, self._model, self._device))
         self.is_asleep = False
         self._go_on()
 
@@ -419,7 +437,7 @@ class TransformersEngine:
         """Note what the last pass chose for the last tokens of each row, or for all of them."""
         if self._batch.experts is None:
             return
-        for row, experts in zip(rows, self._batch.experts.numpy(), strict=True):
+        for row, experts in zip(rows, self._batch.experts.cpu().numpy(), strict=True):
             row.note_experts(experts[: num_tokens or len(row.ids)])
 
     def _fail_all(self, error: Exception) -> None:
@@ -434,23 +452,44 @@ class TransformersEngine:
         self._batch.clear()
 
 
-def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
-    """Return the model of a directory, in evaluation mode."""
+def require_device(device: str) -> None:
+    """Raise InvalidConfig (NEEDS_CUDA) where the engine's device is missing."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InvalidConfig(
+            "The engine's device is cuda, and this machine has no CUDA device.",
+            reason=Reason.NEEDS_CUDA,
+            remedy='Set device = "cpu" in [inference], or run where there is one.',
+        )
+
+
+def move_model(model: Any, device: torch.device | str) -> None:
+    """Move all weights; what they leave on a GPU goes back to the driver, for other processes."""
+    model.to(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def load_model(model_dir: Path, dtype: torch.dtype, *, device: str = "cpu") -> Any:
+    """Return the model of a directory, in evaluation mode; float32 products are exact."""
+    if device == "cuda":
+        torch.set_float32_matmul_precision("highest")  # no TF32
+        torch.backends.cudnn.allow_tf32 = False
     transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(DECODING_ATTENTION)
-    return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 @torch.inference_mode()
 def score(model: AdaptedModel, token_ids: list[int], adapter: Adapter | None) -> torch.Tensor:
     """Return the log-probs, float32 [L - 1], of given ids from position 1 on."""
     with model.rows_of([adapter]):
-        output = model(input_ids=torch.tensor([token_ids]), use_cache=False)
+        ids = torch.tensor([token_ids], device=model.device)
+        output = model(input_ids=ids, use_cache=False)
     logits = output.logits[0, :-1]
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    return logprobs.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+    return logprobs.gather(-1, ids[0, 1:, None])[:, 0]
 
 
 @torch.inference_mode()
@@ -469,7 +508,7 @@ def copy_weights(model: Any, tensors: dict[str, torch.Tensor], *, tied: bool) ->
         raise InternalError("The model's parameter names are not those of its files.")
     held = model.state_dict()
     for name, tensor in own.items():
-        if not torch.equal(held[name], tensor.to(held[name].dtype)):
+        if not torch.equal(held[name], tensor.to(held[name])):
             raise DataLost(
                 f"After a load, {name} is not what was published.",
                 reason=Reason.WEIGHTS_DIFFER,

@@ -1,7 +1,8 @@
 """From logits to sampled tokens and the log-probs they were sampled with.
 
 The order is vLLM's: repetition penalty, temperature, min-p, top-k, top-p. Greedy rows report
-log-probs at temperature 1, after the penalty.
+log-probs at temperature 1, after the penalty. All of it is computed where the logits are. The noise
+of a draw comes from the host's generators, so that a seed draws the same noise on each device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def processed_logprobs(
     token_ids: prompt and answer of each row so far, to which a repetition penalty applies.
     """
     penalized = _penalize(logits.float(), sampling, token_ids)
-    scaled = penalized / _column([s.temperature or 1.0 for s in sampling])
+    scaled = penalized / _column([s.temperature or 1.0 for s in sampling], penalized.device)
     rows = [index for index, s in enumerate(sampling) if s.truncates and s.temperature != 0]
     if rows:
         scaled[rows] = _truncate(scaled[rows], [sampling[row] for row in rows])
@@ -42,8 +43,8 @@ def sample_rows(
     generators: Sequence[torch.Generator],
 ) -> torch.Tensor:
     """Sample a token per row, int64 [B]: p / Exponential(1) is largest at i with chance p_i."""
-    greedy = torch.tensor([s.temperature == 0 for s in sampling])
-    noise = _exponential(logprobs.shape[-1], generators)
+    greedy = torch.tensor([s.temperature == 0 for s in sampling], device=logprobs.device)
+    noise = _exponential(logprobs.shape[-1], generators).to(logprobs.device)
     drawn = (logprobs.exp() / noise.clamp_min_(torch.finfo(noise.dtype).tiny)).argmax(dim=-1)
     return torch.where(greedy, logprobs.argmax(dim=-1), drawn)
 
@@ -71,7 +72,8 @@ def _exponential(width: int, generators: Sequence[torch.Generator]) -> torch.Ten
     drawn = []
     for _, rows in groupby(generators, key=id):
         same = list(rows)
-        drawn.append(torch.empty(len(same), width).exponential_(generator=same[0]))
+        noise = torch.empty(len(same), width, device="cpu")
+        drawn.append(noise.exponential_(generator=same[0]))
     return torch.cat(drawn)
 
 
@@ -87,7 +89,7 @@ def _penalize(
         return logits
     logits = logits.clone()
     for row in rows:
-        seen = torch.tensor(sorted(set(token_ids[row])))
+        seen = torch.tensor(sorted(set(token_ids[row])), device=logits.device)
         penalty = sampling[row].repetition_penalty or 1.0
         values = logits[row, seen]
         logits[row, seen] = torch.where(values > 0, values / penalty, values * penalty)
@@ -95,19 +97,21 @@ def _penalize(
 
 
 def _truncate(scaled: torch.Tensor, sampling: Sequence[SamplingParams]) -> torch.Tensor:
+    device = scaled.device
     probs = scaled.softmax(dim=-1)
-    floor = _column([s.min_p or 0.0 for s in sampling]) * probs.amax(dim=-1, keepdim=True)
+    floor = _column([s.min_p or 0.0 for s in sampling], device) * probs.amax(dim=-1, keepdim=True)
     scaled = scaled.masked_fill(probs < floor, _DROPPED)
     ordered, order = scaled.sort(dim=-1, descending=True)
     size = scaled.shape[-1]
-    kth = torch.tensor([min(s.top_k or size, size) for s in sampling])[:, None] - 1
+    top_k = [min(s.top_k or size, size) for s in sampling]
+    kth = torch.tensor(top_k, device=device)[:, None] - 1
     ordered = ordered.masked_fill(ordered < ordered.gather(-1, kth), _DROPPED)
     ordered_probs = ordered.softmax(dim=-1)
     before = ordered_probs.cumsum(dim=-1) - ordered_probs
-    top_p = _column([1.0 if s.top_p is None else s.top_p for s in sampling])
+    top_p = _column([1.0 if s.top_p is None else s.top_p for s in sampling], device)
     ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), _DROPPED)
     return torch.empty_like(scaled).scatter_(-1, order, ordered)
 
 
-def _column(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32)[:, None]
+def _column(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)[:, None]

@@ -114,7 +114,9 @@ def routing_of(model: Any, routers: Sequence[nn.Module]) -> Routing:
     Raises InvalidConfig (NO_ROUTED_EXPERTS) where it has none, or some that say something else, or
     that a trainer could not have choose again.
     """
-    one_token = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "use_cache": False}
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    one_token = {"input_ids": ids, "use_cache": False}
     with watch_routers(routers) as routed:
         if routers:
             model(**one_token)

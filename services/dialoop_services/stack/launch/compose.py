@@ -173,9 +173,11 @@ def _require_files(config: JobConfig, settings: ComposeSettings) -> None:
 
 def plan_service(role: str, config: JobConfig, settings: ComposeSettings) -> PlannedProcess:
     """Return how the container of a service starts it; InvalidConfig where it cannot run there."""
-    if config.train.device == "cuda" and not settings.gpu and role in ("trainer", "inference"):
+    tables = {"train": config.train.device, "inference": config.inference.device}
+    table = next((name for name, device in tables.items() if device == "cuda"), "")
+    if table and not settings.gpu and role in ("trainer", "inference"):
         raise InvalidConfig(
-            f'device is "cuda" in [train], and the container of {role} has no GPU.',
+            f'device is "cuda" in [{table}], and the container of {role} has no GPU.',
             reason=Reason.NEEDS_CUDA,
             remedy=f"Start with `docker compose {_GPU} up`, or leave device out.",
         )
