@@ -48,7 +48,8 @@ data_plane = "{data_plane}"
 [collector]
 max_new_tokens = 16
 [warm_start]
-num_steps = 10
+num_steps = 150
+learning_rate = 3e-3
 [train]
 device = "cuda"
 autocast = "bfloat16"
@@ -59,6 +60,7 @@ pipeline_depth = 0
 num_tasks = 8
 every = 0
 [gates]
+policy_versions_at_least = 4
 rescoring_s = 30
 """
 
