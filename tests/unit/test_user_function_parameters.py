@@ -49,6 +49,7 @@ NOT_A_USERS = {
     "dialoop_services.runtime.": "between a server and its servicers",
     "dialoop_services.scorer.reference_batches:": "it loads the scorer's own model",
     "dialoop_services.stack.launch.": "the launchers' own ports and processes",
+    "dialoop_services.stack.layout:Layout": "a launcher makes room by it",
     "dialoop_services.stack.processes.": "probes of the stack's own processes",
     "dialoop_services.trainer.": "between the job and its learner; trackers are loaded by path",
 }
