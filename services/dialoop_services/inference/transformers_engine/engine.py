@@ -130,7 +130,7 @@ class TransformersEngine:
 
         Raises InvalidConfig: NEEDS_CUDA without the device, and for too few positions.
         """
-        require_device(options.device)
+        require_cuda(options.device)
         if options.num_threads:
             torch.set_num_threads(options.num_threads)
         if options.adapters.max_adapters:
@@ -452,7 +452,7 @@ class TransformersEngine:
         self._batch.clear()
 
 
-def require_device(device: str) -> None:
+def require_cuda(device: str) -> None:
     """Raise InvalidConfig (NEEDS_CUDA) where the engine's device is missing."""
     if device == "cuda" and not torch.cuda.is_available():
         raise InvalidConfig(
