@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.smoke [--output runs/gpu_smoke.json] [--only "NAME;NAME"]
 
 prints a table and writes one JSON with the machine's name. Exit code 0: every check that could run
-passed. 1: one failed. 2: this machine has no GPU; the table says what would have run.
+passed. 1: one failed; its output and logs are kept in a folder beside the JSON. 2: this machine has
+no GPU; the table says what would have run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -205,8 +207,10 @@ def obstacle(check: Check, *, num_gpus: int, left_s: float) -> str:
     return "" if left_s > 0 else f"the {LIMIT_S} s of all checks are over"
 
 
-def run_all(checks: Sequence[Check], *, num_gpus: int, limit_s: float = LIMIT_S) -> list[Outcome]:
-    """Run one check after the other."""
+def run_all(
+    checks: Sequence[Check], *, num_gpus: int, kept: Path, limit_s: float = LIMIT_S
+) -> list[Outcome]:
+    """Run one check after the other; what a failed one wrote goes to a folder in kept."""
     ends_at, outcomes = time.monotonic() + limit_s, []
     for check in checks:
         left_s = ends_at - time.monotonic()
@@ -216,6 +220,8 @@ def run_all(checks: Sequence[Check], *, num_gpus: int, limit_s: float = LIMIT_S)
             continue
         with tempfile.TemporaryDirectory() as folder:
             outcomes.append(run_one(check, Path(folder), limit_s=min(check.limit_s, left_s)))
+            if outcomes[-1].status == "failed":
+                _keep(Path(folder), kept / check.name.replace(", ", "-").replace(" ", "-"))
     return outcomes
 
 
@@ -225,21 +231,22 @@ def run_one(check: Check, folder: Path, *, limit_s: float) -> Outcome:
     command = [sys.executable, "-m", *_words_of(check, folder)]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "client", ROOT / "services")))
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=folder,
-            timeout=limit_s,
-            env=os.environ | {"PYTHONPATH": paths},
-        )
+        with (folder / "stdout").open("w") as stdout, (folder / "stderr").open("w") as stderr:
+            done = subprocess.run(
+                command,
+                stdout=stdout,
+                stderr=stderr,
+                check=False,
+                cwd=folder,
+                timeout=limit_s,
+                env=os.environ | {"PYTHONPATH": paths},
+            )
     except subprocess.TimeoutExpired:
         why = f"it took more than {limit_s:.0f} s"
         return Outcome(check=check.name, status="failed", why=why, seconds=limit_s)
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    lines, errors = _lines(folder / "stdout"), _lines(folder / "stderr")
     figures = _figures_in(folder, check, lines)
-    errors = [line for line in (*lines, *done.stderr.splitlines()) if line.strip()]
+    errors = [*lines, *errors]
     failed = [line for line in errors if line.startswith("FAIL")]
     why = "" if not done.returncode else (failed or errors or ["it printed nothing"])[-1][:300]
     return Outcome(
@@ -249,6 +256,18 @@ def run_one(check: Check, folder: Path, *, limit_s: float) -> Outcome:
         seconds=round(time.monotonic() - started, 1),
         figures=figures,
     )
+
+
+def _lines(file: Path) -> list[str]:
+    text = file.read_text("utf-8", errors="replace")
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _keep(folder: Path, into: Path) -> None:
+    """Copy what a check wrote, without weights, which can be large."""
+    weights = shutil.ignore_patterns("model", "policies", "checkpoints")
+    shutil.rmtree(into, ignore_errors=True)
+    shutil.copytree(folder, into, ignore=weights)
 
 
 def _words_of(check: Check, folder: Path) -> list[str]:
@@ -311,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for check in checks:
             console.print(f"  {check.name:<24} {check.what}", highlight=False)
         return NO_GPU
-    outcomes = run_all(checks, num_gpus=len(gpus))
+    outcomes = run_all(checks, num_gpus=len(gpus), kept=options.output.with_suffix(""))
     machine = {"gpus": gpus, "machine": platform.node(), "python": platform.python_version()}
     report(outcomes, machine, options.output)
     return int(any(outcome.status == "failed" for outcome in outcomes))

@@ -31,8 +31,9 @@ def test_without_a_gpu_it_says_what_it_would_run_and_exits_2(monkeypatch, capsys
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_cannot_run_is_not_run_and_says_why() -> None:
-    outcomes = {o.check: o for o in smoke.run_all(list(HERE.values()), num_gpus=1)}
+def test_what_cannot_run_is_not_run_and_says_why(tmp_path) -> None:
+    ran = smoke.run_all(list(HERE.values()), num_gpus=1, kept=tmp_path)
+    outcomes = {outcome.check: outcome for outcome in ran}
     assert {name: outcome.status for name, outcome in outcomes.items()} == {
         "passes": "passed",
         "fails": "failed",
@@ -42,7 +43,9 @@ def test_what_cannot_run_is_not_run_and_says_why() -> None:
     assert "no_such_package is not installed" in outcomes["lacks"].why
     assert "needs 2 GPUs" in outcomes["two"].why
     assert outcomes["fails"].why
-    late = smoke.run_all([HERE["passes"]], num_gpus=1, limit_s=0)
+    assert [kept.name for kept in tmp_path.iterdir()] == ["fails"]
+    assert "/no/such/file" in (tmp_path / "fails" / "stderr").read_text("utf-8")
+    late = smoke.run_all([HERE["passes"]], num_gpus=1, kept=tmp_path, limit_s=0)
     assert (late[0].status, "are over" in late[0].why) == ("not run", True)
 
 
@@ -58,7 +61,7 @@ def test_the_json_has_the_machine_and_the_exit_code_what_failed(
 ):
     outcome = Outcome(check="train step", status=status, figures={"tokens_per_s": 5.0})
     monkeypatch.setattr(smoke, "gpu_names", lambda: ["Card"])
-    monkeypatch.setattr(smoke, "run_all", lambda checks, num_gpus: [outcome])
+    monkeypatch.setattr(smoke, "run_all", lambda checks, num_gpus, kept: [outcome])
     path = tmp_path / "smoke.json"
     assert smoke.main(["--output", str(path)]) == code
     document = json.loads(path.read_text("utf-8"))
