@@ -19,6 +19,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,19 @@ from dialoop.audit.audit import CHECKS
 from dialoop.tokens.tokenizer import Tokenizer
 
 from benchmarks.servers.machine import processor
-from tests.support.samples.planted_faults import PLANTS, TRL_PLANTS, engine_faults
-from tests.support.samples.rollout_worlds import World, make_run, make_trl_dump
+from tests.support.samples.planted_faults import (
+    PLANTS,
+    TRL_PLANTS,
+    NothingPlanted,
+    engine_faults,
+)
+from tests.support.samples.rollout_worlds import Run, World, make_run, make_trl_dump
 
 FOUND_AT_LEAST = 0.95
 MAX_STALENESS = 4
+MOST_DRAWN, FAR = 20, 10_000_000
+"""Worlds that are drawn for a case until its fault changes something, and how far their seeds lie
+from one another."""
 
 Random = np.random.Generator
 Audited = Callable[[Path], AuditReport]
@@ -55,12 +65,19 @@ def world_of(random: Random, seed: int, **settings: Any) -> World:
 def own(world: World, plant: Any, random: Random) -> Audited:
     """Return the audit of a run of ours."""
 
-    def find(folder: Path) -> AuditReport:
+    def make_faulty(folder: Path, world: World) -> Run:
         run = make_run(folder, world)
         run.config["collector"]["max_new_tokens"] = world.max_new_tokens
         if plant is not None:
             plant(run, random)
-        return audit(run.write(folder))
+        return run
+
+    def find(folder: Path) -> AuditReport:
+        for again in range(MOST_DRAWN):
+            with suppress(NothingPlanted):
+                drawn = replace(world, seed=world.seed + again * FAR)
+                return audit(make_faulty(folder, drawn).write(folder))
+        raise NothingPlanted
 
     return find
 

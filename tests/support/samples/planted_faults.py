@@ -24,9 +24,17 @@ def retokenise_trainer(run: Run, random: Random) -> None:
                 line["response_tokens"][place] = _last_letter(run.world, token)
 
 
+class NothingPlanted(Exception):
+    """The fault would leave this run as it was, so there is nothing to find."""
+
+
 def retokenise_branches(run: Run, random: Random) -> None:
-    """The prompt of a second sequence is encoded anew from its text."""
+    """The prompt of a second sequence is encoded anew from its text.
+
+    NothingPlanted where every prompt that was drawn is spelled as the policy sampled it.
+    """
     share = random.uniform(0.5, 1.0)
+    num_changed = 0
     for row in run.rows:
         if len(row["sequences"]) == 2 and random.random() < share:
             sequence = row["sequences"][1]
@@ -34,10 +42,13 @@ def retokenise_branches(run: Run, random: Random) -> None:
             ids = run.world.engine.encode(
                 run.world.engine.decode(sequence["token_ids"][:start], skip_special_tokens=False)
             ).ids
+            num_changed += ids != sequence["token_ids"][:start]
             shift = len(ids) - start
             sequence["token_ids"] = [*ids, *sequence["token_ids"][start:]]
             sequence["segments"][0]["length"] = len(ids)
             sequence["segments"][-1]["start"] += shift
+    if not num_changed:
+        raise NothingPlanted
 
 
 def retokenise_answers(run: Run, random: Random) -> None:
