@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from enum import Enum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -42,14 +43,18 @@ class Format(Enum):
     @classmethod
     def of(cls, headers: Mapping[bytes, bytes], *, is_stream: bool) -> Format:
         """Return the format the caller accepts, or else the one it sends."""
-        accepted = headers.get(b"accept", b"*/*").lower()
-        if accepted == b"*/*":
-            accepted = headers.get(b"content-type", b"").lower()
-        if _PROTOBUF in accepted:
-            return cls.DELIMITED if is_stream else cls.PROTOBUF
-        if not is_stream:
-            return cls.JSON
-        return cls.EVENTS if cls.EVENTS.value in accepted else cls.LINES
+        accepted, sent = headers.get(b"accept", b"*/*"), headers.get(b"content-type", b"")
+        return _format_of(accepted, sent, is_stream=is_stream)
+
+
+@lru_cache
+def _format_of(accepted: bytes, sent: bytes, *, is_stream: bool) -> Format:
+    accepted = (sent if accepted == b"*/*" else accepted).lower()
+    if _PROTOBUF in accepted:
+        return Format.DELIMITED if is_stream else Format.PROTOBUF
+    if not is_stream:
+        return Format.JSON
+    return Format.EVENTS if Format.EVENTS.value in accepted else Format.LINES
 
 
 class ResponseWriter:

@@ -136,16 +136,19 @@ class _Dispatch:
         """Serve a route; of two that match, the one that was added first."""
         split = route.path.split("/")
         parameters = tuple((i, p[1:-1]) for i, p in enumerate(split) if p.startswith("{"))
-        fixed = tuple((i, part) for i, part in enumerate(split) if not part.startswith("{"))
+        fixed = [(i, part) for i, part in enumerate(split) if not part.startswith("{")]
         routes = self._routes.setdefault((route.method, len(split)), [])
-        routes.append((fixed, parameters, endpoint))
+        routes.append((tuple(reversed(fixed)), parameters, endpoint))  # the last tells most apart
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http":
             split = scope["path"].split("/")
             for fixed, parameters, endpoint in self._routes.get((scope["method"], len(split)), ()):
-                if all(split[i] == part for i, part in fixed):
+                for i, part in fixed:
+                    if split[i] != part:
+                        break
+                else:
                     values = {name: split[i] for i, name in parameters}
                     if all(values.values()):
                         scope["path_params"] = values
