@@ -14,13 +14,15 @@ all keys, I the inner width (of all experts that a token uses), V the vocabulary
                   T L H a + T (6 H + 5 Q + 4 K + 4 I) a instead; and 3 T I a of gradients on the way
     head          2 T H b + 2 chunks of logits + what is kept of probabilities; V H (4 + b) of a
                   head that is trained: its gradients; V H b of one that is not, on a CPU: the copy
-                  that the products' library makes of a constant matrix in an order of its own
+                  that the products' library makes of a constant matrix in an order of its own, or
+                  what of a layer is computed again, since the copy is gone by then
     gradients     Pt b + 3 V H b, the second for the embedding's gradient before it is added to the
                   head's, and what AdamW computes of the largest matrix beside its state
     process       what Python and torch take
     publish       a copy of what is published, beside the next train step
 
-Gradients grow while activations go, so the larger of "backward + head" and "gradients" counts.
+Gradients grow while activations go, so the larger of "backward + head" and "gradients" counts. In
+an update of several rows the first row's gradients, Pt b, lie beside the next row's backward pass.
 
 An engine, in bytes: process + P b + keys and values + with vLLM on a CPU V H b for a tied head,
 which it keeps packed for its products beside the embedding.
@@ -114,9 +116,11 @@ class Training:
     """How a model is trained. num_tokens: of the longest packed row. num_processes share the model.
 
     num_trained: parameters that are trained, all of them or those of adapters; None: all.
+    num_rows: packed rows of an update.
     """
 
     num_tokens: int
+    num_rows: int = 1
     dtype: str = "float32"
     autocast: str = ""
     num_trained: int | None = None
@@ -148,8 +152,10 @@ def training_memory(shape: ModelShape, training: Training) -> Parts:
     trains_head = training.num_trained is None
     num_trained = shape.num_parameters if trains_head else training.num_trained or 0
     of_head = shape.vocab_size * shape.hidden if trains_head else 0
+    summed = num_trained * each // share
     backward = _activations(shape, training) + _head(shape, training, of_head)
-    gradients = num_trained * each // share + _MATRICES_AT_ONCE * of_head * each
+    backward += summed if training.num_rows > 1 else 0
+    gradients = summed + _MATRICES_AT_ONCE * of_head * each
     largest = "backward" if backward > gradients else "gradients"
     return Parts(
         parts={
@@ -167,13 +173,15 @@ def _activations(shape: ModelShape, training: Training) -> int:
         each = _AUTOCAST  # norms stay in float32
     of_layer = training.num_tokens * shape.numbers_of_a_layer * each
     on_the_way = 3 * training.num_tokens * shape.inner * each
+    is_constant = training.num_trained is not None and training.is_cpu
+    ordered = shape.vocab_size * shape.hidden * each if is_constant else 0
     halves = 0
     if training.autocast and training.dtype == "float32":  # weights are cast once for a pass
         halves = 2 * (shape.num_parameters - shape.vocab_size * shape.hidden)
     if training.recomputes:
         kept = training.num_tokens * shape.layers * shape.hidden * each
-        return kept + of_layer + on_the_way + halves
-    return shape.layers * of_layer + on_the_way + halves
+        return kept + max(of_layer + on_the_way, ordered) + halves
+    return shape.layers * of_layer + max(on_the_way, ordered) + halves
 
 
 def _head(shape: ModelShape, training: Training, of_head: int) -> int:
@@ -182,9 +190,7 @@ def _head(shape: ModelShape, training: Training, of_head: int) -> int:
     rows = min(rows, training.num_tokens)
     logits = _LOGITS_AT_ONCE * rows * shape.vocab_size * _FLOAT32
     states = 2 * training.num_tokens * shape.hidden * each
-    is_constant = not of_head and training.is_cpu
-    ordered = shape.vocab_size * shape.hidden * each if is_constant else 0
-    return logits + _KEPT_BYTES + states + ordered + of_head * (_FLOAT32 + each)
+    return logits + _KEPT_BYTES + states + of_head * (_FLOAT32 + each)
 
 
 def engine_memory(

@@ -107,8 +107,11 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     train, inference = config.train, config.inference
     longest = inference.max_model_len
     row_tokens = max(longest, train.row_tokens(longest))
+    num_trajectories = train.groups_per_train_step * config.collector.group_size
+    rows = max(1, num_trajectories * longest // row_tokens)
     training = Training(
         num_tokens=row_tokens,
+        num_rows=-(-rows // train.num_minibatches),
         dtype=config.dtype,
         autocast=train.autocast,
         num_trained=_num_of_adapter(config, directory) if config.model.lora_rank else None,
@@ -143,8 +146,6 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         processes["scorer"] = engine_memory(
             shape, process=PROCESS_BYTES, dtype=config.scorer.dtype, key_bytes=0
         )
-    num_trajectories = train.groups_per_train_step * config.collector.group_size
-    rows = max(1, num_trajectories * longest // row_tokens)
     return Estimate(
         processes=processes,
         publish_bytes=publish,

@@ -37,3 +37,30 @@ def test_what_freed_blocks_leave_is_given_back_once_it_is_worth_it() -> None:
     assert grown > 150 << 20
     assert kept == pytest.approx(grown, rel=0.1)
     assert left < 20 << 20
+
+
+LAYERS = """
+import sys
+import torch
+from dialoop_services.learning.memory import _resident, map_large_tensors
+
+if sys.argv[1] == "mapped":
+    assert map_large_tensors()
+del (largest := [torch.ones(31 << 18)])[:]  # when it is freed, glibc raises its bound to 31 MiB
+before = _resident()
+tensors = [torch.ones(12 << 18) for _ in range(40)]
+grown = _resident() - before
+del tensors[::2]
+print(grown, _resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap is what keeps freed tensors")
+@pytest.mark.parametrize("how", ["mapped", "as glibc does"])
+def test_what_is_freed_between_large_tensors_that_live_on_goes_back_at_once(how: str) -> None:
+    command = [sys.executable, "-c", LAYERS, how]
+    words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    grown, left = map(int, words)
+    assert grown > 460 << 20
+    share = 0.5 if how == "mapped" else 1.0
+    assert left == pytest.approx(share * grown, rel=0.1)

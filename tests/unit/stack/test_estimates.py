@@ -58,14 +58,17 @@ def test_the_trainers_memory_is_that_of_the_formula_by_hand() -> None:
     assert parts["backward"] == 3 * of_layer + on_the_way + head
     thrifty = training_memory(SHAPE, Training(num_tokens=5, recomputes=True)).parts
     assert thrifty["backward"] == 5 * 3 * 4 * 4 + of_layer + on_the_way + head
+    of_many = training_memory(SHAPE, Training(num_tokens=5, num_rows=2)).parts
+    assert of_many["backward"] == parts["backward"] + parts["weights"]
 
 
 def test_adapters_have_no_gradients_of_the_whole_model() -> None:
     parts = training_memory(SHAPE, Training(num_tokens=5, num_trained=10)).parts
     assert parts["optimiser"] == 80
     of_layer = 5 * (6 * 4 + 5 * 8 + 4 * 2 + 4 * 16) * 4
-    head = 2 * 5 * 10 * 4 + (64 << 20) + 2 * 5 * 4 * 4 + 10 * 4 * 4
-    assert parts["backward"] == 3 * of_layer + 3 * 5 * 16 * 4 + head
+    head = 2 * 5 * 10 * 4 + (64 << 20) + 2 * 5 * 4 * 4
+    on_the_way, ordered = 3 * 5 * 16 * 4, 10 * 4 * 4
+    assert parts["backward"] == 3 * of_layer + max(on_the_way, ordered) + head
     assert training_products(SHAPE, Training(num_tokens=5, num_trained=10)) == pytest.approx(
         training_products(SHAPE, Training(num_tokens=5)) * 4 / 6
     )

@@ -27,6 +27,7 @@ from dialoop_services.learning.lora.layers import add_lora
 from dialoop_services.learning.loss.corrections import Correction
 from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.loss.objective import k3, mean_metrics
+from dialoop_services.learning.memory import LARGE_MODEL, map_large_tensors
 from dialoop_services.learning.model.policy import DTYPES, load_policy
 from dialoop_services.learning.model.products import library_of
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
@@ -115,6 +116,8 @@ class Learner:
         self.trace: StepTrace | None = None
         """Gets every number of the next train steps, if set; only where one process trains."""
         policy = shard(policy_of(settings, ranks), ranks)
+        if sum(parameter.numel() for parameter in policy.parameters()) >= LARGE_MODEL:
+            map_large_tensors()
         objective = objective_of(settings)
         # `prepare` whitens over the whole train step, so an update of a part must not whiten again.
         self._whitens = objective.whiten
