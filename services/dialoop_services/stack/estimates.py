@@ -119,8 +119,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         num_processes=train.num_processes,
         is_cpu=train.device == "cpu",
     )
-    sends_adapter = config.model.lora_rank > 0 and config.model.publish != "merged"
-    sent = training.num_trained if sends_adapter else None
+    sent = training.num_trained if config.model.publish != "merged" else None
     publish = (shape.num_parameters if sent is None else sent) * BYTES_OF[config.dtype]
     trainer = training_memory(shape, training)
     copied = publish if train.pipeline_depth else 0  # then a publish runs beside the next step
