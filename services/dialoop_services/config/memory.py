@@ -14,8 +14,9 @@ all keys, I the inner width (of all experts that a token uses), V the vocabulary
                   T L H a + T (6 H + 5 Q + 4 K + 4 I) a instead; and 3 T I a of gradients on the way
     head          2 T H b + 2 chunks of logits + what is kept of probabilities; V H (4 + b) of a
                   head that is trained: its gradients; V H b of one that is not, on a CPU: the copy
-                  that the products' library makes of a constant matrix in an order of its own, or
-                  what of a layer is computed again, since the copy is gone by then
+                  that the products' library makes of a constant matrix in an order of its own. It
+                  is gone before the layers' backward pass, so only the larger of it and of what
+                  they need beside what was kept (T (...) a and 3 T I a) counts
     gradients     Pt b + 3 V H b, the second for the embedding's gradient before it is added to the
                   head's, and what AdamW computes of the largest matrix beside its state
     process       what Python and torch take

@@ -186,6 +186,8 @@ class LimitedConnection(HttpToolsProtocol):
         joined.flush()
         self.transport = joined.whole
         super().handle_websocket_upgrade()
+        # Nothing of a request is missing, so `data_received` starts no timer after this.
+        self._is_reading_head, self._num_head_bytes = True, 0
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP with a problem document."""

@@ -111,7 +111,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     rows = max(1, num_trajectories * longest // row_tokens)
     training = Training(
         num_tokens=row_tokens,
-        num_rows=-(-rows // train.num_minibatches),
+        num_rows=-(-rows // (train.num_minibatches * train.num_processes)),
         dtype=config.dtype,
         autocast=train.autocast,
         num_trained=_num_of_adapter(config, directory) if config.model.lora_rank else None,
