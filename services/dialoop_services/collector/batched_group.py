@@ -5,9 +5,11 @@
     generate, in later turns       ->    Generate, for each member, since their prompts differ
     step, in each turn             ->    BatchStep of all members that have answered
 
-A trajectory takes part in at most two requests a turn. A step waits for the other members a
-fraction of the time that its own answer took, and goes without those that are not there by then.
-Where steps themselves are slow, each member steps alone, so that no tool keeps the others waiting.
+A trajectory takes part in at most two requests a turn. Answers that may be long are asked for one
+by one, also in the first turn, so that no member waits for the longest. A step waits for the other
+members a fraction of the time that its own answer took, and goes without those that are not there
+by then. Where steps themselves are slow, each member steps alone, so that no tool keeps the others
+waiting.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from dialoop.clients.environment import StepItem
 from dialoop.clients.retry import retry
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.errors import DialoopError
+
+from dialoop_services.collector.partial_answer import is_worth_streaming
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -234,9 +238,11 @@ class BatchedGroup:
     ) -> tuple[Sample, ...]:
         """Return one sample; in the first turn all members give the same `sampling`.
 
-        Those with seeds ask alone: each has a seed of its own.
+        Those with seeds ask alone: each has a seed of its own. So do those whose answers may be
+        long, so that nobody waits for the longest; the engine caches the prompt that they share.
         """
-        if turn == 0 and (sampling is None or sampling.seed is None):
+        has_seed = sampling is not None and sampling.seed is not None
+        if turn == 0 and not has_seed and not is_worth_streaming(sampling):
             self._sampling = sampling
             return (await self._answers.join(history),)
         return await self._policy.generate(

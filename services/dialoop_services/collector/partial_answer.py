@@ -15,9 +15,24 @@ if TYPE_CHECKING:
     from dialoop.clients.inference import SampleChunk
     from dialoop.episode import Sample
     from dialoop.sequences import Sequence
+    from dialoop.trajectory import SamplingParams
 
+# An answer that may have so many tokens is streamed: what has arrived survives its replica.
+_LONG_ANSWER = 256
 # So many tokens and those on their way are lost with a replica: 2 % of an answer of 2,000.
 _CHUNK_TOKENS = 32
+
+
+def is_worth_streaming(sampling: SamplingParams | None) -> bool:
+    """Return whether another replica may finish the answer, and losing it would cost much.
+
+    A seeded answer is sampled again as a whole, since its seed names all its tokens. A constrained
+    one has a state that its tokens alone do not give back.
+    """
+    if sampling is None or sampling.seed is not None:
+        return False
+    is_long = (sampling.max_new_tokens or 0) >= _LONG_ANSWER
+    return is_long and not sampling.constraint and not sampling.top_logprobs
 
 
 class PartialAnswer:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,7 @@ from dialoop.errors import DialoopError, Unavailable, Unsupported
 from dialoop.reasons import Reason
 from dialoop.waits import waiting_for
 
-from dialoop_services.collector.partial_answer import PartialAnswer
+from dialoop_services.collector.partial_answer import PartialAnswer, is_worth_streaming
 from dialoop_services.collector.routing import RoutingCounts, choose
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ T = TypeVar("T")
 P = TypeVar("P")
 
 _WAIT_FOR_ONE_S = 10.0
-# An answer that may have so many tokens is streamed: what has arrived survives its replica.
-_LONG_ANSWER = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +153,8 @@ class Replicas:
     ) -> tuple[Sample, ...]:
         """Ask the asker's replica, or the next one that can."""
         is_suspect = False
-        answer = PartialAnswer() if _can_go_on(question) else None
+        is_streamed = question["num_samples"] == 1 and is_worth_streaming(question["sampling"])
+        answer = PartialAnswer() if is_streamed else None
 
         async def ask_once() -> tuple[Sample, ...]:
             nonlocal is_suspect
@@ -282,38 +281,12 @@ class GroupPolicy:
         if token_ids is not None:
             question["token_ids"] = list(token_ids)  # the next replica gets them again
         prompt = () if history is None else (history,)
-        if num_samples == 1 or not _can_go_on(question):
-            return await self._replicas.ask(self, prompt, question)
-        # Each long answer is a stream of its own, so that each can go on elsewhere.
-        of_member = question | {"num_samples": 1}
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                calls = [
-                    tasks.create_task(self._replicas.ask(self, prompt, of_member))
-                    for _ in range(num_samples)
-                ]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        samples = (task.result()[0] for task in calls)
-        return tuple(replace(sample, sample_index=i) for i, sample in enumerate(samples))
+        return await self._replicas.ask(self, prompt, question)
 
 
 def policy_of_group(policy: P, group_id: str) -> P | GroupPolicy:
     """Return what a group's members ask: the policy, or a view of its replicas."""
     return policy.of_group(group_id) if isinstance(policy, Replicas) else policy
-
-
-def _can_go_on(question: Mapping[str, Any]) -> bool:
-    """Return whether another replica may finish the answer, and losing it would cost much.
-
-    A seeded answer is sampled again as a whole, since its seed names all its tokens. A constrained
-    one has a state that its tokens alone do not give back.
-    """
-    sampling: SamplingParams | None = question["sampling"]
-    if sampling is None or sampling.seed is not None:
-        return False
-    is_long = (sampling.max_new_tokens or 0) >= _LONG_ANSWER
-    return is_long and not sampling.constraint and not sampling.top_logprobs
 
 
 class CautiousGroups:

@@ -97,6 +97,7 @@ async def _play_all(
     policy: Any,
     *,
     seed: int | None = None,
+    max_new_tokens: int = 64,
     shares: bool = True,
     name: str = "column_addition",
     key: str = "35+47",
@@ -123,7 +124,7 @@ async def _play_all(
         lease_id="l", task=task, attempt=1, expires_in_s=60, members=tuple(range(NUM))
     )
     round_ = Round(lease=lease)
-    sampling = SamplingParams(max_new_tokens=64, seed=seed)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=seed)
     delivered: dict[int, PlayedMember] = {}
 
     async def deliver(played: PlayedMember) -> None:
@@ -240,6 +241,33 @@ async def test_nobody_waits_long_for_a_straggler(tools: Counting) -> None:
     group = await playing
     assert [len(t.turns) for t in group.trajectories] == [1, 2, 3, 3]
     assert tools.calls["batch_step"] <= 1 + 3 + 3 + 2  # each in a call of its own at most
+
+
+async def test_nobody_waits_for_the_longest_of_the_first_answers(
+    environment: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an answer may be long; its steps go without it."""
+    monkeypatch.setattr(batched_group, "_LEAST_WAIT_S", 0.5)
+    ends = asyncio.Event()
+
+    class Slow(Policy):
+        async def generate(self, *arguments: Any, **question: Any) -> tuple[Sample, ...]:
+            samples = await super().generate(*arguments, **question)
+            if len(self.asked) == 1:
+                await ends.wait()
+            return samples
+
+    policy = Slow()
+    playing = asyncio.create_task(_play(environment, policy, max_new_tokens=256))
+    async with asyncio.timeout(PATIENCE_S):
+        while environment.calls["close_session"] < NUM - 1:
+            await asyncio.sleep(0.002)
+    assert environment.calls["batch_step"] == 1
+    ends.set()
+    group = await playing
+    assert [t.reward for t in group.trajectories] == [1.0] * NUM
+    assert policy.asked == [1] * NUM
+    assert environment.calls == {"create_group": 1, "batch_step": 2, "close_session": NUM}
 
 
 async def test_where_steps_are_slow_each_member_steps_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -18,7 +19,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import Source
 from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import SamplingParams
-from dialoop_services.collector import partial_answer, replicas
+from dialoop_services.collector import partial_answer
 from dialoop_services.collector.replicas import Replicas
 from dialoop_services.collector.routing import RoutingCounts, rank
 
@@ -44,7 +45,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_answers_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_LONG_ANSWER", 100)
+    monkeypatch.setattr(partial_answer, "_LONG_ANSWER", 100)
     monkeypatch.setattr(partial_answer, "_CHUNK_TOKENS", CHUNK)
 
 
@@ -127,8 +128,8 @@ async def test_a_whole_group_goes_on_and_its_next_turns_stay_with_the_survivor(
         dying, living = Mortal(a, dies_after=30), Mortal(b)
         first, second = rank("g", [make_place("x"), make_place("y")])
         group = Replicas({first.name: dying, second.name: living}, GONE).of_group("g")
-        samples = await group.generate(QUESTION, sampling=LONG, num_samples=3)
-        assert [sample.sample_index for sample in samples] == [0, 1, 2]
+        asking = (group.generate(QUESTION, sampling=LONG) for _ in range(3))
+        samples = [sample for (sample,) in await asyncio.gather(*asking)]
         assert len({sample.prompt_id for sample in samples}) == 1
         assert {len(s.sequence.inference_logprobs) for s in samples} == {120}
         assert len({tuple(s.sequence.token_ids.tolist()) for s in samples}) == 3
@@ -144,6 +145,10 @@ async def test_what_cannot_go_on_is_sampled_anew(model_dir: Path, tmp_path: Path
         await Replicas({"a": mortal}, QUICK).generate(QUESTION, sampling=seeded)
         short = SamplingParams(max_new_tokens=20)
         await Replicas({"a": mortal}, QUICK).generate(QUESTION, sampling=short)
+        samples = await Replicas({"a": mortal}, QUICK).generate(
+            QUESTION, sampling=LONG, num_samples=2
+        )
+        assert len(samples) == 2
         assert mortal.num_asked == 0
 
 
