@@ -1,8 +1,11 @@
 """Measure groups per second through the replay service over gRPC: append, lease, acknowledge.
 
-python benchmarks/replay_throughput.py --groups 2000 --kib 16 --fsync everysec
-python benchmarks/replay_throughput.py --groups 400 --kib 32 --batch 8 --parallel 8 --rounds 5 \
+python -m benchmarks.replay_throughput --groups 2000 --tokens 512 --fsync everysec
+python -m benchmarks.replay_throughput --groups 400 --tokens 512 --batch 8 --parallel 8 --rounds 5 \
     --before PATH --raw --atropos PYTHON
+
+A group is eight trajectories of `--tokens` sampled tokens, with log-probs and messages. The ids are
+drawn from a vocabulary of 151,936, as that of Qwen3: the protos of 127deda write small ids shorter.
 
 Starts a redis-server and the service in processes of their own; prints one JSON line, with the CPU
 milliseconds a group of the service and of Redis. `--before PATH` measures the service of commit
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import socket
@@ -33,11 +37,13 @@ from pathlib import Path
 import grpc
 import httpx
 import numpy as np
+import numpy.typing as npt
 import redis.asyncio
 
 if "--before" in sys.argv and "--rounds" not in sys.argv:
     # The queue of that commit speaks its own protos.
     sys.path.insert(0, f"{sys.argv[sys.argv.index('--before') + 1]}/client")
+from dialoop.v1 import chat_pb2 as chat
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2 as messages
 from dialoop.v1.replay_service_pb2_grpc import ReplayServiceStub
@@ -47,6 +53,7 @@ from tests.support.redis_server import RedisServer
 
 RUN = "benchmark"
 UNSCORED = messages.STAGE_UNSCORED
+VOCABULARY = 151_936
 
 
 def _launch(settings: dict[str, str], before: str) -> tuple[subprocess.Popen[str], str]:
@@ -64,32 +71,51 @@ def _launch(settings: dict[str, str], before: str) -> tuple[subprocess.Popen[str
     raise RuntimeError("the service did not start")
 
 
-def _group(task: messages.Task, group_id: str, kib: int) -> messages.Group:
-    """Return eight trajectories of one sequence."""
-    sequence = _sequence(kib * 1024 // 8 // 6)
+@functools.cache
+def _members(num_tokens: int) -> tuple[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]], ...]:
+    """Return the ids and log-probs of a group's eight trajectories."""
+    random = np.random.default_rng(0)
+    return tuple(
+        (
+            random.integers(0, VOCABULARY, num_tokens, dtype="<i4"),
+            -random.exponential(0.5, num_tokens).astype("<f4"),
+        )
+        for _ in range(8)
+    )
+
+
+def _group(task: messages.Task, group_id: str, num_tokens: int) -> messages.Group:
+    """Return eight trajectories of a question and an answer of so many tokens."""
+    said = [
+        chat.Message(role="user", content="A question of a few words."),
+        chat.Message(role="assistant", content="word" * num_tokens),
+    ]
     return messages.Group(
         group_id=group_id,
         task=task,
         trajectories=[
             messages.Trajectory(
-                trajectory_id=f"{group_id}.{i}", group_id=group_id, sequences=[sequence]
+                trajectory_id=f"{group_id}.{i}",
+                group_id=group_id,
+                sequences=[_sequence(ids, logprobs)],
+                history=chat.History(messages=said),
             )
-            for i in range(8)
+            for i, (ids, logprobs) in enumerate(_members(num_tokens))
         ],
     )
 
 
-def _sequence(length: int) -> messages.Sequence:
+def _sequence(ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> messages.Sequence:
     """Return sampled tokens with their log-probs, in the form of the protos that were loaded."""
+    length = len(ids)
     version = messages.PolicyVersion(lineage="main", number=0)
     place = {"length": length, "source": messages.SOURCE_MODEL}
     if not hasattr(messages, "Column"):
         return messages.Sequence(
-            token_ids=[1000] * length,
+            token_ids=ids.tolist(),
             segments=[messages.Segment(policy_version=version, **place)],
-            inference_logprobs=[-0.5] * length,
+            inference_logprobs=logprobs.tolist(),
         )
-    ids, logprobs = np.full(length, 1000, "<i4"), np.full(length, -0.5, "<f4")
     columns = [
         messages.Column(name=name, data_type=kind, along=along, shape=[length], data=data.tobytes())
         for name, kind, along, data in (
@@ -105,7 +131,7 @@ def _sequence(length: int) -> messages.Sequence:
 
 
 async def _prepare(
-    stub: ReplayServiceStub, num_groups: int, kib: int, before: str
+    stub: ReplayServiceStub, num_groups: int, num_tokens: int, before: str
 ) -> list[pb.AppendItem]:
     tasks = [
         messages.Task(task_id=f"t{i}", purpose=messages.PURPOSE_TRAINING, num_trajectories=8)
@@ -121,7 +147,9 @@ async def _prepare(
     )
     return [
         pb.AppendItem(
-            group=_group(held.task, f"{held.task.task_id}#1" if before else held.task.task_id, kib),
+            group=_group(
+                held.task, f"{held.task.task_id}#1" if before else held.task.task_id, num_tokens
+            ),
             lease_id=held.lease_id,
         )
         for held in leased.leases
@@ -149,7 +177,7 @@ async def _measure(
     limit = [("grpc.max_receive_message_length", 64 << 20)]
     async with grpc.aio.insecure_channel(address, options=limit) as channel:
         stub = ReplayServiceStub(channel)
-        items = await _prepare(stub, options.groups, options.kib, options.before)
+        items = await _prepare(stub, options.groups, options.tokens, options.before)
         leases: list[str] = []
 
         async def append(start: int) -> None:
@@ -190,7 +218,7 @@ async def _measure(
 async def _append_raw(url: str, options: argparse.Namespace, pid: int) -> dict[str, float]:
     """Return the groups per second of XADD alone, and its CPU milliseconds a group of Redis."""
     task = messages.Task(task_id="t", purpose=messages.PURPOSE_TRAINING, num_trajectories=8)
-    content = _group(task, "t", options.kib).SerializeToString()
+    content = _group(task, "t", options.tokens).SerializeToString()
     async with redis.asyncio.Redis.from_url(url) as client:
 
         async def append(_: int) -> None:
@@ -202,13 +230,13 @@ async def _append_raw(url: str, options: argparse.Namespace, pid: int) -> dict[s
     return {"xadd_groups_per_s": round(rate), "xadd_redis_cpu_ms": round(cpu_ms, 3)}
 
 
-def _atropos_group(kib: int) -> dict[str, list[object]]:
+def _atropos_group(num_tokens: int) -> dict[str, list[object]]:
     """Return the group that `_group` makes, as atroposlib's server takes it."""
-    length = kib * 1024 // 8 // 6
+    ids = [ids.tolist() for ids, _ in _members(num_tokens)]
     return {
-        "tokens": [[1000] * length] * 8,
-        "masks": [[1000] * length] * 8,
-        "inference_logprobs": [[-0.5] * length] * 8,
+        "tokens": ids,
+        "masks": ids,
+        "inference_logprobs": [logprobs.tolist() for _, logprobs in _members(num_tokens)],
         "scores": [0.0] * 8,
     }
 
@@ -229,7 +257,7 @@ def _atropos(options: argparse.Namespace) -> dict[str, float]:
 
 
 async def _append_atropos(options: argparse.Namespace, url: str, pid: int) -> dict[str, float]:
-    body = json.dumps([_atropos_group(options.kib)] * options.batch)
+    body = json.dumps([_atropos_group(options.tokens)] * options.batch)
     headers = {"content-type": "application/json"}
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         await _register(client)
@@ -345,7 +373,7 @@ def _rates(server: RedisServer, options: argparse.Namespace) -> dict[str, float]
 
 def _round_of(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the arguments of each measurement of a round, by name."""
-    sizes = ("groups", "kib", "batch", "parallel", "fsync", "store", "selection")
+    sizes = ("groups", "tokens", "batch", "parallel", "fsync", "store", "selection")
     same = [f"--{name}={getattr(options, name)}" for name in sizes]
     before = ["--before", options.before]
     if options.waiting:
@@ -390,7 +418,7 @@ def _compare(options: argparse.Namespace) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--groups", type=int, default=2000)
-    parser.add_argument("--kib", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=512, help="of a trajectory")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--parallel", type=int, default=4)
     parser.add_argument("--fsync", choices=("everysec", "always", "no"), default="everysec")
