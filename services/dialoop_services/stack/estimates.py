@@ -45,7 +45,8 @@ class Estimate:
 
     publish_bytes: of the file. published_bytes: of what lies in the machine's memory of them.
     step_products: floating-point operations of one train step on one process, if every trajectory
-    is as long as the context. row_tokens: of the longest row.
+    is as long as the context. row_tokens: of the longest row. on_gpus: names of the processes whose
+    model lies on a GPU.
     """
 
     processes: Mapping[str, Parts]
@@ -55,17 +56,25 @@ class Estimate:
     row_tokens: int
     training: Training
     shape: ModelShape
+    on_gpus: frozenset[str]
 
     @property
     def total(self) -> int:
         """Return the bytes of all processes and of the published policies."""
         return sum(parts.total for parts in self.processes.values()) + self.published_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes of the machine's memory: all but what lies on GPUs."""
+        on_gpus = sum(self.processes[name].total - PROCESS_BYTES for name in self.on_gpus)
+        return self.total - on_gpus
+
     def lines(self, *, gflops: float = 0.0) -> list[str]:
         """Return the estimate as text; the time with the rate of this machine, if it is given."""
         width = max(map(len, self.processes))
         lines = [
             f"memory   {name:<{width}}  {parts.total / _GIB:6.2f} GiB = {parts}"
+            + (", on a GPU but for the process" if name in self.on_gpus else "")
             for name, parts in self.processes.items()
         ]
         shared = f" + {self.published_bytes / _GIB:.2f} published" if self.published_bytes else ""
@@ -137,10 +146,14 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         num_devices=inference.num_devices,
         packs_head=is_vllm and train.device == "cpu" and bool(fields.get("tie_word_embeddings")),
     )
-    processes = {"trainer": capture}
-    processes |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}
-    if train.mode == "rl":
-        processes |= {f"inference-{n}": engine for n in range(inference.num_replicas)}
+    trainers = {"trainer": capture}
+    trainers |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}
+    num_replicas = inference.num_replicas if train.mode == "rl" else 0
+    replicas = {f"inference-{n}": engine for n in range(num_replicas)}
+    processes = trainers | replicas
+    # vLLM's device is that of its package, which is the trainer's where one machine has both.
+    of_replicas = train.device if is_vllm else inference.device
+    on_gpus = [*trainers] * (train.device == "cuda") + [*replicas] * (of_replicas == "cuda")
     if config.scorer.reference_logprobs and config.scorer.reference_server is None:
         processes["scorer"] = engine_memory(
             shape, process=PROCESS_BYTES, dtype=config.scorer.dtype, key_bytes=0
@@ -153,6 +166,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         row_tokens=row_tokens,
         training=training,
         shape=shape,
+        on_gpus=frozenset(on_gpus),
     )
 
 
@@ -171,12 +185,10 @@ def _num_of_adapter(config: JobConfig, directory: Path) -> int:
 def require_memory(config: JobConfig, available: float) -> None:
     """Raise InvalidConfig (ROW_LARGER_THAN_MEMORY) where the job needs more memory than there is.
 
-    available: bytes of the machine. Only what computes on its processors counts.
+    available: bytes of the machine. What lies on GPUs does not count.
     """
     estimate = estimate_of(config)
-    if estimate is None or config.train.device != "cpu":
-        return
-    if estimate.total <= available:
+    if estimate is None or estimate.host_bytes <= available:
         return
     trainer = estimate.processes["trainer"]
     remedies = ["a shorter max_model_len in [inference]", "a smaller model"]
@@ -185,7 +197,7 @@ def require_memory(config: JobConfig, available: float) -> None:
     if not config.model.lora_rank:
         remedies.append("lora_rank in [model]")
     raise InvalidConfig(
-        f"The job needs {estimate.total / _GIB:.1f} GiB of memory, and this machine has "
+        f"The job needs {estimate.host_bytes / _GIB:.1f} GiB of memory, and this machine has "
         f"{available / _GIB:.1f}. For rows of {estimate.row_tokens} tokens the trainer takes "
         f"{trainer.total / _GIB:.1f} GiB ({trainer}); one sequence is never split over processes.",
         reason=Reason.ROW_LARGER_THAN_MEMORY,

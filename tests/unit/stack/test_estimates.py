@@ -123,6 +123,19 @@ def test_a_row_that_is_larger_than_the_memory_is_refused_with_what_it_needs(dire
     assert Reason.ROW_LARGER_THAN_MEMORY in reasons
 
 
+def test_what_lies_on_gpus_takes_no_memory_of_the_machine(directory) -> None:
+    config = job(directory, inference={"device": "cuda"}, train={"device": "cuda"})
+    estimate = estimate_of(config)
+    assert estimate.on_gpus == {"trainer", "inference-0"}
+    assert estimate.host_bytes == 2 * PROCESS_BYTES + estimate.published_bytes
+    assert "on a GPU" in estimate.lines()[0]
+    require_memory(config, estimate.host_bytes)
+    sampling_there = estimate_of(job(directory, inference={"device": "cuda"}))
+    assert sampling_there.on_gpus == {"inference-0"}
+    trainer = sampling_there.processes["trainer"].total
+    assert sampling_there.host_bytes == trainer + PROCESS_BYTES + sampling_there.published_bytes
+
+
 def test_offload_on_a_cpu_is_refused(directory) -> None:
     with pytest.raises(InvalidConfig, match="where they are already"):
         job(directory, train={"activation_offload": True})

@@ -144,6 +144,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             room -= probs.nbytes
             if room >= 0:
                 kept.append(probs)
+            del logits, probs  # or they would lie beside the next chunk's
         ctx.save_for_backward(hidden, weight, bias, targets, scale, normalisers, entropy)
         ctx.options, ctx.kept = options, kept
         ctx.set_materialize_grads(False)  # an entropy that is only a metric gets no gradient
