@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import resources
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from dialoop.v1.trajectory_pb2 import Column
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
@@ -30,12 +30,22 @@ from pydantic import BaseModel, Field, create_model, model_validator
 from dialoop_services.rest.columns import CONFIG, ColumnBody, encode_column
 
 Encoder: TypeAlias = Callable[[Any], Any]
-# Name, what an empty field is encoded as (None: left out; a type is called), and how another
-# value is encoded (None: unchanged).
-_Plan: TypeAlias = list[tuple[str, Any, Encoder | None]]
+
+
+class _Plan(NamedTuple):
+    """How a message is encoded.
+
+    empty: what the fields are encoded as that are always there, while they are not set. fields: by
+    number the name of a field and how its value is encoded; None: unchanged.
+    """
+
+    empty: Mapping[str, Any]
+    fields: Mapping[int, tuple[str, Encoder | None]]
+
 
 _F = FieldDescriptor
 _MAX_FLOAT32 = 3.4028234663852886e38
+_SIX_DIGITS = 1e6
 
 
 @cache
@@ -128,10 +138,11 @@ class Models:
 
     def _plan(self, descriptor: Descriptor) -> _Plan:
         if descriptor.full_name not in self._plans:
-            self._plans[descriptor.full_name] = [
-                (field.name, _empty_of(field), self._encoder_of(field))
-                for field in descriptor.fields
-            ]
+            always = [field for field in descriptor.fields if not field.has_presence]
+            self._plans[descriptor.full_name] = _Plan(
+                empty={field.name: _empty_of(field) for field in always},
+                fields={f.number: (f.name, self._encoder_of(f)) for f in descriptor.fields},
+            )
         return self._plans[descriptor.full_name]
 
     def _encoder_of(self, field: FieldDescriptor) -> Encoder | None:
@@ -158,25 +169,20 @@ class Models:
 
 
 def _encode(plan: _Plan, message: Message) -> dict[str, Any]:
+    encoded = {**plan.empty}
     # Reading an empty field of the message would cost as much as reading one that is set.
-    present = {field.name: value for field, value in message.ListFields()}
-    encoded = {}
-    for name, default, convert in plan:
-        if name in present:
-            value = present[name] if convert is None else convert(present[name])
-        else:
-            value = default() if callable(default) else default
-        if value is not None:
-            encoded[name] = value
+    for field, value in message.ListFields():
+        name, convert = plan.fields[field.number]
+        encoded[name] = value if convert is None else convert(value)
+        if encoded[name] is None:
+            del encoded[name]
     return encoded
 
 
 def _empty_of(field: FieldDescriptor) -> Any:
-    """Return what a field that is not set is encoded as."""
-    if field.has_presence:
-        return None
+    """Return what a field that is not set is encoded as; nobody changes it."""
     if field.is_repeated:
-        return dict if _is_map(field) else list
+        return {} if _is_map(field) else []
     if field.enum_type is not None:
         return field.enum_type.values_by_number[field.default_value].name
     return "" if field.type == _F.TYPE_BYTES else field.default_value
@@ -198,6 +204,8 @@ def _enum_name(enum: EnumDescriptor, number: int) -> str | int:
 
 def _shortest(value: float) -> float | None:
     """Return the shortest decimal of the same float32: 0.1 and not 0.10000000149011612."""
+    if value.is_integer() and abs(value) < _SIX_DIGITS:
+        return value
     if not math.isfinite(value):
         return None
     for digits in (6, 7, 8):
