@@ -86,7 +86,7 @@ def _members(num_tokens: int) -> tuple[tuple[npt.NDArray[np.int32], npt.NDArray[
 
 def _group(task: messages.Task, group_id: str, num_tokens: int) -> messages.Group:
     """Return eight trajectories of a question and an answer of so many tokens."""
-    said = [
+    history = [
         chat.Message(role="user", content="A question of a few words."),
         chat.Message(role="assistant", content="word" * num_tokens),
     ]
@@ -98,7 +98,7 @@ def _group(task: messages.Task, group_id: str, num_tokens: int) -> messages.Grou
                 trajectory_id=f"{group_id}.{i}",
                 group_id=group_id,
                 sequences=[_sequence(ids, logprobs)],
-                history=chat.History(messages=said),
+                history=chat.History(messages=history),
             )
             for i, (ids, logprobs) in enumerate(_members(num_tokens))
         ],

@@ -133,26 +133,14 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     trainer = training_memory(shape, training)
     copied = publish if train.pipeline_depth else 0  # then a publish runs beside the next step
     capture = Parts(parts={**trainer.parts, "publish": copied})
-    is_vllm = config.engine == "vllm"
-    dtype = inference.dtype or config.dtype
-    concurrent = config.collector.max_groups_in_flight * config.collector.group_size
-    num_tokens = longest * min(inference.max_num_seqs, concurrent)
-    keys = key_bytes(shape, dtype=dtype, num_tokens=num_tokens)
-    engine = engine_memory(
-        shape,
-        process=VLLM_BYTES if is_vllm else PROCESS_BYTES,
-        dtype=dtype,
-        key_bytes=inference.kv_cache_mib << 20 if is_vllm else keys,
-        num_devices=inference.num_devices,
-        packs_head=is_vllm and train.device == "cpu" and bool(fields.get("tie_word_embeddings")),
-    )
     trainers = {"trainer": capture}
     trainers |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}
     num_replicas = inference.num_replicas if train.mode == "rl" else 0
+    engine = _memory_of_replica(config, shape, is_tied=bool(fields.get("tie_word_embeddings")))
     replicas = {f"inference-{n}": engine for n in range(num_replicas)}
     processes = trainers | replicas
     # vLLM's device is that of its package, which is the trainer's where one machine has both.
-    of_replicas = train.device if is_vllm else inference.device
+    of_replicas = train.device if config.engine == "vllm" else inference.device
     on_gpus = [*trainers] * (train.device == "cuda") + [*replicas] * (of_replicas == "cuda")
     if config.scorer.reference_logprobs and config.scorer.reference_server is None:
         processes["scorer"] = engine_memory(
@@ -167,6 +155,23 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         training=training,
         shape=shape,
         on_gpus=frozenset(on_gpus),
+    )
+
+
+def _memory_of_replica(config: JobConfig, shape: ModelShape, *, is_tied: bool) -> Parts:
+    """Return the memory of one inference replica."""
+    inference, is_vllm = config.inference, config.engine == "vllm"
+    dtype = inference.dtype or config.dtype
+    concurrent = config.collector.max_groups_in_flight * config.collector.group_size
+    num_tokens = inference.max_model_len * min(inference.max_num_seqs, concurrent)
+    keys = key_bytes(shape, dtype=dtype, num_tokens=num_tokens)
+    return engine_memory(
+        shape,
+        process=VLLM_BYTES if is_vllm else PROCESS_BYTES,
+        dtype=dtype,
+        key_bytes=inference.kv_cache_mib << 20 if is_vllm else keys,
+        num_devices=inference.num_devices,
+        packs_head=is_vllm and config.train.device == "cpu" and is_tied,
     )
 
 
