@@ -148,7 +148,7 @@ def _scores_of(world: World, adapter: Path, ids: list[int]) -> np.ndarray:
     from dialoop_services.learning.lora.base_weights import adapted_tensors
 
     base = world.engine.base_weights
-    tensors = adapted_tensors(adapter.parent, base, digest=base.digest())
+    tensors = dict(adapted_tensors(adapter.parent, base, digest=base.digest()))
     model = _model_like(world)
     model.load_state_dict(tensors, strict=False)
     model.tie_weights()

@@ -159,7 +159,7 @@ def test_an_adapter_added_into_its_base_is_the_merged_policy_bit_for_bit(
     whole = load_file(trained.export(tmp_path / "whole.safetensors").path)
     trained.export(tmp_path / "adapter_model.safetensors")
     base = BaseWeights.of(model_dir)
-    added = adapted_tensors(tmp_path, base, digest=base.digest())
+    added = dict(adapted_tensors(tmp_path, base, digest=base.digest()))
     assert added.keys() == whole.keys()
     assert all(torch.equal(added[name], whole[name]) for name in whole)
     assert {tensor.dtype for tensor in added.values()} == {getattr(torch, dtype)}

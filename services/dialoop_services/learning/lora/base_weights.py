@@ -100,9 +100,12 @@ class BaseWeights:
                     yield name, tensor
 
 
-def adapted_tensors(directory: Path, base: BaseWeights, *, digest: str) -> dict[str, Tensor]:
+def adapted_tensors(
+    directory: Path, base: BaseWeights, *, digest: str
+) -> Iterator[tuple[str, Tensor]]:
     """Return the policy that a PEFT directory makes of its base, as it was served.
 
+    Its tensors come one at a time, by name, so that nobody has to hold a second copy of the model.
     Raises PreconditionFailed (BASE_MISMATCH) where the adapter's file names another base than
     `digest`, and InvalidInput or Unsupported for a config that is not plain LoRA's.
     """
@@ -112,7 +115,7 @@ def adapted_tensors(directory: Path, base: BaseWeights, *, digest: str) -> dict[
     if base_digest:  # files that PEFT wrote have none
         require_base(digest, base_digest)
     config = AdapterConfig.from_json((directory / ADAPTER_CONFIG).read_text("utf-8"))
-    return dict(base.with_adapter(load_file(path), scaling=config.scaling))
+    return base.with_adapter(load_file(path), scaling=config.scaling)
 
 
 def require_base(digest: str, expected: str) -> None:

@@ -202,7 +202,7 @@ def _write_merged(policy: Path, model_dir: Path, base: Path | None, out: Path) -
         weights = replace(weights, files=(base,))
     scratch = out.with_name(f"{out.name}.merged")
     try:
-        tensors = adapted_tensors(policy, weights, digest=weights.digest())
+        tensors = dict(adapted_tensors(policy, weights, digest=weights.digest()))
         save_file(tensors, scratch, metadata={"format": "pt"})
         _write_model(scratch, model_dir, out)
     finally:

@@ -16,7 +16,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -278,21 +278,34 @@ class _Weights:
         """Return whether the version's weights are still on the disk."""
         return any((self._policies / version / name).is_file() for name in (ADAPTER, WEIGHTS))
 
+    @torch.no_grad()
     def load_into(self, policy: PolicyModel, version: str) -> None:
-        """Replace the model's weights with those of the version."""
-        tensors = from_checkpoint(policy.causal_lm, self.of(version))
-        policy.causal_lm.load_state_dict(tensors, strict=False)
+        """Replace the model's weights with those of the version.
+
+        One tensor at a time, where the model has the checkpoint's names: a second copy of the model
+        could need more memory than the trainer did.
+        """
+        names, tensors = self._of(version)
+        own = policy.causal_lm.state_dict()
+        if names <= own.keys():
+            for name, tensor in tensors:
+                own[name].copy_(tensor)
+        else:
+            loaded = from_checkpoint(policy.causal_lm, dict(tensors))
+            policy.causal_lm.load_state_dict(loaded, strict=False)
         policy.causal_lm.tie_weights()
 
-    def of(self, version: str) -> dict[str, torch.Tensor]:
-        """Return the version's tensors."""
+    def _of(self, version: str) -> tuple[Set[str], Iterable[tuple[str, torch.Tensor]]]:
+        """Return the names of the version's tensors, and these with their names."""
         directory = self._policies / version
-        if (directory / ADAPTER).is_file():
-            if self._base is None:
-                base = BaseWeights.of(self._model_dir)
-                self._base = base, base.digest()
-            return adapted_tensors(directory, self._base[0], digest=self._base[1])
-        return dict(load_file(directory / WEIGHTS))
+        if not (directory / ADAPTER).is_file():
+            weights = load_file(directory / WEIGHTS)
+            return weights.keys(), weights.items()
+        if self._base is None:
+            base = BaseWeights.of(self._model_dir)
+            self._base = base, base.digest()
+        base, digest = self._base
+        return base.shapes().keys(), adapted_tensors(directory, base, digest=digest)
 
 
 def main() -> None:
