@@ -16,7 +16,8 @@ all keys, I the inner width (of all experts that a token uses), V the vocabulary
                   head that is trained: its gradients; V H b of one that is not, on a CPU: the copy
                   that the products' library makes of a constant matrix in an order of its own. It
                   is gone before the layers' backward pass, so only the larger of it and of what
-                  they need beside what was kept (T (...) a and 3 T I a) counts
+                  they need beside what was kept (T (...) a and 3 T I a) counts; of a model of fewer
+                  than LARGE_MODEL parameters both, as glibc keeps what its layers freed
     gradients     Pt b + 3 V H b, the second for the embedding's gradient before it is added to the
                   head's, and what AdamW computes of the largest matrix beside its state
     process       what Python and torch take
@@ -43,6 +44,8 @@ from dialoop_services.config.engines import NUMBERS_OF_EXPERTS
 
 BYTES_OF: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Bytes of a number."""
+LARGE_MODEL = 50_000_000
+"""Parameters from which on a trainer has large tensors mapped one by one: freed, they are gone."""
 PROCESS_BYTES = 560 << 20
 """What Python, torch and transformers take in one process before it has a model."""
 VLLM_BYTES = 1460 << 20
@@ -176,13 +179,16 @@ def _activations(shape: ModelShape, training: Training) -> int:
     on_the_way = 3 * training.num_tokens * shape.inner * each
     is_constant = training.num_trained is not None and training.is_cpu
     ordered = shape.vocab_size * shape.hidden * each if is_constant else 0
+    is_returned = shape.num_parameters >= LARGE_MODEL
     halves = 0
     if training.autocast and training.dtype == "float32":  # weights are cast once for a pass
         halves = 2 * (shape.num_parameters - shape.vocab_size * shape.hidden)
     if training.recomputes:
         kept = training.num_tokens * shape.layers * shape.hidden * each
-        return kept + max(of_layer + on_the_way, ordered) + halves
-    return shape.layers * of_layer + max(on_the_way, ordered) + halves
+        in_turn = of_layer + on_the_way
+    else:
+        kept, in_turn = shape.layers * of_layer, on_the_way
+    return kept + (max(in_turn, ordered) if is_returned else in_turn + ordered) + halves
 
 
 def _head(shape: ModelShape, training: Training, of_head: int) -> int:

@@ -15,8 +15,6 @@ import psutil  # type: ignore[import-untyped]
 
 _resident_then = 0
 
-LARGE_MODEL = 50_000_000
-"""Parameters from which on a trainer's large tensors are mapped one by one."""
 _MAPPED_BYTES = 8 << 20
 _M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_services.config.file import parse_config
 from dialoop_services.config.memory import (
+    LARGE_MODEL,
     PROCESS_BYTES,
     ModelShape,
     Training,
@@ -68,6 +71,9 @@ def test_adapters_have_no_gradients_of_the_whole_model() -> None:
     of_layer = 5 * (6 * 4 + 5 * 8 + 4 * 2 + 4 * 16) * 4
     head = 2 * 5 * 10 * 4 + (64 << 20) + 2 * 5 * 4 * 4
     on_the_way, ordered = 3 * 5 * 16 * 4, 10 * 4 * 4
+    assert parts["backward"] == 3 * of_layer + on_the_way + ordered + head
+    large = replace(SHAPE, num_parameters=LARGE_MODEL)
+    parts = training_memory(large, Training(num_tokens=5, num_trained=10)).parts
     assert parts["backward"] == 3 * of_layer + max(on_the_way, ordered) + head
     assert training_products(SHAPE, Training(num_tokens=5, num_trained=10)) == pytest.approx(
         training_products(SHAPE, Training(num_tokens=5)) * 4 / 6

@@ -22,12 +22,13 @@ from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
 
 from dialoop_services.config.losses import DEMONSTRATION_LOSS, facts_of
+from dialoop_services.config.memory import LARGE_MODEL
 from dialoop_services.config.tables import ModelSection
 from dialoop_services.learning.lora.layers import add_lora
 from dialoop_services.learning.loss.corrections import Correction
 from dialoop_services.learning.loss.loss_loading import load_objective
 from dialoop_services.learning.loss.objective import k3, mean_metrics
-from dialoop_services.learning.memory import LARGE_MODEL, map_large_tensors
+from dialoop_services.learning.memory import map_large_tensors
 from dialoop_services.learning.model.policy import DTYPES, load_policy
 from dialoop_services.learning.model.products import library_of
 from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
