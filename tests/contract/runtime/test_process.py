@@ -102,11 +102,11 @@ def test_a_taken_port_is_one_sentence_and_exit_code_2():
 
 
 def test_full_garbage_collections_leave_alone_what_a_service_stands_on():
-    frozen = SERVICE.replace("server.port}", "gc.get_freeze_count()}").replace(
-        "asyncio, sys", "gc, sys"
-    )
-    service = start(frozen)
-    assert int(service.stdout.readline()) > 10_000
+    figures = "gc.get_freeze_count()} {gc.get_threshold()[0]}"
+    service = start(SERVICE.replace("server.port}", figures).replace("asyncio, sys", "gc, sys"))
+    num_frozen, collects_after = map(int, service.stdout.readline().split())
+    assert num_frozen > 10_000
+    assert collects_after == 10_000
     service.send_signal(signal.SIGTERM)
     service.communicate(timeout=PATIENCE_S)
 
