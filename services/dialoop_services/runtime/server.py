@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _IDLE_MS = 600_000
-# New objects after which Python looks for cycles among them. Nearly all that a request makes is gone
-# by then without it; after 700 (Python's own) much is not, and is looked at for nothing.
+# New objects after which Python looks for cycles among them. Nearly all that a request makes is
+# gone by then without it; after 700, which is Python's number, much is still in use.
 _COLLECT_AFTER = 10_000
 
 
