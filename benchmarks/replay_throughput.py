@@ -12,7 +12,7 @@ milliseconds a group of the service and of Redis. `--before PATH` measures the s
 127deda, checked out there. `--raw` appends the same bytes with XADD from as many clients, without
 the service, to a stream of the same redis-server. `--atropos PYTHON` sends the same groups to the
 API server of atroposlib, which keeps them in memory, in an environment that has it. `--waiting N`
-leases 64 groups while N wait, of one trajectory of one token each, and prints the CPU milliseconds
+leases 64 groups while N wait, of one short trajectory each, and prints the CPU milliseconds
 a lease.
 
 `--rounds N` measures the service and each of these in turn, N times, and prints the medians.
@@ -231,7 +231,7 @@ async def _append_raw(url: str, options: argparse.Namespace, pid: int) -> dict[s
 
 
 def _atropos_group(num_tokens: int) -> dict[str, list[object]]:
-    """Return the group that `_group` makes, as atroposlib's server takes it."""
+    """Return the tokens of the group that `_group` makes, as atroposlib's server takes them."""
     ids = [ids.tolist() for ids, _ in _members(num_tokens)]
     return {
         "tokens": ids,
@@ -287,6 +287,7 @@ async def _register(client: httpx.AsyncClient) -> None:
     raise RuntimeError("atroposlib's server did not start")
 
 
+_SHORT = 21  # tokens of each trajectory of which many wait
 _WAITING_LEASES = 100
 _LEASE = 64
 
@@ -347,7 +348,7 @@ async def _append_small(stub: ReplayServiceStub, names: list[str], before: str) 
     )
     items = []
     for held in leased.leases:
-        group = _group(held.task, held.task.task_id + "#1" * bool(before), 1)
+        group = _group(held.task, held.task.task_id + "#1" * bool(before), _SHORT)
         del group.trajectories[1:]
         items.append(pb.AppendItem(group=group, lease_id=held.lease_id))
     request = pb.AppendGroupsRequest(run=RUN, stage=UNSCORED, items=items)

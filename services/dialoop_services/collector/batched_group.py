@@ -5,11 +5,11 @@
     generate, in later turns       ->    Generate, for each member, since their prompts differ
     step, in each turn             ->    BatchStep of all members that have answered
 
-A trajectory takes part in at most two requests a turn. Answers that may be long are asked for one
-by one, also in the first turn, so that no member waits for the longest. A step waits for the other
-members a fraction of the time that its own answer took, and goes without those that are not there
-by then. Where steps themselves are slow, each member steps alone, so that no tool keeps the others
-waiting.
+A trajectory takes part in at most two requests a turn. Where an answer may be long, each member
+sends its own Generate in the first turn too, so that nobody waits for the longest answer. A step
+waits for the other members a fraction of the time that its own answer took, and goes without those
+that are not there by then. Where steps themselves are slow, each member steps alone, so that no
+tool keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dialoop.clients.retry import retry
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.errors import DialoopError
 
-from dialoop_services.collector.partial_answer import is_worth_streaming
+from dialoop_services.collector.partial_answer import may_be_long
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -239,10 +239,10 @@ class BatchedGroup:
         """Return one sample; in the first turn all members give the same `sampling`.
 
         Those with seeds ask alone: each has a seed of its own. So do those whose answers may be
-        long, so that nobody waits for the longest; the engine caches the prompt that they share.
+        long, so that nobody waits for the longest one.
         """
         has_seed = sampling is not None and sampling.seed is not None
-        if turn == 0 and not has_seed and not is_worth_streaming(sampling):
+        if turn == 0 and not has_seed and not may_be_long(sampling):
             self._sampling = sampling
             return (await self._answers.join(history),)
         return await self._policy.generate(

@@ -17,10 +17,15 @@ if TYPE_CHECKING:
     from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams
 
-# An answer that may have so many tokens is streamed: what has arrived survives its replica.
+# An answer that may have so many tokens is asked for alone, and streamed where that can be.
 _LONG_ANSWER = 256
 # So many tokens and those on their way are lost with a replica: 2 % of an answer of 2,000.
 _CHUNK_TOKENS = 32
+
+
+def may_be_long(sampling: SamplingParams | None) -> bool:
+    """Return whether the answer may have so many tokens that others should not wait for it."""
+    return sampling is not None and (sampling.max_new_tokens or 0) >= _LONG_ANSWER
 
 
 def is_worth_streaming(sampling: SamplingParams | None) -> bool:
@@ -31,8 +36,7 @@ def is_worth_streaming(sampling: SamplingParams | None) -> bool:
     """
     if sampling is None or sampling.seed is not None:
         return False
-    is_long = (sampling.max_new_tokens or 0) >= _LONG_ANSWER
-    return is_long and not sampling.constraint and not sampling.top_logprobs
+    return may_be_long(sampling) and not sampling.constraint and not sampling.top_logprobs
 
 
 class PartialAnswer:

@@ -321,8 +321,7 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _require_temperature_of_an_outside_reference(self) -> JobConfig:
         server, temperature = self.scorer.reference_server, self.collector.temperature
-        is_used = self.scorer.reference_logprobs or self.scorer.kl_coefficient
-        if server is not None and is_used and temperature != 1.0:
+        if server is not None and self.scorer.needs_reference and temperature != 1.0:
             raise ValueError(
                 f"temperature is {temperature:g} in [collector], and reference_server in [scorer] "
                 "scores at temperature 1: set temperature to 1, or name a reference_model instead"

@@ -1,6 +1,6 @@
 """What the processes of a job need, by a formula that is stated here: memory, bytes, products.
 
-shape = ModelShape.of(fields_of_config_json, num_parameters=596_049_920, is_tied=True)
+shape = ModelShape.of(fields_of_config_json, num_parameters=596_049_920)
 training_memory(shape, Training(num_tokens=4096, ...)).total          # bytes of the trainer
 
 The trainer, in bytes. P are the parameters, Pt those that are trained, b the bytes of a parameter,
@@ -27,7 +27,8 @@ Gradients grow while activations go, so the larger of "backward + head" and "gra
 an update of several rows the first row's gradients, Pt b, lie beside the next row's backward pass.
 
 An engine, in bytes: process + P b + keys and values + with vLLM on a CPU V H b for a tied head,
-which it keeps packed for its products beside the embedding.
+which it keeps packed for its products beside the embedding + with the transformers engine P b of
+the next policy, where adapters are published: it is added to the base before sampling pauses.
 
 Files that a process has mapped do not count, such as its libraries and a checkpoint that it reads:
 the system takes their pages back where it needs memory.
@@ -45,7 +46,8 @@ from dialoop_services.config.engines import NUMBERS_OF_EXPERTS
 BYTES_OF: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Bytes of a number."""
 LARGE_MODEL = 50_000_000
-"""Parameters from which on a trainer has large tensors mapped one by one: freed, they are gone."""
+"""Trainers of so many parameters or more map each large tensor by itself, so that its memory goes
+back to the system when it is freed."""
 PROCESS_BYTES = 560 << 20
 """What Python, torch and transformers take in one process before it has a model."""
 VLLM_BYTES = 1460 << 20

@@ -94,6 +94,11 @@ class ScorerFields(Section):
     patience_s: float = Field(default=120.0, gt=0)
     """Seconds that the queue may be away before groups are left to a later delivery."""
 
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the queue's groups need the reference model."""
+        return self.reference_logprobs or self.kl_coefficient > 0
+
     def baseline_for(self, loss: str) -> dict[str, bool]:
         """Return divide_by_std and leave_one_out: as this table says, else as `loss` needs."""
         facts = facts_of(loss)

@@ -35,8 +35,8 @@ Encoder: TypeAlias = Callable[[Any], Any]
 class _Plan(NamedTuple):
     """How a message is encoded.
 
-    empty: what the fields are encoded as that are always there, while they are not set. fields: by
-    number the name of a field and how its value is encoded; None: unchanged.
+    empty: values of the fields that every answer shows, where they are not set. fields: by number
+    the name of a field and how its value is encoded; None: unchanged.
     """
 
     empty: Mapping[str, Any]

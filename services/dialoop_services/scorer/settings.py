@@ -53,11 +53,6 @@ class ScorerSettings(JobSettings, ScorerFields):
         """Return how rewards become advantages."""
         return AdvantageSettings(**self.advantage_rule(self.loss))
 
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether the queue's groups need the reference model."""
-        return self.reference_logprobs or self.kl_coefficient > 0
-
     def require_consistent(self) -> ScorerSettings:
         """Return these settings; InvalidConfig when they need a reference model and name none."""
         if self.needs_reference and self.model_dir is None:

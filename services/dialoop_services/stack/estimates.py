@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
@@ -45,8 +45,8 @@ class Estimate:
 
     publish_bytes: of the file. published_bytes: of what lies in the machine's memory of them.
     step_products: floating-point operations of one train step on one process, if every trajectory
-    is as long as the context. row_tokens: of the longest row. on_gpus: names of the processes whose
-    model lies on a GPU.
+    is as long as the context. row_tokens: of the longest row. on_gpus: processes beside the trainer
+    whose model lies on a GPU.
     """
 
     processes: Mapping[str, Parts]
@@ -65,7 +65,7 @@ class Estimate:
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes of the machine's memory: all but what lies on GPUs."""
+        """Return the bytes that a job whose trainer is on the CPU needs of the machine's memory."""
         on_gpus = sum(self.processes[name].total - PROCESS_BYTES for name in self.on_gpus)
         return self.total - on_gpus
 
@@ -74,7 +74,6 @@ class Estimate:
         width = max(map(len, self.processes))
         lines = [
             f"memory   {name:<{width}}  {parts.total / _GIB:6.2f} GiB = {parts}"
-            + (", on a GPU but for the process" if name in self.on_gpus else "")
             for name, parts in self.processes.items()
         ]
         shared = f" + {self.published_bytes / _GIB:.2f} published" if self.published_bytes else ""
@@ -108,8 +107,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     directory = Path(config.model.directory)
     if not config.model.directory or not any(directory.glob("*.safetensors")):
         return None
-    content = json.loads((directory / "config.json").read_text("utf-8"))
-    fields = content.get("text_config", content)
+    fields = _fields_in(directory)
     shape = ModelShape.of(fields, num_parameters=num_parameters(directory))
     if shape is None:
         return None
@@ -128,23 +126,26 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         num_processes=train.num_processes,
         is_cpu=train.device == "cpu",
     )
-    sent = training.num_trained if config.model.publish != "merged" else None
+    adapts = config.model.publishes_adapters(inference.data_plane)
+    sent = training.num_trained if adapts else None
     publish = (shape.num_parameters if sent is None else sent) * BYTES_OF[config.dtype]
     trainer = training_memory(shape, training)
     copied = publish if train.pipeline_depth else 0  # then a publish runs beside the next step
     capture = Parts(parts={**trainer.parts, "publish": copied})
-    trainers = {"trainer": capture}
-    trainers |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}
+    processes = {"trainer": capture}
+    processes |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}
     num_replicas = inference.num_replicas if train.mode == "rl" else 0
     engine = _memory_of_replica(config, shape, is_tied=bool(fields.get("tie_word_embeddings")))
     replicas = {f"inference-{n}": engine for n in range(num_replicas)}
-    processes = trainers | replicas
-    # vLLM's device is that of its package, which is the trainer's where one machine has both.
-    of_replicas = train.device if config.engine == "vllm" else inference.device
-    on_gpus = [*trainers] * (train.device == "cuda") + [*replicas] * (of_replicas == "cuda")
-    if config.scorer.reference_logprobs and config.scorer.reference_server is None:
+    processes |= replicas
+    on_gpus = [*replicas] * (inference.device == "cuda")
+    on_gpus += ["scorer"] * (config.scorer.device != "cpu")
+    if config.scorer.needs_reference and config.scorer.reference_server is None:
         processes["scorer"] = engine_memory(
-            shape, process=PROCESS_BYTES, dtype=config.scorer.dtype, key_bytes=0
+            _shape_of_reference(config, shape),
+            process=PROCESS_BYTES,
+            dtype=config.scorer.dtype,
+            key_bytes=0,
         )
     return Estimate(
         processes=processes,
@@ -154,8 +155,24 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         row_tokens=row_tokens,
         training=training,
         shape=shape,
-        on_gpus=frozenset(on_gpus),
+        on_gpus=frozenset(on_gpus) & processes.keys(),
     )
+
+
+def _fields_in(directory: Path) -> dict[str, Any]:
+    """Return the fields of a model's config.json that describe its decoder."""
+    content: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    fields: dict[str, Any] = content.get("text_config", content)
+    return fields
+
+
+def _shape_of_reference(config: JobConfig, policy: ModelShape) -> ModelShape:
+    """Return the shape of the scorer's model; the policy's where that is it, or not known."""
+    directory = Path(config.scorer.reference_model)
+    if not config.scorer.reference_model or not any(directory.glob("*.safetensors")):
+        return policy
+    count = num_parameters(directory)
+    return ModelShape.of(_fields_in(directory), num_parameters=count) or policy
 
 
 def _memory_of_replica(config: JobConfig, shape: ModelShape, *, is_tied: bool) -> Parts:
@@ -165,7 +182,7 @@ def _memory_of_replica(config: JobConfig, shape: ModelShape, *, is_tied: bool) -
     concurrent = config.collector.max_groups_in_flight * config.collector.group_size
     num_tokens = inference.max_model_len * min(inference.max_num_seqs, concurrent)
     keys = key_bytes(shape, dtype=dtype, num_tokens=num_tokens)
-    return engine_memory(
+    memory = engine_memory(
         shape,
         process=VLLM_BYTES if is_vllm else PROCESS_BYTES,
         dtype=dtype,
@@ -173,6 +190,10 @@ def _memory_of_replica(config: JobConfig, shape: ModelShape, *, is_tied: bool) -
         num_devices=inference.num_devices,
         packs_head=is_vllm and config.train.device == "cpu" and is_tied,
     )
+    if config.engine != "transformers" or not config.model.publishes_adapters(inference.data_plane):
+        return memory
+    added = shape.num_parameters * BYTES_OF[config.dtype]
+    return Parts(parts={**memory.parts, "next policy": added})
 
 
 def _num_of_adapter(config: JobConfig, directory: Path) -> int:
@@ -190,10 +211,10 @@ def _num_of_adapter(config: JobConfig, directory: Path) -> int:
 def require_memory(config: JobConfig, available: float) -> None:
     """Raise InvalidConfig (ROW_LARGER_THAN_MEMORY) where the job needs more memory than there is.
 
-    available: bytes of the machine. What lies on GPUs does not count.
+    available: bytes of the machine. A trainer on a GPU is not checked.
     """
     estimate = estimate_of(config)
-    if estimate is None or estimate.host_bytes <= available:
+    if estimate is None or config.train.device != "cpu" or estimate.host_bytes <= available:
         return
     trainer = estimate.processes["trainer"]
     remedies = ["a shorter max_model_len in [inference]", "a smaller model"]

@@ -98,6 +98,7 @@ async def _play_all(
     *,
     seed: int | None = None,
     max_new_tokens: int = 64,
+    top_logprobs: int = 0,
     shares: bool = True,
     name: str = "column_addition",
     key: str = "35+47",
@@ -124,7 +125,7 @@ async def _play_all(
         lease_id="l", task=task, attempt=1, expires_in_s=60, members=tuple(range(NUM))
     )
     round_ = Round(lease=lease)
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=seed)
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=seed, top_logprobs=top_logprobs)
     delivered: dict[int, PlayedMember] = {}
 
     async def deliver(played: PlayedMember) -> None:
@@ -213,6 +214,7 @@ async def test_a_group_of_many_turns_shares_its_requests_turn_by_turn(
     tools: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batched_group, "_LEAST_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(batched_group, "_SLOW_STEP_S", PATIENCE_S)
     policy = ToolCalls()
     together = await _play_tools(tools, policy, seed=0)
     num_turns = [len(t.turns) for t in together.trajectories]
@@ -246,8 +248,9 @@ async def test_nobody_waits_long_for_a_straggler(tools: Counting) -> None:
 async def test_nobody_waits_for_the_longest_of_the_first_answers(
     environment: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where an answer may be long; its steps go without it."""
+    """The others take their steps in one call while the first answer is still being sampled."""
     monkeypatch.setattr(batched_group, "_LEAST_WAIT_S", 0.5)
+    monkeypatch.setattr(batched_group, "_SLOW_STEP_S", PATIENCE_S)
     ends = asyncio.Event()
 
     class Slow(Policy):
@@ -258,7 +261,7 @@ async def test_nobody_waits_for_the_longest_of_the_first_answers(
             return samples
 
     policy = Slow()
-    playing = asyncio.create_task(_play(environment, policy, max_new_tokens=256))
+    playing = asyncio.create_task(_play(environment, policy, max_new_tokens=256, top_logprobs=1))
     async with asyncio.timeout(PATIENCE_S):
         while environment.calls["close_session"] < NUM - 1:
             await asyncio.sleep(0.002)

@@ -110,6 +110,11 @@ def test_a_publish_has_the_bytes_of_its_file(directory) -> None:
     assert whole.publish_bytes == pytest.approx(num_bytes, rel=0.05)
     adapter = estimate_of(job(directory, model={"directory": str(directory), "lora_rank": 2}))
     assert 0 < adapter.publish_bytes < whole.publish_bytes / 2
+    # This engine adds an adapter to the base beside the policy that it serves.
+    replicas = [e.processes["inference-0"] for e in (adapter, whole)]
+    assert replicas[0].total - replicas[1].total == whole.publish_bytes
+    merged = {"directory": str(directory), "lora_rank": 2, "publish": "merged"}
+    assert estimate_of(job(directory, model=merged)).publish_bytes == whole.publish_bytes
     lines = whole.lines(gflops=50.0)
     assert [line.split()[0] for line in lines] == [*["memory"] * 3, "publish", "step"]
     assert "Gflop/s" in lines[-1]
@@ -130,16 +135,26 @@ def test_a_row_that_is_larger_than_the_memory_is_refused_with_what_it_needs(dire
 
 
 def test_what_lies_on_gpus_takes_no_memory_of_the_machine(directory) -> None:
-    config = job(directory, inference={"device": "cuda"}, train={"device": "cuda"})
+    on_gpu = {"device": "cuda"}
+    config = job(directory, inference=on_gpu, scorer={**on_gpu, "kl_coefficient": 0.1})
     estimate = estimate_of(config)
-    assert estimate.on_gpus == {"trainer", "inference-0"}
-    assert estimate.host_bytes == 2 * PROCESS_BYTES + estimate.published_bytes
-    assert "on a GPU" in estimate.lines()[0]
+    assert estimate.on_gpus == {"inference-0", "scorer"}
+    trainer = estimate.processes["trainer"].total
+    assert estimate.host_bytes == trainer + 2 * PROCESS_BYTES + estimate.published_bytes
     require_memory(config, estimate.host_bytes)
-    sampling_there = estimate_of(job(directory, inference={"device": "cuda"}))
-    assert sampling_there.on_gpus == {"inference-0"}
-    trainer = sampling_there.processes["trainer"].total
-    assert sampling_there.host_bytes == trainer + PROCESS_BYTES + sampling_there.published_bytes
+    with pytest.raises(InvalidConfig, match="The job needs"):
+        require_memory(config, estimate.host_bytes - 1)
+    require_memory(job(directory, train=on_gpu), 0)  # what a GPU has is not known here
+
+
+def test_the_scorer_needs_what_its_own_model_needs(directory, tmp_path) -> None:
+    other = make_family("qwen3", tmp_path / "other", fields={"num_hidden_layers": 1})
+    scorers = ({"kl_coefficient": 0.1}, {"kl_coefficient": 0.1, "reference_model": str(other)})
+    of_policy, of_other = (
+        estimate_of(job(directory, scorer=scorer)).processes["scorer"].total for scorer in scorers
+    )
+    assert of_other < of_policy
+    assert "scorer" not in estimate_of(job(directory)).processes
 
 
 def test_offload_on_a_cpu_is_refused(directory) -> None:

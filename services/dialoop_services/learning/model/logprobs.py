@@ -176,10 +176,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     slope = slope.to(weight.dtype)
                     grad_hidden[part] = product(slope, weight)
                     _add_product(grad_weight, slope.T, hidden[part])
+                    del logits, logprobs, slope, bend
                     continue
                 probs = logprobs.exp_()
+                del logits, logprobs  # other names of `probs`
             rows = _Rows(hidden[part], targets[part], grads[0][part, None] * _of(scale, part))
             grad_hidden[part] = _gradients(probs, weight, rows, grad_weight)
+            del probs
         whole = None if grad_weight is None else grad_weight.to(weight.dtype)
         of_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, whole, of_bias, None, None, None

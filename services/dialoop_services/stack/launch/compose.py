@@ -218,10 +218,10 @@ def _joining(
 def _require_reference(config: JobConfig) -> None:
     """Raise InvalidConfig where a scorer would look for the tiny model of the first machine."""
     scorer = config.scorer
-    loads = scorer.reference_logprobs and scorer.reference_server is None
+    loads = scorer.needs_reference and scorer.reference_server is None
     if loads and not (config.model.directory or scorer.reference_model):
         raise InvalidConfig(
-            "reference_logprobs is set in [scorer], and this machine has no model for it.",
+            "[scorer] needs a reference model, and this machine has none.",
             remedy="Set directory in [model] to a model that both machines have, or MODEL_DIR.",
         )
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from dialoop.episode import UpdateMode
+from dialoop.errors import InvalidInput
 from dialoop.sequences import Along, Column
 from dialoop.views.run_files import trajectory_files
 from numpy.typing import NDArray
@@ -289,6 +290,12 @@ class _Weights:
         own = policy.causal_lm.state_dict()
         if names <= own.keys():
             for name, tensor in tensors:
+                if tensor.shape != own[name].shape:
+                    raise InvalidInput(
+                        f"{name} of {version} is {list(tensor.shape)}, and {list(own[name].shape)} "
+                        f"in {self._model_dir}.",
+                        remedy="Give --model-dir the model that the run started from.",
+                    )
                 own[name].copy_(tensor)
         else:
             loaded = from_checkpoint(policy.causal_lm, dict(tensors))
