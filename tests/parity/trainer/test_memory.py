@@ -94,6 +94,7 @@ def test_a_train_step_stays_within_the_formula_at_1000_4000_and_16000_tokens(tmp
         "benchmark": "tests/parity/trainer/test_memory.py",
         "processor": processor(),
         "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
         "num_parameters": num_parameters,
         "steps": measured,
     }
