@@ -91,16 +91,16 @@ _BODY = (
 def _run(command: str) -> tuple[str, ...]:
     """Return the lines that run the job, stop it before its time is over and queue it again."""
     return (
-        f"{command} &",
-        "job=$!",
         "# USR1 announces the time limit: the trainer saves, and the job goes on later.",
         "trap 'late=1; kill -TERM $job' USR1",
         "trap 'kill -TERM $job' TERM",
-        "while true; do",
-        "  wait $job",
-        "  code=$?",
-        "  kill -0 $job 2>/dev/null || break",
+        f"{command} &",
+        "job=$!",
+        "while kill -0 $job 2>/dev/null; do",
+        "  wait $job # until the job or a signal ends it",
         "done",
+        "wait $job",
+        "code=$?",
         'if [ -n "$late" ] && [ $code -gt 128 ]; then',
         '  scontrol requeue "$SLURM_JOB_ID"',
         "fi",

@@ -281,7 +281,7 @@ def test_a_second_machine_joins_by_address_and_token(
     assert not replica.name  # or it would take the place of the first machine's
     assert "trainer does not join" in refusal("trainer", tmp_path, capsys)
     reference = "[scorer]\nreference_logprobs = true\n"
-    assert "no model for it" in refusal("scorer", tmp_path, capsys, JOB + reference)
+    assert "needs a reference model" in refusal("scorer", tmp_path, capsys, JOB + reference)
 
 
 def test_the_first_machine_shows_its_replica_to_others(
