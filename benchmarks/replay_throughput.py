@@ -320,13 +320,14 @@ async def _lease_among_many(
             names = [f"t{i}" for i in range(start, min(start + 1000, num_groups))]
             await _append_small(stub, names, options.before)
         await _wait_for_log(options.url)
+        order = {"selection": f"SELECTION_{options.selection.upper()}"}
         request = pb.LeaseGroupsRequest(
             run=RUN,
             stage=UNSCORED,
             worker="scorer",
             max_groups=_LEASE,
             lease_s=3600,
-            selection=f"SELECTION_{options.selection.upper()}",
+            **({} if options.before else order),  # 127deda has one order
         )
         used = {name: cpu_ns(pid) for name, pid in pids.items()}
         for _ in range(_WAITING_LEASES):
