@@ -32,13 +32,13 @@ def test_the_table_of_publishes_was_found() -> None:
 def test_the_queue_of_a_thousand_gpus_follows_from_what_was_measured() -> None:
     tokens, group = 1000 * 2000, 8 * 4000
     assert tokens / group == pytest.approx(63, rel=0.01)
-    bytes_of_token = 2.05e6 / (8 * 32_000)
-    assert round(tokens * bytes_of_token / 1e6) == 16
-    share = 16 / 76
+    bytes_of_token = 3.07e6 / (8 * 32_000)
+    assert round(tokens * bytes_of_token / 1e6) == 24
+    share = 24 / 120
     assert share == pytest.approx(1 / 5, rel=0.1)
     text = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
-    assert "37 groups or 76 MB a second" in text
-    assert "| append, groups a second | 1242 |" in text
+    assert "39 groups or 120 MB a second" in text
+    assert "| append, groups a second | 1832 |" in text
 
 
 def test_the_registrys_figures_are_those_that_were_measured() -> None:
