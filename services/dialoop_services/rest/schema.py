@@ -45,7 +45,7 @@ class _Plan(NamedTuple):
 
 _F = FieldDescriptor
 _MAX_FLOAT32 = 3.4028234663852886e38
-_SIX_DIGITS = 1e6
+_SIX_DIGITS = 1e6  # a whole number below it is its own shortest decimal
 
 
 @cache

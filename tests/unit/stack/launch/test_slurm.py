@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +89,16 @@ def test_a_job_that_was_stopped_by_its_time_limit_goes_back_in_the_queue(
     batch = subprocess.Popen(
         ["bash", "-c", "\n".join(lines)],
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
+        start_new_session=True,
     )
-    while not (tmp_path / "started").exists():
-        assert batch.poll() is None
-    batch.send_signal(10)
-    assert batch.wait(20) == code
+    try:
+        while not (tmp_path / "started").exists():
+            assert batch.poll() is None
+        batch.send_signal(signal.SIGUSR1)
+        assert batch.wait(20) == code
+    finally:
+        with suppress(ProcessLookupError):  # nobody is left where all went well
+            os.killpg(batch.pid, signal.SIGKILL)
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
