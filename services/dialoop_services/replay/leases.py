@@ -18,6 +18,9 @@ class Kind(StrEnum):
     EVALUATION = "evaluation"
 
 
+_KINDS = {str(kind): kind for kind in Kind}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseName:
     """The parts of a lease id."""
@@ -33,8 +36,9 @@ def format_lease(kind: Kind, token: int, task_id: str) -> str:
 
 def parse_lease(lease_id: str) -> LeaseName | None:
     """Return the lease's kind and task, or None for text that is not a lease id."""
-    kind, _, rest = lease_id.partition("/")
+    name, _, rest = lease_id.partition("/")
     token, slash, task_id = rest.partition("/")
-    if kind not in set(Kind) or not token.isdigit() or not slash:
+    kind = _KINDS.get(name)
+    if kind is None or not token.isdigit() or not slash:
         return None
-    return LeaseName(kind=Kind(kind), task_id=task_id)
+    return LeaseName(kind=kind, task_id=task_id)

@@ -34,7 +34,7 @@ _SCORED = {
     _TURNS: {number_of(pb.Turn, "rewards")},
     _SEQUENCES: {number_of(pb.Sequence, "advantage")},
 }
-_SCORED_COLUMNS = ("ref_logprobs", "token_advantages", "teacher_logprobs")
+_SCORED_COLUMNS = frozenset(("ref_logprobs", "token_advantages", "teacher_logprobs"))
 _VARINT, _FIXED64, _BYTES = 0, 1, 2
 # Hexadecimal digits of the two digests. Processors of today compute SHA-256 themselves.
 _KEPT, _OF_SCORES = 24, 8
@@ -147,14 +147,14 @@ def digests_of(trajectory: pb.Trajectory, raw: bytes) -> tuple[str, str]:
 def _fields_with_scores(trajectory: pb.Trajectory) -> set[int]:
     """Return the fields of a trajectory that hold what scoring may change."""
     fields = set[int]()
-    for turn in trajectory.turns:
+    for turn in trajectory.turns[:]:
         if turn.rewards:
             fields.add(_TURNS)
             break
-    for sequence in trajectory.sequences:
+    for sequence in trajectory.sequences[:]:
         if sequence.HasField("advantage"):
             fields.add(_SEQUENCES)
-        for column in sequence.columns:
+        for column in sequence.columns[:]:
             if column.name in _SCORED_COLUMNS:
                 fields.add(_SEQUENCES)
     return fields

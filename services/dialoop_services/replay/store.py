@@ -254,9 +254,11 @@ def digest_without_scores(member_digest: str) -> str:
 
 def _versions(trajectory: trajectory_pb2.Trajectory) -> dict[str, tuple[int, int]]:
     spans: dict[str, tuple[int, int]] = {}
-    for sequence in trajectory.sequences:
-        for version in sequence.policy_versions:
+    for sequence in trajectory.sequences[:]:
+        for version in sequence.policy_versions[:]:
             lineage, number = version.lineage, version.number
-            oldest, newest = spans.get(lineage, (number, number))
-            spans[lineage] = min(oldest, number), max(newest, number)
+            span = spans.get(lineage)
+            spans[lineage] = (
+                (min(span[0], number), max(span[1], number)) if span else (number, number)
+            )
     return spans

@@ -2,7 +2,9 @@
 
 check_group(group, stage=Stage.UNSCORED, vocab_size=32000)  # None, or why it is rejected
 
-The numbers of all sequences of a group are compared with their bounds together, as arrays.
+The numbers of all sequences of a group are compared with their bounds together, as arrays. Lists of
+messages are read as slices, `sequence.columns[:]`: protobuf takes twice as long to walk through the
+list itself.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def check_group(group: pb.Group, *, stage: Stage, vocab_size: int) -> _Rejection
     numbers: _Numbers = defaultdict(list)
     ids = set[str]()
     try:
-        for trajectory in group.trajectories:
+        for trajectory in group.trajectories[:]:
             num_sampled += _check_form(trajectory, group_id, stage, numbers)
             trajectory_id = trajectory.trajectory_id
             if trajectory_id in ids:
@@ -151,7 +153,7 @@ def _check_form(trajectory: pb.Trajectory, group_id: str, stage: Stage, numbers:
     if turns := trajectory.turns:
         num_turns = len(turns)
         _check_turns(trajectory, num_messages)
-    for index, sequence in enumerate(trajectory.sequences):
+    for index, sequence in enumerate(trajectory.sequences[:]):
         try:
             num_tokens, num_here = _check_segments(sequence, num_turns, num_messages)
             columns = _check_columns(sequence, num_tokens, num_here)
@@ -168,7 +170,7 @@ def _check_form(trajectory: pb.Trajectory, group_id: str, stage: Stage, numbers:
 
 def _check_turns(trajectory: pb.Trajectory, num_messages: int) -> None:
     """Raise _Unfit for turns of messages that are not there, and for unfit rewards."""
-    for index, turn in enumerate(trajectory.turns):
+    for index, turn in enumerate(trajectory.turns[:]):
         start, num = turn.message_start, turn.num_messages
         if not 0 <= start <= start + num <= num_messages:
             raise _Unfit(
@@ -176,7 +178,7 @@ def _check_turns(trajectory: pb.Trajectory, num_messages: int) -> None:
                 f"Trajectory {trajectory.trajectory_id}, turn {index}: message_start is {start} "
                 f"and num_messages {num}, of {num_messages} messages.",
             )
-        for reward in turn.rewards:
+        for reward in turn.rewards[:]:
             if not _is_trainable(reward):
                 where = f"Trajectory {trajectory.trajectory_id}, turn {index}"
                 raise _unfit_reward(reward).within(f"{where}, reward '{reward.name}'")
@@ -209,7 +211,7 @@ def _check_columns(
     Return numpy's character of each column's type, and its bytes, by name.
     """
     columns = dict[str, tuple[str, bytes]]()
-    for proto in sequence.columns:
+    for proto in sequence.columns[:]:
         name, number, along = proto.name, proto.data_type, proto.along
         shape, data = proto.shape, proto.data
         if name in columns:
@@ -271,7 +273,7 @@ def _check_segments(sequence: pb.Sequence, num_turns: int, num_messages: int) ->
     """
     position = num_sampled = 0
     places = set[int]()
-    for segment in sequence.segments:
+    for segment in sequence.segments[:]:
         start, length, source = segment.start, segment.length, segment.source
         if start != position or length <= 0:
             raise _unfit_shape(f"segments leave a gap or overlap at token {position}.")
@@ -288,14 +290,15 @@ def _check_segments(sequence: pb.Sequence, num_turns: int, num_messages: int) ->
         if not (0 <= segment.turn <= num_turns and 0 <= segment.message_index <= num_messages):
             raise _unfit_place(segment, num_turns, num_messages)
         position += length
-    num = len(sequence.policy_versions)
+    versions = sequence.policy_versions[:]
+    num = len(versions)
     if len(places) != num or (num and (min(places) < 0 or max(places) >= num)):
         # A version that no segment names would count for staleness all the same.
         raise _Unfit(
             Reason.OUT_OF_RANGE,
             f"policy_version_index of its segments has {sorted(places)}, of {num} policy_versions.",
         )
-    for place, version in enumerate(sequence.policy_versions):
+    for place, version in enumerate(versions):
         if version.number < 0:
             raise _Unfit(Reason.OUT_OF_RANGE, f"policy version {place} is {version.number}.")
     return position, num_sampled

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -34,6 +35,12 @@ RESTARTS_VARIABLE = "DIALOOP_NUM_RESTARTS"
 _PR_SET_PDEATHSIG = 1
 # A process that outlives its parent by this much hangs in its drain, and is killed.
 _ORPHAN_GRACE_S = 15.0
+# New objects after which Python looks for cycles among them. Nearly all that a request makes is
+# gone by then without it; after 700, which is Python's number, much is still in use.
+_COLLECT_AFTER = 10_000
+# Numbers of settings of glibc's `mallopt`, and the most that it takes for the second.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES, _LARGEST_KEPT = 64 << 20, 32 << 20
 
 
 def run(service: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> None:
@@ -71,6 +78,23 @@ def run_blocking(work: Callable[[], None], *, name: str) -> None:
             raise
         sys.stderr.write(f"dialoop {name}: {reason.message}\n")
         sys.exit(reason.exit_code)
+
+
+def tune_memory() -> None:
+    """Make memory cheap to use again, for a process that has loaded what it serves.
+
+    Messages of some 100 kB come and go: by glibc's settings each would be given back to the kernel,
+    which clears the next one's pages again. A process with torch gives freed memory back.
+    """
+    # Existing objects stay: a full collection then skips those of torch and protobuf.
+    gc.freeze()
+    if "torch" in sys.modules:  # there a cycle may hold tensors, which must go soon
+        return
+    gc.set_threshold(_COLLECT_AFTER)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have no such settings
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
 
 
 def end_command(main: Callable[[], int]) -> NoReturn:

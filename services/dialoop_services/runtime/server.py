@@ -9,9 +9,7 @@ async with server:                      # listens; server.port is the bound port
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +34,7 @@ from dialoop_services.runtime.listening import (
     require_safe_address,
 )
 from dialoop_services.runtime.logs import log_stalls
+from dialoop_services.runtime.process import tune_memory
 from dialoop_services.runtime.shutdown import StopSignal, owns_process
 
 if TYPE_CHECKING:
@@ -51,9 +50,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _IDLE_MS = 600_000
-# New objects after which Python looks for cycles among them. Nearly all that a request makes is
-# gone by then without it; after 700, which is Python's number, much is still in use.
-_COLLECT_AFTER = 10_000
 
 
 class GrpcServer:
@@ -171,10 +167,7 @@ class GrpcServer:
         self._exits.callback(stalls.cancel)
         await self.set_serving(True)
         if owns_process.get():
-            # Existing objects stay: a full collection then skips those of torch and protobuf.
-            gc.freeze()
-            if "torch" not in sys.modules:  # there a cycle may hold tensors, which must go soon
-                gc.set_threshold(_COLLECT_AFTER)
+            tune_memory()
         where = {"rest_address": self.rest_address} if door else {}
         log.info("Serving.", extra={**where, "address": self.address})
         return self
