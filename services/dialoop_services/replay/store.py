@@ -45,6 +45,7 @@ Answer = TypeVar("Answer", bound=Message)
 _LEASES = varint(number_of(pb.LeaseGroupsResponse, "leases") << 3 | 2)
 _GROUP = varint(number_of(pb.GroupLease, "group") << 3 | 2)
 _LEASE_ID = varint(number_of(pb.GroupLease, "lease_id") << 3 | 2)
+_MEMBER = varint(TRAJECTORIES << 3 | 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,39 +107,36 @@ class QueueStore(Protocol):
         ...
 
 
+class LeasedGroup(NamedTuple):
+    """A lease of a group, and the bytes of the group in parts, as they were stored."""
+
+    lease_id: str
+    num_deliveries: int
+    parts: Sequence[bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class GroupsHandedOut:
-    """The answer to LeaseGroups: its leases lack their groups, whose bytes lie beside them."""
+    """The answer to LeaseGroups, but for its leases, which last `lease_s`."""
 
     answer: pb.LeaseGroupsResponse
-    payloads: Sequence[bytes]
+    lease_s: float
+    leases: Sequence[LeasedGroup]
 
     def serialize(self) -> bytes:
         """Return the serialised answer; no group is parsed for it."""
-        parts: list[bytes] = []
-        rests: dict[tuple[int, float], bytes] = {}
-        for lease, payload in zip(self.answer.leases, self.payloads, strict=True):
-            key = lease.num_deliveries, lease.expires_in_s
-            rest = rests.get(key)
+        written: list[bytes] = []
+        rests: dict[int, bytes] = {}
+        for lease_id, num_deliveries, parts in self.leases:
+            rest = rests.get(num_deliveries)
             if rest is None:
-                bare = pb.GroupLease(num_deliveries=key[0], expires_in_s=key[1])
-                rest = rests[key] = bare.SerializeToString()
-            name = lease.lease_id.encode()
-            head = b"%b%b%b%b%b%b" % (
-                _LEASE_ID,
-                varint(len(name)),
-                name,
-                rest,
-                _GROUP,
-                varint(len(payload)),
-            )
-            parts += (_LEASES, varint(len(head) + len(payload)), head, payload)
-        rest = pb.LeaseGroupsResponse(
-            empty_reason=self.answer.empty_reason,
-            num_ready=self.answer.num_ready,
-            is_cut=self.answer.is_cut,
-        ).SerializeToString()
-        return b"".join((*parts, rest))
+                bare = pb.GroupLease(num_deliveries=num_deliveries, expires_in_s=self.lease_s)
+                rest = rests[num_deliveries] = bare.SerializeToString()
+            name, size = lease_id.encode(), sum(map(len, parts))
+            head = b"".join((_LEASE_ID, varint(len(name)), name, rest, _GROUP, varint(size)))
+            written += (_LEASES, varint(len(head) + size), head, *parts)
+        written.append(self.answer.SerializeToString())
+        return b"".join(written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +213,9 @@ def group_head(task: trajectory_pb2.Task) -> bytes:
 def pack_member(trajectory: trajectory_pb2.Trajectory) -> tuple[MemberFacts, bytes]:
     """Return what the ledger keeps of a trajectory, and its bytes as part of a serialised group."""
     raw = trajectory.SerializeToString(deterministic=True)
-    facts = MemberFacts(
-        digest=".".join(digests_of(trajectory, raw)),
-        versions=_versions(trajectory),
-        trajectory_id=trajectory.trajectory_id,
-    )
-    return facts, varint(TRAJECTORIES << 3 | 2) + varint(len(raw)) + raw
+    digest = ".".join(digests_of(trajectory, raw))
+    facts = MemberFacts(digest, _versions(trajectory), trajectory.trajectory_id)
+    return facts, _MEMBER + varint(len(raw)) + raw
 
 
 def pack_group(group: trajectory_pb2.Group) -> tuple[GroupFacts, bytes]:

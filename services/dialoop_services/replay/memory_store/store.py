@@ -33,6 +33,7 @@ from dialoop_services.replay.store import (
     Answer,
     FinishedMembers,
     GroupsHandedOut,
+    LeasedGroup,
     MembersAppended,
     QueueLimits,
     append_outcome,
@@ -253,11 +254,11 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> GroupsHande
     answer = pb.LeaseGroupsResponse(empty_reason=pb.EMPTY_REASON_NOT_EMPTY, num_ready=len(ready))
     if len(ready_now) < max(1, request.min_groups):
         answer.empty_reason = pb.EMPTY_REASON_TOO_FEW if ready_now else pb.EMPTY_REASON_NO_GROUPS
-        return GroupsHandedOut(answer, [])
+        return GroupsHandedOut(answer, request.lease_s, [])
     fitting = ledger.fitting([record.entries[stage] for record in ready_now])
     answer.is_cut = len(fitting) < len(ready_now)
-    chosen = ready_now[: len(fitting)]
-    for record in chosen:
+    leases = list[LeasedGroup]()
+    for record in ready_now[: len(fitting)]:
         entry = record.entries[stage]
         del ready[entry.order]
         entry.lease_id = ledger.new_lease(KIND_OF_STAGE[stage], record.task_id, request.lease_s)
@@ -267,9 +268,9 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> GroupsHande
         ledger.num_redelivered += entry.num_deliveries > 1
         if stage is not Stage.UNSCORED:
             ledger.move(record, GroupState.TRAINING)
-        answer.leases.append(_bare_lease(entry, request.lease_s))
+        leases.append(LeasedGroup(entry.lease_id, entry.num_deliveries, [entry.payload]))
     answer.num_ready = len(ready)
-    return GroupsHandedOut(answer, [record.entries[stage].payload for record in chosen])
+    return GroupsHandedOut(answer, request.lease_s, leases)
 
 
 def _bare_lease(entry: StagedGroup, lease_s: float) -> pb.GroupLease:

@@ -36,11 +36,13 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from dialoop_services.replay.redis_store.at_hand import PayloadsAtHand
 from dialoop_services.replay.refusals import refusal
 from dialoop_services.replay.store import (
     Answer,
     FinishedMembers,
     GroupsHandedOut,
+    LeasedGroup,
     MembersAppended,
     QueueLimits,
     append_outcome,
@@ -92,7 +94,10 @@ class ShrinkingPool(redis.asyncio.ConnectionPool):
 
 
 class RedisStore:
-    """A QueueStore in Redis; `clock` (seconds) replaces the server's own in tests."""
+    """A QueueStore in Redis; `clock` (seconds) replaces the server's own in tests.
+
+    at_hand_bytes: size of what was appended last that is kept here too, for leases to give out.
+    """
 
     def __init__(
         self,
@@ -101,6 +106,7 @@ class RedisStore:
         *,
         timeout_s: float = 10.0,
         clock: Callable[[], float] | None = None,
+        at_hand_bytes: int = 64 << 20,
     ) -> None:
         pool = ShrinkingPool.from_url(
             url,
@@ -120,6 +126,7 @@ class RedisStore:
         self._description = "redis"
         self._appends: dict[str, deque[tuple[_Append, dict[str, Any], bytes]]] = {}
         self._appending: dict[str, asyncio.Task[None]] = {}
+        self._at_hand = PayloadsAtHand(at_hand_bytes)
 
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
         """Apply a request, as `QueueStore.apply` says."""
@@ -153,12 +160,15 @@ class RedisStore:
         """Append what waits for this run, until nothing does."""
         while batch := _take_batch(self._appends[run]):
             appends, items, payloads = zip(*batch, strict=True)
+            self._keep(items, payloads)
+            fields = {"items": items, "keeper": self._at_hand.keeper}
             try:
-                reply, _ = await self._run_script("append_members", run, {"items": items}, payloads)
+                reply, heads = await self._run_script("append_members", run, fields, payloads)
             except Exception as error:
                 for append in appends:
                     append.fail(error)
                 continue
+            self._complete(reply, heads)
             overflows, reasons = dict(reply["overflows"]), iter(reply["reasons"])
             for number, (append, item) in enumerate(zip(appends, items, strict=True)):
                 own = list(itertools.islice(reasons, len(item["digests"])))
@@ -167,9 +177,40 @@ class RedisStore:
 
     async def lease_groups(self, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
         """Apply a lease of groups, as `QueueStore.lease_groups` says."""
-        fields = _fields(request, [])
-        reply, payloads = await self._run_script("lease_groups", request.run, fields, [])
-        return GroupsHandedOut(pb.LeaseGroupsResponse(**_without_empty(reply)), payloads)
+        at_hand = {"keeper": self._at_hand.keeper, "since": self._at_hand.since}
+        fields = _fields(request, []) | at_hand
+        reply, blobs = await self._run_script("lease_groups", request.run, fields, [])
+        read = iter(blobs)
+        leases = [
+            LeasedGroup(lease_id, num, self._at_hand.take(marks) if marks else (next(read),))
+            for lease_id, num, marks in reply.pop("leases", ())
+        ]
+        if not all(lease.parts for lease in leases):
+            leases = await self._read_absent(request.run, leases)
+            if not leases:
+                reply["empty_reason"] = pb.EMPTY_REASON_NO_GROUPS
+        return GroupsHandedOut(pb.LeaseGroupsResponse(**reply), request.lease_s, leases)
+
+    async def _read_absent(self, run: str, leases: Sequence[LeasedGroup]) -> list[LeasedGroup]:
+        """Read groups that should have been at hand; the answer to their append was lost.
+
+        Leave out those that are gone since.
+        """
+        absent = [lease.lease_id for lease in leases if not lease.parts]
+        _, blobs = await self._run_script("read_groups", run, {"lease_ids": absent}, [])
+        read = dict(zip(absent, blobs, strict=True))
+        whole = [lease._replace(parts=lease.parts or (read[lease.lease_id],)) for lease in leases]
+        return [lease for lease in whole if any(lease.parts)]
+
+    def _keep(self, items: Sequence[dict[str, Any]], payloads: Sequence[bytes]) -> None:
+        """Keep at hand what is about to be appended, and mark the items with it."""
+        for item, payload in zip(items, payloads, strict=True):
+            item["mark"] = self._at_hand.add(payload)
+
+    def _complete(self, reply: Mapping[str, Any], heads: Sequence[bytes]) -> None:
+        """Note which groups an append has made ready."""
+        for marks, head in zip(reply["marks"], heads, strict=True):
+            self._at_hand.complete(marks, head)
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
         """Count groups that the servicer rejected."""
@@ -215,8 +256,11 @@ class RedisStore:
     async def _call(self, request: Any, answer: type[Answer]) -> Answer:
         payloads: list[bytes] = []
         fields = _fields(request, payloads)
+        if isinstance(request, pb.AppendGroupsRequest):
+            self._keep(fields["items"], payloads)
         reply, blobs = await self._run_script(_script_name(request), request.run, fields, payloads)
         if "reasons" in reply:
+            self._complete(reply, blobs)
             outcomes = [append_outcome(reason) for reason in reply["reasons"]]
             return answer(outcomes=outcomes)
         response = ParseDict(_without_empty(reply), answer())
@@ -249,12 +293,17 @@ class RedisStore:
     async def _eval(self, name: str, *arguments: str | bytes) -> Any:
         """Run a script that Redis has, or that it gets now; the first argument is its key."""
         script = self._scripts[name]
+        pool = self._client.connection_pool
+        # And not `script(...)`: it costs more than some scripts, and all requests come by here.
+        connection = await pool.get_connection()  # type: ignore[no-untyped-call]
         try:
-            # And not `script(...)`: each lease and append comes by here.
-            run: Any = self._client.execute_command
-            return await run("EVALSHA", script.sha, 1, *arguments)
+            await connection.send_command("EVALSHA", script.sha, 1, *arguments)
+            return await connection.read_response()
         except redis.exceptions.NoScriptError:
-            return await script(keys=arguments[:1], args=arguments[1:])
+            pass
+        finally:
+            await pool.release(connection)
+        return await script(keys=arguments[:1], args=arguments[1:])
 
 
 class _Append:

@@ -42,6 +42,10 @@ local function append(rec, item, place, part, versions)
   if not has_written then redis.call('HINCRBY', key('counts'), 'duplicates', 0) end
   has_written = true
   rec.i[id] = true
+  if #item.sizes == 1 then
+    rec.h = rec.h or {}
+    rec.h[tostring(member)] = item.mark
+  end
   add_member(rec, member, part)
   rec.m[member], rec.c, rec.b, rec.ok = digest, rec.c + 1, rec.b + size, true
   merge(rec.v, versions)
@@ -53,7 +57,7 @@ local function append_item(rec, item, payload, answer)
   local num_new, num_discarded, first = 0, 0, 1
   local num_open = is_closed(rec) and 0 or #open_members(rec)
   for place, size in ipairs(item.sizes) do
-    local part = {of = payload, first = first, last = first + size - 1}
+    local part = {of = payload, first = first, last = first + size - 1, h = item.mark}
     first = first + size
     local reason = append(rec, item, place, part, item.versions[place] or item.versions[1])
     if reason == '' then

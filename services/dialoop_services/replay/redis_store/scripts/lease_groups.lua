@@ -66,20 +66,51 @@ if #ready_now < math.max(1, call.min_groups) then
   return {cjson.encode({empty_reason = empty, num_ready = redis.call('ZCARD', ready)})}
 end
 
-local leases, reply, ids, members, entry_ids = {}, {''}, {}, {}, {}
+-- Return whether the process that asks has the group at hand.
+local function is_at_hand(marks)
+  if not marks then return false end
+  for keeper, number in string.gmatch(marks, '(%x+)/(%d+)') do
+    if keeper ~= call.keeper or tonumber(number) < call.since then return false end
+  end
+  return true
+end
+
+-- Lease entries of the stream to the worker, and return what XCLAIM does of them.
+local function claim(entry_ids, option)
+  local claimed = {}
+  for first = 1, #entry_ids, PAGE do
+    local arguments = {unpack(entry_ids, first, math.min(#entry_ids, first + PAGE - 1))}
+    -- FORCE makes entries pending under this worker, even those that were not pending before.
+    arguments[#arguments + 1] = 'FORCE'
+    arguments[#arguments + 1] = option
+    for _, entry in ipairs(
+        redis.call('XCLAIM', key(stage), WORKERS, call.worker, 0, unpack(arguments))) do
+      claimed[#claimed + 1] = entry
+    end
+  end
+  return claimed
+end
+
+local leases, reply, ids, members = {}, {''}, {}, {}
 local num_fitting = count_fitting(ready_now, function(rec) return rec.e[stage].b end)
 for i = 1, num_fitting do
   local rec = ready_now[i]
-  ids[i], members[i], entry_ids[i] = rec.id, ranked(rec, stage), entry_id(rec.e[stage])
+  ids[i], members[i] = rec.id, ranked(rec, stage)
 end
 for first = 1, num_fitting, PAGE do -- before other writes: see "Above maxmemory" in ledger.lua
   local last = math.min(num_fitting, first + PAGE - 1)
   redis.call('ZREM', ready, unpack(ids, first, last))
   if stage == 'scored' then redis.call('ZREM', key('ranked'), unpack(members, first, last)) end
 end
+-- Entries that are at hand, and that are read.
+local known, unknown = {}, {}
 for i, lease_id in ipairs(new_leases(stage, ids)) do
   local rec = ready_now[i]
   local entry = rec.e[stage]
+  local marks = is_at_hand(entry.h) and entry.h or ''
+  local entries = marks == '' and unknown or known
+  entries[#entries + 1] = entry_id(entry)
+  entry.h = nil -- who delivers it again reads it
   entry.l = lease_id
   entry.w = call.worker
   entry.i = nil
@@ -87,18 +118,10 @@ for i, lease_id in ipairs(new_leases(stage, ids)) do
   if entry.n > 1 then count('redelivered', 1) end
   if stage ~= 'unscored' then move(rec, 'training') end
   save(rec)
-  leases[i] = {lease_id = entry.l, num_deliveries = entry.n, expires_in_s = call.lease_s}
+  leases[i] = {entry.l, entry.n, marks}
 end
-for first = 1, num_fitting, PAGE do
-  local last = math.min(num_fitting, first + PAGE - 1)
-  -- FORCE makes entries pending under this worker, even those that were not pending before.
-  local arguments = {unpack(entry_ids, first, last)}
-  arguments[#arguments + 1] = 'FORCE'
-  for _, claimed in ipairs(
-      redis.call('XCLAIM', key(stage), WORKERS, call.worker, 0, unpack(arguments))) do
-    reply[#reply + 1] = claimed[2][4]
-  end
-end
+claim(known, 'JUSTID')
+for i, claimed in ipairs(claim(unknown)) do reply[i + 1] = claimed[2][4] end
 reply[1] = cjson.encode({leases = leases, empty_reason = 'EMPTY_REASON_NOT_EMPTY',
                          num_ready = redis.call('ZCARD', ready), is_cut = num_fitting < #ready_now})
 return reply

@@ -40,9 +40,9 @@
 --   c(ount of finished members), b(ytes of them), v = {lineage = {oldest, newest}}, sc(ored),
 --   dead = {...}; until the group closes k (fewest trajectories), t(ime of the offer in ms), a(ttempt),
 --   l(ast lease), ok (a member was finished under it), f(ailures of each member), x
---   (members that failed as l ran out), i(ds of finished trajectories);
+--   (members that failed as l ran out), i(ds of finished trajectories), h (marks of finished members);
 --   e = {stage = {o(rder), t(ime it came), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
---   gone}}
+--   gone, h (marks of the group)}}. A mark says which process of the service has bytes at hand (at_hand.py)
 local TRAINING, EVALUATION = 1, 2
 local WORKERS = 'workers'
 
@@ -79,7 +79,7 @@ end
 local PAGE = 1000
 -- By task id, false where there is none; those that `flush` writes; what it adds to counts.
 local records, changed, added = {}, {}, {}
--- Where the bytes of members are that came with this call, {of, first, last} by task and member.
+-- Where the bytes of members are that came with this call, {of, first, last, h} by task and member.
 local new_members = {}
 local order
 
@@ -275,14 +275,14 @@ local function remove_ready(rec, stage)
 end
 
 local has_stream = {}
-local function add_entry(rec, stage, payload, priority)
+local function add_entry(rec, stage, payload, priority, marks)
   local stream, order = key(stage), next_order()
   if not has_stream[stage] and redis.call('EXISTS', stream) == 0 then
     redis.call('XGROUP', 'CREATE', stream, WORKERS, '0', 'MKSTREAM')
   end
   has_stream[stage] = true
   rec.e[stage] = {o = order, t = now, l = '', n = 0, f = 0, b = #payload,
-                  pr = priority}
+                  pr = priority, h = marks}
   redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.id, 'b', payload)
   add_ready(rec, stage)
 end
@@ -306,7 +306,7 @@ end
 local function freeze_members(rec)
   rec.m = table.concat(rec.m, ',')
   rec.f, rec.x, rec.l, rec.ok, rec.a, rec.k = nil, nil, nil, nil, nil, nil
-  rec.t = nil
+  rec.t, rec.h = nil, nil
 end
 
 local function is_closed(rec) return type(rec.m) == 'string' end
@@ -329,9 +329,27 @@ local function digest_of(rec)
   return table.concat(digests, ',')
 end
 
--- Take the parts of a group whose members are all finished or given up; return its bytes.
+-- Return the marks of a group's finished members, or nil unless all are of the process that appends.
+local function marks_of(rec)
+  local marks = {}
+  if not call.keeper or not rec.h then return nil end
+  for i = 1, rec.n do
+    if rec.m[i] ~= '' then
+      local mark = rec.h[tostring(i)]
+      if not mark or string.sub(mark, 1, #call.keeper) ~= call.keeper then return nil end
+      marks[#marks + 1] = mark
+    end
+  end
+  return table.concat(marks, ',')
+end
+
+-- Of the groups that this call made ready and that have marks: these, and the beginnings of the groups.
+local ready_marks, ready_heads = {}, {}
+
+-- Take the parts of a group whose members are all finished or given up; return its bytes and marks.
 local function assemble(rec)
-  local parts = {redis.call('HGET', key('tasks'), rec.id)}
+  local head = redis.call('HGET', key('tasks'), rec.id)
+  local parts = {head}
   local new, run = new_members[rec.id] or {}, nil
   for i = 1, rec.n do
     if rec.m[i] ~= '' then
@@ -350,9 +368,15 @@ local function assemble(rec)
     end
   end
   if run then parts[#parts + 1] = bytes_of(run) end
+  -- All of one payload is in the group, and nothing else.
+  local is_whole = run and #parts == 2 and run.first == 1 and run.last == #run.of
+  local marks = is_whole and run.h or marks_of(rec)
+  if marks then
+    ready_marks[#ready_marks + 1], ready_heads[#ready_heads + 1] = marks, head
+  end
   new_members[rec.id] = nil
   redis.call('HDEL', key('tasks'), rec.id)
-  return table.concat(parts)
+  return table.concat(parts), marks
 end
 
 -- Close the group if the rule says so (Assembly.closing), or drop it; return whether it ended.
@@ -361,7 +385,7 @@ local function close(rec, reason)
   if rec.s == 'offered' then pull_task(rec) end -- the lease had run out, and nobody took over
   end_lease(rec.l)
   count(rec.p .. ':t:waiting', -rec.c)
-  local payload = assemble(rec)
+  local payload, marks = assemble(rec)
   rec.i = nil
   if rec.c < rec.n and (rec.k == 0 or rec.c < rec.k) then
     drop(rec, reason)
@@ -371,7 +395,7 @@ local function close(rec, reason)
   if rec.c < rec.n then count(rec.p .. ':short', 1) end
   if rec.p == EVALUATION then
     move(rec, 'scored')
-    add_entry(rec, 'evaluation', payload)
+    add_entry(rec, 'evaluation', payload, nil, marks)
   elseif next(rec.v) == nil then
     drop(rec, 'no_trainable_token')
   elseif not make_room() then
@@ -380,7 +404,7 @@ local function close(rec, reason)
     drop(rec, 'no_room')
   else
     move(rec, 'unscored')
-    add_entry(rec, 'unscored', payload)
+    add_entry(rec, 'unscored', payload, nil, marks)
   end
   return true
 end
@@ -592,7 +616,9 @@ local function append_all(append)
     append(i, item, ARGV[2 + i], answer)
     if next(overflowed) then overflows[tostring(i)], overflowed = overflowed, {} end
   end
-  return {cjson.encode({reasons = reasons, overflows = overflows})}
+  local reply = {cjson.encode({reasons = reasons, overflows = overflows, marks = ready_marks})}
+  for i, head in ipairs(ready_heads) do reply[i + 1] = head end
+  return reply
 end
 
 for _, lease in ipairs(redis.call('ZRANGEBYSCORE', key('deadlines'), '-inf', now)) do
