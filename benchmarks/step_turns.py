@@ -10,7 +10,8 @@ threads of the service for one step; bytes are those of bodies (HTTP) and messag
 and idempotency are on.
 
 Every round also measures a `grpc.aio` server that only answers, at the first turn: unary gRPC
-cannot cost less (`grpc_floor`). With `--openenv-python PYTHON` every round also measures
+cannot cost less (`grpc_floor`). With `--http2-python PYTHON` it measures the same over uvicorn's
+HTTP/2 (`http2_floor`), and with `--openenv-python PYTHON`
 openenv-core's minimal environment, whose steps have neither a token nor idempotency.
 """
 
@@ -249,10 +250,10 @@ async def measure_openenv(
 
 
 @contextmanager
-def echo_service() -> Iterator[Service]:
-    """Run the server that only answers."""
-    script = Path(__file__).with_name("servers") / "grpc_echo.py"
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+def echo_service(python: str, script: str) -> Iterator[Service]:
+    """Run a server that only answers."""
+    path = Path(__file__).with_name("servers") / script
+    process = subprocess.Popen([python, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         yield Service(process.pid, f"127.0.0.1:{process.stdout.readline().strip()}", "", True)
@@ -261,10 +262,10 @@ def echo_service() -> Iterator[Service]:
         process.wait()
 
 
-async def measure_floor(floor: Cell, options: argparse.Namespace) -> None:
-    """Play the same steps at the server that only answers."""
+async def measure_floor(floor: Cell, options: argparse.Namespace, python: str, script: str) -> None:
+    """Play the same steps at a server that only answers."""
     options.next_episode = 1
-    with echo_service() as running:
+    with echo_service(python, script) as running:
         async with open_door(running, "grpc_unary", options.sessions) as send:
             await measure(running, send, Cell(), options, 1)
             await measure(running, send, floor, options, 1)
@@ -309,9 +310,11 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
         for name in checkouts
     }
     openenv = {"openenv_http": Cell(), "openenv_websocket": Cell()}
-    floor = Cell()
+    floor, http2_floor = Cell(), Cell()
     for _ in range(options.rounds):
-        await measure_floor(floor, options)
+        await measure_floor(floor, options, sys.executable, "grpc_echo.py")
+        if options.http2_python:
+            await measure_floor(http2_floor, options, options.http2_python, "http2_echo.py")
         if options.openenv_python:
             with openenv_service(options.openenv_python) as (pid, address):
                 await measure_openenv(pid, address, openenv, options)
@@ -326,6 +329,8 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
     figures = {name: _figures(doors) for name, doors in cells.items()}
     figures |= _ratios(cells, options.turns)
     figures["grpc_floor"] = _figures({"grpc_unary": {1: floor}})["grpc_unary"]["1"]
+    if options.http2_python:
+        figures["http2_floor"] = _figures({"grpc_unary": {1: http2_floor}})["grpc_unary"]["1"]
     if options.openenv_python:
         figures |= _beside_openenv(cells["now"], openenv, options.turns[0])
     return figures
@@ -384,6 +389,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
     parser.add_argument("--openenv-python", default="", help="a python that has openenv-core")
+    parser.add_argument("--http2-python", default="", help="a python that has Dialoop and zttp")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--episodes", type=int, default=2, help="episodes of a session and cell")
