@@ -15,8 +15,9 @@ API server of atroposlib, which keeps them in memory, in an environment that has
 leases 64 groups while N wait, of one short trajectory each, and prints the CPU milliseconds
 a lease.
 
-`--rounds N` measures the service and each of these in turn, N times, and prints the medians. Each
-measurement is the second pass of its processes: the first one is for their memory.
+All but `--waiting` measure the second pass of their processes: the first one is for their memory.
+
+`--rounds N` measures the service and each of these in turn, N times, and prints the medians.
 """
 
 from __future__ import annotations

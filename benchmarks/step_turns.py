@@ -9,9 +9,9 @@ them. Steps alone are measured: all sessions are reset first. `cpu_ms` is the CP
 threads of the service for one step; bytes are those of bodies (HTTP) and messages (gRPC). Token
 and idempotency are on.
 
-Every round also measures a `grpc.aio` server that only answers, at the first turn: unary gRPC
-cannot cost less (`grpc_floor`). With `--http2-python PYTHON` it measures the same over uvicorn's
-HTTP/2 (`http2_floor`), and with `--openenv-python PYTHON`
+Every round also measures a `grpc.aio` server that only answers, at the first turn: with grpcio
+unary gRPC cannot cost less (`grpc_floor`). With `--http2-python PYTHON` it measures such a server
+over uvicorn's HTTP/2 (`http2_floor`), and with `--openenv-python PYTHON`
 openenv-core's minimal environment, whose steps have neither a token nor idempotency.
 """
 

@@ -121,12 +121,26 @@ async def test_a_scored_group_is_not_read_again(make: Make, own_redis: RedisServ
     assert bytes_from(own_redis) - sent < len(LARGE)
 
 
+@pytest.fixture
+def never_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no group be missing that Redis took to be at hand."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("a second look was needed")
+
+    monkeypatch.setattr(RedisStore, "_read_absent", fail)
+
+
+@pytest.mark.usefixtures("never_absent")
 async def test_another_process_reads_them(make: Make, own_redis: RedisServer) -> None:
-    store, other, run = make(), make(), new_run()
+    store, other, run, its_run = make(), make(), new_run(), new_run()
+    own = bare_group("t", await lease_one(other, its_run), content="of the same number")
+    await append(other, its_run, Stage.UNSCORED, own)
     await append_whole(store, run, await lease_one(store, run))
     assert await parts_of(other, run) == held_by_redis(own_redis, run)
 
 
+@pytest.mark.usefixtures("never_absent")
 async def test_members_of_two_processes_are_read(make: Make, own_redis: RedisServer) -> None:
     store, other, run = make(), make(), new_run()
     lease_id = await lease_one(store, run)
@@ -135,6 +149,7 @@ async def test_members_of_two_processes_are_read(make: Make, own_redis: RedisSer
     assert await parts_of(store, run) == held_by_redis(own_redis, run)
 
 
+@pytest.mark.usefixtures("never_absent")
 async def test_what_is_delivered_again_is_read(make: Make, own_redis: RedisServer) -> None:
     store, run = make(), new_run()
     await append_whole(store, run, await lease_one(store, run))
@@ -181,6 +196,83 @@ async def test_a_group_of_the_same_name_in_another_life_of_the_run_is_its_own(
     (leased,) = await parts_of(store, run)
     assert [leased] == held_by_redis(own_redis, run)
     assert trajectory_pb2.Group.FromString(leased).trajectories[0].task_key == "new"
+
+
+@pytest.mark.usefixtures("never_absent")
+async def test_a_group_of_fewer_members_is_not_read_again(
+    make: Make, own_redis: RedisServer
+) -> None:
+    store, run = make(), new_run()
+    await announce(store, run)
+    await offer_tasks(store, run, [make_task("t", num_trajectories=3, min_trajectories=2)])
+    for attempt in range(store.limits.max_attempts):
+        (held,) = (await lease_tasks(store, run)).leases
+        if not attempt:
+            await append_members(store, run, held.lease_id, 0, 1)
+        failed = pb.ReturnItem(lease_id=held.lease_id, reason="broken", failed=True)
+        await store.apply(pb.ReturnRequest(run=run, items=[failed]), pb.ReturnResponse)
+    assert await parts_of(store, run) == held_by_redis(own_redis, run)
+
+
+async def test_of_several_only_what_is_absent_is_read(
+    make: Make, own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two payloads make room between the lease's look and its answer."""
+    store, run = make(), new_run()
+    for name in "abc":
+        lease_id = await lease_one(store, run, name)
+        await append(store, run, Stage.UNSCORED, bare_group(name, lease_id, content=name))
+    at_hand, take = store._at_hand, PayloadsAtHand.take
+
+    def take_late(kept: PayloadsAtHand, marks: str) -> tuple[bytes, ...]:
+        for number in (1, 3):
+            at_hand._remove(number)
+        return take(kept, marks)
+
+    monkeypatch.setattr(PayloadsAtHand, "take", take_late)
+    assert await parts_of(store, run) == held_by_redis(own_redis, run)
+
+
+async def test_a_lease_that_overtakes_the_answer_of_the_append_is_whole(
+    make: Make, own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, run = make(), new_run()
+    lease_id = await lease_one(store, run)
+    complete, late = PayloadsAtHand.complete, list[tuple[str, bytes]]()
+    monkeypatch.setattr(PayloadsAtHand, "complete", lambda _, *what: late.append(what))
+    await append_whole(store, run, lease_id)
+    assert await parts_of(store, run) == held_by_redis(own_redis, run)
+    for what in late:
+        complete(store._at_hand, *what)
+    assert store._at_hand._num_bytes == 0
+
+
+def test_what_is_kept_is_bounded_heads_and_all() -> None:
+    at_hand = PayloadsAtHand(10_000)
+    for number in range(1, 200):
+        at_hand.complete(at_hand.add(b"p" * 100), b"h" * 1000)
+        at_hand.add(b"")
+        assert at_hand._num_bytes <= 10_000
+        assert at_hand.take(f"{at_hand.keeper}/{number}") if number % 3 == 0 else True
+    kept = sum(map(len, (*at_hand._payloads.values(), *at_hand._heads.values())))
+    assert 5_000 < kept < 10_000
+    assert min(at_hand._payloads) >= at_hand.since > 150
+    assert len(at_hand._payloads) == len(at_hand._heads)
+
+
+async def test_a_broken_answer_fails_the_appends_and_not_those_after_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error after the script had run left all later appends of the run waiting."""
+    store, run = make(), new_run()
+    lease_id = await lease_one(store, run)
+    with monkeypatch.context() as patch:
+        patch.setattr(PayloadsAtHand, "complete", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await append_whole(store, run, lease_id)
+    again = bare_group("t", lease_id, content=LARGE)
+    (outcome,) = await append(store, run, Stage.UNSCORED, again)
+    assert outcome.status == pb.APPEND_STATUS_DUPLICATE
 
 
 @pytest.mark.parametrize("at_hand_bytes", [0, 60_000])

@@ -99,3 +99,22 @@ async def test_connections_that_only_a_burst_needed_are_closed(
         await store.apply(request, pb.GetStatsResponse)
     assert num_clients() == 1
     await asyncio.gather(*(store.apply(request, pb.GetStatsResponse) for _ in range(20)))
+
+
+async def test_more_calls_at_once_than_redis_py_has_connections_by_default(
+    store: RedisStore,
+) -> None:
+    """All who wait for a change of a run look again at the same moment."""
+    request = pb.GetStatsRequest(run=new_run())
+    await asyncio.gather(*(store.apply(request, pb.GetStatsResponse) for _ in range(150)))
+
+
+async def test_a_call_that_was_given_up_leaves_no_answer_for_the_next(store: RedisStore) -> None:
+    run = new_run()
+    leases = await lease_all(store, run)
+    for _ in range(20):
+        given_up = asyncio.create_task(lease_tasks(store, run))
+        await asyncio.sleep(0.0005)
+        given_up.cancel()
+        stats = await store.apply(pb.GetStatsRequest(run=run), pb.GetStatsResponse)
+        assert stats.stats.training.num_groups_leased == len(leases)

@@ -13,10 +13,11 @@ from functools import cache
 
 import psutil  # type: ignore[import-untyped]
 
+from dialoop_services.runtime.allocator import set_allocator
+
 _resident_then = 0
 
 _MAPPED_BYTES = 8 << 20
-_M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 def map_large_tensors() -> bool:
@@ -27,8 +28,7 @@ def map_large_tensors() -> bool:
     16: with recomputed activations a step at Qwen3-0.6B's shape took half as much again. Each page
     is touched anew, which is little beside what a large model computes on it.
     """
-    option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    return option is not None and bool(option(_M_MMAP_THRESHOLD, _MAPPED_BYTES))
+    return set_allocator(mapped_bytes=_MAPPED_BYTES)
 
 
 def return_free_memory(*, above: int = 0) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dialoop.errors import InvalidConfig
 
+from dialoop_services.runtime.allocator import set_allocator
 from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.listening import raise_descriptor_limit
 from dialoop_services.runtime.logs import configure_logs
@@ -38,9 +39,7 @@ _ORPHAN_GRACE_S = 15.0
 # New objects after which Python looks for cycles among them. Nearly all that a request makes is
 # gone by then without it; after 700, which is Python's number, much is still in use.
 _COLLECT_AFTER = 10_000
-# Numbers of settings of glibc's `mallopt`, and the most that it takes for the second.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES, _LARGEST_KEPT = 64 << 20, 32 << 20
+_KEPT_BYTES, _MAPPED_BYTES = 64 << 20, 32 << 20
 
 
 def run(service: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> None:
@@ -91,10 +90,7 @@ def tune_memory() -> None:
     if "torch" in sys.modules:  # there a cycle may hold tensors, which must go soon
         return
     gc.set_threshold(_COLLECT_AFTER)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # other C libraries have no such settings
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT)
+    set_allocator(mapped_bytes=_MAPPED_BYTES, kept_bytes=_KEPT_BYTES)
 
 
 def end_command(main: Callable[[], int]) -> NoReturn:

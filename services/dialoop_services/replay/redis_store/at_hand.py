@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import secrets
 
+# Bytes that an entry takes beside its payload and head.
+_OVERHEAD = 300
+
 
 class PayloadsAtHand:
-    """Payloads by number; above `max_bytes` the oldest go.
+    """Payloads and heads by number; above `max_bytes` the oldest go.
 
-    Redis compares marks with `keeper` and `since`. So marks of another process, of an earlier life
-    of this one, or of payloads that are gone are never asked for.
+    Redis compares marks with `keeper` and `since`. So it asks for nothing of another process or of
+    an earlier life of this one, and for little that is gone.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.keeper = secrets.token_hex(4)
+        self.keeper = secrets.token_hex(8)
         self.since = 1
-        """The smallest number of which the payload is at hand, unless it was taken."""
+        """The number from which on all payloads are at hand that were not taken."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._last = 0
@@ -32,15 +35,14 @@ class PayloadsAtHand:
         self._heads: dict[int, bytes] = {}
 
     def add(self, payload: bytes) -> str:
-        """Keep a payload, unless it is too large; return its mark."""
-        if len(payload) > self._max_bytes:
+        """Keep a payload, unless it is empty or too large; return its mark."""
+        size = _OVERHEAD + len(payload)
+        if not payload or size > self._max_bytes:
             return f"{self.keeper}/0"
         self._last += 1
         self._payloads[self._last] = payload
-        self._num_bytes += len(payload)
-        while self._num_bytes > self._max_bytes:
-            self._remove(next(iter(self._payloads)))
-        self.since = next(iter(self._payloads), self._last + 1)
+        self._num_bytes += size
+        self._make_room()
         return f"{self.keeper}/{self._last}"
 
     def complete(self, marks: str, head: bytes) -> None:
@@ -48,6 +50,8 @@ class PayloadsAtHand:
         number = min(_numbers(marks))
         if number in self._payloads:
             self._heads[number] = head
+            self._num_bytes += len(head)
+            self._make_room()
 
     def take(self, marks: str) -> tuple[bytes, ...]:
         """Return a group in parts and forget it; nothing where a part is not known."""
@@ -58,9 +62,15 @@ class PayloadsAtHand:
         parts = tuple(part for part in payloads if part is not None)
         return parts if len(parts) == len(payloads) else ()
 
+    def _make_room(self) -> None:
+        while self._num_bytes > self._max_bytes:
+            self._remove(self.since)
+            self.since += 1
+
     def _remove(self, number: int) -> None:
-        self._num_bytes -= len(self._payloads.pop(number, b""))
-        self._heads.pop(number, None)
+        payload = self._payloads.pop(number, None)
+        if payload is not None:
+            self._num_bytes -= _OVERHEAD + len(payload) + len(self._heads.pop(number, b""))
 
 
 def _numbers(marks: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The queue in Redis (6.2 or later, or Valkey): every request runs the Lua script of its name.
+"""The queue in Redis (6.2 or later, or Valkey): a request runs the Lua script of its name.
 
 The scripts contain the logic (`scripts/ledger.lua` lists the keys). A script gets the request's
 fields as JSON in `call` and returns the response's fields as JSON; tasks and groups are raw bytes
@@ -60,6 +60,10 @@ _MAX_CALL_BYTES = 8 * 1024 * 1024
 # Leased groups are large: fewer and larger reads cost less.
 _MAX_READ_BYTES = 1024 * 1024
 
+# The doors bound the calls that run at once, and each needs one connection. redis-py's own bound of
+# 100 would refuse the rest when a change of a run wakes all who wait for it.
+_MAX_CONNECTIONS = 1 << 16
+
 
 class ShrinkingPool(redis.asyncio.ConnectionPool):
     """A pool that closes the connections which only a burst of calls needed.
@@ -113,6 +117,7 @@ class RedisStore:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             socket_read_size=_MAX_READ_BYTES,
+            max_connections=_MAX_CONNECTIONS,
             retry=Retry(NoBackoff(), 0),
         )
         self._client = redis.asyncio.Redis.from_pool(pool)
@@ -159,25 +164,30 @@ class RedisStore:
     async def _append_waiting(self, run: str) -> None:
         """Append what waits for this run, until nothing does."""
         while batch := _take_batch(self._appends[run]):
-            appends, items, payloads = zip(*batch, strict=True)
-            self._keep(items, payloads)
-            fields = {"items": items, "keeper": self._at_hand.keeper}
             try:
-                reply, heads = await self._run_script("append_members", run, fields, payloads)
+                await self._append_batch(run, batch)
             except Exception as error:
-                for append in appends:
+                for append, _, _ in batch:
                     append.fail(error)
-                continue
-            self._complete(reply, heads)
-            overflows, reasons = dict(reply["overflows"]), iter(reply["reasons"])
-            for number, (append, item) in enumerate(zip(appends, items, strict=True)):
-                own = list(itertools.islice(reasons, len(item["digests"])))
-                append.add(own, overflows.get(str(number + 1), {}))
         del self._appends[run], self._appending[run]
+
+    async def _append_batch(
+        self, run: str, batch: Sequence[tuple[_Append, dict[str, Any], bytes]]
+    ) -> None:
+        """Append items with one call, and tell each append what came of its own."""
+        appends, items, payloads = zip(*batch, strict=True)
+        self._keep(items, payloads)
+        fields = {"items": items, "keeper": self._at_hand.keeper}
+        reply, heads = await self._run_script("append_members", run, fields, payloads)
+        self._complete(reply, heads)
+        overflows, reasons = dict(reply["overflows"]), iter(reply["reasons"])
+        for number, (append, item) in enumerate(zip(appends, items, strict=True)):
+            own = list(itertools.islice(reasons, len(item["digests"])))
+            append.add(own, overflows.get(str(number + 1), {}))
 
     async def lease_groups(self, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
         """Apply a lease of groups, as `QueueStore.lease_groups` says."""
-        at_hand = {"keeper": self._at_hand.keeper, "since": self._at_hand.since}
+        at_hand = {"asker": self._at_hand.keeper, "since": self._at_hand.since}
         fields = _fields(request, []) | at_hand
         reply, blobs = await self._run_script("lease_groups", request.run, fields, [])
         read = iter(blobs)
@@ -192,9 +202,10 @@ class RedisStore:
         return GroupsHandedOut(pb.LeaseGroupsResponse(**reply), request.lease_s, leases)
 
     async def _read_absent(self, run: str, leases: Sequence[LeasedGroup]) -> list[LeasedGroup]:
-        """Read groups that should have been at hand; the answer to their append was lost.
+        """Read groups that Redis took to be at hand.
 
-        Leave out those that are gone since.
+        They had to make room meanwhile, or the answer to their append has not come or was lost.
+        Leave out those that are gone from Redis since.
         """
         absent = [lease.lease_id for lease in leases if not lease.parts]
         _, blobs = await self._run_script("read_groups", run, {"lease_ids": absent}, [])

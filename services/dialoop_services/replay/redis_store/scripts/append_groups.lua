@@ -11,8 +11,7 @@ local function append(item, payload)
   if rec.s ~= 'unscored' or entry.l == '' or entry.l ~= item.lease_id then return 'LEASE_LOST' end
   rec.sc = true
   move(rec, 'scored')
-  add_entry(rec, 'scored', payload, item.priority, item.mark)
-  ready_marks[#ready_marks + 1], ready_heads[#ready_heads + 1] = item.mark, ''
+  add_entry(rec, 'scored', payload, item.priority, item.mark, '')
   -- The lease had expired and nobody took the group over; nobody needs to score it now.
   if is_ready(rec, 'unscored') then remove_entry(rec, 'unscored') end
   save(rec)

@@ -70,12 +70,12 @@ end
 local function is_at_hand(marks)
   if not marks then return false end
   for keeper, number in string.gmatch(marks, '(%x+)/(%d+)') do
-    if keeper ~= call.keeper or tonumber(number) < call.since then return false end
+    if keeper ~= call.asker or tonumber(number) < call.since then return false end
   end
   return true
 end
 
--- Lease entries of the stream to the worker, and return what XCLAIM does of them.
+-- Lease entries of the stream to the worker, and return what XCLAIM returns.
 local function claim(entry_ids, option)
   local claimed = {}
   for first = 1, #entry_ids, PAGE do

@@ -4,7 +4,8 @@
 -- KEYS[1]   "dialoop:{run}:", the prefix of all keys; its braces put them into one cluster slot
 -- ARGV[1]   now in ms, or "" for this server's clock
 -- ARGV[2]   the request's fields as JSON, with `limits` (QueueLimits) and `store`; of a task,
---           trajectory or group it has the facts, and ARGV[3] and later have the raw bytes
+--           trajectory or group it has the facts, and ARGV[3] and later have the raw bytes. Appends have
+--           `keeper` and a `mark` of each item, leases `asker` and `since` (at_hand.py)
 --
 -- Records, counts and bytes of members are read once and written once: they change in Lua's tables,
 -- and `flush` writes them when the script has ended. A group that one call brings whole never has
@@ -13,7 +14,8 @@
 -- Above maxmemory Redis refuses what may need memory, but not in a script that has written before. So
 -- a script that shall work then begins its writes with a deletion, and offers and appends do not.
 --
--- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order.
+-- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order; an
+-- append then returns the beginnings of the groups whose `marks` it returns.
 -- If it refuses the request it returns {refused = reason, detail}.
 --
 -- The ledger's clock goes with the server's, but never backwards, and between two calls by at most
@@ -274,8 +276,12 @@ local function remove_ready(rec, stage)
   return was_ready
 end
 
+-- Of the groups that this call made ready and that have marks: these, and the beginnings of the groups.
+local ready_marks, ready_heads = {}, {}
+
 local has_stream = {}
-local function add_entry(rec, stage, payload, priority, marks)
+-- Put a group into a stage. `head` begins its bytes where `marks` are of its members.
+local function add_entry(rec, stage, payload, priority, marks, head)
   local stream, order = key(stage), next_order()
   if not has_stream[stage] and redis.call('EXISTS', stream) == 0 then
     redis.call('XGROUP', 'CREATE', stream, WORKERS, '0', 'MKSTREAM')
@@ -285,6 +291,7 @@ local function add_entry(rec, stage, payload, priority, marks)
                   pr = priority, h = marks}
   redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.id, 'b', payload)
   add_ready(rec, stage)
+  if marks then ready_marks[#ready_marks + 1], ready_heads[#ready_heads + 1] = marks, head end
 end
 
 local function open_members(rec)
@@ -306,7 +313,7 @@ end
 local function freeze_members(rec)
   rec.m = table.concat(rec.m, ',')
   rec.f, rec.x, rec.l, rec.ok, rec.a, rec.k = nil, nil, nil, nil, nil, nil
-  rec.t, rec.h = nil, nil
+  rec.t = nil
 end
 
 local function is_closed(rec) return type(rec.m) == 'string' end
@@ -343,10 +350,8 @@ local function marks_of(rec)
   return table.concat(marks, ',')
 end
 
--- Of the groups that this call made ready and that have marks: these, and the beginnings of the groups.
-local ready_marks, ready_heads = {}, {}
-
--- Take the parts of a group whose members are all finished or given up; return its bytes and marks.
+-- Take the parts of a group whose members are all finished or given up; return its bytes, the marks of
+-- its members and what precedes them.
 local function assemble(rec)
   local head = redis.call('HGET', key('tasks'), rec.id)
   local parts = {head}
@@ -371,12 +376,9 @@ local function assemble(rec)
   -- All of one payload is in the group, and nothing else.
   local is_whole = run and #parts == 2 and run.first == 1 and run.last == #run.of
   local marks = is_whole and run.h or marks_of(rec)
-  if marks then
-    ready_marks[#ready_marks + 1], ready_heads[#ready_heads + 1] = marks, head
-  end
   new_members[rec.id] = nil
   redis.call('HDEL', key('tasks'), rec.id)
-  return table.concat(parts), marks
+  return table.concat(parts), marks, head
 end
 
 -- Close the group if the rule says so (Assembly.closing), or drop it; return whether it ended.
@@ -385,8 +387,8 @@ local function close(rec, reason)
   if rec.s == 'offered' then pull_task(rec) end -- the lease had run out, and nobody took over
   end_lease(rec.l)
   count(rec.p .. ':t:waiting', -rec.c)
-  local payload, marks = assemble(rec)
-  rec.i = nil
+  local payload, marks, head = assemble(rec)
+  rec.i, rec.h = nil, nil
   if rec.c < rec.n and (rec.k == 0 or rec.c < rec.k) then
     drop(rec, reason)
     return true
@@ -395,7 +397,7 @@ local function close(rec, reason)
   if rec.c < rec.n then count(rec.p .. ':short', 1) end
   if rec.p == EVALUATION then
     move(rec, 'scored')
-    add_entry(rec, 'evaluation', payload, nil, marks)
+    add_entry(rec, 'evaluation', payload, nil, marks, head)
   elseif next(rec.v) == nil then
     drop(rec, 'no_trainable_token')
   elseif not make_room() then
@@ -404,7 +406,7 @@ local function close(rec, reason)
     drop(rec, 'no_room')
   else
     move(rec, 'unscored')
-    add_entry(rec, 'unscored', payload, nil, marks)
+    add_entry(rec, 'unscored', payload, nil, marks, head)
   end
   return true
 end
@@ -433,7 +435,7 @@ local function remove_entry(rec, stage)
   end_lease(entry.l)
   redis.call('XACK', key(stage), WORKERS, entry_id(entry))
   redis.call('XDEL', key(stage), entry_id(entry))
-  entry.gone = true
+  entry.gone, entry.h = true, nil
 end
 
 -- Drop a group that nobody holds, with its entry in the stage where it is ready.
