@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from dialoop_services.learning.optim import GuardedOptimizer, StepReport
     from dialoop_services.learning.packing.rows import PackedBatch, TokenRow
 
-_GROWTH = 128 << 20
-"""Bytes by which rows may leave the process larger before it gives them back."""
+_GROWTH = 512 << 20
+"""Bytes by which rows may leave the process larger before it gives them back. The next row touches
+each page anew: of a model of 3 million parameters, giving back 200 MB took 13 % of a row's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
