@@ -5,8 +5,8 @@
 Same model (1.6M parameters in its layers, and the embeddings), same 16 sequences of log-normal
 lengths, same clipped loss over tokens, AdamW and gradient clipping, float32 unless the way is TRL's
 with bf16, same number of threads. Every way has a process of its own. Before anything is timed
-their losses and gradients are compared. Then come rounds in which each way makes one step, in turn,
-so that what else runs on the machine slows all of them.
+their losses and gradients are compared. Then come rounds in which each way makes two steps, in
+turn, so that what else runs on the machine slows all of them; the second step counts.
 
 Answers have ragged lengths, or with --answer-tokens all the same. The gate compares CPU seconds of
 `ours_entropy`, which is what a trainer does by default, with the best loop: any of TRL, torchrl and
@@ -141,9 +141,14 @@ def operations(batch: list[Sequence], config: Any) -> tuple[float, float]:
 
 
 def measure_ways(ways: list[Way], rounds: int) -> None:
-    """Make one step of every way that is not counted, then rounds of one step each."""
+    """Let every way make two steps in each round, and count the second.
+
+    A trainer makes step after step. A process that has waited for the others may find its memory
+    gone from the caches, or reclaimed by the kernel.
+    """
     for _ in range(rounds):
         for way in ways:
+            way.ask("step")
             way.steps.append(way.ask("step"))
 
 
