@@ -1,9 +1,9 @@
 """Keep the payloads that this process gave to Redis last, so that leases need not read them again.
 
 at_hand = PayloadsAtHand(max_bytes=64 << 20)
-mark = at_hand.add(b"members")       # goes to Redis beside the payload, which keeps it in the ledger
-at_hand.complete(mark, b"head")      # the group is in the queue: its head precedes its payloads
-at_hand.take(mark)                   # (b"head", b"members"); a lease of the group gave its marks
+mark = at_hand.add(b"members")    # goes to Redis beside the payload, which keeps it in the ledger
+at_hand.complete(mark, b"head")   # the group is in the queue: its head precedes its payloads
+at_hand.take(mark)                # (b"head", b"members"); a lease of the group gave its marks
 
 A mark is "<keeper>/<number>". A group whose members came apart has several, joined by commas.
 """
