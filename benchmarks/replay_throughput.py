@@ -435,7 +435,7 @@ def _compare(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--groups", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=512, help="of a trajectory")
     parser.add_argument("--batch", type=int, default=16)
@@ -469,7 +469,6 @@ def _figures(options: argparse.Namespace) -> dict[str, object]:
         server = RedisServer(Path(directory), fsync=options.fsync, **_NO_REWRITE)
         server.start()
         try:
-            options.url = server.url
             return dict(_rates(server, options))
         finally:
             server.stop()

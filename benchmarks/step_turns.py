@@ -11,8 +11,8 @@ and idempotency are on.
 
 Every round also measures a `grpc.aio` server that only answers, at the first turn: with grpcio
 unary gRPC cannot cost less (`grpc_floor`). With `--http2-python PYTHON` it measures such a server
-over uvicorn's HTTP/2 (`http2_floor`), and with `--openenv-python PYTHON`
-openenv-core's minimal environment, whose steps have neither a token nor idempotency.
+over uvicorn's HTTP/2 (`http2_floor`), and with `--openenv-python PYTHON` openenv-core's minimal
+environment, whose steps have neither a token nor idempotency.
 """
 
 from __future__ import annotations

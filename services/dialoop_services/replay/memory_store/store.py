@@ -273,14 +273,10 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> GroupsHande
     return GroupsHandedOut(answer, request.lease_s, leases)
 
 
-def _bare_lease(entry: StagedGroup, lease_s: float) -> pb.GroupLease:
-    return pb.GroupLease(
+def _group_lease(entry: StagedGroup, lease_s: float) -> pb.GroupLease:
+    lease = pb.GroupLease(
         lease_id=entry.lease_id, num_deliveries=entry.num_deliveries, expires_in_s=lease_s
     )
-
-
-def _group_lease(entry: StagedGroup, lease_s: float) -> pb.GroupLease:
-    lease = _bare_lease(entry, lease_s)
     lease.group.ParseFromString(entry.payload)
     return lease
 
