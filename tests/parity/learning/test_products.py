@@ -95,6 +95,15 @@ def test_a_linear_layer_and_its_gradients_are_torchs(
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
+def test_no_factor_is_copied_for_a_gradient_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_AVAILABLE", True)
+    shapes = watch_shapes(monkeypatch)
+    layer = torch.nn.Linear(24, 11, bias=False)
+    with OneDnnLinear():
+        layer(torch.randn(5, 24, requires_grad=True)).backward(torch.randn(5, 11))
+    assert shapes == [(5, 24), (5, 11)]  # the layer, and the gradient of its inputs
+
+
 def test_a_frozen_weight_gets_no_gradient() -> None:
     layer = torch.nn.Linear(8, 4).requires_grad_(requires_grad=False)
     inputs = torch.randn(3, 8, requires_grad=True)

@@ -230,13 +230,13 @@ def _gradients(probs: Tensor, weight: Tensor, rows: _Rows, grad_weight: Tensor |
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, unless that is None; use one fused call where that is faster."""
+    """Add left @ right to `total`, unless that is None; left lies transposed."""
     if total is None:
         return
-    if total.dtype is left.dtype and not total.is_cpu:
+    if total.dtype is left.dtype:
         total.addmm_(left, right)
     else:
-        total += product(left, right)
+        total += left @ right
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
