@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -54,7 +55,7 @@ async def test_appends_that_wait_go_to_redis_in_one_call(
     store: RedisStore,
     own_redis: RedisServer,
 ) -> None:
-    """Each concurrent append was a call of its own."""
+    """Two calls are under way at most; each concurrent append was a call of its own."""
     run = new_run()
     leases = await lease_all(store, run)
     await append_member(store, run, leases[0].lease_id, 0)  # loads the script
@@ -63,7 +64,34 @@ async def test_appends_that_wait_go_to_redis_in_one_call(
     outcomes = await asyncio.gather(*(append_member(store, run, *item) for item in wanted))
     appended, duplicate = pb.APPEND_STATUS_APPENDED, pb.APPEND_STATUS_DUPLICATE
     assert [o.status for o in outcomes] == [appended, appended, duplicate] * (NUM_GROUPS - 1)
-    assert calls_of(own_redis)["evalsha"] <= 2
+    assert calls_of(own_redis)["evalsha"] <= 3
+
+
+async def test_appends_are_packed_while_redis_applies_others(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service waited for Redis, and Redis for the service."""
+    run = new_run()
+    leases = await lease_all(store, run)
+    sizes, may_go = list[int](), asyncio.Event()
+    append_batch = store._append_batch
+
+    async def record(run: str, batch: Sequence[Any]) -> None:
+        sizes.append(len(batch))
+        await may_go.wait()
+        await append_batch(run, batch)
+
+    monkeypatch.setattr(store, "_append_batch", record)
+    appends = []
+    for lease in leases:
+        appends.append(asyncio.create_task(append_member(store, run, lease.lease_id, 0)))
+        await asyncio.sleep(0.01)
+    assert sizes == [1, 1]
+    may_go.set()
+    outcomes = await asyncio.gather(*appends)
+    assert {outcome.status for outcome in outcomes} == {pb.APPEND_STATUS_APPENDED}
+    assert sizes == [1, 1, NUM_GROUPS - 2]
+    assert (store._appends, store._appending) == ({}, {})
 
 
 async def test_a_whole_group_is_written_once(

@@ -57,6 +57,9 @@ _SCRIPTS = Path(__file__).parent / "scripts"
 # A script call blocks Redis while it copies its payloads, so larger requests take several calls.
 _MAX_CALL_BYTES = 8 * 1024 * 1024
 
+# While Redis applies one call, the answers of the other bring new appends to check and pack.
+_APPENDS_AT_ONCE = 2
+
 # Leased groups are large: fewer and larger reads cost less.
 _MAX_READ_BYTES = 1024 * 1024
 
@@ -130,7 +133,7 @@ class RedisStore:
         }
         self._description = "redis"
         self._appends: dict[str, deque[tuple[_Append, dict[str, Any], bytes]]] = {}
-        self._appending: dict[str, asyncio.Task[None]] = {}
+        self._appending: dict[str, set[asyncio.Task[None]]] = {}
         self._at_hand = PayloadsAtHand(at_hand_bytes)
 
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
@@ -150,15 +153,16 @@ class RedisStore:
     async def append_members(self, run: str, items: Sequence[FinishedMembers]) -> MembersAppended:
         """Apply an append of members, as `QueueStore.append_members` says.
 
-        Appends that arrive while one is under way go to Redis together, in one call.
+        Appends that arrive while `_APPENDS_AT_ONCE` calls are under way go to Redis together.
         """
         if not items:
             return MembersAppended([], {})
         append = _Append(len(items))
         waiting = self._appends.setdefault(run, deque())
         waiting.extend((append, *_pack_members(item)) for item in items)
-        if run not in self._appending:
-            self._appending[run] = asyncio.create_task(self._append_waiting(run))
+        calls = self._appending.setdefault(run, set())
+        if len(calls) < _APPENDS_AT_ONCE:
+            calls.add(asyncio.create_task(self._append_waiting(run)))
         return await append.done
 
     async def _append_waiting(self, run: str) -> None:
@@ -169,7 +173,10 @@ class RedisStore:
             except Exception as error:
                 for append, _, _ in batch:
                     append.fail(error)
-        del self._appends[run], self._appending[run]
+        calls = self._appending[run]
+        calls.discard(asyncio.current_task())
+        if not calls:
+            del self._appends[run], self._appending[run]
 
     async def _append_batch(
         self, run: str, batch: Sequence[tuple[_Append, dict[str, Any], bytes]]
