@@ -87,10 +87,11 @@ def warm_start(directory: Path, recipe: Recipe) -> Path:
         warm_start={"num_steps": recipe.sft_steps},
     )
     tokenizer = Tokenizer.from_directory(directory)
-    demonstrate, stop = demonstrator(settings)
+    builder = TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+    demonstrate, stop = demonstrator(settings, builder)
     batches = WarmStartBatches(
         demonstrate,
-        TokenBuilder(tokenizer, ChatTemplate.of(tokenizer)),
+        builder,
         stop=stop,
         batch_size=settings.warm_start.batch_size,
         seed=recipe.seed,
@@ -162,6 +163,7 @@ def job_of(name: str, model: Path, recipe: Recipe) -> dict[str, Any]:
             "learning_rate": recipe.learning_rate,
             "pipeline_depth": recipe.pipeline_depth,
             "num_threads": recipe.trainer_threads,
+            "keep_policies": 0,  # all are evaluated afterwards
         },
         "evaluation": {"num_tasks": 0, "every": 0},
     }

@@ -5,9 +5,24 @@ from pathlib import Path
 
 import pytest
 from dialoop_services.config.file import parse_config
+from safetensors.torch import load_file
 
 from benchmarks.reasoning_race import FIGURES, RaceOptions, ratios
-from benchmarks.servers.race import Ready, Recipe, first_above, job_of, read_ours, read_trl
+from benchmarks.servers.race import (
+    Ready,
+    Recipe,
+    first_above,
+    job_of,
+    read_ours,
+    read_trl,
+    warm_start,
+)
+
+
+def test_all_start_from_a_model_that_our_supervised_steps_made(tmp_path: Path) -> None:
+    model = warm_start(tmp_path / "model", Recipe(sft_steps=1))
+    assert {"config.json", "tokenizer.json"} < {path.name for path in model.iterdir()}
+    assert load_file(model / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["vllm", "transformers", "in_process"])
@@ -18,6 +33,7 @@ def test_our_jobs_differ_in_engine_and_store_alone(name: str) -> None:
     shipped = parse_config({"train": {}}, source="defaults").train
     assert job.train.max_staleness == shipped.max_staleness
     assert job.collector.group_size * job.train.groups_per_train_step == 128
+    assert job.train.keep_policies == 0, "a policy that is gone cannot be evaluated afterwards"
 
 
 def test_our_clock_begins_with_the_first_live_policy(tmp_path: Path) -> None:
