@@ -93,8 +93,9 @@ def openenv_service(python: str) -> Iterator[tuple[int, str]]:
         port = probe.getsockname()[1]
     script = Path(__file__).with_name("servers") / "openenv_echo.py"
     # It writes a traceback for every connection that a client ends.
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([python, str(script), str(port)], **quiet)
+    process = subprocess.Popen(
+        [python, str(script), str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         for _ in range(900):
             with socket.socket() as probe:

@@ -113,13 +113,14 @@ class _Conversation:
         if self._by_difference:
             return
         self._messages = list(sample.history.full.messages)
+        more: Any = sample.sequence  # in 127deda's protos
         if self._sequence is None:
-            self._sequence = sample.sequence
+            self._sequence = more
             return
         start = len(self._sequence.token_ids)
-        self._sequence.token_ids.extend(sample.sequence.token_ids)
-        self._sequence.inference_logprobs.extend(sample.sequence.inference_logprobs)
-        for segment in sample.sequence.segments:
+        self._sequence.token_ids.extend(more.token_ids)
+        self._sequence.inference_logprobs.extend(more.inference_logprobs)
+        for segment in more.segments:
             segment.start += start
             self._sequence.segments.append(segment)
 

@@ -60,7 +60,7 @@ def _plain_copy_ms(path: Path, times: int) -> list[float]:
     return times_ms
 
 
-async def _engine(kind: str, model_dir: Path) -> Engine:
+async def _engine(kind: str, model_dir: Path) -> Any:
     options = EngineOptions(max_model_len=MAX_MODEL_LEN)
     if kind == "vllm":
         from dialoop_services.inference.vllm_engine.engine import VllmEngine
@@ -72,7 +72,7 @@ async def _engine(kind: str, model_dir: Path) -> Engine:
 
 
 async def _publish_under_load(
-    engine: Engine, load: Callable[[PolicyVersion], Awaitable[LoadTimes]], numbers: range
+    engine: Any, load: Callable[[PolicyVersion], Awaitable[LoadTimes]], numbers: range
 ) -> dict[str, Any]:
     at: list[float] = []
 

@@ -115,9 +115,9 @@ def _sequence(ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> 
     version = messages.PolicyVersion(lineage="main", number=0)
     place = {"length": length, "source": messages.SOURCE_MODEL}
     if not hasattr(messages, "Column"):
-        return messages.Sequence(
+        return messages.Sequence(  # type: ignore[call-arg]
             token_ids=ids.tolist(),
-            segments=[messages.Segment(policy_version=version, **place)],
+            segments=[messages.Segment(policy_version=version, **place)],  # type: ignore[call-arg]
             inference_logprobs=logprobs.tolist(),
         )
     columns = [

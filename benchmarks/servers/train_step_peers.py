@@ -63,7 +63,7 @@ def run_trl(folder: Path, between: Callable[[], None], took: Took, options: dict
     ready = {name: values.to(DEVICE) for name, values in trl_inputs(batch).items()}
     losses: list[float] = []
 
-    class OnReadyBatch(GRPOTrainer):  # type: ignore[misc]
+    class OnReadyBatch(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
             return dict(ready)
 
@@ -72,7 +72,7 @@ def run_trl(folder: Path, between: Callable[[], None], took: Took, options: dict
             losses.append(float(loss.detach()))
             return loss
 
-    class Steps(TrainerCallback):  # type: ignore[misc]
+    class Steps(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             losses.clear()
             between()

@@ -93,7 +93,7 @@ class OurStep:
         rows = own_rows(self._rows, ALONE, max_tokens=int(os.environ.get("ROW_TOKENS", "2048")))
         update(
             self._policy,
-            optimizer,  # type: ignore[arg-type]
+            optimizer,
             [row.to(DEVICE) for row in rows],
             self._loss,
             with_entropy=self._with_entropy,

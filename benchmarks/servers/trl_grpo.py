@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]  # TRL is not installed where mypy runs
+class Clock(TrainerCallback):  # TRL is not installed where mypy runs
     """Keeps the weights of every train step, and when they were ready."""
 
     def __init__(self, out: Path, updates_per_step: int) -> None:

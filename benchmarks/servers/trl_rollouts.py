@@ -25,7 +25,7 @@ COLUMNS = (
 )
 
 
-class RecordingTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not installed where mypy runs
+class RecordingTrainer(GRPOTrainer):  # TRL is not installed where mypy runs
     """GRPOTrainer, with a line in rollouts.jsonl for each completion of a batch."""
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def retokenised_history(model: Path) -> Iterator[None]:
 @contextmanager
 def truncated_sampling(_: Path) -> Iterator[None]:
     """Sample from the likeliest tokens alone, where the job said nothing of it."""
-    real = engine_module.processed_logprobs
+    real = engine_module.processed_logprobs  # type: ignore[attr-defined]
 
     def processed_logprobs(logits: torch.Tensor, sampling: Any, token_ids: Any) -> torch.Tensor:
         least = logits.topk(TOP_K, dim=-1).values[:, -1:]
