@@ -42,6 +42,7 @@ from dialoop_services.trainer.settings import TrainerSettings
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.servers.machine import processor
 from benchmarks.servers.models import SIZES, make_model
 
 IN_FLIGHT, MAX_MODEL_LEN = 16, 448
@@ -200,8 +201,14 @@ def main() -> None:
         for kind in options.engines
         for size in options.sizes
     }
-    head = {"benchmark": "publish_pause", "cores": os.cpu_count(), "load_before": round(load, 2)}
-    print(json.dumps({**head, "in_flight": IN_FLIGHT, **by_size}, indent=2))
+    head = {
+        "benchmark": "publish_pause",
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load_before": round(load, 2),
+        "in_flight": IN_FLIGHT,
+    }
+    print(json.dumps({**head, **by_size}, indent=2))
 
 
 if __name__ == "__main__":

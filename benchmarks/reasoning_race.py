@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.servers.machine import processor
 from benchmarks.servers.race import Recipe, contend, first_above, heldout_accuracy, warm_start
 
 OURS = ("vllm", "transformers", "in_process")
@@ -135,9 +136,18 @@ def main() -> None:
     chosen = arguments.pop("contenders") or [*OURS, *(THEIRS if arguments["trl_python"] else [])]
     names = ("trl_python", "model", "threshold", "every", "samples")
     options = RaceOptions(contenders=chosen, **{name: arguments.pop(name) for name in names})
+    load = os.getloadavg()[0]
     races = [race(Recipe(seed=seed, **arguments), options) for seed in seeds]
-    result = {"recipe": arguments, "threshold": options.threshold, "cores": os.cpu_count()}
-    result |= {"races": races, "ours_over_trl": ratios(races, options)}
+    result = {
+        "benchmark": "reasoning_race",
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load_before": round(load, 2),
+        "recipe": arguments,
+        "threshold": options.threshold,
+        "races": races,
+        "ours_over_trl": ratios(races, options),
+    }
     json.dump(result, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
