@@ -47,7 +47,7 @@ class Recipe:
     max_new_tokens: int = 32
     trl_threads: int = 2
     trainer_threads: int = 1
-    pipeline_depth: int = 1
+    pipeline_depth: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
