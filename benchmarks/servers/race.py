@@ -35,7 +35,7 @@ NAME = "column_addition"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What all contenders share; threads and depth are the best for each one."""
+    """What all contenders share; threads are the best for each one, and depth is the default."""
 
     seed: int = 0
     sft_steps: int = 250

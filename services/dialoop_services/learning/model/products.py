@@ -61,7 +61,7 @@ _AVAILABLE = torch._C._has_mkldnn and faster_library(platform.machine(), *_proce
 
 
 def library_of(device: torch.device) -> Literal["oneDNN", "torch"]:
-    """Return whose float32 products the device's linear layers use."""
+    """Return whose float32 products the device's linear layers use, but for weights' gradients."""
     return "oneDNN" if _AVAILABLE and device.type == "cpu" else "torch"
 
 
@@ -81,7 +81,10 @@ def linear_products(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class OneDnnLinear(TorchFunctionMode):
-    """A context in which oneDNN runs float32 linear layers on a CPU, forward and backward."""
+    """A context in which oneDNN runs float32 linear layers on a CPU, forward and backward.
+
+    Gradients of their weights stay torch's.
+    """
 
     def __torch_function__(
         self,
