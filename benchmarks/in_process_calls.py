@@ -21,7 +21,6 @@ from collections import defaultdict
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-import grpc
 from dialoop.clients.channel import Channel, Rpc
 from dialoop.clients.environment import CLOSE_SESSION
 from dialoop.v1 import environment_service_pb2 as pb
@@ -29,6 +28,7 @@ from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
 from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.calls import Calls
+from dialoop_services.runtime.grpc_door import GrpcDoor
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.in_process import InProcessNetwork
 
@@ -87,11 +87,10 @@ async def ways(exits: AsyncExitStack) -> Mapping[str, Channel]:
     handlers = Handlers(Calls(), Token(""))
     register(Echo(), handlers)
     folder = exits.enter_context(tempfile.TemporaryDirectory())
-    unix, address = grpc.aio.server(), f"unix:{folder}/echo.sock"
-    handlers.add_to(unix)
-    unix.add_insecure_port(address)
-    await unix.start()
-    exits.push_async_callback(unix.stop, 1)
+    unix, address = GrpcDoor(handlers.find, ()), f"unix:{folder}/echo.sock"
+    unix.listen(address, None)
+    unix.open()
+    exits.push_async_callback(unix.close, 1)
     channels = {"in_process": network.connect("echo")}
     channels |= {"unix": Channel(address), "tcp": Channel(tcp.address)}
     for channel in channels.values():

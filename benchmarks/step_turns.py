@@ -9,10 +9,9 @@ them. Steps alone are measured: all sessions are reset first. `cpu_ms` is the CP
 threads of the service for one step; bytes are those of bodies (HTTP) and messages (gRPC). Token
 and idempotency are on.
 
-Every round also measures a `grpc.aio` server that only answers, at the first turn: with grpcio
-unary gRPC cannot cost less (`grpc_floor`). With `--http2-python PYTHON` it measures such a server
-over uvicorn's HTTP/2 (`http2_floor`), and with `--openenv-python PYTHON` openenv-core's minimal
-environment, whose steps have neither a token nor idempotency.
+Every round also measures a `grpc.aio` server that only answers, at the first turn
+(`grpc_aio_echo`), and with `--openenv-python PYTHON` openenv-core's minimal environment, whose
+steps have neither a token nor idempotency.
 """
 
 from __future__ import annotations
@@ -250,10 +249,10 @@ async def measure_openenv(
 
 
 @contextmanager
-def echo_service(python: str, script: str) -> Iterator[Service]:
-    """Run a server that only answers."""
-    path = Path(__file__).with_name("servers") / script
-    process = subprocess.Popen([python, str(path)], stdout=subprocess.PIPE, text=True)
+def echo_service() -> Iterator[Service]:
+    """Run a `grpc.aio` server that only answers."""
+    path = Path(__file__).with_name("servers") / "grpc_echo.py"
+    process = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         yield Service(process.pid, f"127.0.0.1:{process.stdout.readline().strip()}", "", True)
@@ -262,13 +261,13 @@ def echo_service(python: str, script: str) -> Iterator[Service]:
         process.wait()
 
 
-async def measure_floor(floor: Cell, options: argparse.Namespace, python: str, script: str) -> None:
+async def measure_echo(cell: Cell, options: argparse.Namespace) -> None:
     """Play the same steps at a server that only answers."""
     options.next_episode = 1
-    with echo_service(python, script) as running:
+    with echo_service() as running:
         async with open_door(running, "grpc_unary", options.sessions) as send:
             await measure(running, send, Cell(), options, 1)
-            await measure(running, send, floor, options, 1)
+            await measure(running, send, cell, options, 1)
 
 
 @asynccontextmanager
@@ -310,11 +309,9 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
         for name in checkouts
     }
     openenv = {"openenv_http": Cell(), "openenv_websocket": Cell()}
-    floor, http2_floor = Cell(), Cell()
+    echo = Cell()
     for _ in range(options.rounds):
-        await measure_floor(floor, options, sys.executable, "grpc_echo.py")
-        if options.http2_python:
-            await measure_floor(http2_floor, options, options.http2_python, "http2_echo.py")
+        await measure_echo(echo, options)
         if options.openenv_python:
             with openenv_service(options.openenv_python) as (pid, address):
                 await measure_openenv(pid, address, openenv, options)
@@ -328,9 +325,7 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
                             await measure(running, send, cells[name][door][turn], options, turn)
     figures = {name: _figures(doors) for name, doors in cells.items()}
     figures |= _ratios(cells, options.turns)
-    figures["grpc_floor"] = _figures({"grpc_unary": {1: floor}})["grpc_unary"]["1"]
-    if options.http2_python:
-        figures["http2_floor"] = _figures({"grpc_unary": {1: http2_floor}})["grpc_unary"]["1"]
+    figures["grpc_aio_echo"] = _figures({"grpc_unary": {1: echo}})["grpc_unary"]["1"]
     if options.openenv_python:
         figures |= _beside_openenv(cells["now"], openenv, options.turns[0])
     return figures
@@ -389,7 +384,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
     parser.add_argument("--openenv-python", default="", help="a python that has openenv-core")
-    parser.add_argument("--http2-python", default="", help="a python that has Dialoop and zttp")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=16)
     parser.add_argument("--episodes", type=int, default=2, help="episodes of a session and cell")

@@ -1,7 +1,7 @@
-"""Serve steps that do nothing with grpc.aio alone: what a step over unary gRPC costs at least.
+"""Serve steps that do nothing with grpc.aio alone, to compare with the services' gRPC door.
 
-It has no token, no sessions and no counts. The messages, the event loop and the one generic
-handler are those of the environment service.
+It has no token, no sessions and no counts. The messages and the event loop are those of the
+environment service.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from functools import cache
 
 import psutil  # type: ignore[import-untyped]
 
-from dialoop_services.runtime.allocator import set_allocator
+from dialoop_services.runtime.process import set_allocator
 
 _resident_then = 0
 

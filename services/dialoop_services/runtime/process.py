@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dialoop.errors import InvalidConfig
 
-from dialoop_services.runtime.allocator import set_allocator
 from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.listening import raise_descriptor_limit
 from dialoop_services.runtime.logs import configure_logs
@@ -34,6 +33,8 @@ PARENT_VARIABLE = "DIALOOP_PARENT_PID"
 RESTARTS_VARIABLE = "DIALOOP_NUM_RESTARTS"
 """Number of times that the supervisor has started this service before."""
 _PR_SET_PDEATHSIG = 1
+# Numbers of glibc's mallopt; other C libraries have no such options.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # A process that outlives its parent by this much hangs in its drain, and is killed.
 _ORPHAN_GRACE_S = 15.0
 # New objects after which Python looks for cycles among them. Nearly all that a request makes is
@@ -91,6 +92,19 @@ def tune_memory() -> None:
         return
     gc.set_threshold(_COLLECT_AFTER)
     set_allocator(mapped_bytes=_MAPPED_BYTES, kept_bytes=_KEPT_BYTES)
+
+
+def set_allocator(*, mapped_bytes: int, kept_bytes: int | None = None) -> bool:
+    """Set from which size on an object is mapped by itself, so that freeing it gives it back.
+
+    mapped_bytes: at most 32 MiB. kept_bytes: what may lie free at the end of the heap; absent: what
+    glibc chooses. Return whether glibc has taken the options.
+    """
+    option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if option is None:
+        return False
+    kept = kept_bytes is None or bool(option(_M_TRIM_THRESHOLD, kept_bytes))
+    return kept and bool(option(_M_MMAP_THRESHOLD, mapped_bytes))
 
 
 def end_command(main: Callable[[], int]) -> NoReturn:

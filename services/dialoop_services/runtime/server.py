@@ -13,9 +13,7 @@ import logging
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-import grpc
 from dialoop.errors import InvalidConfig
-from dialoop.reasons import Reason
 from dialoop.waits import current_waits
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -26,6 +24,7 @@ from dialoop_services.runtime.access.server_tls import ServerTls
 from dialoop_services.runtime.access.token_file import TokenFile
 from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.fleet import Incarnation
+from dialoop_services.runtime.grpc_door import GrpcDoor
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.listening import (
     ConnectionLimits,
@@ -144,22 +143,20 @@ class GrpcServer:
     async def __aenter__(self) -> Self:
         metrics = self._metrics()
         calls = Calls(metrics)
-        server = self._build(calls)
+        grpc_door = self._grpc_door(calls)
         door, bound = None, None
         if metrics is not None:
             door = self._rest_door(calls, metrics)
             bound = bound_socket(self._settings.host, self._settings.rest_port or 0)
         try:
-            self._port = _bind(
-                server, self._settings.host, self._settings.port, self._tls.grpc_credentials()
-            )
+            self._port = self._listen(grpc_door)
         except InvalidConfig:
             if bound is not None:
                 bound.close()
             raise
         await self._exits.enter_async_context(self._stop)
-        await server.start()
-        self._exits.push_async_callback(self._drain, server, door)
+        grpc_door.open()
+        self._exits.push_async_callback(self._drain, grpc_door, door)
         if door is not None and bound is not None:
             self._rest_port = bound.getsockname()[1]
             await door.open(bound)
@@ -175,6 +172,12 @@ class GrpcServer:
     async def __aexit__(self, *_: object) -> None:
         self._stop.event.set()
         await self._exits.aclose()
+
+    def _listen(self, grpc_door: GrpcDoor) -> int:
+        host, port = self._settings.host, self._settings.port
+        # Try the port before gRPC does, because gRPC would write an error of its own to stderr.
+        bound_socket(host, port).close()
+        return grpc_door.listen(address_of(host, port), self._tls.grpc_credentials())
 
     def _metrics(self) -> Metrics | None:
         """Return the metrics of the REST door; without the door they are not even imported."""
@@ -237,61 +240,40 @@ class GrpcServer:
             TokenFile(settings.token_file) if settings.token_file else None,
         )
 
-    async def _drain(self, server: grpc.aio.Server, door: RestDoor | None) -> None:
+    async def _drain(self, grpc_door: GrpcDoor, door: RestDoor | None) -> None:
         """Let calls in flight end, at both doors at the same time."""
         self._serving = dict.fromkeys(self._serving, False)
         await self._health.enter_graceful_shutdown()
         async with asyncio.TaskGroup() as doors:
-            doors.create_task(_stop(server, self._settings.drain_s))
+            doors.create_task(grpc_door.close(self._settings.drain_s))
             if door is not None:
                 doors.create_task(door.close())
 
-    def _build(self, calls: Calls) -> grpc.aio.Server:
+    def _grpc_door(self, calls: Calls) -> GrpcDoor:
         size = self._settings.max_message_bytes
         connections = self._connection_limits().within_descriptors()
-        server = grpc.aio.server(
-            options=[
-                ("grpc.so_reuseport", 0),  # else two services could share a port unnoticed
-                ("grpc.max_send_message_length", size),
-                ("grpc.max_receive_message_length", size),
-                # Allow clients to ping idle connections, so that they notice a dead server.
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-                ("grpc.max_allowed_incoming_connections", connections.max_connections),
-                ("grpc.server_handshake_timeout_ms", round(1000 * connections.head_s)),
-                # A client that has no call connects again when it needs to.
-                ("grpc.max_connection_idle_ms", _IDLE_MS),
-            ],
-            maximum_concurrent_rpcs=self._settings.max_calls,
-        )
+        options = [
+            ("grpc.so_reuseport", 0),  # else two services could share a port unnoticed
+            ("grpc.max_send_message_length", size),
+            ("grpc.max_receive_message_length", size),
+            # Allow clients to ping idle connections, so that they notice a dead server.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            ("grpc.max_allowed_incoming_connections", connections.max_connections),
+            ("grpc.server_handshake_timeout_ms", round(1000 * connections.head_s)),
+            # A client that has no call connects again when it needs to.
+            ("grpc.max_connection_idle_ms", _IDLE_MS),
+        ]
         handlers = Handlers(calls, self._token(), incarnation=self.incarnation)
         for register, servicer in self._registrations:
             register(servicer, handlers)
         names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflected = reflection.aio.ReflectionServicer(names)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, handlers)
-        handlers.add_to(server)
         open_to_all = Handlers(calls, Token(""))  # health checks need no token
         health_pb2_grpc.add_HealthServicer_to_server(self._health, open_to_all)
-        open_to_all.add_to(server)
-        return server
-
-
-async def _stop(server: grpc.aio.Server, drain_s: float) -> None:
-    await server.stop(drain_s)
-
-
-def _bind(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
-) -> int:
-    address = address_of(host, port)
-    # Try the port before gRPC does, because gRPC would write an error of its own to stderr.
-    bound_socket(host, port).close()
-    try:
-        if credentials is not None:
-            return server.add_secure_port(address, credentials)
-        return server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise InvalidConfig(
-            f"Cannot listen on {address}.", reason=Reason.CANNOT_LISTEN, remedy="Choose another."
-        ) from error
+        return GrpcDoor(
+            lambda path: handlers.find(path) or open_to_all.find(path),
+            options,
+            max_calls=self._settings.max_calls,
+        )

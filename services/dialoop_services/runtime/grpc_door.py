@@ -1,0 +1,357 @@
+"""The gRPC door of a service: calls of grpcio's core, answered on the event loop.
+
+door = GrpcDoor(find_method, options, max_calls=1000)
+port = door.listen("127.0.0.1:0", None)
+door.open()
+await door.close(drain_s=10)
+
+It takes the place of grpc.aio's server, which hands every event of a call to the event loop by a
+thread and a socket: two to three times the CPU of a call that is answered at once (decision 27).
+Here the event loop takes events from the core's queue itself, and a thread waits for the next one
+while there are none. Connections, HTTP/2, TLS, deadlines, flow control and size limits are the
+core's, as they are below grpc.aio.
+
+grpc's own servers are written on `cygrpc`, which is not a public interface. What servicers and
+callers rely on is in `tests/contract/runtime/test_grpc_door.py`, for the next version of grpcio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import threading
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from dialoop_services.runtime.calls import CallContext
+from dialoop_services.runtime.errors import public_error
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from dialoop_services.runtime.handlers import Handler
+
+    Metadata = tuple[tuple[str, Any], ...]
+
+log = logging.getLogger(__name__)
+
+_NO_FLAGS = 0
+_TIMEOUT = cygrpc.CompletionType.queue_timeout
+_SHUTDOWN = cygrpc.CompletionType.queue_shutdown
+# Events that are taken before other work of the event loop has its turn.
+_MAX_EVENTS = 64
+# Seconds for methods whose calls were cancelled to clean up.
+_CLEAN_UP_S = 1.0
+
+
+class GrpcDoor:
+    """Answers gRPC calls from `open` until `close`, on the event loop that opened it."""
+
+    def __init__(
+        self,
+        find: Callable[[str], Handler | None],
+        options: Sequence[tuple[str, Any]],
+        *,
+        max_calls: int | None = None,
+    ) -> None:
+        """Take a function that finds the method of a path, the core's options and a limit.
+
+        A call beyond `max_calls` is refused with RESOURCE_EXHAUSTED.
+        """
+        self._find = find
+        self._max_calls = max_calls
+        self._queue = cygrpc.CompletionQueue()
+        self._server = cygrpc.Server(tuple(options), False)
+        self._server.register_completion_queue(self._queue)
+        self._calls: set[_Call] = set()
+        self._is_open = False
+        self._has_ended = False  # no event will come any more
+        self._is_drained = threading.Lock()  # held while the event loop takes events
+        self._is_drained.acquire()
+
+    def listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        """Bind the address and return its port; raise InvalidConfig (CANNOT_LISTEN)."""
+        inner: Any = credentials
+        secret = () if inner is None else (inner._credentials,)
+        port: int = self._server.add_http2_port(address.encode(), *secret)
+        if not port:
+            raise InvalidConfig(
+                f"Cannot listen on {address}.",
+                reason=Reason.CANNOT_LISTEN,
+                remedy="Choose another.",
+            )
+        return port
+
+    def open(self) -> None:
+        """Begin to take calls."""
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        self._stopped: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._server.start()
+        self._is_open = True
+        self._ask()
+        self._waiter = threading.Thread(target=self._wait, name="grpc-door", daemon=True)
+        self._waiter.start()
+
+    async def close(self, drain_s: float) -> None:
+        """Refuse new calls, and cancel those that have not ended after `drain_s` seconds."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._server.shutdown(self._queue, lambda _: self._stopped.set_result(None))
+        await asyncio.wait([self._stopped], timeout=drain_s)
+        if not self._stopped.done():
+            self._server.cancel_all_calls()
+            await self._stopped
+        works = [call.work for call in self._calls if call.work is not None]
+        if works:
+            await asyncio.wait(works, timeout=_CLEAN_UP_S)
+        self._queue.shutdown()
+        await self._ended
+        self._waiter.join()
+        self._server.destroy()
+
+    def forget(self, call: _Call) -> None:
+        """Note that a call has ended."""
+        self._calls.discard(call)
+
+    def _ask(self) -> None:
+        """Ask the core for one more call."""
+        self._server.request_call(self._queue, self._queue, self._begin)
+
+    def _wait(self) -> None:
+        """Wait for the next event while the event loop takes none; runs in a thread."""
+        while not self._has_ended:
+            event = self._queue.poll()
+            try:
+                self._loop.call_soon_threadsafe(self._take, event, context=self._context)
+            except RuntimeError:  # the event loop was closed without this door
+                return
+            self._is_drained.acquire()
+
+    def _take(self, event: Any = None) -> None:
+        """Handle the events that are there, and have the thread wait when there are none."""
+        is_idle = False
+        try:
+            is_idle = self._handle_all(event or self._queue.poll(deadline=0))
+        finally:  # an interrupt may be raised here, and the next event has to be taken all the same
+            if is_idle:
+                self._is_drained.release()
+            else:
+                self._loop.call_soon(self._take)
+
+    def _handle_all(self, event: Any) -> bool:
+        """Handle the event and those that follow; return whether none is left for now."""
+        for num_handled in range(_MAX_EVENTS):
+            if num_handled:
+                event = self._queue.poll(deadline=0)
+            if event.completion_type == _TIMEOUT:
+                return num_handled == 0
+            if event.completion_type == _SHUTDOWN:
+                self._has_ended = True
+                self._ended.set_result(None)
+                return True
+            try:
+                event.tag(event)
+            except Exception:
+                log.exception("An event of a gRPC call could not be handled.")
+        return False
+
+    def _begin(self, event: Any) -> None:
+        """Take a call that has arrived."""
+        if not event.success:  # the server stops
+            return
+        if self._is_open:
+            self._ask()
+        handler = self._find(event.call_details.method.decode(errors="replace"))
+        call = _Call(event, handler, self)
+        call.watch()
+        if handler is None:
+            call.refuse(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        elif self._max_calls is not None and len(self._calls) >= self._max_calls:
+            call.refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
+        else:
+            self._calls.add(call)
+            call.begin(self._loop)
+
+
+class _Call(CallContext):
+    """One call, which is the context of its method."""
+
+    def __init__(self, event: Any, handler: Handler | None, door: GrpcDoor) -> None:
+        super().__init__(event.invocation_metadata)
+        self._call = event.call
+        self._handler: Any = handler
+        self._door = door
+        self._trailing: Metadata = ()
+        self._has_sent_metadata = False
+        self._has_ended = False
+        self._is_cancelled = False
+        self.work: asyncio.Task[None] | None = None
+
+    def watch(self) -> None:
+        """Notice from now on when the call is cancelled."""
+        closing = (cygrpc.ReceiveCloseOnServerOperation(_NO_FLAGS),)
+        self._call.start_server_batch(closing, self._close)
+
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run the method as soon as its request is here."""
+        self._loop = loop
+        if self._handler.request_streaming:
+            self._run(_Requests(self._receive, self._handler.request_deserializer))
+        else:
+            receiving = (cygrpc.ReceiveMessageOperation(_NO_FLAGS),)
+            self._call.start_server_batch(receiving, self._start)
+
+    def refuse(self, code: grpc.StatusCode, details: str) -> None:
+        """Answer with a status only."""
+        self.set_code(code)
+        self.set_details(details)
+        self._end()
+
+    async def send_initial_metadata(self, metadata: Metadata) -> None:
+        """Send metadata before the first answer."""
+        self._has_sent_metadata = True
+        await self._perform(cygrpc.SendInitialMetadataOperation(metadata, _NO_FLAGS))
+
+    async def write(self, answer: Any) -> None:
+        """Send one answer of a stream, and wait until the connection has taken it."""
+        content = self._handler.response_serializer(answer)
+        await self._perform(*self._metadata_once(), cygrpc.SendMessageOperation(content, _NO_FLAGS))
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
+    ) -> NoReturn:
+        """End the call with a status."""
+        self.set_code(code)
+        self.set_details(details)
+        self._trailing = tuple(trailing_metadata)
+        raise grpc.aio.AbortError
+
+    def _start(self, event: Any) -> None:
+        """Run the method with the request that was received."""
+        content = event.batch_operations[0].message()
+        if content is not None and not self._is_cancelled:
+            self._run(content)
+            return
+        self._door.forget(self)
+        if not self._is_cancelled:  # the core has answered itself if it found the message too large
+            self.refuse(grpc.StatusCode.UNIMPLEMENTED, "The call ended before its request.")
+
+    def _run(self, request: Any) -> None:
+        self.work = self._loop.create_task(self._serve(request))
+
+    async def _serve(self, request: Any) -> None:
+        """Run the method and send what it answers."""
+        handler = self._handler
+        content = None
+        try:
+            if not handler.request_streaming:
+                request = handler.request_deserializer(request)
+            if handler.response_streaming:
+                await self._stream(request)
+            else:
+                function = (
+                    handler.stream_unary if handler.request_streaming else handler.unary_unary
+                )
+                content = handler.response_serializer(await function(request, self))
+        except grpc.aio.AbortError:
+            pass  # `abort` has set the status
+        except asyncio.CancelledError:
+            self.set_code(grpc.StatusCode.CANCELLED)
+            self.set_details("The service has cancelled the call.")
+        except Exception as error:
+            self.set_code(grpc.StatusCode.INTERNAL)
+            self.set_details(public_error(error).message)
+        finally:
+            self._door.forget(self)
+        self._end(content)
+
+    async def _stream(self, request: Any) -> None:
+        handler = self._handler
+        function = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        if inspect.isasyncgenfunction(function):
+            async for answer in function(request, self):
+                await self.write(answer)
+        else:
+            await function(request, self)
+
+    def _end(self, content: bytes | None = None) -> None:
+        """Send the last answer, if any, and the status."""
+        self._has_ended = True
+        if self._is_cancelled:
+            return
+        code = self.code() or grpc.StatusCode.OK
+        number = code.value[0] if isinstance(code, grpc.StatusCode) else int(code)
+        message: tuple[Any, ...] = ()
+        if content is not None and not number:
+            message = (cygrpc.SendMessageOperation(content, _NO_FLAGS),)
+        status = cygrpc.SendStatusFromServerOperation(
+            self._trailing, number, self.details(), _NO_FLAGS
+        )
+        self._call.start_server_batch((*self._metadata_once(), *message, status), _do_nothing)
+
+    def _close(self, event: Any) -> None:
+        """Stop the method if the caller has gone, its time is up or the service stops."""
+        if event.batch_operations[0].cancelled():
+            self._is_cancelled = True
+            if self.work is not None and not self._has_ended:
+                self.work.cancel()
+
+    def _metadata_once(self) -> tuple[Any, ...]:
+        """Return the operation that has to come before the first answer or the status."""
+        if self._has_sent_metadata:
+            return ()
+        self._has_sent_metadata = True
+        return (cygrpc.SendInitialMetadataOperation((), _NO_FLAGS),)
+
+    async def _receive(self) -> bytes | None:
+        """Return the next message of the caller; None at the end."""
+        event = await self._batch(cygrpc.ReceiveMessageOperation(_NO_FLAGS))
+        content: bytes | None = event.batch_operations[0].message()
+        return content
+
+    async def _perform(self, *operations: Any) -> None:
+        """Send something; raise CancelledError if the call has ended meanwhile."""
+        if not (await self._batch(*operations)).success:
+            raise asyncio.CancelledError
+
+    async def _batch(self, *operations: Any) -> Any:
+        done: asyncio.Future[Any] = self._loop.create_future()
+        if self._call.start_server_batch(operations, partial(_resolve, done)):
+            raise RuntimeError("The core refused operations of a call.")
+        return await done
+
+
+class _Requests:
+    """The messages of a stream of requests."""
+
+    def __init__(self, receive: Callable[[], Any], deserialize: Callable[[bytes], Any]) -> None:
+        self._receive, self._deserialize = receive, deserialize
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        content = await self._receive()
+        if content is None:
+            raise StopAsyncIteration
+        return self._deserialize(content)
+
+
+def _resolve(done: asyncio.Future[Any], event: Any) -> None:
+    with suppress(asyncio.InvalidStateError):  # whoever waited was cancelled
+        done.set_result(event)
+
+
+def _do_nothing(_: Any) -> None:
+    """Take the event of an end that nobody waits for."""
