@@ -158,15 +158,32 @@ def test_temperature_that_is_not_positive_is_rejected(temperature: float) -> Non
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 2 * 4 * VOCABULARY * 8, 1 << 20])
-def test_what_is_kept_and_what_is_computed_again_have_the_same_gradients(kept_bytes: int) -> None:
+@pytest.mark.parametrize("of_entropy", [None, 0.0, 0.3])
+def test_what_is_kept_and_what_is_computed_again_give_the_same(
+    kept_bytes: int, of_entropy: float | None
+) -> None:
     hidden, weight, targets = _problem(torch.float64)
     coefficients = torch.linspace(-1, 1, ROWS).double()
-    full = (hidden @ weight.T / 0.7).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-    expected = torch.autograd.grad((full * coefficients).sum(), (hidden, weight))
+    full = (hidden @ weight.T / 0.7).log_softmax(-1)
+    chosen = full.gather(-1, targets[:, None]).squeeze(-1)
+    entropy = -(full.exp() * full).sum(-1)
+    whole = (chosen * coefficients).sum() + (of_entropy or 0.0) * entropy.sum()
+    expected = torch.autograd.grad(whole, (hidden, weight))
     scores = token_logprobs(
-        hidden, weight, targets, temperature=0.7, chunk_rows=4, kept_bytes=kept_bytes
+        hidden,
+        weight,
+        targets,
+        temperature=0.7,
+        with_entropy=of_entropy is not None,
+        chunk_rows=4,
+        kept_bytes=kept_bytes,
     )
     loss = (scores.logprobs * coefficients).sum()
+    if scores.entropy is not None:
+        torch.testing.assert_close(scores.entropy, entropy, atol=1e-7, rtol=1e-7)
+    if of_entropy:
+        assert scores.entropy is not None
+        loss = loss + of_entropy * scores.entropy.sum()
     for _ in range(2):  # the second pass finds nothing kept
         actual = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
         torch.testing.assert_close(actual, expected, atol=1e-7, rtol=1e-7)

@@ -151,8 +151,7 @@ def packed_attention(
     if plain and plan.varlen is not None and takes_varlen(value.device, value.dtype):
         return varlen_attention(query, key, value, plan, scale=scale, window=window), None
     results = []
-    for layout in plan.buckets:
-        rows = [_lay_out(x, layout) for x in (query, key, value)]
+    for rows in zip(*(_LayOut.apply(x, plan.buckets) for x in (query, key, value)), strict=True):
         if plain:
             out = _bucket_attention(*rows, scale=scale, window=window)
         else:
@@ -259,11 +258,31 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return (ago >= 0) if window is None else (ago >= 0) & (ago < window)
 
 
-def _lay_out(packed: Tensor, layout: Tensor) -> Tensor:
-    """Return [1, H, T, D] at positions [n, longest] as a batch of sequences [n, H, longest, D]."""
-    heads, _, size = packed.shape[1:]
-    flat = packed[0].index_select(1, layout.flatten())
-    return flat.view(heads, *layout.shape, size).transpose(0, 1)
+class _LayOut(torch.autograd.Function):
+    """[1, H, T, D] at the positions of each bucket, as batches of sequences [n, H, longest, D].
+
+    Its gradient is summed in one tensor, where that of separate selections would be one each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, buckets: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        ctx.buckets, ctx.shape = buckets, packed.shape
+        heads, _, size = packed.shape[1:]
+        return tuple(
+            packed[0]
+            .index_select(1, layout.flatten())
+            .view(heads, *layout.shape, size)
+            .transpose(0, 1)
+            for layout in buckets
+        )
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].new_zeros(ctx.shape)
+        for layout, grad in zip(ctx.buckets, grads, strict=True):
+            total[0].index_add_(1, layout.flatten(), grad.transpose(0, 1).flatten(1, 2))
+        return total, None
 
 
 def _require_plan(query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> AttentionPlan:

@@ -111,9 +111,9 @@ class _Options(NamedTuple):
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
-    """Log-probs and entropy whose backward keeps p = softmax(logits) of some chunks.
+    """Log-probs and entropy whose backward keeps p - onehot of some chunks.
 
-    The p of the other chunks are computed a second time.
+    The p = softmax(logits) of the other chunks are computed a second time.
 
     d logp_i / d logits = onehot(target_i) - p_i; d H_i / d logits = -p_i (log p_i + H_i).
     """
@@ -130,29 +130,33 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = hidden.shape[0]
         logprobs = hidden.new_empty(rows, dtype=_precision(hidden))
-        normalisers = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if options.with_entropy else logprobs.new_empty(0)
         room = options.kept_bytes
         kept = []
         for part in _parts(rows, _chunk_rows(options, weight)):
             logits = _logits(hidden[part], _Head(weight, bias, options.softcap), _of(scale, part))
-            chosen = logits.gather(-1, targets[part, None]).squeeze(-1)
-            probs, normalisers[part] = _softmax(logits)
-            logprobs[part] = chosen - normalisers[part]
-            if options.with_entropy:
-                entropy[part] = normalisers[part] - logits.mul_(probs).sum(-1)
-            room -= probs.nbytes
+            every = torch.log_softmax(logits, -1, out=logits)
+            logprobs[part] = every.gather(-1, targets[part, None]).squeeze(-1)
+            room -= every.nbytes
+            if options.with_entropy and (room < 0 or every.dtype is not weight.dtype):
+                probs = every.exp()
+                entropy[part] = -probs.mul_(every).sum(-1)
+                del probs
             if room >= 0:
-                kept.append(probs)
-            del logits, probs  # or they would lie beside the next chunk's
-        ctx.save_for_backward(hidden, weight, bias, targets, scale, normalisers, entropy)
+                kept.append(_away(every.exp_(), targets[part], weight))
+                if options.with_entropy and every.dtype is weight.dtype:
+                    # H = log Z - p logits, and logits = scale W h: the vocabulary is summed in p W.
+                    tempered = hidden[part] * _of(scale, part)
+                    entropy[part] = -logprobs[part] - (tempered * kept[-1].of_hidden).sum(-1)
+            del logits, every  # or they would lie beside the next chunk's
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, logprobs, entropy)
         ctx.options, ctx.kept = options, kept
         ctx.set_materialize_grads(False)  # an entropy that is only a metric gets no gradient
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, scale, normalisers, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, scale, chosen, entropy = ctx.saved_tensors
         head = _Head(weight, bias, ctx.options.softcap)
         kept, ctx.kept = ctx.kept, []  # freed as they are used; a second backward recomputes all
         kept.reverse()
@@ -162,30 +166,54 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros_like(weight, dtype=_precision(weight))
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_precision(bias))
+        is_bent = grads[1] is not None or not head.plain
         for part in _parts(hidden.shape[0], _chunk_rows(ctx.options, weight)):
-            probs = kept.pop() if kept else None
-            if probs is None or grads[1] is not None:
+            away = kept.pop() if kept else None
+            logprobs, bend = None, 1.0
+            if away is None or (is_bent and away.probs.dtype is not chosen.dtype):
                 logits = _logits(hidden[part], head, _of(scale, part))
                 bend = head.bend(logits, _of(scale, part))
-                logprobs = logits.sub_(normalisers[part, None])
-                if grads[1] is not None or not head.plain:
-                    slope = _slope(logprobs, targets[part], entropy, part, grads)
-                    slope = slope.mul_(_of(scale, part) * bend)
-                    if grad_bias is not None:
-                        grad_bias += slope.sum(0)
-                    slope = slope.to(weight.dtype)
-                    grad_hidden[part] = product(slope, weight)
-                    _add_product(grad_weight, slope.T, hidden[part])
-                    del logits, logprobs, slope, bend
-                    continue
-                probs = logprobs.exp_()
-                del logits, logprobs  # other names of `probs`
-            rows = _Rows(hidden[part], targets[part], grads[0][part, None] * _of(scale, part))
-            grad_hidden[part] = _gradients(probs, weight, rows, grad_weight)
-            del probs
+                logprobs = torch.log_softmax(logits, -1, out=logits)
+                del logits  # another name of `logprobs`
+            elif is_bent:
+                logprobs = away.logprobs(targets[part], chosen[part])
+            if is_bent:
+                slope = _slope(logprobs, targets[part], entropy, part, grads)
+                slope = slope.mul_(_of(scale, part) * bend)
+                if grad_bias is not None:
+                    grad_bias += slope.sum(0)
+                slope = slope.to(weight.dtype)
+                grad_hidden[part] = product(slope, weight)
+                _add_product(grad_weight, slope.T, hidden[part])
+                del away, logprobs, slope, bend
+                continue
+            if away is None:
+                away = _away(logprobs.exp_(), targets[part], weight)
+                del logprobs  # another name of what `away` has
+            grad = grads[0][part, None] * _of(scale, part)
+            # The factor of a row multiplies what has the size of hidden states, not the vocabulary.
+            grad_hidden[part] = away.of_hidden * -grad
+            weighted = (hidden[part].to(grad.dtype) * -grad).to(weight.dtype)
+            _add_product(grad_weight, away.probs.T, weighted)
+            del away
         whole = None if grad_weight is None else grad_weight.to(weight.dtype)
         of_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, whole, of_bias, None, None, None
+
+
+class _Away(NamedTuple):
+    """p - onehot(target) of a chunk [m, V], and its product with the head's weight [m, H]."""
+
+    probs: Tensor
+    of_hidden: Tensor
+
+    def logprobs(self, targets: Tensor, chosen: Tensor) -> Tensor:
+        """Return log p [m, V], computed in `probs`; `chosen` are those of the targets [m].
+
+        Where p rounds to zero it is the logarithm of the smallest number: p log p is zero there.
+        """
+        probs = self.probs.scatter_(-1, targets[:, None], chosen[:, None].exp())
+        return probs.clamp_min_(torch.finfo(probs.dtype).tiny).log_()
 
 
 class _Head(NamedTuple):
@@ -207,26 +235,15 @@ class _Head(NamedTuple):
         return 1 - (tempered / (scale * self.softcap)) ** 2
 
 
-class _Rows(NamedTuple):
-    """The hidden states [m, H], targets [m] and gradients at each log-prob [m, 1] of a chunk."""
+def _away(probs: Tensor, targets: Tensor, weight: Tensor) -> _Away:
+    """Return p - onehot(target) of a chunk, computed in `probs`, and its product with the weight.
 
-    hidden: Tensor
-    targets: Tensor
-    grads: Tensor
-
-
-def _gradients(probs: Tensor, weight: Tensor, rows: _Rows, grad_weight: Tensor | None) -> Tensor:
-    """Return the gradient [m, H] at a chunk's hidden states; add the weight's to `grad_weight`.
-
-    A row's factor g multiplies values of the size of hidden states, not of the vocabulary:
-    -g ((p - onehot) W) and -(p - onehot)^T (g h). It computes the difference in `probs`, which it
-    overwrites, before anything is rounded to the weights' dtype: near p = 1 rounding would lose it.
+    It is computed before anything is rounded to the weight's dtype: near p = 1 rounding would lose
+    it.
     """
-    probs.scatter_add_(-1, rows.targets[:, None], -torch.ones_like(probs[:, :1]))
+    probs.scatter_add_(-1, targets[:, None], -torch.ones_like(probs[:, :1]))
     away = probs.to(weight.dtype)
-    weighted = (rows.hidden.to(rows.grads.dtype) * rows.grads).to(weight.dtype)
-    _add_product(grad_weight, away.T, -weighted)
-    return (product(away, weight) * -rows.grads).to(weight.dtype)
+    return _Away(away, product(away, weight))
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> None:
@@ -237,16 +254,6 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total += left @ right
-
-
-def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probabilities and the log of the sum of exponentials of each row.
-
-    The latter comes from the likeliest token: its probability is at least 1 / V, so the logarithm
-    of it is exact.
-    """
-    probs = logits.softmax(-1)
-    return probs, logits.amax(-1) - probs.amax(-1).log()
 
 
 def _slope(
