@@ -305,7 +305,8 @@ class _Call(CallContext):
         if event.batch_operations[0].cancelled():
             self._is_cancelled = True
             if self.work is not None and not self._has_ended:
-                self.work.cancel()
+                # Later, since a task that is cancelled before its first step never gets to its end.
+                self._loop.call_soon(self.work.cancel)
 
     def _metadata_once(self) -> tuple[Any, ...]:
         """Return the operation that has to come before the first answer or the status."""

@@ -150,8 +150,9 @@ def packed_attention(
     # Under autocast values are in half precision, but rotated queries and keys are not.
     if plain and plan.varlen is not None and takes_varlen(value.device, value.dtype):
         return varlen_attention(query, key, value, plan, scale=scale, window=window), None
+    lay_out: Callable[..., tuple[Tensor, ...]] = _LayOut.apply
     results = []
-    for rows in zip(*(_LayOut.apply(x, plan.buckets) for x in (query, key, value)), strict=True):
+    for rows in zip(*(lay_out(x, plan.buckets) for x in (query, key, value)), strict=True):
         if plain:
             out = _bucket_attention(*rows, scale=scale, window=window)
         else:

@@ -128,14 +128,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         scale: Tensor,
         options: _Options,
     ) -> tuple[Tensor, Tensor]:
-        rows = hidden.shape[0]
+        rows, head = hidden.shape[0], _Head(weight, bias, options.softcap)
         logprobs = hidden.new_empty(rows, dtype=_precision(hidden))
         entropy = torch.empty_like(logprobs) if options.with_entropy else logprobs.new_empty(0)
         room = options.kept_bytes
         kept = []
         for part in _parts(rows, _chunk_rows(options, weight)):
-            logits = _logits(hidden[part], _Head(weight, bias, options.softcap), _of(scale, part))
-            every = torch.log_softmax(logits, -1, out=logits)
+            every = _every_logprob(hidden[part], head, _of(scale, part))
             logprobs[part] = every.gather(-1, targets[part, None]).squeeze(-1)
             room -= every.nbytes
             if options.with_entropy and (room < 0 or every.dtype is not weight.dtype):
@@ -148,7 +147,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     # H = log Z - p logits, and logits = scale W h: the vocabulary is summed in p W.
                     tempered = hidden[part] * _of(scale, part)
                     entropy[part] = -logprobs[part] - (tempered * kept[-1].of_hidden).sum(-1)
-            del logits, every  # or they would lie beside the next chunk's
+            del every  # or it would lie beside the next chunk's
         ctx.save_for_backward(hidden, weight, bias, targets, scale, logprobs, entropy)
         ctx.options, ctx.kept = options, kept
         ctx.set_materialize_grads(False)  # an entropy that is only a metric gets no gradient
@@ -169,17 +168,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
         is_bent = grads[1] is not None or not head.plain
         for part in _parts(hidden.shape[0], _chunk_rows(ctx.options, weight)):
             away = kept.pop() if kept else None
-            logprobs, bend = None, 1.0
-            if away is None or (is_bent and away.probs.dtype is not chosen.dtype):
-                logits = _logits(hidden[part], head, _of(scale, part))
-                bend = head.bend(logits, _of(scale, part))
-                logprobs = torch.log_softmax(logits, -1, out=logits)
-                del logits  # another name of `logprobs`
-            elif is_bent:
-                logprobs = away.logprobs(targets[part], chosen[part])
             if is_bent:
+                bend: Tensor | float = 1.0
+                if away is None or away.probs.dtype is not chosen.dtype:
+                    logits = _logits(hidden[part], head, _of(scale, part))
+                    bend = head.bend(logits, _of(scale, part))
+                    logprobs = torch.log_softmax(logits, -1, out=logits)
+                    del logits  # another name of `logprobs`
+                else:
+                    logprobs = away.logprobs(targets[part], chosen[part])
                 slope = _slope(logprobs, targets[part], entropy, part, grads)
-                slope = slope.mul_(_of(scale, part) * bend)
+                slope.mul_(_of(scale, part) * bend)
                 if grad_bias is not None:
                     grad_bias += slope.sum(0)
                 slope = slope.to(weight.dtype)
@@ -188,8 +187,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 del away, logprobs, slope, bend
                 continue
             if away is None:
-                away = _away(logprobs.exp_(), targets[part], weight)
-                del logprobs  # another name of what `away` has
+                every = _every_logprob(hidden[part], head, _of(scale, part))
+                away = _away(every.exp_(), targets[part], weight)
+                del every  # another name of what `away` has
             grad = grads[0][part, None] * _of(scale, part)
             # The factor of a row multiplies what has the size of hidden states, not the vocabulary.
             grad_hidden[part] = away.of_hidden * -grad
@@ -292,6 +292,12 @@ def _precision(values: Tensor) -> torch.dtype:
 def _of(scale: Tensor, part: slice) -> Tensor:
     """Return the scale of the part's rows, to multiply [rows, V]."""
     return scale[part, None] if len(scale) > 1 else scale
+
+
+def _every_logprob(hidden: Tensor, head: _Head, scale: Tensor) -> Tensor:
+    """Return the log-probs [rows, V] of all tokens."""
+    logits = _logits(hidden, head, scale)
+    return torch.log_softmax(logits, -1, out=logits)
 
 
 def _logits(hidden: Tensor, head: _Head, scale: Tensor) -> Tensor:
