@@ -265,7 +265,7 @@ def of_the_queue(_: Path) -> Names:
 
 
 @context("rest.app", "rest.schema", "rest.socket_routes")
-@context("runtime.handlers", "runtime.in_process", "runtime.server")
+@context("runtime.grpc_door", "runtime.handlers", "runtime.in_process", "runtime.server")
 def of_a_service(_: Path) -> Names:
     import pydantic_core
     from dialoop.clients.environment import EnvironmentClient
@@ -281,6 +281,7 @@ def of_a_service(_: Path) -> Names:
     from dialoop_services.runtime import GrpcServer, ServerSettings
     from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
+    from dialoop_services.runtime.handlers import Handlers
     from dialoop_services.runtime.metrics import Metrics
     from google.protobuf import descriptor_pool
 
@@ -304,7 +305,8 @@ def of_a_service(_: Path) -> Names:
         "calls": Calls(),
         "Token": Token,
         "settings": settings,
-        "server": SimpleNamespace(add_socket=print, add_generic_rpc_handlers=print),
+        "server": SimpleNamespace(add_socket=print),
+        "handlers": Handlers(Calls(), Token("")),
         "SCOPE_ENV": scope_pb2.SCOPE_ENV,
         "GrpcServer": Stopped,
         "EnvironmentClient": EnvironmentClient,

@@ -1,6 +1,6 @@
 """The gRPC door of a service: calls of grpcio's core, answered on the event loop.
 
-door = GrpcDoor(find_method, options, max_calls=1000)
+door = GrpcDoor(handlers.find, [("grpc.so_reuseport", 0)], max_calls=1000)
 port = door.listen("127.0.0.1:0", None)
 door.open()
 await door.close(drain_s=10)

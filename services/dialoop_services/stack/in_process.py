@@ -338,6 +338,8 @@ def _make_model(layout: Layout) -> None:
     directory = layout.model_to_make()
     if directory is None:
         return
+    # A worker keeps the number of threads with which it begins, and sums depend on that number.
+    import_module("torch").set_num_threads(layout.config.train.num_threads)
     import_module("dialoop_services.learning.model.tiny").make_tiny_model(
         directory, seed=layout.config.seed
     )

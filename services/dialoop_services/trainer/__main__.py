@@ -16,6 +16,7 @@ import logging
 from contextlib import AsyncExitStack, closing
 from typing import TYPE_CHECKING
 
+import torch
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.retry import RetryPolicy
@@ -93,6 +94,8 @@ async def serve_in(
     host: Host, settings: TrainerSettings, learners: RankGroup[Learner] | None = None
 ) -> None:
     """Train to the end, then answer calls until the host stops; without `learners` on one rank."""
+    # Before a worker computes anything: it keeps the number of threads with which it begins.
+    torch.set_num_threads(settings.num_threads)
     await asyncio.to_thread(_make_tiny_model, settings)
     builder = _builder(settings)
     warm_start = _warm_start(settings, builder)

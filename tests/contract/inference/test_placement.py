@@ -135,7 +135,9 @@ async def test_shared_is_pipeline_depth_0_bit_for_bit_and_nobody_works_at_once(
         trained = rows(tmp_path / placement, "train")
         assert [row["num_groups_trained"] for row in trained] == [2, 2, 2]
         assert {row["staleness_max"] for row in trained} == {0}
-        assert max(row["max_logprob_difference"] for row in rows(tmp_path / placement, "publish"))
+        published = rows(tmp_path / placement, "publish")
+        assert [row["policy_version"] for row in published] == [1, 2, 3, 4]
+        assert all(0 <= row["max_logprob_difference"] < 1e-5 for row in published)
         assert stats.training.num_trajectories_generated >= 12
         assert not any("fail" in why for why in stats.training.num_groups_dropped)
     assert list(digests_by_placement["shared"]) == ["main-1", "main-2", "main-3", "main-4"]

@@ -176,7 +176,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                     logprobs = torch.log_softmax(logits, -1, out=logits)
                     del logits  # another name of `logprobs`
                 else:
-                    logprobs = away.logprobs(targets[part], chosen[part])
+                    logprobs = away.every_logprob(targets[part], chosen[part])
                 slope = _slope(logprobs, targets[part], entropy, part, grads)
                 slope.mul_(_of(scale, part) * bend)
                 if grad_bias is not None:
@@ -207,7 +207,7 @@ class _Away(NamedTuple):
     probs: Tensor
     of_hidden: Tensor
 
-    def logprobs(self, targets: Tensor, chosen: Tensor) -> Tensor:
+    def every_logprob(self, targets: Tensor, chosen: Tensor) -> Tensor:
         """Return log p [m, V], computed in `probs`; `chosen` are those of the targets [m].
 
         Where p rounds to zero it is the logarithm of the smallest number: p log p is zero there.
