@@ -112,7 +112,7 @@ class ResponseWriter:
             buffer = io.BytesIO()
             serialize_length_prefixed(message, buffer)
             return buffer.getvalue()
-        fields = {**self._encode(message), **extra}
+        fields = {**self._encode(message), **extra} if extra else self._encode(message)
         return self._frame(pydantic_core.to_json(fields, inf_nan_mode="null"))
 
     def _frame(self, text: bytes, event: bytes = b"") -> bytes:

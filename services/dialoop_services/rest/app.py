@@ -129,22 +129,30 @@ class _Dispatch:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        # By method and number of parts of the path.
-        self._routes: dict[tuple[str, int], list[tuple[_Fixed, _Parameters, App]]] = {}
+        # By method, number of parts of the path, and its last part: "" stands for a parameter.
+        self._routes: dict[tuple[str, int, str], list[tuple[_Fixed, _Parameters, App]]] = {}
 
     def add(self, route: Route, endpoint: App) -> None:
         """Serve a route; of two that match, the one that was added first."""
         split = route.path.split("/")
         parameters = tuple((i, p[1:-1]) for i, p in enumerate(split) if p.startswith("{"))
-        fixed = [(i, part) for i, part in enumerate(split) if not part.startswith("{")]
-        routes = self._routes.setdefault((route.method, len(split)), [])
-        routes.append((tuple(reversed(fixed)), parameters, endpoint))  # the last tells most apart
+        fixed = tuple((i, part) for i, part in enumerate(split) if not part.startswith("{"))
+        last = "" if split[-1].startswith("{") else split[-1]
+        of_any = self._routes.setdefault((route.method, len(split), ""), [])
+        self._routes.setdefault((route.method, len(split), last), list(of_any))
+        for (method, length, end), routes in self._routes.items():
+            if (method, length) == (route.method, len(split)) and last in ("", end):
+                routes.append((fixed, parameters, endpoint))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http":
             split = scope["path"].split("/")
-            for fixed, parameters, endpoint in self._routes.get((scope["method"], len(split)), ()):
+            method, length = scope["method"], len(split)
+            routes = self._routes.get((method, length, split[-1]))
+            if routes is None:
+                routes = self._routes.get((method, length, ""), [])
+            for fixed, parameters, endpoint in routes:
                 for i, part in fixed:
                     if split[i] != part:
                         break

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from dialoop.errors import ERRORS_BY_STATUS, InternalError, InvalidInput, Status
 from dialoop.reasons import Reason
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
 _JSON, _PROTOBUF = b"application/json", b"application/x-protobuf"
 
 
-@dataclass(frozen=True, slots=True)
-class _ParsedRequest:
+class _ParsedRequest(NamedTuple):
     """A request's message, warnings about how it was read, and the padding it asks for."""
 
     message: Message
@@ -96,6 +94,8 @@ class Endpoint:
         self._bodies = bodies
         self._kind = GetMessageClass(rpc.input_type)
         self._model = models().model(rpc.input_type, frozenset(route.bindings.values()))
+        # What `model_validate_json` calls: a short body is read in a tenth less time.
+        self._validator = self._model.__pydantic_validator__
         self._encode = models().encoder(rpc.output_type)
         self._can_warn = not {"warnings", "completed"}.isdisjoint(rpc.output_type.fields_by_name)
 
@@ -167,7 +167,7 @@ class Endpoint:
             body = await read_body(caller.receive, headers, self._bodies)
             request = self._from_body(body, headers.get(b"content-type", b""))
             if padding is not None:
-                request = replace(request, padding=padding)
+                request = request._replace(padding=padding)
         for parameter, field in self._route.bindings.items():
             _bind(request.message, field, scope["path_params"][parameter])
         return request
@@ -200,7 +200,7 @@ class Endpoint:
 
     def _from_json(self, body: bytes) -> Message:
         try:
-            return decode(self._model.model_validate_json(body or b"{}"), self._kind)
+            return decode(self._validator.validate_json(body or b"{}"), self._kind)
         except ValidationError as error:
             raise fields_refused(error, where="body") from None
 
