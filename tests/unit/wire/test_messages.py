@@ -199,6 +199,7 @@ def test_columns_of_every_type_keep_their_bits(dtype):
     body = pydantic_core.to_json(encode(proto))
     model = models().model(proto.DESCRIPTOR)
     assert decode(model.model_validate_json(body), trajectory_pb2.Sequence) == proto
+    assert models().reader(proto.DESCRIPTOR)(body) == proto
 
 
 def test_a_type_that_the_wire_does_not_have_is_refused():

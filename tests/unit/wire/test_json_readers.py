@@ -1,0 +1,129 @@
+"""JSON is read into messages without models, and means and refuses what the models do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic_core
+import pytest
+from dialoop.v1 import (
+    environment_service_pb2,
+    inference_service_pb2,
+    replay_service_pb2,
+    scorer_service_pb2,
+    trainer_service_pb2,
+    trajectory_pb2,
+)
+from dialoop_services.rest.routes import routes_of
+from dialoop_services.rest.schema import decode, models
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message_factory import GetMessageClass
+from pydantic import ValidationError
+
+REQUESTS: dict[str, Descriptor] = {
+    rpc.input_type.name: rpc.input_type
+    for module in (
+        environment_service_pb2,
+        inference_service_pb2,
+        replay_service_pb2,
+        scorer_service_pb2,
+        trainer_service_pb2,
+    )
+    for service in module.DESCRIPTOR.services_by_name.values()
+    for rpc in (route.rpc for route in routes_of(service))
+}
+_F = FieldDescriptor
+_COLUMN = {"name": "token_ids", "shape": [2], "data": [3, 4]}
+
+
+def filled(descriptor: Descriptor, choice: int) -> dict[str, Any]:
+    """Return JSON with every field set, but of a oneof only one."""
+    if descriptor is trajectory_pb2.Column.DESCRIPTOR:
+        return _COLUMN
+    left_out = {
+        field.name
+        for oneof in descriptor.oneofs
+        for number, field in enumerate(oneof.fields)
+        if number != choice % len(oneof.fields)
+    }
+    return {f.name: value(f, choice) for f in descriptor.fields if f.name not in left_out}
+
+
+def value(field: FieldDescriptor, choice: int) -> Any:
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        return {"key": item(kind.fields_by_name["value"], choice)}
+    one = item(field, choice)
+    return [one, one] if field.is_repeated else one
+
+
+def item(field: FieldDescriptor, choice: int) -> Any:
+    if field.message_type is not None:
+        return filled(field.message_type, choice)
+    if field.enum_type is not None:
+        return field.enum_type.values[-1].name
+    if field.type == _F.TYPE_BYTES:
+        return "AAEC"
+    return {_F.CPPTYPE_STRING: "é", _F.CPPTYPE_BOOL: True, _F.CPPTYPE_FLOAT: 0.5}.get(
+        field.cpp_type, 7
+    )
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_with_every_field_is_read_as_by_its_model(name: str):
+    descriptor = REQUESTS[name]
+    model, read = models().model(descriptor), models().reader(descriptor)
+    kind = GetMessageClass(descriptor)
+    for choice in range(3):
+        body = pydantic_core.to_json(filled(descriptor, choice))
+        message = read(body)
+        assert message == decode(model.model_validate_json(body), kind)
+        assert message.ListFields() or not descriptor.fields
+    assert read(b"{}") == kind()
+
+
+def spoiled(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what is wrong in one place each, at every depth."""
+    wrong: list[dict[str, Any]] = [{**fields, "no_such_field": 1}]
+    for name, good in fields.items():
+        wrong.append({**fields, name: [[]]})
+        if isinstance(good, dict):
+            wrong += [{**fields, name: bad} for bad in spoiled(good)]
+        elif isinstance(good, list) and isinstance(good[0], dict):
+            wrong += [{**fields, name: [good[0], bad]} for bad in spoiled(good[0])]
+        elif not isinstance(good, list):
+            wrong.append(
+                {**fields, name: {"str": 1, "int": "7", "bool": "yes"}.get(type(good).__name__)}
+            )
+    return wrong
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_what_is_wrong_in_a_request_is_named_as_by_its_model(name: str):
+    descriptor = REQUESTS[name]
+    model, read = models().model(descriptor), models().reader(descriptor)
+    both = {field.name: value(field, 0) for oneof in descriptor.oneofs for field in oneof.fields}
+    bodies = [*spoiled(filled(descriptor, 0)), filled(descriptor, 0) | both]
+    for fields in bodies:
+        body = pydantic_core.to_json(fields)
+        try:
+            expected: Any = decode(model.model_validate_json(body), GetMessageClass(descriptor))
+        except ValidationError as error:
+            expected = [(e["loc"], e["msg"]) for e in error.errors()]
+        try:
+            got: Any = read(body)
+        except ValidationError as error:
+            got = [(e["loc"], e["msg"]) for e in error.errors()]
+        assert got == expected, fields
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"episode": 1}{}', b"\xff"])
+def test_what_is_no_json_object_is_refused_as_by_the_model(body: bytes):
+    descriptor = environment_service_pb2.StepRequest.DESCRIPTOR
+    with pytest.raises(ValidationError) as expected:
+        models().model(descriptor).model_validate_json(body)
+    with pytest.raises(ValidationError) as got:
+        models().reader(descriptor)(body)
+    assert [(e["loc"], e["msg"]) for e in got.value.errors()] == [
+        (e["loc"], e["msg"]) for e in expected.value.errors()
+    ]
