@@ -82,15 +82,15 @@ def test_a_request_with_every_field_is_read_as_by_its_model(name: str):
     assert read(b"{}") == kind()
 
 
-def spoiled(fields: dict[str, Any]) -> list[dict[str, Any]]:
+def wrong_versions(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what is wrong in one place each, at every depth."""
     wrong: list[dict[str, Any]] = [{**fields, "no_such_field": 1}]
     for name, good in fields.items():
         wrong.append({**fields, name: [[]]})
         if isinstance(good, dict):
-            wrong += [{**fields, name: bad} for bad in spoiled(good)]
+            wrong += [{**fields, name: bad} for bad in wrong_versions(good)]
         elif isinstance(good, list) and isinstance(good[0], dict):
-            wrong += [{**fields, name: [good[0], bad]} for bad in spoiled(good[0])]
+            wrong += [{**fields, name: [good[0], bad]} for bad in wrong_versions(good[0])]
         elif not isinstance(good, list):
             wrong.append(
                 {**fields, name: {"str": 1, "int": "7", "bool": "yes"}.get(type(good).__name__)}
@@ -103,7 +103,7 @@ def test_what_is_wrong_in_a_request_is_named_as_by_its_model(name: str):
     descriptor = REQUESTS[name]
     model, read = models().model(descriptor), models().reader(descriptor)
     both = {field.name: value(field, 0) for oneof in descriptor.oneofs for field in oneof.fields}
-    bodies = [*spoiled(filled(descriptor, 0)), filled(descriptor, 0) | both]
+    bodies = [*wrong_versions(filled(descriptor, 0)), filled(descriptor, 0) | both]
     for fields in bodies:
         body = pydantic_core.to_json(fields)
         try:
