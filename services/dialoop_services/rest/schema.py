@@ -230,11 +230,11 @@ def _after(function: Callable[[Any], Any]) -> dict[str, Any]:
 def _checked_by(check: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a model's validator for the dict of its fields."""
 
-    def checked(fields: dict[str, Any]) -> dict[str, Any]:
+    def check_fields(fields: dict[str, Any]) -> dict[str, Any]:
         check(SimpleNamespace(**fields))
         return fields
 
-    return checked
+    return check_fields
 
 
 def _dump(value: BaseModel) -> dict[str, Any]:

@@ -94,9 +94,7 @@ async def serve_in(
     host: Host, settings: TrainerSettings, learners: RankGroup[Learner] | None = None
 ) -> None:
     """Train to the end, then answer calls until the host stops; without `learners` on one rank."""
-    # Before a worker computes anything: it keeps the number of threads with which it begins.
-    torch.set_num_threads(settings.num_threads)
-    await asyncio.to_thread(_make_tiny_model, settings)
+    await _compute_first(settings)
     builder = _builder(settings)
     warm_start = _warm_start(settings, builder)
     supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
@@ -241,6 +239,12 @@ def with_steps_of(
         return settings
     num_steps = settings.sft.num_epochs * supervised.steps_per_epoch
     return settings.model_copy(update={"num_steps": num_steps})
+
+
+async def _compute_first(settings: TrainerSettings) -> None:
+    # Before a worker computes anything: it keeps the number of threads with which it begins.
+    torch.set_num_threads(settings.num_threads)
+    await asyncio.to_thread(_make_tiny_model, settings)
 
 
 def _make_tiny_model(settings: TrainerSettings) -> None:

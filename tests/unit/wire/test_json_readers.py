@@ -36,7 +36,7 @@ _F = FieldDescriptor
 _COLUMN = {"name": "token_ids", "shape": [2], "data": [3, 4]}
 
 
-def filled(descriptor: Descriptor, choice: int) -> dict[str, Any]:
+def whole_body(descriptor: Descriptor, choice: int) -> dict[str, Any]:
     """Return JSON with every field set, but of a oneof only one."""
     if descriptor is trajectory_pb2.Column.DESCRIPTOR:
         return _COLUMN
@@ -53,13 +53,13 @@ def value(field: FieldDescriptor, choice: int) -> Any:
     kind = field.message_type
     if kind is not None and kind.GetOptions().map_entry:
         return {"key": item(kind.fields_by_name["value"], choice)}
-    one = item(field, choice)
-    return [one, one] if field.is_repeated else one
+    content = item(field, choice)
+    return [content, content] if field.is_repeated else content
 
 
 def item(field: FieldDescriptor, choice: int) -> Any:
     if field.message_type is not None:
-        return filled(field.message_type, choice)
+        return whole_body(field.message_type, choice)
     if field.enum_type is not None:
         return field.enum_type.values[-1].name
     if field.type == _F.TYPE_BYTES:
@@ -75,7 +75,7 @@ def test_a_request_with_every_field_is_read_as_by_its_model(name: str):
     model, read = models().model(descriptor), models().reader(descriptor)
     kind = GetMessageClass(descriptor)
     for choice in range(3):
-        body = pydantic_core.to_json(filled(descriptor, choice))
+        body = pydantic_core.to_json(whole_body(descriptor, choice))
         message = read(body)
         assert message == decode(model.model_validate_json(body), kind)
         assert message.ListFields() or not descriptor.fields
@@ -103,7 +103,7 @@ def test_what_is_wrong_in_a_request_is_named_as_by_its_model(name: str):
     descriptor = REQUESTS[name]
     model, read = models().model(descriptor), models().reader(descriptor)
     both = {field.name: value(field, 0) for oneof in descriptor.oneofs for field in oneof.fields}
-    bodies = [*wrong_versions(filled(descriptor, 0)), filled(descriptor, 0) | both]
+    bodies = [*wrong_versions(whole_body(descriptor, 0)), whole_body(descriptor, 0) | both]
     for fields in bodies:
         body = pydantic_core.to_json(fields)
         try:
