@@ -50,6 +50,8 @@ _SHUTDOWN = cygrpc.CompletionType.queue_shutdown
 _MAX_EVENTS = 64
 # Seconds for methods whose calls were cancelled to clean up.
 _CLEAN_UP_S = 1.0
+# Seconds after which the thread looks whether the event loop that it waits for was closed.
+_LOOK_AT_LOOP_S = 1.0
 
 
 class GrpcDoor:
@@ -72,6 +74,10 @@ class GrpcDoor:
         self._server = cygrpc.Server(tuple(options), False)
         self._server.register_completion_queue(self._queue)
         self._calls: set[_Call] = set()
+        self.max_sent_bytes = dict(options).get("grpc.max_send_message_length")
+        self.is_shut = False
+        """Whether the queue is shut: the core then aborts the process at any further operation."""
+        self._closing: asyncio.Task[None] | None = None
         self._is_open = False
         self._has_ended = False  # no event will come any more
         self._is_drained = threading.Lock()  # held while the event loop takes events
@@ -94,8 +100,8 @@ class GrpcDoor:
         """Begin to take calls."""
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
-        self._stopped: asyncio.Future[None] = self._loop.create_future()
-        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._stopped: asyncio.Future[Any] = self._loop.create_future()
+        self._ended: asyncio.Future[Any] = self._loop.create_future()
         self._server.start()
         self._is_open = True
         self._ask()
@@ -103,20 +109,29 @@ class GrpcDoor:
         self._waiter.start()
 
     async def close(self, drain_s: float) -> None:
-        """Refuse new calls, and cancel those that have not ended after `drain_s` seconds."""
-        if not self._is_open:
-            return
+        """Refuse new calls, and cancel those that have not ended after `drain_s` seconds.
+
+        Once begun it goes on to its end, whoever waits for it.
+        """
+        if self._closing is None:
+            if not self._is_open:
+                return
+            self._closing = self._loop.create_task(self._shut(drain_s))
+        await asyncio.shield(self._closing)
+
+    async def _shut(self, drain_s: float) -> None:
         self._is_open = False
-        self._server.shutdown(self._queue, lambda _: self._stopped.set_result(None))
+        self._server.shutdown(self._queue, partial(_resolve, self._stopped))
         await asyncio.wait([self._stopped], timeout=drain_s)
         if not self._stopped.done():
             self._server.cancel_all_calls()
-            await self._stopped
+            await asyncio.wait([self._stopped])
         works = [call.work for call in self._calls if call.work is not None]
         if works:
             await asyncio.wait(works, timeout=_CLEAN_UP_S)
+        self.is_shut = True
         self._queue.shutdown()
-        await self._ended
+        await asyncio.wait([self._ended])
         self._waiter.join()
         self._server.destroy()
 
@@ -136,7 +151,10 @@ class GrpcDoor:
                 self._loop.call_soon_threadsafe(self._take, event, context=self._context)
             except RuntimeError:  # the event loop was closed without this door
                 return
-            self._is_drained.acquire()
+            del event  # or its call would live until the next one
+            while not self._is_drained.acquire(timeout=_LOOK_AT_LOOP_S):
+                if self._loop.is_closed():
+                    return
 
     def _take(self, event: Any = None) -> None:
         """Handle the events that are there, and have the thread wait when there are none."""
@@ -158,7 +176,7 @@ class GrpcDoor:
                 return num_handled == 0
             if event.completion_type == _SHUTDOWN:
                 self._has_ended = True
-                self._ended.set_result(None)
+                _resolve(self._ended, None)
                 return True
             try:
                 event.tag(event)
@@ -168,7 +186,7 @@ class GrpcDoor:
 
     def _begin(self, event: Any) -> None:
         """Take a call that has arrived."""
-        if not event.success:  # the server stops
+        if not event.success or self.is_shut:  # the server stops
             return
         if self._is_open:
             self._ask()
@@ -196,6 +214,9 @@ class _Call(CallContext):
         self._has_sent_metadata = False
         self._has_ended = False
         self._is_cancelled = False
+        # A message that is on its way stays so when whoever waited for it is cancelled.
+        self._receiving: asyncio.Future[Any] | None = None
+        self._sending: asyncio.Future[Any] | None = None
         self.work: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
@@ -219,13 +240,16 @@ class _Call(CallContext):
         self._end()
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
-        """Send metadata before the first answer."""
+        """Send metadata before the first answer; raise RuntimeError where one was sent."""
+        if self._has_sent_metadata:
+            raise RuntimeError("Metadata were sent already.")
         self._has_sent_metadata = True
         await self._perform(cygrpc.SendInitialMetadataOperation(metadata, _NO_FLAGS))
 
     async def write(self, answer: Any) -> None:
         """Send one answer of a stream, and wait until the connection has taken it."""
         content = self._handler.response_serializer(answer)
+        self._note_size(content)
         await self._perform(*self._metadata_once(), cygrpc.SendMessageOperation(content, _NO_FLAGS))
 
     async def abort(
@@ -270,11 +294,22 @@ class _Call(CallContext):
             self.set_code(grpc.StatusCode.CANCELLED)
             self.set_details("The service has cancelled the call.")
         except Exception as error:
-            self.set_code(grpc.StatusCode.INTERNAL)
-            self.set_details(public_error(error).message)
+            self._fail(error)
+        except BaseException:
+            self._call.cancel()
+            raise
         finally:
             self._door.forget(self)
-        self._end(content)
+        try:
+            self._end(content)
+        except Exception as error:  # no answer that the core can send
+            self._fail(error)
+            self._call.cancel(cygrpc.StatusCode.internal, self.details())
+
+    def _fail(self, error: Exception) -> None:
+        """Set the status of an unexpected error, whose text goes to the log only."""
+        self.set_code(grpc.StatusCode.INTERNAL)
+        self.set_details(public_error(error).message)
 
     async def _stream(self, request: Any) -> None:
         handler = self._handler
@@ -288,12 +323,13 @@ class _Call(CallContext):
     def _end(self, content: bytes | None = None) -> None:
         """Send the last answer, if any, and the status."""
         self._has_ended = True
-        if self._is_cancelled:
+        if self._is_cancelled or self._door.is_shut:
             return
         code = self.code() or grpc.StatusCode.OK
         number = code.value[0] if isinstance(code, grpc.StatusCode) else int(code)
         message: tuple[Any, ...] = ()
         if content is not None and not number:
+            self._note_size(content)
             message = (cygrpc.SendMessageOperation(content, _NO_FLAGS),)
         status = cygrpc.SendStatusFromServerOperation(
             self._trailing, number, self.details(), _NO_FLAGS
@@ -315,22 +351,42 @@ class _Call(CallContext):
         self._has_sent_metadata = True
         return (cygrpc.SendInitialMetadataOperation((), _NO_FLAGS),)
 
+    def _note_size(self, content: bytes) -> None:
+        """Log an answer that the core will refuse, since it says so to the caller alone."""
+        limit = self._door.max_sent_bytes
+        if limit is not None and len(content) > limit:
+            log.warning(
+                "An answer is larger than a message may be.",
+                extra={"num_bytes": len(content), "max_message_bytes": limit},
+            )
+
     async def _receive(self) -> bytes | None:
         """Return the next message of the caller; None at the end."""
-        event = await self._batch(cygrpc.ReceiveMessageOperation(_NO_FLAGS))
+        if self._receiving is None:
+            self._receiving = self._batch(cygrpc.ReceiveMessageOperation(_NO_FLAGS))
+        receiving = self._receiving
+        event = await asyncio.shield(receiving)
+        if self._receiving is receiving:
+            self._receiving = None
         content: bytes | None = event.batch_operations[0].message()
         return content
 
     async def _perform(self, *operations: Any) -> None:
-        """Send something; raise CancelledError if the call has ended meanwhile."""
-        if not (await self._batch(*operations)).success:
+        """Send something; raise CancelledError if it cannot be sent any more, or is too large."""
+        while self._sending is not None and not self._sending.done():
+            await asyncio.shield(self._sending)
+        self._sending = self._batch(*operations)
+        if not (await asyncio.shield(self._sending)).success:
             raise asyncio.CancelledError
 
-    async def _batch(self, *operations: Any) -> Any:
+    def _batch(self, *operations: Any) -> asyncio.Future[Any]:
+        """Begin operations and return the future of their event; CancelledError when shut."""
+        if self._door.is_shut:
+            raise asyncio.CancelledError
         done: asyncio.Future[Any] = self._loop.create_future()
         if self._call.start_server_batch(operations, partial(_resolve, done)):
             raise RuntimeError("The core refused operations of a call.")
-        return await done
+        return done
 
 
 class _Requests:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -286,6 +288,113 @@ async def test_closing_waits_for_calls_and_then_cuts_them():
             await begun.wait()
         assert ends.pop() == end
         await asyncio.gather(call, return_exceptions=True)
+
+
+@pytest.mark.parametrize("kind", ["reads", "writes", "ends"])
+def test_a_method_that_outlives_its_door_does_not_end_the_process(kind: str):
+    # In a process of its own: the core would abort it.
+    code = f"""
+import asyncio, grpc
+from dialoop_services.runtime import grpc_door
+grpc_door._CLEAN_UP_S = 0.1
+
+async def work(requests, context):
+    begun.set()
+    while not door.is_shut:
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            pass
+    await asyncio.sleep(0.1)
+    if "{kind}" == "reads":
+        async for _ in requests:
+            pass
+    if "{kind}" == "writes":
+        await context.write(b"late")
+
+async def main():
+    global door, begun
+    begun = asyncio.Event()
+    methods = {{"/t/W": grpc.stream_stream_rpc_method_handler(work, bytes, bytes)}}
+    door = grpc_door.GrpcDoor(methods.get, [])
+    port = door.listen("127.0.0.1:0", None)
+    door.open()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{{port}}") as channel:
+        call = channel.stream_stream("/t/W")()
+        await call.write(b"a")
+        await begun.wait()
+        await door.close(0.1)
+    await asyncio.sleep(0.5)
+    print("alive")
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+async def test_a_close_that_is_cancelled_goes_on_to_its_end():
+    begun = asyncio.Event()
+
+    async def work(request: bytes, context: Any) -> bytes:
+        begun.set()
+        await asyncio.sleep(60)
+        return request
+
+    async with open_door({"/t/Work": unary(work)}) as (door, channel):
+        call = asyncio.ensure_future(channel.unary_unary("/t/Work")(b"a"))
+        await begun.wait()
+        closing = asyncio.ensure_future(door.close(0.2))
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await door.close(60)  # waits for the first, with its time
+        assert not door._waiter.is_alive()
+        await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_a_read_that_was_cancelled_is_read_again():
+    late = asyncio.Event()
+
+    async def work(requests: AsyncIterator[bytes], context: Any) -> bytes:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(aiter(requests))
+        late.set()
+        return b"".join([request async for request in requests])
+
+    async def requests() -> AsyncIterator[bytes]:
+        await late.wait()
+        yield b"a"
+        yield b"b"
+
+    methods = {"/t/Work": grpc.stream_unary_rpc_method_handler(work, bytes, bytes)}
+    async with open_door(methods) as (_, channel):
+        assert await channel.stream_unary("/t/Work")(requests(), timeout=5) == b"ab"
+
+
+async def test_an_answer_that_cannot_be_sent_is_an_error_and_no_silence(caplog):
+    async def surrogate(request: bytes, context: Any) -> bytes:
+        await context.abort(grpc.StatusCode.NOT_FOUND, "\ud800")
+        raise AssertionError
+
+    def no_bytes(answer: bytes) -> str:
+        return "text"
+
+    async def long(request: bytes, context: Any) -> bytes:
+        return bytes(_MAX_BYTES + 1)
+
+    methods = {
+        "/t/Surrogate": unary(surrogate),
+        "/t/Text": grpc.unary_unary_rpc_method_handler(echo, bytes, no_bytes),
+        "/t/Long": unary(long),
+    }
+    async with open_door(methods) as (_, channel):
+        for path in ("/t/Surrogate", "/t/Text"):
+            code, _ = await status_of(channel.unary_unary(path)(b"", timeout=5))
+            assert code is grpc.StatusCode.INTERNAL
+        await status_of(channel.unary_unary("/t/Long")(b"", timeout=5))
+    assert "An answer is larger than a message may be." in caplog.text
 
 
 def test_an_interrupt_does_not_make_the_door_deaf():

@@ -146,7 +146,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 if options.with_entropy and every.dtype is weight.dtype:
                     # H = log Z - p logits, and logits = scale W h: the vocabulary is summed in p W.
                     tempered = hidden[part] * _of(scale, part)
-                    entropy[part] = -logprobs[part] - (tempered * kept[-1].of_hidden).sum(-1)
+                    summed = (tempered * kept[-1].of_hidden).sum(-1)
+                    entropy[part] = (-logprobs[part] - summed).clamp_min_(0)  # rounding, near 0
             del every  # or it would lie beside the next chunk's
         ctx.save_for_backward(hidden, weight, bias, targets, scale, logprobs, entropy)
         ctx.options, ctx.kept = options, kept
