@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.errors import DialoopWarning, InvalidHistory, PreconditionFailed
@@ -47,8 +48,32 @@ __all__ = [
 ]
 
 
+class _Continuing(Sequence[Message]):
+    """What lets a turn be added without a copy of the turns before.
+
+    `_past` are the history that this one continues and the messages that were added to it; None
+    as soon as `messages` is there. Until then the slot `messages` is empty.
+    """
+
+    __slots__ = ("_length", "_past")
+
+    messages: tuple[Message, ...]
+    _length: int
+    _past: tuple[History, tuple[Message, ...]] | None
+
+    if not TYPE_CHECKING:  # or a type checker would accept every name
+
+        def __getattr__(self, name: str) -> tuple[Message, ...]:
+            if name != "messages":
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            messages = self._since(0)
+            _set_messages(self, messages)
+            _set_past(self, None)  # last, for threads; or this would keep all earlier histories
+            return messages
+
+
 @dataclass(frozen=True, slots=True)
-class History(Sequence[Message]):
+class History(_Continuing):
     """An ordered run of messages.
 
     Chat-API dicts among them become messages, and a list becomes a tuple. A single message becomes
@@ -59,7 +84,12 @@ class History(Sequence[Message]):
 
     def __post_init__(self) -> None:
         if type(self.messages) is not tuple or not {type(m) for m in self.messages} <= _MESSAGE:
-            object.__setattr__(self, "messages", _as_messages(self.messages, "messages"))
+            _set_messages(self, _as_messages(self.messages, "messages"))
+        _set_past(self, None)
+        _set_length(self, len(self.messages))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return History, (self.messages,)
 
     @overload
     @classmethod
@@ -157,13 +187,13 @@ class History(Sequence[Message]):
 
     def append(self, message: Message | Mapping[str, Any]) -> History:
         """Return this history followed by one message or chat-API dict."""
-        return history_of((*self.messages, message_from_chat(message)))
+        return _continue(self, (message_from_chat(message),))
 
     def extend(self, messages: History | Iterable[Message | Mapping[str, Any]]) -> History:
         """Return this history followed by others' messages."""
         if not isinstance(messages, History):
             messages = History(_as_messages(messages, "messages"))
-        return history_of((*self.messages, *messages.messages))
+        return _continue(self, messages.messages)
 
     @property
     def role(self) -> tuple[str, ...]:
@@ -175,9 +205,21 @@ class History(Sequence[Message]):
         """Return the content of each message."""
         return tuple(message.content for message in self.messages)
 
+    def added_to(self, before: History) -> tuple[Message, ...] | None:
+        """Return the messages that follow those of `before`; None if this does not begin so."""
+        node = self
+        parts = []
+        while node is not before and (past := node._past) is not None:
+            node, added = past
+            parts.append(added)
+        if node is before:
+            return _join(parts)
+        return self._since(before._length) if self.starts_with(before) else None
+
     def starts_with(self, other: History) -> bool:
         """Return whether the first messages are exactly those of `other`."""
-        return self.messages[: len(other)] == other.messages
+        node = self._shortest(other._length)
+        return node is other or node.messages[: other._length] == other.messages
 
     def __repr__(self) -> str:
         return f"History({len(self)} messages: {messages_line(self)})"
@@ -192,16 +234,43 @@ class History(Sequence[Message]):
         return iter(self.messages)
 
     def __len__(self) -> int:
-        return len(self.messages)
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> Message: ...
     @overload
     def __getitem__(self, index: slice) -> History: ...
     def __getitem__(self, index: int | slice) -> Message | History:
+        past = self._past
         if isinstance(index, slice):
-            return history_of(self.messages[index])
+            start, stop, step = index.indices(self._length)
+            if past is None or step != 1:
+                return history_of(self.messages[index])
+            part = self._shortest(stop)
+            if part._length != stop:
+                part = history_of(part.messages[:stop])
+            return part if not start else history_of(part._since(start))
+        if past is not None and -len(past[1]) <= index < 0:
+            return past[1][index]
         return self.messages[index]
+
+    def _since(self, start: int) -> tuple[Message, ...]:
+        """Return the messages from an index on."""
+        node = self
+        parts = []
+        while node._length > start and (past := node._past) is not None:
+            node, added = past
+            parts.append(added)
+        if node._length > start:
+            parts.append(node.messages[start:])
+        return _join(parts)[max(start - node._length, 0) :]
+
+    def _shortest(self, length: int) -> History:
+        """Return the shortest of this history and those it continues that is at least as long."""
+        node = self
+        while (past := node._past) is not None and past[0]._length >= length:
+            node = past[0]
+        return node
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +371,7 @@ class ChatHistory:
                     object.__setattr__(self, name, history_of(_as_messages(part, name)))
         if self.prompt is None or self.response is None or self.full is None:
             return
-        if self.full.messages != self.prompt.messages + self.response.messages:
+        if self.full.added_to(self.prompt) != self.response.messages:
             raise InvalidHistory(
                 f"full has {len(self.full)} messages that are not the {len(self.prompt)} of prompt "
                 f"followed by the {len(self.response)} of response.",
@@ -386,14 +455,14 @@ class ChatHistory:
         """
         if self.full is None and self.response is not None:
             return _as_answer(prompt, self.response)
-        full = self.require_full()
-        if not full.starts_with(prompt):
+        added = self.require_full().added_to(prompt)
+        if added is None:
             raise PreconditionFailed(
                 f"full does not begin with the {len(prompt)} messages of the prompt.",
                 reason=Reason.HISTORY_REWRITTEN,
                 remedy="Send the prompt unchanged, followed by the response.",
             )
-        return _as_answer(prompt, full[len(prompt) :])
+        return _as_answer(prompt, history_of(added))
 
 
 _PARTS = {History, type(None)}
@@ -406,7 +475,7 @@ def _as_answer(prompt: History, response: History) -> ChatHistory:
     answered = _new(ChatHistory)
     _put(answered, "prompt", prompt)
     _put(answered, "response", response)
-    _put(answered, "full", history_of(prompt.messages + response.messages))
+    _put(answered, "full", _continue(prompt, response.messages))
     return answered
 
 
@@ -431,10 +500,30 @@ def _promote(chats: Any) -> Any:
     return [chats]
 
 
+# `object.__setattr__` takes twice as long, and each step makes several histories.
+_set_messages = vars(History)["messages"].__set__
+_set_past, _set_length = (vars(_Continuing)[name].__set__ for name in ("_past", "_length"))
+
+
 def history_of(messages: tuple[Message, ...]) -> History:
     """Make a history of messages that are known to be messages, without looking at each again."""
     history = _new(History)
-    _put(history, "messages", messages)
+    _set_messages(history, messages)
+    _set_past(history, None)
+    _set_length(history, len(messages))
+    return history
+
+
+def _join(parts: list[tuple[Message, ...]]) -> tuple[Message, ...]:
+    """Return the messages of all parts, of which the last one comes first."""
+    return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(reversed(parts)))
+
+
+def _continue(before: History, added: tuple[Message, ...]) -> History:
+    """Make a history of an earlier one and the messages that follow it."""
+    history = _new(History)
+    _set_past(history, (before, added))
+    _set_length(history, before._length + len(added))
     return history
 
 

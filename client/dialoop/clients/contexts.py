@@ -109,7 +109,7 @@ class SeenContexts:
             return None
         history = question.history
         assert history is not None  # a question without one has no tokens here
-        is_continued = history.messages[: len(seen.history)] == seen.history.messages
+        is_continued = history.starts_with(seen.history)
         return seen if is_continued else None
 
     def _samples_of(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from dialoop.chat import History
+from dialoop.chat import History, history_of
 
 if TYPE_CHECKING:
     from dialoop.chat import Message
@@ -58,6 +58,9 @@ class PromptChain:
 
         num_same: how far both are known to be the same, so that nobody needs to compare them.
         """
+        if isinstance(prompt, History) and isinstance(before, History):
+            added = prompt.added_to(before)
+            return PromptChain.of(prompt) if added is None else self.extend(history_of(added))
         if num_same >= len(before) or starts_with(prompt, before):
             return self.extend(prompt[len(before) :])
         return PromptChain.of(prompt)
@@ -130,14 +133,11 @@ def change_of_step(before: Prompt, answered: Answered, after: Prompt) -> PromptC
     sent_prompt, response, sent_full = sent_parts(answered)
     is_response_alone = isinstance(response, History) and sent_prompt is None and sent_full is None
     if is_response_alone and isinstance(before, History) and isinstance(after, History):
-        # As nearly always. The full is not made, and the tuples are compared as a whole.
-        num_before = len(before.messages)
-        num_full = num_before + len(response.messages)
-        if (
-            after.messages[num_before:num_full] == response.messages
-            and after.messages[:num_before] == before.messages
-        ):
-            return PromptChange(num_full, after[num_full:])
+        # As nearly always. The full is not made.
+        added, answers = after.added_to(before), response.messages
+        if added is not None and added[: len(answers)] == answers:
+            num_full = len(before) + len(answers)
+            return PromptChange(num_full, history_of(added[len(answers) :]))
     return change_of(full_of(before, answered), after)
 
 
