@@ -22,7 +22,7 @@ import contextvars
 import inspect
 import logging
 import threading
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -52,6 +52,8 @@ _MAX_EVENTS = 64
 _CLEAN_UP_S = 1.0
 # Seconds after which the thread looks whether the event loop that it waits for was closed.
 _LOOK_AT_LOOP_S = 1.0
+# Seconds between the end of a stream of requests and the news that its connection broke off.
+_BREAK_OFF_S = 0.001
 
 
 class GrpcDoor:
@@ -121,7 +123,7 @@ class GrpcDoor:
 
     async def _shut(self, drain_s: float) -> None:
         self._is_open = False
-        self._server.shutdown(self._queue, partial(_resolve, self._stopped))
+        self._server.shutdown(self._queue, partial(_note_success, self._stopped))
         await asyncio.wait([self._stopped], timeout=drain_s)
         if not self._stopped.done():
             self._server.cancel_all_calls()
@@ -146,7 +148,11 @@ class GrpcDoor:
     def _wait(self) -> None:
         """Wait for the next event while the event loop takes none; runs in a thread."""
         while not self._has_ended:
-            event = self._queue.poll()
+            try:
+                event = self._queue.poll()
+            except Exception:  # such as no memory for a message
+                log.exception("An event of a gRPC call could not be taken.")
+                continue
             try:
                 self._loop.call_soon_threadsafe(self._take, event, context=self._context)
             except RuntimeError:  # the event loop was closed without this door
@@ -215,8 +221,9 @@ class _Call(CallContext):
         self._has_ended = False
         self._is_cancelled = False
         # A message that is on its way stays so when whoever waited for it is cancelled.
-        self._receiving: asyncio.Future[Any] | None = None
-        self._sending: asyncio.Future[Any] | None = None
+        self._receiving: asyncio.Future[bytes | None] | None = None
+        self._sending: asyncio.Future[bool] | None = None
+        self._is_reading = False
         self.work: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
@@ -241,16 +248,13 @@ class _Call(CallContext):
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
         """Send metadata before the first answer; raise RuntimeError where one was sent."""
-        if self._has_sent_metadata:
-            raise RuntimeError("Metadata were sent already.")
-        self._has_sent_metadata = True
-        await self._perform(cygrpc.SendInitialMetadataOperation(metadata, _NO_FLAGS))
+        await self._send(metadata)
 
     async def write(self, answer: Any) -> None:
         """Send one answer of a stream, and wait until the connection has taken it."""
         content = self._handler.response_serializer(answer)
         self._note_size(content)
-        await self._perform(*self._metadata_once(), cygrpc.SendMessageOperation(content, _NO_FLAGS))
+        await self._send((), cygrpc.SendMessageOperation(content, _NO_FLAGS))
 
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()
@@ -264,7 +268,7 @@ class _Call(CallContext):
     def _start(self, event: Any) -> None:
         """Run the method with the request that was received."""
         content = event.batch_operations[0].message()
-        if content is not None and not self._is_cancelled:
+        if content is not None and not self._is_cancelled and not self._door.is_shut:
             self._run(content)
             return
         self._door.forget(self)
@@ -315,8 +319,9 @@ class _Call(CallContext):
         handler = self._handler
         function = handler.stream_stream if handler.request_streaming else handler.unary_stream
         if inspect.isasyncgenfunction(function):
-            async for answer in function(request, self):
-                await self.write(answer)
+            async with aclosing(function(request, self)) as answers:
+                async for answer in answers:
+                    await self.write(answer)
         else:
             await function(request, self)
 
@@ -334,7 +339,7 @@ class _Call(CallContext):
         status = cygrpc.SendStatusFromServerOperation(
             self._trailing, number, self.details(), _NO_FLAGS
         )
-        self._call.start_server_batch((*self._metadata_once(), *message, status), _do_nothing)
+        self._begin_batch((*self._metadata_once(()), *message, status), _do_nothing)
 
     def _close(self, event: Any) -> None:
         """Stop the method if the caller has gone, its time is up or the service stops."""
@@ -344,12 +349,11 @@ class _Call(CallContext):
                 # Later, since a task that is cancelled before its first step never gets to its end.
                 self._loop.call_soon(self.work.cancel)
 
-    def _metadata_once(self) -> tuple[Any, ...]:
+    def _metadata_once(self, metadata: Metadata) -> tuple[Any, ...]:
         """Return the operation that has to come before the first answer or the status."""
         if self._has_sent_metadata:
             return ()
-        self._has_sent_metadata = True
-        return (cygrpc.SendInitialMetadataOperation((), _NO_FLAGS),)
+        return (cygrpc.SendInitialMetadataOperation(metadata, _NO_FLAGS),)
 
     def _note_size(self, content: bytes) -> None:
         """Log an answer that the core will refuse, since it says so to the caller alone."""
@@ -361,32 +365,46 @@ class _Call(CallContext):
             )
 
     async def _receive(self) -> bytes | None:
-        """Return the next message of the caller; None at the end."""
-        if self._receiving is None:
-            self._receiving = self._batch(cygrpc.ReceiveMessageOperation(_NO_FLAGS))
-        receiving = self._receiving
-        event = await asyncio.shield(receiving)
-        if self._receiving is receiving:
+        """Return the next message; None at the end; CancelledError where the stream broke off."""
+        if self._is_reading:
+            raise RuntimeError("Another task waits for the next message of this call.")
+        self._is_reading = True
+        try:
+            if self._receiving is None:
+                receiving = self._loop.create_future()
+                reading = (cygrpc.ReceiveMessageOperation(_NO_FLAGS),)
+                self._begin_batch(reading, partial(_note_message, receiving))
+                self._receiving = receiving
+            content = await asyncio.shield(self._receiving)
             self._receiving = None
-        content: bytes | None = event.batch_operations[0].message()
-        return content
+            if content is None:
+                # The core reports a connection that broke off in the same way, and only then why.
+                await asyncio.sleep(_BREAK_OFF_S)
+                if self._is_cancelled:
+                    raise asyncio.CancelledError
+            return content
+        finally:
+            self._is_reading = False
 
-    async def _perform(self, *operations: Any) -> None:
+    async def _send(self, metadata: Metadata, *messages: Any) -> None:
         """Send something; raise CancelledError if it cannot be sent any more, or is too large."""
         while self._sending is not None and not self._sending.done():
             await asyncio.shield(self._sending)
-        self._sending = self._batch(*operations)
-        if not (await asyncio.shield(self._sending)).success:
+        operations = (*self._metadata_once(metadata), *messages)
+        if not operations:
+            raise RuntimeError("Metadata were sent already.")
+        sending = self._loop.create_future()
+        self._begin_batch(operations, partial(_note_success, sending))
+        self._has_sent_metadata, self._sending = True, sending
+        if not await asyncio.shield(sending):
             raise asyncio.CancelledError
 
-    def _batch(self, *operations: Any) -> asyncio.Future[Any]:
-        """Begin operations and return the future of their event; CancelledError when shut."""
+    def _begin_batch(self, operations: tuple[Any, ...], handle: Callable[[Any], None]) -> None:
+        """Begin operations, whose event `handle` gets; CancelledError when the queue is shut."""
         if self._door.is_shut:
             raise asyncio.CancelledError
-        done: asyncio.Future[Any] = self._loop.create_future()
-        if self._call.start_server_batch(operations, partial(_resolve, done)):
+        if self._call.start_server_batch(operations, handle):
             raise RuntimeError("The core refused operations of a call.")
-        return done
 
 
 class _Requests:
@@ -405,9 +423,21 @@ class _Requests:
         return self._deserialize(content)
 
 
-def _resolve(done: asyncio.Future[Any], event: Any) -> None:
+# A future must not keep its event: the event has the function that resolves the future, and the
+# message, which would then live until Python looks for cycles.
+
+
+def _note_message(done: asyncio.Future[bytes | None], event: Any) -> None:
+    _resolve(done, event.batch_operations[0].message())
+
+
+def _note_success(done: asyncio.Future[bool], event: Any) -> None:
+    _resolve(done, event.success)
+
+
+def _resolve(done: asyncio.Future[Any], result: Any) -> None:
     with suppress(asyncio.InvalidStateError):  # whoever waited was cancelled
-        done.set_result(event)
+        done.set_result(result)
 
 
 def _do_nothing(_: Any) -> None:

@@ -141,6 +141,16 @@ class GrpcServer:
         await self._stop.wait()
 
     async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except BaseException:
+            await self._exits.aclose()
+            raise
+        return self
+
+    async def _open(self) -> None:
+        """Listen, serve, and say so; what is opened is put into `_exits`."""
+        await self._exits.enter_async_context(self._stop)
         metrics = self._metrics()
         calls = Calls(metrics)
         grpc_door = self._grpc_door(calls)
@@ -154,7 +164,6 @@ class GrpcServer:
             if bound is not None:
                 bound.close()
             raise
-        await self._exits.enter_async_context(self._stop)
         grpc_door.open()
         self._exits.push_async_callback(self._drain, grpc_door, door)
         if door is not None and bound is not None:
@@ -167,7 +176,6 @@ class GrpcServer:
             tune_memory()
         where = {"rest_address": self.rest_address} if door else {}
         log.info("Serving.", extra={**where, "address": self.address})
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self._stop.event.set()

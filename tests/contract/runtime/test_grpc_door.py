@@ -110,6 +110,25 @@ async def test_a_call_that_has_ended_leaves_nothing_behind():
         assert calls_in_memory() <= num_before
 
 
+async def test_a_message_is_free_when_the_method_has_it():
+    def num_events() -> int:
+        return sum(type(kept).__name__ == "BatchOperationEvent" for kept in gc.get_objects())
+
+    async with open_door() as (_, channel):
+        call = channel.stream_stream("/t/Repeat")()
+        gc.collect()
+        gc.disable()  # or Python would look for cycles now and then
+        try:
+            num_before = num_events()
+            for _ in range(100):
+                await call.write(b"a")
+                assert await call.read() == b"a"
+            assert num_events() <= num_before + 10
+        finally:
+            gc.enable()
+        call.cancel()
+
+
 async def test_a_path_of_no_method_and_a_call_without_a_request_are_refused():
     async with open_door() as (_, channel):
         code, text = await status_of(channel.unary_unary("/t/Other")(b"a"))
@@ -378,6 +397,10 @@ async def test_an_answer_that_cannot_be_sent_is_an_error_and_no_silence(caplog):
         await context.abort(grpc.StatusCode.NOT_FOUND, "\ud800")
         raise AssertionError
 
+    async def bad_metadata(request: bytes, context: Any) -> bytes:
+        await context.send_initial_metadata((("key", 5),))
+        return request
+
     def no_bytes(answer: bytes) -> str:
         return "text"
 
@@ -387,14 +410,78 @@ async def test_an_answer_that_cannot_be_sent_is_an_error_and_no_silence(caplog):
     methods = {
         "/t/Surrogate": unary(surrogate),
         "/t/Text": grpc.unary_unary_rpc_method_handler(echo, bytes, no_bytes),
+        "/t/Texts": grpc.unary_stream_rpc_method_handler(spell, bytes, no_bytes),
+        "/t/Metadata": unary(bad_metadata),
         "/t/Long": unary(long),
     }
     async with open_door(methods) as (_, channel):
-        for path in ("/t/Surrogate", "/t/Text"):
-            code, _ = await status_of(channel.unary_unary(path)(b"", timeout=5))
+        for path in ("/t/Surrogate", "/t/Text", "/t/Texts", "/t/Metadata"):
+            code, _ = await status_of(channel.unary_unary(path)(b"a", timeout=5))
             assert code is grpc.StatusCode.INTERNAL
         await status_of(channel.unary_unary("/t/Long")(b"", timeout=5))
     assert "An answer is larger than a message may be." in caplog.text
+
+
+async def test_a_stream_that_broke_off_does_not_look_complete():
+    ends: list[str] = []
+    begun = asyncio.Queue[None]()
+
+    async def count(requests: AsyncIterator[bytes], context: Any) -> bytes:
+        try:
+            async for _ in requests:
+                begun.put_nowait(None)
+            ends.append("complete")
+        except asyncio.CancelledError:
+            ends.append("broken off")
+            raise
+        return b""
+
+    methods = {"/t/Count": grpc.stream_unary_rpc_method_handler(count, bytes, bytes)}
+    async with open_door(methods) as (door, channel):
+        calls = [channel.stream_unary("/t/Count")() for _ in range(60)]
+        for call in calls:
+            await call.write(b"a")
+            await begun.get()
+        await asyncio.sleep(0.2)
+        await door.close(0)
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert ends == ["broken off"] * 60
+
+
+async def test_two_tasks_do_not_read_the_same_message():
+    async def work(requests: AsyncIterator[bytes], context: Any) -> bytes:
+        tasks = [asyncio.ensure_future(anext(aiter(requests))) for _ in range(2)]
+        read, refused = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(refused, RuntimeError)
+        return bytes(read)
+
+    methods = {"/t/Work": grpc.stream_unary_rpc_method_handler(work, bytes, bytes)}
+    async with open_door(methods) as (_, channel):
+        assert await channel.stream_unary("/t/Work")(several(b"a"), timeout=5) == b"a"
+
+
+async def test_a_generator_is_closed_in_its_call():
+    cleaners: list[Any] = []
+    worker: list[Any] = []
+
+    async def count(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        worker.append(asyncio.current_task())
+        try:
+            while True:
+                yield b"a" * 900
+        finally:
+            cleaners.append(asyncio.current_task())
+
+    methods = {"/t/Count": grpc.unary_stream_rpc_method_handler(count, bytes, bytes)}
+    async with open_door(methods) as (_, channel):
+        for _ in range(20):
+            call = channel.unary_stream("/t/Count")(b"")
+            await call.read()
+            call.cancel()
+        async with asyncio.timeout(5):
+            while len(cleaners) < 20:
+                await asyncio.sleep(0.01)
+    assert cleaners == worker
 
 
 def test_an_interrupt_does_not_make_the_door_deaf():
