@@ -89,7 +89,7 @@ class History(_Continuing):
         _set_length(self, len(self.messages))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return History, (self.messages,)
+        return type(self), (self.messages,)
 
     @overload
     @classmethod
@@ -209,7 +209,7 @@ class History(_Continuing):
         """Return the messages that follow those of `before`; None if this does not begin so."""
         node = self
         parts = []
-        while node is not before and (past := node._past) is not None:
+        while node._length > before._length and (past := node._past) is not None:
             node, added = past
             parts.append(added)
         if node is before:
@@ -218,6 +218,8 @@ class History(_Continuing):
 
     def starts_with(self, other: History) -> bool:
         """Return whether the first messages are exactly those of `other`."""
+        if other._length > self._length:
+            return False
         node = self._shortest(other._length)
         return node is other or node.messages[: other._length] == other.messages
 
@@ -521,6 +523,8 @@ def _join(parts: list[tuple[Message, ...]]) -> tuple[Message, ...]:
 
 def _continue(before: History, added: tuple[Message, ...]) -> History:
     """Make a history of an earlier one and the messages that follow it."""
+    if not added:
+        return before
     history = _new(History)
     _set_past(history, (before, added))
     _set_length(history, before._length + len(added))
