@@ -17,7 +17,7 @@ import pydantic_core
 from google.protobuf.proto import serialize_length_prefixed
 
 from dialoop_services.rest.guard import send_problem
-from dialoop_services.rest.problems import problem_body
+from dialoop_services.rest.problems import WholeAnswer, problem_body
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,13 +68,19 @@ class ResponseWriter:
 
     async def send(self, message: Message, extra: Mapping[str, Any] | None = None) -> None:
         """Answer with one message; JSON also has the fields of `extra`."""
-        body = self._encode_message(message, extra or {})
-        await self._start((b"content-length", b"%d" % len(body)))
+        status, headers, body = whole_answer(message, self._format, self._encode, extra or {})
+        self._is_started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
 
     async def send_part(self, message: Message) -> None:
         """Send one message of a stream."""
-        await self._write(self._encode_message(message))
+        if self._format is Format.DELIMITED:
+            buffer = io.BytesIO()
+            serialize_length_prefixed(message, buffer)
+            await self._write(buffer.getvalue())
+        else:
+            await self._write(self._frame(_json_of(message, self._encode, {})))
 
     async def end(self) -> None:
         """End a stream."""
@@ -103,19 +109,25 @@ class ResponseWriter:
             await self._start((b"cache-control", b"no-store"))
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    def _encode_message(
-        self, message: Message, extra: Mapping[str, Any] = MappingProxyType({})
-    ) -> bytes:
-        if self._format is Format.PROTOBUF:
-            return message.SerializeToString()
-        if self._format is Format.DELIMITED:
-            buffer = io.BytesIO()
-            serialize_length_prefixed(message, buffer)
-            return buffer.getvalue()
-        fields = {**self._encode(message), **extra} if extra else self._encode(message)
-        return self._frame(pydantic_core.to_json(fields, inf_nan_mode="null"))
-
     def _frame(self, text: bytes, event: bytes = b"") -> bytes:
         if self._format is Format.LINES:
             return text + b"\n"
         return event + b"data: " + text + b"\n\n" if self._format is Format.EVENTS else text
+
+
+def whole_answer(
+    message: Message,
+    format_: Format,
+    encode: Encoder,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+) -> WholeAnswer:
+    """Return the answer of one message as JSON, with the fields of `extra`, or as protobuf."""
+    is_json = format_ is Format.JSON
+    body = _json_of(message, encode, extra) if is_json else message.SerializeToString()
+    headers = [(b"content-type", format_.value), (b"content-length", b"%d" % len(body))]
+    return WholeAnswer(200, headers, body)
+
+
+def _json_of(message: Message, encode: Encoder, extra: Mapping[str, Any]) -> bytes:
+    fields = {**encode(message), **extra} if extra else encode(message)
+    return pydantic_core.to_json(fields, inf_nan_mode="null")

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.rest.bodies import BodyLimits
     from dialoop_services.rest.guard import App, Receive, Refuse, Scope, Send
+    from dialoop_services.rest.problems import WholeAnswer
     from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
@@ -117,7 +118,8 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
     _add_states(app, options)
     app.add_exception_handler(404, _no_route)
     app.add_exception_handler(405, _no_method)
-    return Guard(dispatch, options.token, _refuse_as_route(options.http_routes))
+    refuse = _refuse_as_route(options.http_routes)
+    return Guard(dispatch, options.token, refuse, at_once=dispatch.at_once)
 
 
 class _Dispatch:
@@ -130,9 +132,9 @@ class _Dispatch:
     def __init__(self, app: App) -> None:
         self._app = app
         # By method, number of parts of the path, and its last part: "" stands for a parameter.
-        self._routes: dict[tuple[str, int, str], list[tuple[_Fixed, _Parameters, App]]] = {}
+        self._routes: dict[tuple[str, int, str], list[tuple[_Fixed, _Parameters, Endpoint]]] = {}
 
-    def add(self, route: Route, endpoint: App) -> None:
+    def add(self, route: Route, endpoint: Endpoint) -> None:
         """Serve a route; of two that match, the one that was added first."""
         split = route.path.split("/")
         parameters = tuple((i, p[1:-1]) for i, p in enumerate(split) if p.startswith("{"))
@@ -146,23 +148,31 @@ class _Dispatch:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "http":
-            split = scope["path"].split("/")
-            method, length = scope["method"], len(split)
-            routes = self._routes.get((method, length, split[-1]))
-            if routes is None:
-                routes = self._routes.get((method, length, ""), [])
-            for fixed, parameters, endpoint in routes:
-                for i, part in fixed:
-                    if split[i] != part:
-                        break
-                else:
-                    values = {name: split[i] for i, name in parameters}
-                    if all(values.values()):
-                        scope["path_params"] = values
-                        await endpoint(scope, receive, send)
-                        return
-        await self._app(scope, receive, send)
+        endpoint = self._find(scope) if scope["type"] == "http" else None
+        await (endpoint or self._app)(scope, receive, send)
+
+    def at_once(self, scope: Scope, body: bytes) -> WholeAnswer | None:
+        """Answer a rpc's request where nothing has to wait."""
+        endpoint = self._find(scope)
+        return None if endpoint is None else endpoint.at_once(scope, body)
+
+    def _find(self, scope: Scope) -> Endpoint | None:
+        """Return the endpoint of a request, whose path's parameters it notes, or None."""
+        split = scope["path"].split("/")
+        method, length = scope["method"], len(split)
+        routes = self._routes.get((method, length, split[-1]))
+        if routes is None:
+            routes = self._routes.get((method, length, ""), [])
+        for fixed, parameters, endpoint in routes:
+            for i, part in fixed:
+                if split[i] != part:
+                    break
+            else:
+                values = {name: split[i] for i, name in parameters}
+                if all(values.values()):
+                    scope["path_params"] = values
+                    return endpoint
+        return None
 
 
 def _add_other_routes(app: FastAPI, options: RestOptions) -> None:
@@ -296,7 +306,7 @@ class RestDoor:
         """
         asgi: Any = app
         limits = (limits or ConnectionLimits()).within_descriptors()
-        protocol: Any = partial(LimitedConnection, limits)
+        protocol: Any = partial(LimitedConnection, limits, getattr(app, "at_once", None))
         self._config = uvicorn.Config(
             asgi,
             http=protocol,

@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import DialoopError, Unauthenticated
 from dialoop.reasons import Reason
 
-from dialoop_services.rest.problems import ForeignCaller, problem_body, problem_headers
+from dialoop_services.rest.problems import ForeignCaller, problem_answer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
+    from dialoop_services.rest.problems import WholeAnswer
     from dialoop_services.runtime.access.auth import Token
 
     Scope = dict[str, Any]
     Receive = Callable[[], Awaitable[Any]]
     Send = Callable[[dict[str, Any]], Awaitable[None]]
     App = Callable[[Scope, Receive, Send], Awaitable[None]]
+    AtOnce = Callable[[Scope, bytes], WholeAnswer | None]
+    """Answers a request with this body where nothing has to wait; else nothing has happened."""
     Refuse = Callable[[Scope, Send, DialoopError], Awaitable[None]]
 
 HEALTH = frozenset({"/healthz", "/readyz"})
@@ -47,9 +50,16 @@ class Guard:
     """
 
     def __init__(
-        self, app: App, token: Token, refuse: Refuse | None = None, *, assets: str = ASSETS
+        self,
+        app: App,
+        token: Token,
+        refuse: Refuse | None = None,
+        *,
+        at_once: AtOnce | None = None,
+        assets: str = ASSETS,
     ) -> None:
         self._app = app
+        self._at_once = at_once
         self._assets = assets
         self._refuse = refuse or _send_problem
         self._token = token
@@ -63,6 +73,12 @@ class Guard:
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})  # HTTP 403
         else:
             await self._refuse(scope, send, refusal)
+
+    def at_once(self, scope: Scope, body: bytes) -> WholeAnswer | None:
+        """Answer an allowed request as the application does at once, if it does so."""
+        if self._at_once is None or self._refusal(scope) is not None:
+            return None
+        return self._at_once(scope, body)
 
     def _refusal(self, scope: Scope) -> DialoopError | None:
         headers = dict(scope["headers"])
@@ -143,8 +159,6 @@ async def send_problem(
     send: Send, error: DialoopError, *, headers: tuple[tuple[bytes, bytes], ...] = ()
 ) -> None:
     """Answer with an error's problem document."""
-    body = problem_body(error)
-    all_headers = [*problem_headers(error), *headers, (b"content-length", b"%d" % len(body))]
-    status = int(error.http_status)
-    await send({"type": "http.response.start", "status": status, "headers": all_headers})
+    status, own, body = problem_answer(error)
+    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
     await send({"type": "http.response.body", "body": body})

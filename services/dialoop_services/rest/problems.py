@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dialoop.errors import (
     CapacityExhausted,
@@ -144,6 +144,21 @@ def problem_headers(error: DialoopError) -> list[tuple[bytes, bytes]]:
     if error.retryable and error.http_status in (429, 503):
         headers.append((b"retry-after", b"1"))
     return headers
+
+
+class WholeAnswer(NamedTuple):
+    """An answer that is there as a whole; the headers include its length."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+def problem_answer(error: DialoopError) -> WholeAnswer:
+    """Return an error's document with its status and headers."""
+    body = problem_body(error)
+    headers = [*problem_headers(error), (b"content-length", b"%d" % len(body))]
+    return WholeAnswer(int(error.http_status), headers, body)
 
 
 def problem_schema() -> dict[str, Any]:
