@@ -263,6 +263,11 @@ class LimitedConnection(HttpToolsProtocol):
         # Nothing of a request is missing, so `data_received` starts no timer after this.
         self._is_reading_head, self._num_head_bytes = True, 0
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Let this be the last request: uvicorn would take its body for another one."""
+        super()._unsupported_upgrade_warning()
+        self.cycle.keep_alive = False
+
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are no HTTP with a problem document."""
         self._refuse(

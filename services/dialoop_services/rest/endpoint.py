@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError, InvalidInput, Status
@@ -143,7 +144,7 @@ class Endpoint:
                 return None
             request.warn_in(message)
             answer = whole_answer(message, Format.of(headers, is_stream=False), self._encode)
-        except Exception as error:
+        except BaseException as error:  # as in a task, which would not end the service either
             status = error.status.name if isinstance(error, DialoopError) else "INTERNAL"
             answer = problem_answer(public_error(error))
         call.end(status)
@@ -164,7 +165,7 @@ class Endpoint:
             if self._token is not None:
                 self._token.require(headers.get(b"authorization", b""), self._name, self._scope)
             request = await self._read(scope, headers, caller)
-            call.set_request(request.message)
+        call.set_request(request.message)
         with caller:
             if timeout_s is None:
                 await self._answer(request, answer)
@@ -189,9 +190,10 @@ class Endpoint:
             extra = pad_answer(self._name, request.message, message, request.padding)
             await answer.send(message, extra)
             return
-        async for message in called:
-            request.warn_in(message)
-            await answer.send_part(message)
+        async with aclosing(called):
+            async for message in called:
+                request.warn_in(message)
+                await answer.send_part(message)
         await answer.end()
 
     async def _read(

@@ -38,6 +38,7 @@ ASSETS = "/docs/assets/"
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 # RFC 9110: uri-host [":" port]. An empty name is what HTTP/1.0 sends.
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]*))(?::\d{0,5})?")
+_ALLOWED = "dialoop.allowed"  # in the scope of a request that `at_once` has let in
 POLICY_VIOLATION = 1008
 """Close code of a WebSocket that the caller may not open."""
 
@@ -66,7 +67,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it with a problem."""
-        refusal = self._refusal(scope) if scope["type"] != "lifespan" else None
+        is_allowed = scope.pop(_ALLOWED, False) or scope["type"] == "lifespan"
+        refusal = None if is_allowed else self._refusal(scope)
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -78,7 +80,9 @@ class Guard:
         """Answer an allowed request as the application does at once, if it does so."""
         if self._at_once is None or self._refusal(scope) is not None:
             return None
-        return self._at_once(scope, body)
+        answer = self._at_once(scope, body)
+        scope[_ALLOWED] = answer is None
+        return answer
 
     def _refusal(self, scope: Scope) -> DialoopError | None:
         headers = dict(scope["headers"])

@@ -48,7 +48,7 @@ def not_served(rpc: str) -> Unsupported:
     )
 
 
-def public_error(error: Exception) -> DialoopError:
+def public_error(error: BaseException) -> DialoopError:
     """Return the error a caller may see; log any other under an error_id."""
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]  # what a task group of a method was ended by

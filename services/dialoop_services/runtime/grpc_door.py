@@ -22,6 +22,7 @@ import contextvars
 import inspect
 import logging
 import threading
+import time
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -52,6 +53,8 @@ _MAX_EVENTS = 64
 _CLEAN_UP_S = 1.0
 # Seconds after which the thread looks whether the event loop that it waits for was closed.
 _LOOK_AT_LOOP_S = 1.0
+# Seconds after an error of the queue, so that one that stays costs no whole core.
+_AFTER_ERROR_S = 0.1
 # Seconds between the end of a stream of requests and the news that its connection broke off.
 _BREAK_OFF_S = 0.001
 
@@ -104,11 +107,11 @@ class GrpcDoor:
         self._context = contextvars.copy_context()
         self._stopped: asyncio.Future[Any] = self._loop.create_future()
         self._ended: asyncio.Future[Any] = self._loop.create_future()
+        waiter = threading.Thread(target=self._wait, name="grpc-door", daemon=True)
+        waiter.start()
         self._server.start()
-        self._is_open = True
+        self._waiter, self._is_open = waiter, True
         self._ask()
-        self._waiter = threading.Thread(target=self._wait, name="grpc-door", daemon=True)
-        self._waiter.start()
 
     async def close(self, drain_s: float) -> None:
         """Refuse new calls, and cancel those that have not ended after `drain_s` seconds.
@@ -152,6 +155,7 @@ class GrpcDoor:
                 event = self._queue.poll()
             except Exception:  # such as no memory for a message
                 log.exception("An event of a gRPC call could not be taken.")
+                time.sleep(_AFTER_ERROR_S)
                 continue
             try:
                 self._loop.call_soon_threadsafe(self._take, event, context=self._context)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
@@ -179,8 +179,10 @@ class _Envelope:
                 if incarnation is not None:
                     incarnation.require_in(metadata)
                 call.set_request(request)
-                async for answer in function(_require_decoded(request, rpc), context):
-                    yield answer
+                answers = function(_require_decoded(request, rpc), context)
+                async with aclosing(answers):
+                    async for answer in answers:
+                        yield answer
                 status = "OK"
             except grpc.aio.AbortError:
                 status = _status_in(context)
@@ -230,12 +232,20 @@ def _require_decoded(request: Any, rpc: str) -> Any:
             reason=Reason.INVALID_PROTOBUF,
             remedy="Send one message of the type that the protos name.",
         )
-    return _decoded_stream(request, rpc) if hasattr(request, "__aiter__") else request
+    return _Requests(request, rpc) if hasattr(request, "__aiter__") else request
 
 
-async def _decoded_stream(requests: Any, rpc: str) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _require_decoded(request, rpc)
+class _Requests:
+    """The decoded messages of a stream; unlike a generator it outlives a cancelled read."""
+
+    def __init__(self, requests: Any, rpc: str) -> None:
+        self._requests, self._rpc = aiter(requests), rpc
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        return _require_decoded(await anext(self._requests), self._rpc)
 
 
 async def _drain(request: Any) -> None:

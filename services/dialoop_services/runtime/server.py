@@ -13,7 +13,6 @@ import logging
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import InvalidConfig
 from dialoop.waits import current_waits
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -144,7 +143,7 @@ class GrpcServer:
         try:
             await self._open()
         except BaseException:
-            await self._exits.aclose()
+            await self.__aexit__()
             raise
         return self
 
@@ -158,14 +157,10 @@ class GrpcServer:
         if metrics is not None:
             door = self._rest_door(calls, metrics)
             bound = bound_socket(self._settings.host, self._settings.rest_port or 0)
-        try:
-            self._port = self._listen(grpc_door)
-        except InvalidConfig:
-            if bound is not None:
-                bound.close()
-            raise
-        grpc_door.open()
+            self._exits.callback(bound.close)  # which its door does too, once it is open
+        self._port = self._listen(grpc_door)
         self._exits.push_async_callback(self._drain, grpc_door, door)
+        grpc_door.open()
         if door is not None and bound is not None:
             self._rest_port = bound.getsockname()[1]
             await door.open(bound)

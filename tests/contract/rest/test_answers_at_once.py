@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +15,9 @@ from dialoop.environments import ArithmeticTasks, ChatEnv, arithmetic
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop_services.environment.serving import serving_on
 from dialoop_services.rest.endpoint import Endpoint
+from dialoop_services.rest.guard import Guard
 from dialoop_services.runtime import GrpcServer
+from dialoop_services.runtime.logs import _fields
 
 from tests.support.rest_world import http_of, settings_of
 
@@ -124,7 +127,9 @@ async def test_a_step_is_answered_alike_in_one_read_and_in_two(monkeypatch: pyte
     assert 'dialoop_calls_running{door="rest"} 0.0' in metrics
 
 
-async def test_a_step_that_has_to_wait_is_read_and_counted_once(monkeypatch: pytest.MonkeyPatch):
+async def test_a_step_that_has_to_wait_is_read_and_counted_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     read = []
     from_json = Endpoint._from_json
 
@@ -136,10 +141,49 @@ async def test_a_step_that_has_to_wait_is_read_and_counted_once(monkeypatch: pyt
         await http.post("/v1/sessions", json={"session_id": "s", "environment": "arithmetic"})
         await http.post("/v1/sessions/s/reset", json=RESET)
         monkeypatch.setattr(Endpoint, "_from_json", note)
+        caplog.set_level(logging.DEBUG, logger="dialoop_services.runtime.calls")
+        fields = []
+        caplog.handler.addFilter(lambda _: fields.append(dict(_fields.get())) or True)
         status, _, document = await ask(server.rest_address, request(**step_of("s")))
         metrics = (await http.get("/metrics")).text
     assert status == "HTTP/1.1 200 OK"
     assert document["prompt"]
     assert len(read) == 1
+    assert {"rpc": "EnvironmentService.Step", "session_id": "s"} in fields
     line = 'calls_total{door="rest",rpc="EnvironmentService.Step",status="OK"} 1.0'
     assert line in metrics
+
+
+async def test_an_exit_in_a_step_is_an_error_of_that_step(monkeypatch: pytest.MonkeyPatch, caplog):
+    def leave(*_: Any) -> Any:
+        raise SystemExit("secret")
+
+    async with environments() as (server, http):
+        await http.post("/v1/sessions", json={"session_id": "s", "environment": "plain"})
+        await http.post("/v1/sessions/s/reset", json=RESET)
+        monkeypatch.setattr(ChatEnv, "step_at_once", leave)
+        status, _, document = await ask(server.rest_address, request(**step_of("s")))
+        metrics = (await http.get("/metrics")).text
+    assert status == "HTTP/1.1 500 Internal Server Error"
+    assert document["error_id"] in {getattr(record, "error_id", "") for record in caplog.records}
+    assert "secret" not in json.dumps(document)
+    assert 'dialoop_calls_running{door="rest"} 0.0' in metrics
+
+
+async def test_a_step_that_has_to_wait_is_let_in_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async with environments() as (server, http):
+        await http.post("/v1/sessions", json={"session_id": "s", "environment": "arithmetic"})
+        await http.post("/v1/sessions/s/reset", json=RESET)
+        looks = []
+        refusal = Guard._refusal
+
+        def look(self: Guard, scope: Any) -> Any:
+            looks.append(scope["path"])
+            return refusal(self, scope)
+
+        monkeypatch.setattr(Guard, "_refusal", look)
+        status, _, _ = await ask(server.rest_address, request(**step_of("s")))
+        assert looks == ["/v1/sessions/s/step"]
+    assert status == "HTTP/1.1 200 OK"

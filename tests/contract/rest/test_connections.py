@@ -144,6 +144,19 @@ async def test_answers_with_and_without_a_task_keep_their_order() -> None:
             assert [answer.split(b"/")[1].split()[0] for answer in answers] == order
 
 
+@pytest.mark.parametrize("at_once", [None, answer_at_once])
+async def test_the_body_of_a_request_with_an_unknown_upgrade_is_no_other_request(at_once) -> None:
+    head = b"POST /a HTTP/1.1\r\nhost: here\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+    inner = REQUEST % b"smuggled"
+    async with asyncio.timeout(20), connection(task_answer, at_once) as (reader, writer):
+        writer.write(head + b"content-length: %d\r\n\r\n" % len(inner))
+        await asyncio.sleep(0.05)
+        writer.write(inner)
+        answers = await reader.read()
+    assert answers.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in answers.lower()
+
+
 async def test_bytes_that_are_no_http_after_a_head_are_refused() -> None:
     chunked = b"POST /a HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n"
     async with asyncio.timeout(20), connection(task_answer, answer_at_once) as (reader, writer):

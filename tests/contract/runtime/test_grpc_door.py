@@ -7,13 +7,16 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
+from dialoop_services.runtime.access.auth import Token
+from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.grpc_door import GrpcDoor, _Call
+from dialoop_services.runtime.handlers import Handlers
 
 _MAX_BYTES = 1000
 
@@ -50,14 +53,14 @@ METHODS = {
 
 @asynccontextmanager
 async def open_door(
-    methods: dict[str, Any] = METHODS, *, drain_s: float = 1, max_calls: int | None = None
+    methods: Any = METHODS, *, drain_s: float = 1, max_calls: int | None = None
 ) -> AsyncIterator[tuple[GrpcDoor, grpc.aio.Channel]]:
-    """Yield an open door and a channel to it."""
+    """Yield an open door and a channel to it; `methods` are a dict or a function that finds."""
     options = [
         ("grpc.max_receive_message_length", _MAX_BYTES),
         ("grpc.max_send_message_length", _MAX_BYTES),
     ]
-    door = GrpcDoor(methods.get, options, max_calls=max_calls)
+    door = GrpcDoor(getattr(methods, "get", methods), options, max_calls=max_calls)
     port = door.listen("127.0.0.1:0", None)
     door.open()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -372,7 +375,23 @@ async def test_a_close_that_is_cancelled_goes_on_to_its_end():
         await asyncio.gather(call, return_exceptions=True)
 
 
-async def test_a_read_that_was_cancelled_is_read_again():
+@pytest.fixture(params=["raw", "in its envelope"])
+def find(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], Any]:
+    """Return a function that finds methods as they are, or as services have them."""
+    if request.param == "raw":
+        return lambda methods: methods.get
+    handlers = Handlers(Calls(), Token(""))
+
+    def wrap(methods: dict[str, Any]) -> Any:
+        handlers.add_registered_method_handlers(
+            "t", {path.removeprefix("/t/"): method for path, method in methods.items()}
+        )
+        return handlers.find
+
+    return wrap
+
+
+async def test_a_read_that_was_cancelled_is_read_again(find: Any):
     late = asyncio.Event()
 
     async def work(requests: AsyncIterator[bytes], context: Any) -> bytes:
@@ -388,7 +407,7 @@ async def test_a_read_that_was_cancelled_is_read_again():
         yield b"b"
 
     methods = {"/t/Work": grpc.stream_unary_rpc_method_handler(work, bytes, bytes)}
-    async with open_door(methods) as (_, channel):
+    async with open_door(find(methods)) as (_, channel):
         assert await channel.stream_unary("/t/Work")(requests(), timeout=5) == b"ab"
 
 
@@ -460,7 +479,7 @@ async def test_two_tasks_do_not_read_the_same_message():
         assert await channel.stream_unary("/t/Work")(several(b"a"), timeout=5) == b"a"
 
 
-async def test_a_generator_is_closed_in_its_call():
+async def test_a_generator_is_closed_in_its_call(find: Any):
     cleaners: list[Any] = []
     worker: list[Any] = []
 
@@ -473,7 +492,7 @@ async def test_a_generator_is_closed_in_its_call():
             cleaners.append(asyncio.current_task())
 
     methods = {"/t/Count": grpc.unary_stream_rpc_method_handler(count, bytes, bytes)}
-    async with open_door(methods) as (_, channel):
+    async with open_door(find(methods)) as (_, channel):
         for _ in range(20):
             call = channel.unary_stream("/t/Count")(b"")
             await call.read()
