@@ -7,13 +7,13 @@ kept, scored = digests_of(trajectory, trajectory.SerializeToString(deterministic
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from dialoop.v1 import trajectory_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from numpy.typing import NDArray
 
@@ -108,13 +108,49 @@ def floats_of(data: bytes, field: int) -> NDArray[np.float32]:
 _NONE = np.empty(0, np.float32)
 
 
-def digests_of(trajectory: pb.Trajectory, raw: bytes) -> tuple[str, str]:
+class Shape(NamedTuple):
+    """What the queue reads of a trajectory beside its bytes and numbers.
+
+    scored: its fields that hold what scoring may change. versions: the lowest and highest number
+    of each lineage's policies.
+    """
+
+    scored: set[int]
+    versions: dict[str, tuple[int, int]]
+
+    def read(self, sequence: pb.Sequence, columns: Collection[str]) -> None:
+        """Add what a sequence has; `columns` are the names of its columns."""
+        if sequence.HasField("advantage") or not _SCORED_COLUMNS.isdisjoint(columns):
+            self.scored.add(_SEQUENCES)
+        for version in sequence.policy_versions[:]:
+            lineage, number = version.lineage, version.number
+            low, high = self.versions.get(lineage, (number, number))
+            self.versions[lineage] = min(low, number), max(high, number)
+
+    def note_rewards(self) -> None:
+        """Note that a turn has rewards."""
+        self.scored.add(_TURNS)
+
+
+def shape_of(trajectory: pb.Trajectory) -> Shape:
+    """Return the shape of a trajectory that nobody has checked."""
+    shape = Shape(set(), {})
+    if any(turn.rewards for turn in trajectory.turns):
+        shape.note_rewards()
+    for sequence in trajectory.sequences:
+        shape.read(sequence, [column.name for column in sequence.columns])
+    return shape
+
+
+def digests_of(
+    trajectory: pb.Trajectory, raw: bytes, shape: Shape | None = None
+) -> tuple[str, str]:
     """Return the digest of what scoring keeps of a trajectory, and that of the rest.
 
     raw: the trajectory as protobuf writes it, in a fixed order. The first digest is over what it
     would write without what scoring may change. What has no scores is not searched for them.
     """
-    fields = _fields_with_scores(trajectory)
+    fields = (shape or shape_of(trajectory)).scored
     if not fields:
         return sha256(raw).hexdigest()[:_KEPT], _NOTHING
     kept, scored = sha256(), sha256()
@@ -142,22 +178,6 @@ def digests_of(trajectory: pb.Trajectory, raw: bytes) -> tuple[str, str]:
         kept.update(raw[value:end])
     kept.update(raw[done:])
     return kept.hexdigest()[:_KEPT], scored.hexdigest()[:_OF_SCORES]
-
-
-def _fields_with_scores(trajectory: pb.Trajectory) -> set[int]:
-    """Return the fields of a trajectory that hold what scoring may change."""
-    fields = set[int]()
-    for turn in trajectory.turns[:]:
-        if turn.rewards:
-            fields.add(_TURNS)
-            break
-    for sequence in trajectory.sequences[:]:
-        if sequence.HasField("advantage"):
-            fields.add(_SEQUENCES)
-        for column in sequence.columns[:]:
-            if column.name in _SCORED_COLUMNS:
-                fields.add(_SEQUENCES)
-    return fields
 
 
 def _is_scored(data: bytes, start: int, end: int) -> bool:

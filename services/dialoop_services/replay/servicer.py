@@ -34,6 +34,7 @@ from dialoop.v1 import trajectory_pb2
 
 from dialoop_services.replay.leases import Kind, parse_lease
 from dialoop_services.replay.refusals import APPEND_MESSAGES
+from dialoop_services.replay.serialised import Shape
 from dialoop_services.replay.store import (
     Answer,
     FinishedMembers,
@@ -59,7 +60,7 @@ _SELECTIONS = frozenset(pb.Selection.values())
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Leases = TypeVar("_Leases", pb.LeaseTasksResponse, GroupsHandedOut)
-_Item = TypeVar("_Item", pb.AppendItem, pb.MemberItem)
+_Item = TypeVar("_Item")
 
 
 class ReplayServicer(rpc.ReplayServiceServicer):
@@ -139,10 +140,11 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             _check_num_discarded(item, stage)
             _check_priority(item, stage)
         vocab_size = self._vocab_size()
+        shapes: list[list[Shape]] = [[] for _ in request.items]
         rejections = [
             _check_played(item, stage)
-            or check_group(item.group, stage=stage, vocab_size=vocab_size)
-            for item in request.items
+            or check_group(item.group, stage=stage, vocab_size=vocab_size, shapes=of_item)
+            for item, of_item in zip(request.items, shapes, strict=True)
         ]
         valid = _valid(request.items, rejections)
         if stage is Stage.SCORED:
@@ -151,7 +153,9 @@ class ReplayServicer(rpc.ReplayServiceServicer):
                 append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
             appended = list((await self._change(append, pb.AppendGroupsResponse)).outcomes)
         else:
-            members = await self._append_members(request.run, members_of_groups(valid))
+            members = await self._append_members(
+                request.run, members_of_groups(valid, _valid(shapes, rejections))
+            )
             appended = list(outcomes_of_groups(valid, members.reasons))
         outcomes = await self._outcomes(request.run, rejections, appended)
         return pb.AppendGroupsResponse(outcomes=outcomes)
@@ -392,11 +396,13 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
 
 
-def members_of_groups(items: Iterable[pb.AppendItem]) -> list[FinishedMembers]:
-    """Return the members of played groups."""
+def members_of_groups(
+    items: Sequence[pb.AppendItem], shapes: Sequence[Sequence[Shape]] = ()
+) -> list[FinishedMembers]:
+    """Return the members of played groups; `shapes` where a check has read them."""
     return [
-        FinishedMembers(item.lease_id, 0, item.group.trajectories, item.num_discarded)
-        for item in items
+        FinishedMembers(item.lease_id, 0, item.group.trajectories, item.num_discarded, of_item)
+        for item, of_item in zip(items, shapes or [()] * len(items), strict=True)
     ]
 
 

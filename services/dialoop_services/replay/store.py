@@ -28,9 +28,11 @@ from google.protobuf.message import Message
 
 from dialoop_services.replay.serialised import (
     TRAJECTORIES,
+    Shape,
     digests_of,
     fields_in,
     number_of,
+    shape_of,
     varint,
 )
 
@@ -143,13 +145,20 @@ class GroupsHandedOut:
 class FinishedMembers:
     """Trajectories that were played under one lease: members `first`, `first` + 1, ... of a group.
 
-    num_discarded: trajectories that the player gave up before these.
+    num_discarded: trajectories that the player gave up before these. shapes: those of the
+    trajectories, where a check has read them.
     """
 
     lease_id: str
     first: int
     trajectories: Sequence[trajectory_pb2.Trajectory]
     num_discarded: int
+    shapes: Sequence[Shape] = ()
+
+    def pack(self) -> list[tuple[MemberFacts, bytes]]:
+        """Return the facts and the bytes of each member."""
+        shapes = self.shapes or [shape_of(trajectory) for trajectory in self.trajectories]
+        return [pack_member(*pair) for pair in zip(self.trajectories, shapes, strict=True)]
 
     @classmethod
     def of(cls, item: pb.MemberItem) -> FinishedMembers:
@@ -210,11 +219,14 @@ def group_head(task: trajectory_pb2.Task) -> bytes:
     return head.SerializeToString()
 
 
-def pack_member(trajectory: trajectory_pb2.Trajectory) -> tuple[MemberFacts, bytes]:
+def pack_member(
+    trajectory: trajectory_pb2.Trajectory, shape: Shape | None = None
+) -> tuple[MemberFacts, bytes]:
     """Return what the ledger keeps of a trajectory, and its bytes as part of a serialised group."""
     raw = trajectory.SerializeToString(deterministic=True)
-    digest = ".".join(digests_of(trajectory, raw))
-    facts = MemberFacts(digest, _versions(trajectory), trajectory.trajectory_id)
+    shape = shape or shape_of(trajectory)
+    digest = ".".join(digests_of(trajectory, raw, shape))
+    facts = MemberFacts(digest, shape.versions, trajectory.trajectory_id)
     return facts, _MEMBER + varint(len(raw)) + raw
 
 
@@ -245,15 +257,3 @@ def append_outcome(reason: str) -> pb.AppendOutcome:
 def digest_without_scores(member_digest: str) -> str:
     """Return the part of a member's digest that scoring does not change."""
     return member_digest.partition(".")[0]
-
-
-def _versions(trajectory: trajectory_pb2.Trajectory) -> dict[str, tuple[int, int]]:
-    spans: dict[str, tuple[int, int]] = {}
-    for sequence in trajectory.sequences[:]:
-        for version in sequence.policy_versions[:]:
-            lineage, number = version.lineage, version.number
-            span = spans.get(lineage)
-            spans[lineage] = (
-                (min(span[0], number), max(span[1], number)) if span else (number, number)
-            )
-    return spans

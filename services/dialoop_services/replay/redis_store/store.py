@@ -48,7 +48,6 @@ from dialoop_services.replay.store import (
     append_outcome,
     group_head,
     pack_group,
-    pack_member,
 )
 
 log = logging.getLogger(__name__)
@@ -349,7 +348,7 @@ class _Append:
 
 def _pack_members(item: FinishedMembers) -> tuple[dict[str, Any], bytes]:
     """Return the fields of an item for the script, and the bytes of its members in one."""
-    packed = [pack_member(trajectory) for trajectory in item.trajectories]
+    packed = item.pack()
     facts = [member for member, _ in packed]
     versions = [member.versions for member in facts]
     fields = {
