@@ -108,7 +108,7 @@ def floats_of(data: bytes, field: int) -> NDArray[np.float32]:
 _NONE = np.empty(0, np.float32)
 
 
-class Shape(NamedTuple):
+class MemberSummary(NamedTuple):
     """What the queue reads of a trajectory beside its bytes and numbers.
 
     scored: its fields that hold what scoring may change. versions: the lowest and highest number
@@ -132,25 +132,25 @@ class Shape(NamedTuple):
         self.scored.add(_TURNS)
 
 
-def shape_of(trajectory: pb.Trajectory) -> Shape:
-    """Return the shape of a trajectory that nobody has checked."""
-    shape = Shape(set(), {})
+def summary_of(trajectory: pb.Trajectory) -> MemberSummary:
+    """Return the summary of a trajectory that no check has read."""
+    summary = MemberSummary(set(), {})
     if any(turn.rewards for turn in trajectory.turns):
-        shape.note_rewards()
+        summary.note_rewards()
     for sequence in trajectory.sequences:
-        shape.read(sequence, [column.name for column in sequence.columns])
-    return shape
+        summary.read(sequence, [column.name for column in sequence.columns])
+    return summary
 
 
 def digests_of(
-    trajectory: pb.Trajectory, raw: bytes, shape: Shape | None = None
+    trajectory: pb.Trajectory, raw: bytes, summary: MemberSummary | None = None
 ) -> tuple[str, str]:
     """Return the digest of what scoring keeps of a trajectory, and that of the rest.
 
     raw: the trajectory as protobuf writes it, in a fixed order. The first digest is over what it
     would write without what scoring may change. What has no scores is not searched for them.
     """
-    fields = (shape or shape_of(trajectory)).scored
+    fields = (summary or summary_of(trajectory)).scored
     if not fields:
         return sha256(raw).hexdigest()[:_KEPT], _NOTHING
     kept, scored = sha256(), sha256()

@@ -34,7 +34,7 @@ from dialoop.v1 import trajectory_pb2
 
 from dialoop_services.replay.leases import Kind, parse_lease
 from dialoop_services.replay.refusals import APPEND_MESSAGES
-from dialoop_services.replay.serialised import Shape
+from dialoop_services.replay.serialised import MemberSummary
 from dialoop_services.replay.store import (
     Answer,
     FinishedMembers,
@@ -110,16 +110,19 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         for item in request.items:
             _check_count("num_discarded", item.num_discarded, least=0)
         vocab_size = self._vocab_size()
+        summaries: list[list[MemberSummary]] = [[] for _ in request.items]
         rejections = [
             check_trajectory(
                 item.trajectory,
                 group_id=_group_of(item),
                 stage=Stage.UNSCORED,
                 vocab_size=vocab_size,
+                summaries=of_item,
             )
-            for item in request.items
+            for item, of_item in zip(request.items, summaries, strict=True)
         ]
-        valid = [FinishedMembers.of(item) for item in _valid(request.items, rejections)]
+        members = map(FinishedMembers.of, request.items, summaries)
+        valid = _valid(members, rejections)
         appended = await self._append_members(request.run, valid)
         response = appended.response()
         outcomes = await self._outcomes(request.run, rejections, response.outcomes)
@@ -140,11 +143,11 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             _check_num_discarded(item, stage)
             _check_priority(item, stage)
         vocab_size = self._vocab_size()
-        shapes: list[list[Shape]] = [[] for _ in request.items]
+        summaries: list[list[MemberSummary]] = [[] for _ in request.items]
         rejections = [
             _check_played(item, stage)
-            or check_group(item.group, stage=stage, vocab_size=vocab_size, shapes=of_item)
-            for item, of_item in zip(request.items, shapes, strict=True)
+            or check_group(item.group, stage=stage, vocab_size=vocab_size, summaries=of_item)
+            for item, of_item in zip(request.items, summaries, strict=True)
         ]
         valid = _valid(request.items, rejections)
         if stage is Stage.SCORED:
@@ -154,7 +157,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             appended = list((await self._change(append, pb.AppendGroupsResponse)).outcomes)
         else:
             members = await self._append_members(
-                request.run, members_of_groups(valid, _valid(shapes, rejections))
+                request.run, members_of_groups(valid, _valid(summaries, rejections))
             )
             appended = list(outcomes_of_groups(valid, members.reasons))
         outcomes = await self._outcomes(request.run, rejections, appended)
@@ -397,12 +400,12 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
 
 
 def members_of_groups(
-    items: Sequence[pb.AppendItem], shapes: Sequence[Sequence[Shape]] = ()
+    items: Sequence[pb.AppendItem], summaries: Sequence[Sequence[MemberSummary]] = ()
 ) -> list[FinishedMembers]:
-    """Return the members of played groups; `shapes` where a check has read them."""
+    """Return the members of played groups; `summaries` where a check has read them."""
     return [
         FinishedMembers(item.lease_id, 0, item.group.trajectories, item.num_discarded, of_item)
-        for item, of_item in zip(items, shapes or [()] * len(items), strict=True)
+        for item, of_item in zip(items, summaries or [()] * len(items), strict=True)
     ]
 
 

@@ -28,11 +28,11 @@ from google.protobuf.message import Message
 
 from dialoop_services.replay.serialised import (
     TRAJECTORIES,
-    Shape,
+    MemberSummary,
     digests_of,
     fields_in,
     number_of,
-    shape_of,
+    summary_of,
     varint,
 )
 
@@ -145,7 +145,7 @@ class GroupsHandedOut:
 class FinishedMembers:
     """Trajectories that were played under one lease: members `first`, `first` + 1, ... of a group.
 
-    num_discarded: trajectories that the player gave up before these. shapes: those of the
+    num_discarded: trajectories that the player gave up before these. summaries: those of the
     trajectories, where a check has read them.
     """
 
@@ -153,17 +153,17 @@ class FinishedMembers:
     first: int
     trajectories: Sequence[trajectory_pb2.Trajectory]
     num_discarded: int
-    shapes: Sequence[Shape] = ()
+    summaries: Sequence[MemberSummary] = ()
 
     def pack(self) -> list[tuple[MemberFacts, bytes]]:
         """Return the facts and the bytes of each member."""
-        shapes = self.shapes or [shape_of(trajectory) for trajectory in self.trajectories]
-        return [pack_member(*pair) for pair in zip(self.trajectories, shapes, strict=True)]
+        summaries = self.summaries or [summary_of(trajectory) for trajectory in self.trajectories]
+        return [pack_member(*pair) for pair in zip(self.trajectories, summaries, strict=True)]
 
     @classmethod
-    def of(cls, item: pb.MemberItem) -> FinishedMembers:
+    def of(cls, item: pb.MemberItem, summaries: Sequence[MemberSummary] = ()) -> FinishedMembers:
         """Return the one member of an item."""
-        return cls(item.lease_id, item.member, [item.trajectory], item.num_discarded)
+        return cls(item.lease_id, item.member, [item.trajectory], item.num_discarded, summaries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +220,13 @@ def group_head(task: trajectory_pb2.Task) -> bytes:
 
 
 def pack_member(
-    trajectory: trajectory_pb2.Trajectory, shape: Shape | None = None
+    trajectory: trajectory_pb2.Trajectory, summary: MemberSummary | None = None
 ) -> tuple[MemberFacts, bytes]:
     """Return what the ledger keeps of a trajectory, and its bytes as part of a serialised group."""
     raw = trajectory.SerializeToString(deterministic=True)
-    shape = shape or shape_of(trajectory)
-    digest = ".".join(digests_of(trajectory, raw, shape))
-    facts = MemberFacts(digest, shape.versions, trajectory.trajectory_id)
+    summary = summary or summary_of(trajectory)
+    digest = ".".join(digests_of(trajectory, raw, summary))
+    facts = MemberFacts(digest, summary.versions, trajectory.trajectory_id)
     return facts, _MEMBER + varint(len(raw)) + raw
 
 

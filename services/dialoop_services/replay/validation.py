@@ -24,7 +24,7 @@ from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.sequences import DATA_TYPES, FIXED_COLUMNS, column_twice, type_of_column
 from numpy.typing import NDArray
 
-from dialoop_services.replay.serialised import PER_TOKEN, Shape, floats_of
+from dialoop_services.replay.serialised import PER_TOKEN, MemberSummary, floats_of
 from dialoop_services.rl import routed_experts
 from dialoop_services.rl.bounds import BOUNDS, MAX_SIZE
 
@@ -56,21 +56,25 @@ class _Unfit(Exception):
 
 
 def check_group(
-    group: pb.Group, *, stage: Stage, vocab_size: int, shapes: list[Shape] | None = None
+    group: pb.Group,
+    *,
+    stage: Stage,
+    vocab_size: int,
+    summaries: list[MemberSummary] | None = None,
 ) -> _Rejection | None:
     """Return one thing that is wrong with the group, or None; `vocab_size` 0 means unknown.
 
-    What was read of its trajectories is added to `shapes`.
+    What was read of its trajectories is added to `summaries`.
     """
     group_id, num_sampled = group.group_id, 0
     numbers: _Numbers = defaultdict(list)
     ids = set[str]()
     try:
         for trajectory in group.trajectories[:]:
-            num_here, shape = _check_form(trajectory, group_id, stage, numbers)
+            num_here, summary = _check_form(trajectory, group_id, stage, numbers)
             num_sampled += num_here
-            if shapes is not None:
-                shapes.append(shape)
+            if summaries is not None:
+                summaries.append(summary)
             trajectory_id = trajectory.trajectory_id
             if trajectory_id in ids:
                 message = f"Two trajectories have the trajectory_id '{trajectory_id}'."
@@ -87,12 +91,18 @@ def check_group(
 
 
 def check_trajectory(
-    trajectory: pb.Trajectory, *, group_id: str, stage: Stage, vocab_size: int
+    trajectory: pb.Trajectory,
+    *,
+    group_id: str,
+    stage: Stage,
+    vocab_size: int,
+    summaries: list[MemberSummary],
 ) -> _Rejection | None:
     """Return one thing that is wrong with the trajectory, or None, as `check_group` does."""
     numbers: _Numbers = defaultdict(list)
     try:
-        _check_form(trajectory, group_id, stage, numbers)
+        _, summary = _check_form(trajectory, group_id, stage, numbers)
+        summaries.append(summary)
         _check_numbers(numbers, vocab_size)
     except _Unfit as unfit:
         return unfit.rejection()
@@ -145,8 +155,8 @@ def _lies_in(values: NDArray[Any], low: float, high: float) -> bool:
 
 def _check_form(
     trajectory: pb.Trajectory, group_id: str, stage: Stage, numbers: _Numbers
-) -> tuple[int, Shape]:
-    """Raise _Unfit where parts do not fit each other; return the number of samples and the shape.
+) -> tuple[int, MemberSummary]:
+    """Raise _Unfit where parts do not fit each other; return the number of samples and a summary.
 
     What columns hold is added to `numbers`, for the caller to check.
     """
@@ -158,12 +168,12 @@ def _check_form(
         )
     # Asking for an absent history or list would make an empty one.
     num_sampled = num_messages = num_turns = 0
-    shape = Shape(set(), {})
+    summary = MemberSummary(set(), {})
     if trajectory.HasField("history"):
         num_messages = len(trajectory.history.messages)
     if turns := trajectory.turns:
         num_turns = len(turns)
-        _check_turns(trajectory, num_messages, shape)
+        _check_turns(trajectory, num_messages, summary)
     for index, sequence in enumerate(trajectory.sequences[:]):
         try:
             num_tokens, num_here = _check_segments(sequence, num_turns, num_messages)
@@ -174,13 +184,13 @@ def _check_form(
                 _place(trajectory, index)
             ) from None
         num_sampled += num_here
-        shape.read(sequence, columns)
+        summary.read(sequence, columns)
         for name, (char, data) in columns.items():
             numbers[name, char].append((trajectory, index, data))
-    return num_sampled, shape
+    return num_sampled, summary
 
 
-def _check_turns(trajectory: pb.Trajectory, num_messages: int, shape: Shape) -> None:
+def _check_turns(trajectory: pb.Trajectory, num_messages: int, summary: MemberSummary) -> None:
     """Raise _Unfit for turns of messages that are not there, and for unfit rewards."""
     for index, turn in enumerate(trajectory.turns[:]):
         start, num = turn.message_start, turn.num_messages
@@ -191,7 +201,7 @@ def _check_turns(trajectory: pb.Trajectory, num_messages: int, shape: Shape) -> 
                 f"and num_messages {num}, of {num_messages} messages.",
             )
         for reward in turn.rewards[:]:
-            shape.note_rewards()
+            summary.note_rewards()
             if not _is_trainable(reward):
                 where = f"Trajectory {trajectory.trajectory_id}, turn {index}"
                 raise _unfit_reward(reward).within(f"{where}, reward '{reward.name}'")

@@ -328,9 +328,13 @@ class RestDoor:
 
     async def open(self, bound: socket.socket) -> None:
         """Serve on a bound socket, which this door owns from now on."""
-        self._config.load()
-        self._server.lifespan = self._config.lifespan_class(self._config)
-        await self._server.startup(sockets=[bound])
+        try:
+            self._config.load()
+            self._server.lifespan = self._config.lifespan_class(self._config)
+            await self._server.startup(sockets=[bound])
+        except BaseException:
+            bound.close()
+            raise
         self._ticking = asyncio.create_task(self._server.main_loop())
 
     async def close(self) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Send = Callable[[dict[str, Any]], Awaitable[None]]
     App = Callable[[Scope, Receive, Send], Awaitable[None]]
     AtOnce = Callable[[Scope, bytes], WholeAnswer | None]
-    """Answers a request with this body where nothing has to wait; else nothing has happened."""
+    """Answers a request with this body where nothing has to wait; None leaves it to the App."""
     Refuse = Callable[[Scope, Send, DialoopError], Awaitable[None]]
 
 HEALTH = frozenset({"/healthz", "/readyz"})
@@ -77,7 +77,7 @@ class Guard:
             await self._refuse(scope, send, refusal)
 
     def at_once(self, scope: Scope, body: bytes) -> WholeAnswer | None:
-        """Answer an allowed request as the application does at once, if it does so."""
+        """Answer an allowed request where the application does not have to wait; else None."""
         if self._at_once is None or self._refusal(scope) is not None:
             return None
         answer = self._at_once(scope, body)

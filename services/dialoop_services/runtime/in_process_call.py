@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import inspect
 from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -169,8 +170,9 @@ class InProcessCall:
         name = f"{kind[handler.request_streaming]}_{kind[handler.response_streaming]}"
         function = getattr(handler, name)
         if inspect.isasyncgenfunction(function):
-            async for answer in function(request, self._context):
-                await self._write(answer)
+            async with aclosing(function(request, self._context)) as answers:
+                async for answer in answers:
+                    await self._write(answer)
             return
         answer = await function(request, self._context)
         if not handler.response_streaming:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvicorn
+from dialoop_services.rest.app import RestDoor
 from dialoop_services.rest.connections import LimitedConnection, _JoinedWrites
 from dialoop_services.rest.problems import WholeAnswer
-from dialoop_services.runtime.listening import ConnectionLimits
+from dialoop_services.runtime.listening import ConnectionLimits, bound_socket
 from dialoop_services.runtime.logs import _fields, add_log_fields
 
 if TYPE_CHECKING:
@@ -232,3 +233,11 @@ async def test_closing_writes_what_is_held_and_a_lost_connection_gets_nothing(ra
     joined.write(b"more")
     await asyncio.sleep(0)
     assert raw.writes == [(b"head",)]
+
+
+async def test_a_door_that_does_not_open_leaves_no_socket() -> None:
+    bound = bound_socket("127.0.0.1", 0)
+    door = RestDoor(echo, drain_s=1, tls={"ssl_certfile": "/no/such/file"})
+    with pytest.raises(FileNotFoundError):
+        await door.open(bound)
+    assert bound.fileno() == -1

@@ -39,6 +39,8 @@ class Probe(stubs.EnvironmentServiceServicer):
         self.started, self.ended = asyncio.Event(), asyncio.Event()
         self.seconds = 0.0
         self.error: Exception | None = None
+        self.worker: asyncio.Task[Any] | None = None
+        self.cleaner: asyncio.Task[Any] | None = None
         self.seen: list[Any] = []
 
     async def CloseSession(self, request: Any, context: Any) -> pb.CloseSessionResponse:  # noqa: N802
@@ -55,12 +57,14 @@ class Probe(stubs.EnvironmentServiceServicer):
 
     async def Interact(self, requests: Any, context: Any) -> AsyncIterator[pb.InteractResponse]:  # noqa: N802
         self.started.set()
+        self.worker = asyncio.current_task()
         try:
             async for request in requests:
                 yield pb.InteractResponse(request_id=request.request_id)
             if self.error:
                 raise self.error
         finally:
+            self.cleaner = asyncio.current_task()
             self.ended.set()
 
 
@@ -206,6 +210,7 @@ async def test_a_reader_who_leaves_ends_the_stream(kind: str) -> None:
         assert (await anext(answers)).request_id
         await answers.aclose()  # type: ignore[attr-defined]
         await asyncio.wait_for(probe.ended.wait(), PATIENCE_S)
+        assert probe.cleaner is probe.worker  # and not when Python finds the generator
 
 
 @both

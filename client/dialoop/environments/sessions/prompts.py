@@ -56,7 +56,8 @@ class PromptChain:
     def follow(self, before: Prompt, prompt: Prompt, num_same: int = 0) -> PromptChain:
         """Return the chain of `prompt`, where this is the chain of `before`.
 
-        num_same: how far both are known to be the same, so that nobody needs to compare them.
+        num_same: how far texts or token ids are known to be the same, so that nobody needs to
+        compare them; a history tells by itself.
         """
         if isinstance(prompt, History) and isinstance(before, History):
             added = prompt.added_to(before)
