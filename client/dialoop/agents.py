@@ -47,7 +47,10 @@ _CONTEXT_FULL = "context_length_exceeded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConnection:
-    """What the agent's OpenAI client connects with; any `model` name means the policy."""
+    """What the agent's OpenAI client connects with; any `model` name means the policy.
+
+    api_key: opens this agent's recording, and nothing else.
+    """
 
     base_url: str
     api_key: str = "none"
@@ -96,8 +99,8 @@ class Recordings(Protocol):
         task: Task | None = None,
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
-    ) -> str:
-        """Begin a recording; return the base URL for OpenAI's clients."""
+    ) -> AgentConnection:
+        """Begin a recording; return what the agent connects with."""
         ...
 
     async def close(
@@ -124,12 +127,11 @@ class Scores(Protocol):
 class AgentHost:
     """Where agents run.
 
-    api_key: the services' token, if they have one. sessions: where the task is opened, if the
-    agent wants its messages. scores: what gives the rewards that the agent does not.
+    sessions: where the task is opened, if the agent wants its messages. scores: what gives the
+    rewards that the agent does not.
     """
 
     recordings: Recordings
-    api_key: str = "none"
     sessions: Sessions | None = None
     scores: Scores | None = None
     time_limit_s: float = 600.0
@@ -151,7 +153,7 @@ async def play_agent(
     sampling = sampling or task.sampling
     failed_trajectory = partial(Trajectory.of_failures, task, group_id=group_id, sampling=sampling)
     try:
-        base_url = await call(
+        connection = await call(
             host.recordings.create,
             recording_id,
             group_id=group_id,
@@ -161,7 +163,6 @@ async def play_agent(
         )
     except Exception as error:
         return failed_trajectory(error_of(error, Owner.INFERENCE))
-    connection = AgentConnection(base_url=base_url, api_key=host.api_key)
     try:
         outcome = await _run_agent(task, agent, host, connection)
     except BaseException:

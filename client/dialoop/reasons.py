@@ -291,6 +291,7 @@ class Reason(_Named):
     MCP_TOOL_MISSING = "MCP_TOOL_MISSING", "The MCP server lacks a tool."
     MCP_UNREACHABLE = "MCP_UNREACHABLE", "The MCP server cannot be used."
     MEMBER_NOT_FOUND = "MEMBER_NOT_FOUND", "No member of that name and epoch is there."
+    MEMBER_MOVED = "MEMBER_MOVED", "The addresses of a member that has joined do not change."
     MEMBER_REPLACED = "MEMBER_REPLACED", "Another member has taken the name."
     MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE", "The message is larger than the limit."
     METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED", "The route has no such method."
@@ -503,6 +504,22 @@ class Reason(_Named):
     )
     TOKENIZER_MISSING = "TOKENIZER_MISSING", "The environment has no tokenizer to render with."
     TOKENS_MODE_ONLY = "TOKENS_MODE_ONLY", "The environment's transforms read tokens."
+    TICKET_EXPIRED = "TICKET_EXPIRED", "The ticket or its proof has ended, or a clock is wrong."
+    TICKET_FOR_OTHER_SERVICE = (
+        "TICKET_FOR_OTHER_SERVICE",
+        "The proof was signed for a service of another role.",
+    )
+    TICKET_INVALID = "TICKET_INVALID", "The ticket was changed, or not signed for this job."
+    TICKET_MISSING = "TICKET_MISSING", "Only a member with a ticket of that role may do this."
+    TICKET_NOT_YET_VALID = (
+        "TICKET_NOT_YET_VALID",
+        "The ticket or its proof was signed in the future: a clock is wrong.",
+    )
+    TICKET_OF_OTHER_MEMBER = (
+        "TICKET_OF_OTHER_MEMBER",
+        "The ticket is of another role or name.",
+    )
+    TICKET_OF_OTHER_RUN = "TICKET_OF_OTHER_RUN", "The ticket is of another run."
     TOKEN_FILE = "TOKEN_FILE", "The file of tokens and their scopes cannot be used."
     TOKEN_OUT_OF_RANGE = "TOKEN_OUT_OF_RANGE", "A token id is outside the vocabulary."
     TOKEN_REQUIRED = "TOKEN_REQUIRED", "Without a token anyone on the network could call."

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import dialoop
 import pytest
 from dialoop import jobs
-from dialoop.agents import AgentHost, load_agent, play_agent
+from dialoop.agents import AgentConnection, AgentHost, load_agent, play_agent
 from dialoop.chat import History, Message
 from dialoop.compat import transforms as compat_transforms
 from dialoop.compat.collectors import TrajectoryCollector
@@ -294,7 +294,7 @@ async def mlgym_bench(form: Form) -> None:
 async def agents(form: Form) -> None:
     closed = trajectory(turns=(trajectory().turns[0],))
     recordings = SimpleNamespace(
-        create=form(lambda recording_id, **options: "http://here"),
+        create=form(lambda recording_id, **options: AgentConnection(base_url="http://here")),
         close=form(lambda recording_id, rewards=(), **options: replace(
             closed, turns=(replace(closed.turns[0], rewards=rewards),)
         )),

@@ -57,17 +57,7 @@ def parser() -> argparse.ArgumentParser:
     _add_play(commands)
     _add_env(commands)
     _add_show(commands)
-    token = commands.add_parser("token", help="make a token that may do some things only")
-    token.add_argument("name", metavar="NAME", help="what the token file calls it")
-    token.add_argument(
-        "--scope",
-        action="append",
-        required=True,
-        metavar="SCOPE",
-        help="env, rollout, queue:append, queue:lease, weights or admin; may be repeated",
-    )
-    add_json(token, "the secret and its table")
-    token.set_defaults(module="token", function="token")
+    _add_rights(commands)
     console = commands.add_parser("console", help="serve a page that shows runs, token by token")
     console.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
     console.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
@@ -105,6 +95,28 @@ def parser() -> argparse.ArgumentParser:
     )
     imported.set_defaults(module="stack", function="import_config")
     return root
+
+
+def _add_rights(commands: Commands) -> None:
+    token = commands.add_parser("token", help="make a token that may do some things only")
+    token.add_argument("name", metavar="NAME", help="what the token file calls it")
+    token.add_argument(
+        "--scope",
+        action="append",
+        required=True,
+        metavar="SCOPE",
+        help="env, rollout, queue:append, queue:lease, weights or admin; may be repeated",
+    )
+    add_json(token, "the secret and its table")
+    token.set_defaults(module="token", function="token")
+    ticket = commands.add_parser(
+        "ticket", help="sign a ticket with which a replica or collector of yours joins a job"
+    )
+    ticket.add_argument("role", metavar="ROLE", help="what joins: inference, collector, ...")
+    ticket.add_argument("--run", required=True, help="run id, as runs/NAME/stack.json has it")
+    ticket.add_argument("--name", required=True, help="the member's name in the registry")
+    ticket.add_argument("--days", default="7", help="days until it ends (7)")
+    ticket.set_defaults(module="stack", function="ticket")
 
 
 def _add_stack_commands(commands: Commands) -> None:

@@ -85,6 +85,13 @@ def console(arguments: argparse.Namespace) -> int:
     return _become(words, module="dialoop_services.console")
 
 
+def ticket(arguments: argparse.Namespace) -> int:
+    """Print a ticket for a member that joins a job."""
+    words = ["--run", arguments.run, "--name", arguments.name, "--days", arguments.days]
+    words += ["--", arguments.role]
+    return _become(words, module="dialoop_services.runtime.access.tickets")
+
+
 def compare(arguments: argparse.Namespace) -> int:
     """Compare finished runs."""
     words = [*_json_words(arguments), "--", *_run_dirs(arguments)]

@@ -10,6 +10,7 @@ import asyncio
 import math
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -24,7 +25,7 @@ from dialoop.reasons import Reason
 from dialoop.waits import current_waits
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
     from types import TracebackType
     from typing import Any, Self
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 Q = TypeVar("Q", bound="Message")
 A = TypeVar("A", bound="Message")
+
+Credentials = Callable[[], str]
+"""Returns the bearer token of this moment."""
 
 EPOCH_METADATA = "dialoop-epoch"
 """Key of the metadata that name the member of the registry that a call is for."""
@@ -87,6 +91,7 @@ class Transport(Protocol):
 class Channel:
     """Calls the rpcs of the service at `host:port`; make it inside a running event loop.
 
+    `token` may be a function that returns it, which is called for each call: tokens may end.
     Where DIALOOP_TLS_CA is set, the connection is encrypted. With a `transport` it calls through
     that, and its errors name `address`. With an `epoch` only the member of the registry that has it
     answers; another service at the address refuses with Unavailable (OTHER_INCARNATION).
@@ -96,7 +101,7 @@ class Channel:
         self,
         address: str,
         *,
-        token: str = "",
+        token: str | Credentials = "",
         max_message_bytes: int = 64 * 1024 * 1024,
         retry: RetryPolicy | None = None,
         transport: Transport | None = None,
@@ -104,9 +109,8 @@ class Channel:
     ) -> None:
         self.address = address
         self._waits = current_waits.get()
-        self._metadata: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        if epoch:
-            self._metadata += ((EPOCH_METADATA, str(epoch)),)
+        self._token = token
+        self._epoch: Metadata = ((EPOCH_METADATA, str(epoch)),) if epoch else ()
         self._retry = retry or RetryPolicy()
         self._channel = transport or _connection(address, max_message_bytes)
 
@@ -119,6 +123,11 @@ class Channel:
     async def close(self) -> None:
         """Close the connection; calls in flight raise Unavailable."""
         await self._channel.close()
+
+    @property
+    def _metadata(self) -> Metadata:
+        token = self._token if isinstance(self._token, str) else self._token()
+        return ((("authorization", f"Bearer {token}"),) if token else ()) + self._epoch
 
     async def wait_until_connected(self, *, timeout_s: float = 30.0) -> None:
         """Wait until the server listens; raises Unavailable when it does not in time."""

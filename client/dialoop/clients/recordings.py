@@ -1,8 +1,9 @@
 """RecordingClient: recordings of OpenAI-compatible calls, in domain types.
 
 recordings = RecordingClient(channel, rest_url="http://127.0.0.1:8002")
-base_url = await recordings.create("r-1", task=task)   # http://127.0.0.1:8002/recordings/r-1/v1
-...                                                    # any OpenAI client, at that URL
+agent = await recordings.create("r-1", task=task)  # for any OpenAI client:
+agent.base_url, agent.api_key                      # http://127.0.0.1:8002/recordings/r-1/v1, "..."
+...
 trajectory = await recordings.close("r-1", rewards=(Reward(name="solved", value=1.0),))
 """
 
@@ -12,6 +13,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dialoop.agents import AgentConnection
 from dialoop.clients.channel import Rpc
 from dialoop.episode import Sample
 from dialoop.trajectory import StopReason
@@ -91,11 +93,12 @@ class RecordingClient:
         task: Task | None = None,
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
-    ) -> str:
-        """Begin a recording, under a new id without one; return the base URL for OpenAI's clients.
+    ) -> AgentConnection:
+        """Begin a recording, under a new id without one; return what an agent connects with.
 
-        `sampling` holds where a call says nothing. Raises InvalidInput (BAD_RECORDING_ID),
-        AlreadyExists (RECORDING_EXISTS), CapacityExhausted (TOO_MANY_RECORDINGS).
+        Its key opens this recording alone. `sampling` holds where a call says nothing. Raises
+        InvalidInput (BAD_RECORDING_ID), AlreadyExists (RECORDING_EXISTS), CapacityExhausted
+        (TOO_MANY_RECORDINGS).
         """
         request = pb.CreateRecordingRequest(
             recording_id=recording_id or uuid.uuid4().hex,
@@ -105,7 +108,9 @@ class RecordingClient:
             time_to_live_s=time_to_live_s,
         )
         answer = await self._channel.call(CREATE, request)
-        return f"{self._rest_url}{answer.base_path}"
+        return AgentConnection(
+            base_url=f"{self._rest_url}{answer.base_path}", api_key=answer.key or "none"
+        )
 
     async def get(self, recording_id: str) -> RecordingState:
         """Return the calls so far; NotFound (RECORDING_NOT_FOUND) without the recording."""

@@ -39,6 +39,11 @@ class ServiceMember:
     load: float = 0.0
     is_admitted: bool = False
 
+    @property
+    def audience(self) -> str:
+        """Return for whom a proof of a call to it is signed; the role alone before it joined."""
+        return f"{self.role}/{self.name}/{self.epoch}" if self.epoch else self.role
+
 
 def _rpc(name: str, *, is_retried: bool = True) -> Rpc[Any, Any]:
     request, answer = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
@@ -62,7 +67,9 @@ class RegistryClient:
     async def announce(self, run: str, member: ServiceMember, *, lease_s: float) -> ServiceMember:
         """Join with epoch 0, or renew the lease; return the member as the registry has it.
 
-        Raise PreconditionFailed (MEMBER_REPLACED) once another member has the name.
+        Raise PreconditionFailed: MEMBER_REPLACED once another member has the name, MEMBER_MOVED for
+        another address under the same epoch. Where services ask for tokens, PermissionDenied
+        without a ticket of that role and name: TICKET_MISSING, TICKET_OF_OTHER_MEMBER.
         """
         request = pb.AnnounceRequest(run=run, member=_to_proto(member), lease_s=lease_s)
         answer = await self._channel.call(ANNOUNCE, request)

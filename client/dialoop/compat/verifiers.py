@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 # verifiers reads keys from variables only, and keeps those named so from the programs it starts.
-_KEY_VARIABLE = "DIALOOP_RECORDING_API_KEY"
+_KEY_VARIABLE = "DIALOOP_RECORDING_{}_API_KEY"
 _CONTEXT_FULL = "context_length_exceeded"
 _OWNERS = {
     "ProviderError": Owner.INFERENCE,
@@ -66,11 +66,15 @@ class VerifiersAgent:
         package = self._package
         environment = package.load_environment(self._config)
         data = _task(environment.taskset, task.task.split, task.key)
-        os.environ[_KEY_VARIABLE] = connection.api_key
-        client = package.EvalClientConfig(base_url=connection.base_url, api_key_var=_KEY_VARIABLE)
+        variable = _KEY_VARIABLE.format(uuid4().hex)  # other runs have keys of their own
+        client = package.EvalClientConfig(base_url=connection.base_url, api_key_var=variable)
         context = package.ModelContext(model=connection.model, client=client)
-        async with environment.serving():
-            episode = await environment.run_episode(data, context)
+        os.environ[variable] = connection.api_key
+        try:
+            async with environment.serving():
+                episode = await environment.run_episode(data, context)
+        finally:
+            del os.environ[variable]
         return outcome_of(episode)
 
 

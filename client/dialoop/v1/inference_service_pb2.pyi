@@ -365,14 +365,16 @@ class CreateRecordingRequest(_message.Message):
     def __init__(self, recording_id: _Optional[str] = ..., group_id: _Optional[str] = ..., task: _Optional[_Union[_trajectory_pb2.Task, _Mapping]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., time_to_live_s: _Optional[float] = ...) -> None: ...
 
 class CreateRecordingResponse(_message.Message):
-    __slots__ = ("base_path", "time_to_live_s", "recording_id")
+    __slots__ = ("base_path", "time_to_live_s", "recording_id", "key")
     BASE_PATH_FIELD_NUMBER: _ClassVar[int]
     TIME_TO_LIVE_S_FIELD_NUMBER: _ClassVar[int]
     RECORDING_ID_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     base_path: str
     time_to_live_s: float
     recording_id: str
-    def __init__(self, base_path: _Optional[str] = ..., time_to_live_s: _Optional[float] = ..., recording_id: _Optional[str] = ...) -> None: ...
+    key: str
+    def __init__(self, base_path: _Optional[str] = ..., time_to_live_s: _Optional[float] = ..., recording_id: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
 
 class GetRecordingRequest(_message.Message):
     __slots__ = ("recording_id",)

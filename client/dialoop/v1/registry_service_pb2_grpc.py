@@ -72,14 +72,17 @@ class RegistryServiceServicer(object):
 
     def Announce(self, request, context):
         """Join with epoch 0, or renew the lease under the epoch that joining gave. Of two members of one
-        name the later one stays. OK, FAILED_PRECONDITION (MEMBER_REPLACED: end, another has your name).
+        name the later one stays. Where tokens are asked for, a member needs a ticket of its role and
+        name. OK, FAILED_PRECONDITION (MEMBER_REPLACED: end, another has your name; MEMBER_MOVED: an
+        epoch keeps its addresses), PERMISSION_DENIED (TICKET_MISSING, TICKET_OF_OTHER_MEMBER).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Withdraw(self, request, context):
-        """Leave: from now on no member of that epoch is listed. A repeated call changes nothing. OK.
+        """Leave: from now on no member of that epoch is listed. A repeated call changes nothing. OK,
+        PERMISSION_DENIED as for Announce.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -31,6 +31,8 @@ from dialoop_services.collector.token_episodes import TokenEpisodes
 from dialoop_services.runtime import Connect, Host, OwnProcess, load, run
 from dialoop_services.runtime.fleet import Fleet, follow, membership, reachable_address
 
+ENVIRONMENT, REPLAY = "environment", "replay"
+
 
 async def serve() -> None:
     """Collect and serve health checks until told to stop."""
@@ -67,25 +69,24 @@ async def make_collector(
 ) -> Collector:
     """Return a collector; `exits` closes its connections."""
 
-    async def channel(address: str, retry: RetryPolicy | None = None) -> Channel:
-        return await exits.enter_async_context(connect(address, retry=retry))
+    async def channel(address: str, role: str, retry: RetryPolicy | None = None) -> Channel:
+        return await exits.enter_async_context(connect(address, role, retry=retry))
 
     retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
-    environment = EnvironmentClient(await channel(settings.environment_address))
-    replay = ReplayClient(await channel(settings.replay_address))
+    environment = EnvironmentClient(await channel(settings.environment_address, ENVIRONMENT))
+    replay = ReplayClient(await channel(settings.replay_address, REPLAY))
     # One attempt per replica: the second one goes to the next replica. And the groups' player tries
     # again itself, so its channel must not add attempts to what may end the service.
     once = RetryPolicy(max_attempts=1)
-    groups = EnvironmentClient(await channel(settings.environment_address, once))
+    groups = EnvironmentClient(await channel(settings.environment_address, ENVIRONMENT, once))
     sessions = RetryingSessions(environment, retry_policy)
     agents = load_agents(settings)
     policy = Replicas((), retry_policy, routing)
     recordings = RecordingReplicas((), retry_policy)
-    registry = RegistryClient(await channel(settings.replay_address))
+    registry = RegistryClient(await channel(settings.replay_address, REPLAY))
     beside = await _follow_replicas(settings, policy, recordings, registry, connect, exits)
     host = AgentHost(
         recordings=recordings,
-        api_key=settings.token.get_secret_value() or "none",
         sessions=sessions,
         scores=environment,
         time_limit_s=settings.agent_time_limit_s,
@@ -121,7 +122,7 @@ async def _follow_replicas(
 ) -> tuple[Beside, ...]:
     """Send requests to the replicas of the settings; return what follows the registry instead."""
     once = RetryPolicy(max_attempts=1)
-    fleet = Fleet(lambda m: connect(m.address, retry=once, epoch=m.epoch), _clients_of)
+    fleet = Fleet(lambda m: connect(m.address, m, retry=once), _clients_of)
     exits.push_async_callback(fleet.close)
 
     async def send_to(members: tuple[ServiceMember, ...]) -> None:
@@ -141,12 +142,13 @@ async def _membership(
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Keep the collector in the registry, with the episodes that it plays as its load."""
     address = reachable_address(host.server.address)
-    member = ServiceMember(role="collector", name=settings.worker, address=address, is_ready=True)
+    name = host.ticket_name or settings.worker
+    member = ServiceMember(role="collector", name=name, address=address, is_ready=True)
 
     def state(member: ServiceMember) -> ServiceMember:
         return dataclasses.replace(member, load=float(collector.num_playing))
 
-    async with host.connect(settings.replay_address) as channel:
+    async with host.connect(settings.replay_address, REPLAY) as channel:
         registry, incarnation = RegistryClient(channel), host.server.incarnation
         async with membership(registry, settings.run, member, state, incarnation) as announcing:
             yield announcing

@@ -17,7 +17,7 @@ from dialoop_services.collector.routing import choose, rank
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dialoop.agents import Agent, AgentHost, Recordings
+    from dialoop.agents import Agent, AgentConnection, AgentHost, Recordings
     from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
 
     from dialoop_services.collector.settings import CollectorSettings
@@ -87,14 +87,14 @@ class RecordingReplicas:
         task: Task | None = None,
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
-    ) -> str:
+    ) -> AgentConnection:
         """Begin a recording at a replica that can; raise Unavailable (SERVICE_AWAY) if none can.
 
-        Return the base URL for the agent.
+        Return what the agent connects with.
         """
         attempts = itertools.count()
 
-        async def begin() -> str:
+        async def begin() -> AgentConnection:
             if not self._replicas:
                 raise Unavailable(
                     "No inference replica is in rotation.",
@@ -104,7 +104,7 @@ class RecordingReplicas:
             first = choose(key, self._replicas)
             others = [place for place in rank(key, self._replicas) if place is not first]
             recorder = [first, *others][next(attempts) % len(self._replicas)]
-            base_url = await recorder.recordings.create(
+            connection = await recorder.recordings.create(
                 recording_id,
                 group_id=group_id,
                 task=task,
@@ -113,7 +113,7 @@ class RecordingReplicas:
             )
             self._home[recording_id] = recorder
             recorder.num_running += 1
-            return base_url
+            return connection
 
         def wait_s(attempt: int) -> float:
             return self._retry_policy.wait_s(attempt) / max(1, len(self._replicas))

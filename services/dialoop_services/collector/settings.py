@@ -27,6 +27,7 @@ class CollectorSettings(JobSettings, CollectorSection):
     """Which tasks to play, with which services, how many at a time. `port` serves health."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_COLLECTOR_")
+    ROLE = "collector"
     TABLE = "collector"
     SUCCESSORS = MappingProxyType(
         {
@@ -65,6 +66,11 @@ class CollectorSettings(JobSettings, CollectorSection):
     """Further environments whose tasks are offered, by weight."""
     shuffle_seed: int = 0
     """Seed of the order of tasks in each epoch; 0 keeps the order of the source."""
+
+    @property
+    def joined_run(self) -> str:
+        """Return the run whose registry names the replicas; empty where the settings name them."""
+        return self.run if self.discovery == "registry" else ""
 
     @classmethod
     def derive(cls, job: JobConfig) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dialoop_services.console.export import export_runs
 from dialoop_services.console.live_runs import LiveRuns
 from dialoop_services.console.watched_runs import WatchedRuns
 from dialoop_services.rest.app import RestDoor
+from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.listening import address_of, bound_socket, require_safe_address
 from dialoop_services.runtime.process import die_with_parent, end_command
 from dialoop_services.runtime.settings import ServerSettings, load
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.export is not None:
             return _export(options.runs, options.export)
-        # Who may look may also pause the run, so that tokens of some scopes do not open this page.
+        # It shows what the run's files hold, for which there is no scope: tokens of some scopes do
+        # not open it.
         settings = load(ServerSettings, host=options.host, port=options.port, token_file=None)
         require_safe_address(settings)
         with WatchedRuns(options.runs) as runs:
@@ -68,9 +70,8 @@ def _export(run_dirs: Sequence[Path], folder: Path) -> int:
 async def _serve(settings: ServerSettings, runs: WatchedRuns) -> None:
     bound = bound_socket(settings.host, settings.port)
     port = bound.getsockname()[1]
-    token = settings.token.get_secret_value()
-    calls_with = settings.admin_token.get_secret_value() or token
-    async with LiveRuns(token=calls_with) as live, StopSignal() as stop:
+    token = Token(settings.token.get_secret_value(), settings.admin_token.get_secret_value())
+    async with LiveRuns() as live, StopSignal() as stop:
         door = RestDoor(console_app(runs, live, token=token), drain_s=1.0)
         await door.open(bound)
         sys.stdout.write(f"console of {', '.join(runs.indexes)}: ")

@@ -1,8 +1,9 @@
 """The console's routes: the page, and JSON about runs.
 
 GET only reads. POST puts dead letters back into a running queue, and pauses and resumes training.
-`console_app(runs, live, token="")` makes the application. Errors are problem documents, as those of
-the services.
+What asks or changes a running stack does so with the caller's own token.
+`console_app(runs, live, token=Token(""))` makes the application. Errors are problem documents, as
+those of the services.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from dialoop_services.rest.problems import (
     problem_body,
     problem_headers,
 )
-from dialoop_services.runtime.access.auth import Token
+from dialoop_services.runtime.access.auth import credentials_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from dialoop_services.console.live_runs import LiveRuns
     from dialoop_services.console.watched_runs import WatchedRuns
     from dialoop_services.rest.guard import App, Receive, Scope, Send
+    from dialoop_services.runtime.access.auth import Token
 
 ASSETS = "/assets/"
 _MAX_GROUP = 64
@@ -77,7 +79,7 @@ _HEADERS = [
 ]
 
 
-def console_app(runs: WatchedRuns, live: LiveRuns, *, token: str) -> App:
+def console_app(runs: WatchedRuns, live: LiveRuns, *, token: Token) -> App:
     """Return the application behind the services' guard; the page itself needs no token."""
     routes = _Routes(runs)
     one_run = "/api/runs/{run}"
@@ -116,7 +118,7 @@ def console_app(runs: WatchedRuns, live: LiveRuns, *, token: str) -> App:
         },
     )
     app.router.redirect_slashes = False
-    return _with_headers(Guard(app, Token(token), assets=ASSETS))
+    return _with_headers(Guard(app, token, assets=ASSETS))
 
 
 _NO_ROUTE = RouteNotFound("The console has no such route.", remedy="Open / in a browser.")
@@ -236,18 +238,19 @@ class _LiveRoutes:
 
     async def now(self, request: Request) -> Response:
         """Answer with an event each second: what the stack does, or null while there is none."""
-        run_dir = self._run_dir(request)
+        run_dir, token = self._run_dir(request), _token_of(request)
 
         async def events() -> AsyncIterator[bytes]:
             while True:
-                yield b"data: " + to_json(await self._live.now(run_dir)) + b"\n\n"
+                yield b"data: " + to_json(await self._live.now(run_dir, token)) + b"\n\n"
                 await asyncio.sleep(LOOK_EVERY_S)
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def queue(self, request: Request) -> Any:
         """List the dead letters of the run's queue."""
-        return {"dead_letters": await self._live.dead_letters(self._run_dir(request))}
+        run_dir, token = self._run_dir(request), _token_of(request)
+        return {"dead_letters": await self._live.dead_letters(run_dir, token)}
 
     async def requeue(self, request: Request) -> Any:
         """Put dead letters back into the queue."""
@@ -258,19 +261,27 @@ class _LiveRoutes:
                 reason=Reason.INVALID_FIELD,
                 remedy='Send {"group_ids": ["..."]}, with ids that /queue lists.',
             )
-        return {"num_requeued": await self._live.requeue(self._run_dir(request), ids)}
+        run_dir, token = self._run_dir(request), _token_of(request)
+        return {"num_requeued": await self._live.requeue(run_dir, token, ids)}
 
     async def pause(self, request: Request) -> Any:
         """Pause training after its step."""
         await _body_of(request)
-        await self._live.pause(self._run_dir(request), is_paused=True)
+        await self._live.pause(self._run_dir(request), _token_of(request), is_paused=True)
         return {}
 
     async def resume(self, request: Request) -> Any:
         """Let training go on."""
         await _body_of(request)
-        await self._live.pause(self._run_dir(request), is_paused=False)
+        await self._live.pause(self._run_dir(request), _token_of(request), is_paused=False)
         return {}
+
+
+def _token_of(request: Request) -> str:
+    """Return the token with which the caller asks, and may do what its own rights allow."""
+    return credentials_of(request.headers.get("authorization", "").encode("latin-1")).decode(
+        "ascii", "replace"
+    )
 
 
 async def _body_of(request: Request) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The running stacks behind a console's runs: what they do, their dead letters, pause and requeue.
 
-A stack is found by its run's directory, at every question: it may start, end or start again.
+A stack is found by its run's directory, at every question: it may start, end or start again. Every
+question carries the token of whoever asks the console, and no other.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _MAX_DEAD_LETTERS = 200
 
 @dataclass(slots=True)
 class _Watched:
-    """The watcher of one run's stack, and its newest look."""
+    """The watcher of one run's stack with one token, and its newest look."""
 
     watcher: Watcher | None = None
     answer: dict[str, Any] | None = None
@@ -43,11 +44,10 @@ class _Watched:
 
 
 class LiveRuns:
-    """Asks the stacks of runs, once a second however many pages ask."""
+    """Asks the stacks of runs, once a second however many pages with the same token ask."""
 
-    def __init__(self, *, token: str) -> None:
-        self._token = token
-        self._watched: dict[Path, _Watched] = {}
+    def __init__(self) -> None:
+        self._watched: dict[tuple[Path, str], _Watched] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -56,16 +56,16 @@ class LiveRuns:
         for watched in self._watched.values():
             await self._end(watched)
 
-    async def now(self, run_dir: Path) -> dict[str, Any] | None:
+    async def now(self, run_dir: Path, token: str) -> dict[str, Any] | None:
         """Return what the run's stack does, as `Now.as_json`; None while no stack serves it."""
-        watched = self._watched.setdefault(run_dir, _Watched())
+        watched = self._watched.setdefault((run_dir, token), _Watched())
         async with watched.lock:
             if time.monotonic() - watched.looked_at >= LOOK_EVERY_S / 2:
-                watched.answer = await self._look(run_dir, watched)
+                watched.answer = await self._look(run_dir, token, watched)
                 watched.looked_at = time.monotonic()
         return watched.answer
 
-    async def _look(self, run_dir: Path, watched: _Watched) -> dict[str, Any] | None:
+    async def _look(self, run_dir: Path, token: str, watched: _Watched) -> dict[str, Any] | None:
         stack = await asyncio.to_thread(find_stack, run_dir)
         if watched.watcher is not None:
             old = watched.watcher.stack
@@ -74,7 +74,7 @@ class LiveRuns:
         if stack is None:
             return None
         if watched.watcher is None:
-            watched.watcher = await Watcher(stack, token=self._token).__aenter__()
+            watched.watcher = await Watcher(stack, token=token).__aenter__()
         now = await watched.watcher.look(stack.processes)
         return {"pid": stack.pid, "run_id": stack.run_id, **now.as_json()}
 
@@ -83,37 +83,38 @@ class LiveRuns:
             await watched.watcher.__aexit__(None, None, None)
             watched.watcher = None
 
-    async def dead_letters(self, run_dir: Path) -> list[dict[str, Any]]:
+    async def dead_letters(self, run_dir: Path, token: str) -> list[dict[str, Any]]:
         """Return the groups that the run's queue gave up, with their reasons."""
-        async with self._channel(run_dir, "replay") as (stack, channel):
+        async with _channel(run_dir, "replay", token) as (stack, channel):
             letters = await ReplayClient(channel).list_dead_letters(
                 stack.run_id, max_groups=_MAX_DEAD_LETTERS
             )
         return [_letter(each) for each in letters]
 
-    async def requeue(self, run_dir: Path, group_ids: Sequence[str]) -> int:
+    async def requeue(self, run_dir: Path, token: str, group_ids: Sequence[str]) -> int:
         """Put dead letters back into the queue; return how many."""
-        async with self._channel(run_dir, "replay") as (stack, channel):
+        async with _channel(run_dir, "replay", token) as (stack, channel):
             return await ReplayClient(channel).requeue(stack.run_id, group_ids)
 
-    async def pause(self, run_dir: Path, *, is_paused: bool) -> None:
+    async def pause(self, run_dir: Path, token: str, *, is_paused: bool) -> None:
         """Let training end its step and wait, or let it go on."""
-        async with self._channel(run_dir, "trainer") as (_, channel):
+        async with _channel(run_dir, "trainer", token) as (_, channel):
             trainer = TrainerClient(channel)
             await (trainer.pause() if is_paused else trainer.resume())
 
-    @asynccontextmanager
-    async def _channel(self, run_dir: Path, service: str) -> AsyncIterator[tuple[Stack, Channel]]:
-        stack = await asyncio.to_thread(find_stack, run_dir)
-        if stack is None or service not in stack.addresses:
-            raise Unavailable(
-                f"No stack is serving {run_dir.name}.",
-                reason=Reason.NO_STACK,
-                remedy="Its queue can be read and its training paused while it runs.",
-            )
-        address, once = stack.addresses[service], RetryPolicy(max_attempts=1)
-        async with Channel(address, token=self._token, retry=once) as channel:
-            yield stack, channel
+
+@asynccontextmanager
+async def _channel(run_dir: Path, service: str, token: str) -> AsyncIterator[tuple[Stack, Channel]]:
+    stack = await asyncio.to_thread(find_stack, run_dir)
+    if stack is None or service not in stack.addresses:
+        raise Unavailable(
+            f"No stack is serving {run_dir.name}.",
+            reason=Reason.NO_STACK,
+            remedy="Its queue can be read and its training paused while it runs.",
+        )
+    address, once = stack.addresses[service], RetryPolicy(max_attempts=1)
+    async with Channel(address, token=token, retry=once) as channel:
+        yield stack, channel
 
 
 def _letter(letter: DeadLetter) -> dict[str, Any]:

@@ -135,5 +135,5 @@ async def _own_policy(settings: EnvironmentSettings, connect: Connect) -> AsyncI
     if not settings.inference_address:
         yield OwnPolicy(None, settings.model_dir)
         return
-    async with connect(settings.inference_address) as channel:
+    async with connect(settings.inference_address, "inference") as channel:
         yield OwnPolicy(InferenceClient(channel), settings.model_dir)

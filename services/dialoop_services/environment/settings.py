@@ -32,6 +32,7 @@ class EnvironmentSettings(JobSettings):
     """Which environments to serve, and the limits of their sessions."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_ENVIRONMENT_")
+    ROLE = "environment"
 
     environments: Annotated[tuple[EnvironmentEntry, ...], NoDecode] = (
         EnvironmentEntry(use="arithmetic"),

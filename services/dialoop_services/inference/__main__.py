@@ -182,7 +182,8 @@ async def _membership(
         return
     listens_at = host.server.address
     address = settings.advertised_address or reachable_address(listens_at)
-    name = settings.name or f"{socket.gethostname()}-{listens_at.rpartition(':')[2]}"
+    own_name = f"{socket.gethostname()}-{listens_at.rpartition(':')[2]}"
+    name = settings.name or host.ticket_name or own_name
     member = ServiceMember(
         role=ROLE,
         name=name,
@@ -198,7 +199,7 @@ async def _membership(
             load=float(replica.num_requests_running),
         )
 
-    async with host.connect(settings.replay_address) as channel:
+    async with host.connect(settings.replay_address, "replay") as channel:
         registry, incarnation = RegistryClient(channel), host.server.incarnation
         async with membership(registry, settings.run, member, state, incarnation) as announcing:
             yield (announcing,)

@@ -21,6 +21,7 @@ class InferenceSettings(JobSettings, InferenceFields):
     """Which model to serve, with which engine, and how large."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_INFERENCE_")
+    ROLE = "inference"
     TABLE = "inference"
     SUCCESSORS = MappingProxyType({"torch_threads": "num_threads", "weight_transfer": "data_plane"})
 
@@ -52,6 +53,11 @@ class InferenceSettings(JobSettings, InferenceFields):
     """host:port under which others reach the replica; empty: the address it listens on."""
     device_lock: Path | None = None
     """Lock file of the device shared with a trainer; absent: the replica has its own device."""
+
+    @property
+    def joined_run(self) -> str:
+        """Return the run whose registry names the replicas; empty where the settings name them."""
+        return self.run if self.discovery == "registry" else ""
 
     @classmethod
     def derive(cls, job: JobConfig) -> dict[str, Any]:

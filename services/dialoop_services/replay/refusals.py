@@ -50,6 +50,11 @@ _REFUSALS: Mapping[Reason, tuple[type[DialoopError], str, str]] = MappingProxyTy
             "No member '{}' of that epoch is there.",
             "List the members: it left, its lease ended, or it was started again.",
         ),
+        Reason.MEMBER_MOVED: (
+            PreconditionFailed,
+            "The member '{}' has joined at another address.",
+            "Join again with epoch 0: who has moved is another member, and proves itself anew.",
+        ),
         Reason.MEMBER_REPLACED: (
             PreconditionFailed,
             "Another member has the name '{}' now.",

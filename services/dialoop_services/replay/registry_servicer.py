@@ -15,6 +15,7 @@ from dialoop.v1 import registry_service_pb2_grpc as rpc
 
 from dialoop_services.replay.servicer import LEAST_INTERVAL_S, check_run, check_seconds
 from dialoop_services.replay.store import QueueStore
+from dialoop_services.runtime.access.principals import require_member
 
 _MAX_TEXT, _MAX_SERVED = 256, 1024
 # Above it Lua's JSON would round.
@@ -38,6 +39,7 @@ class RegistryServicer(rpc.RegistryServiceServicer):
         check_run(request.run)
         member = request.member
         _check_name(member.role, member.name, member.epoch)
+        require_member(request.run, member.role, member.name)
         for text in (member.address, member.rest_address, *member.serves):
             _check_text("address, rest_address and each of serves", text)
         if len(member.serves) > _MAX_SERVED:
@@ -61,6 +63,7 @@ class RegistryServicer(rpc.RegistryServiceServicer):
     async def Withdraw(self, request: pb.WithdrawRequest, context: _Context) -> pb.WithdrawResponse:
         check_run(request.run)
         _check_name(request.role, request.name, request.epoch)
+        require_member(request.run, request.role, request.name)
         return await self._store.apply(request, pb.WithdrawResponse)
 
     async def Admit(self, request: pb.AdmitRequest, context: _Context) -> pb.AdmitResponse:

@@ -44,6 +44,7 @@ from dialoop_services.replay.store import (
     append_outcome,
 )
 from dialoop_services.replay.validation import check_group, check_trajectory
+from dialoop_services.runtime.access.principals import require_run
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -451,7 +452,11 @@ def _check_played(item: pb.AppendItem, stage: Stage) -> pb.AppendOutcome | None:
 
 
 def check_run(run: str) -> None:
-    """Raise InvalidInput (BAD_RUN) for a name that cannot be part of a key."""
+    """Raise InvalidInput (BAD_RUN) for a name that cannot be part of a key.
+
+    Raise PermissionDenied (TICKET_OF_OTHER_RUN) where a member of another run asks.
+    """
+    require_run(run)
     if not _RUN.fullmatch(run):
         raise InvalidInput(
             f"'{run[:128]}' is not a valid name of a run.",

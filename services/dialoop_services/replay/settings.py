@@ -19,6 +19,7 @@ class ReplaySettings(JobSettings, ReplaySection):
     """Where the queue is kept, and when it drops work."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_REPLAY_")
+    ROLE = "replay"
     TABLE = "replay"
 
     store: Literal["redis", "memory"] = job_key("store")

@@ -31,6 +31,7 @@ from dialoop_services.rest.problems import (
 )
 from dialoop_services.rest.queries import read_query
 from dialoop_services.rest.schema import decode, models
+from dialoop_services.runtime.access.principals import while_allowed
 from dialoop_services.runtime.access.token_file import scope_of
 from dialoop_services.runtime.calls import CallContext
 from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error
@@ -174,6 +175,10 @@ class Endpoint:
                 await self._answer(request, answer)
 
     async def _answer(self, request: _ParsedRequest, answer: ResponseWriter) -> None:
+        async with while_allowed():
+            await self._call(request, answer)
+
+    async def _call(self, request: _ParsedRequest, answer: ResponseWriter) -> None:
         context = RestContext()
         try:
             called = self._method(request.message, context)

@@ -47,7 +47,8 @@ class Guard:
     """An ASGI application around another that lets only allowed requests in.
 
     `refuse` answers the others, by default with problem documents. Paths that begin with `assets`
-    are open without a token.
+    are open without a token. Those that begin with one of `own_keys` check tokens themselves, since
+    they have keys of their own.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Guard:
         *,
         at_once: AtOnce | None = None,
         assets: str = ASSETS,
+        own_keys: tuple[str, ...] = (),
     ) -> None:
         self._app = app
         self._at_once = at_once
-        self._assets = assets
+        self._open = (assets, *own_keys)
         self._refuse = refuse or _send_problem
         self._token = token
 
@@ -94,7 +96,7 @@ class Guard:
         self, scope: Scope, headers: Mapping[bytes, bytes]
     ) -> Unauthenticated | None:
         path = scope["path"]
-        if path in HEALTH or path in DOCUMENTS or path.startswith(self._assets):
+        if path in HEALTH or path in DOCUMENTS or path.startswith(self._open):
             return None
         authorization = headers.get(b"authorization", b"")
         if scope["type"] == "websocket":

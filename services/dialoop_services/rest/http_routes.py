@@ -24,6 +24,8 @@ from dialoop.reasons import Reason
 from dialoop_services.rest.bodies import BodyLimits, read_body
 from dialoop_services.rest.client_disconnect import Caller, serve_call, time_limit, timeout_of
 from dialoop_services.rest.problems import UnsupportedMediaType
+from dialoop_services.runtime.access.auth import credentials_of
+from dialoop_services.runtime.access.principals import current_principal, while_allowed
 
 if TYPE_CHECKING:
     from dialoop.v1.scope_pb2 import Scope as TokenScope
@@ -52,7 +54,8 @@ class HttpRoute:
     """One route. OpenAPI, metrics and logs call it by its `name`.
 
     scope: what a token needs. path: with parameters in braces, as in FastAPI. operation: its part
-    of the OpenAPI document.
+    of the OpenAPI document. admits: whether a bearer token opens the route although it is none of
+    the service's, given the path's parameters; None: no other token does.
     """
 
     name: str
@@ -62,6 +65,7 @@ class HttpRoute:
     handle: Callable[[HttpRequest, HttpAnswer], Awaitable[None]]
     errors: ToErrorAnswer
     operation: Mapping[str, Any]
+    admits: Callable[[Mapping[str, str], bytes], bool] | None = None
 
     def has(self, path: str) -> bool:
         """Return whether a request's path belongs to this route."""
@@ -154,16 +158,22 @@ class HttpEndpoint:
 
     async def _serve(self, scope: Scope, call: Call, caller: Caller, answer: HttpAnswer) -> None:
         headers = dict(scope["headers"])
-        if self._token.tells_apart(self._route.scope):
-            authorization = headers.get(b"authorization", b"")
-            self._token.require(authorization, self._route.name, self._route.scope)
+        self._require_right(headers.get(b"authorization", b""), scope["path_params"])
         timeout_s = timeout_of(headers)
         body = await self._read(headers, caller)
         call.set_request(None)
         with caller:
-            async with time_limit(timeout_s) as deadline:
+            async with time_limit(timeout_s) as deadline, while_allowed():
                 request = HttpRequest(scope["path_params"], body, caller, deadline)
                 await self._route.handle(request, answer)
+
+    def _require_right(self, authorization: bytes, parameters: Mapping[str, str]) -> None:
+        """Raise what `Token.require` raises, unless the route itself admits what was sent."""
+        admits, token = self._route.admits, self._token
+        if admits is not None and admits(parameters, credentials_of(authorization)):
+            current_principal.set(None)
+        elif token.is_set or token.tells_apart(self._route.scope):
+            token.require(authorization, self._route.name, self._route.scope)
 
     async def _read(self, headers: Mapping[bytes, bytes], caller: Caller) -> bytes:
         if self._route.method == "GET":

@@ -25,6 +25,7 @@ from dialoop.errors import DialoopError, InvalidConfig, PermissionDenied
 from dialoop.reasons import Reason
 
 from dialoop_services.rest.guard import POLICY_VIOLATION, bearer_of
+from dialoop_services.runtime.access.principals import while_allowed
 from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class SocketEndpoint:
         call.set_request(None)
         status, code = "CANCELLED", _INTERNAL
         try:
-            await self._route.handle(Socket(scope["path_params"], receive, send))
+            async with while_allowed():
+                await self._route.handle(Socket(scope["path_params"], receive, send))
             status, code = "OK", _NORMAL
         except asyncio.CancelledError:
             raise

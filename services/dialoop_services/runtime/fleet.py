@@ -38,10 +38,14 @@ C = TypeVar("C")
 
 
 class Incarnation:
-    """Which member of the registry a service is: its epoch, 0 before it has joined."""
+    """Which member of the registry a service is: its epoch, 0 before it has joined.
+
+    audience: for whom proofs of its callers are signed, as "inference/gpu-0/7".
+    """
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.audience = ""
 
     def require_in(self, metadata: Iterable[tuple[str, Any]]) -> None:
         """Raise Unavailable (OTHER_INCARNATION) for a call to a member that this one is not.
@@ -90,7 +94,7 @@ async def announce(
                     facts = {"member": member.name, "epoch": joined.epoch}
                     log.info("Joined the run.", extra=facts)
                 member, is_away = replace(member, epoch=joined.epoch), False
-                incarnation.epoch = joined.epoch
+                incarnation.epoch, incarnation.audience = joined.epoch, joined.audience
             except DialoopError as error:
                 if not is_worth_retrying(error):
                     raise

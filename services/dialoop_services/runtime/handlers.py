@@ -20,6 +20,7 @@ from dialoop.reasons import Reason
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
+from dialoop_services.runtime.access.principals import RightEnded, while_allowed
 from dialoop_services.runtime.access.token_file import scope_of
 from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error, status_of
 
@@ -150,7 +151,8 @@ class _Envelope:
                 if incarnation is not None:
                     incarnation.require_in(metadata)
                 call.set_request(request)
-                answer = await function(_require_decoded(request, rpc), context)
+                async with while_allowed():
+                    answer = await function(_require_decoded(request, rpc), context)
                 status = "OK"
             except grpc.aio.AbortError:
                 status = _status_in(context)
@@ -158,7 +160,7 @@ class _Envelope:
             except Exception as error:
                 refusal = self._refusal(context, error)
                 status = refusal.status.name
-                await _drain(request)
+                await _drain(request, error)
                 await _abort(context, refusal)
             finally:
                 call.end(status)
@@ -170,7 +172,7 @@ class _Envelope:
         begin, token, rpc = self._begin, self._token, self._rpc
         scope, incarnation = self._scope, self._incarnation
 
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def stream(request: Any, context: Context) -> None:
             call = begin()
             status = "CANCELLED"
             try:
@@ -180,9 +182,9 @@ class _Envelope:
                     incarnation.require_in(metadata)
                 call.set_request(request)
                 answers = function(_require_decoded(request, rpc), context)
-                async with aclosing(answers):
+                async with while_allowed(), aclosing(answers):
                     async for answer in answers:
-                        yield answer
+                        await context.write(answer)
                 status = "OK"
             except grpc.aio.AbortError:
                 status = _status_in(context)
@@ -190,7 +192,7 @@ class _Envelope:
             except Exception as error:
                 refusal = self._refusal(context, error)
                 status = refusal.status.name
-                await _drain(request)
+                await _drain(request, error)
                 await _abort(context, refusal)
             finally:
                 call.end(status)
@@ -248,12 +250,13 @@ class _Requests:
         return _require_decoded(await anext(self._requests), self._rpc)
 
 
-async def _drain(request: Any) -> None:
+async def _drain(request: Any, error: Exception) -> None:
     """Read what the caller is still sending, for up to `_DRAIN_S` seconds.
 
     A grpc.aio client whose send meets the end of its call reports INTERNAL in place of the status.
+    A caller whose right has ended is not waited for.
     """
-    if hasattr(request, "__aiter__"):
+    if hasattr(request, "__aiter__") and not isinstance(error, RightEnded):
         with suppress(Exception):
             async with asyncio.timeout(_DRAIN_S):
                 async for _ in request:

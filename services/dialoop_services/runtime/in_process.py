@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Self
 
+    from dialoop.clients.registry import ServiceMember
     from dialoop.clients.retry import RetryPolicy
 
     from dialoop_services.rest.app import RestDoor
@@ -67,14 +68,18 @@ class InProcessNetwork:
     def connect(
         self,
         name: str,
+        to: str | ServiceMember = "",
         *,
         retry: RetryPolicy | None = None,
         token: str | None = None,
-        epoch: int = 0,
     ) -> Channel:
-        """Return a channel to the server of that name, which may start later or start again."""
+        """Return a channel to the server of that name, which may start later or start again.
+
+        With a member of the registry as `to`, to that life of it alone.
+        """
         transport = InProcessTransport(self._place(name))
         token = self._token if token is None else token
+        epoch = 0 if isinstance(to, str) else to.epoch
         return Channel(name, token=token, retry=retry, transport=transport, epoch=epoch)
 
     def transport(self, name: str) -> InProcessTransport:

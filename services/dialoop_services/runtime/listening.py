@@ -42,7 +42,8 @@ class ConnectionLimits:
 
 def require_safe_address(settings: ServerSettings) -> None:
     """Raise InvalidConfig (TOKEN_REQUIRED) for an address beyond loopback without a token."""
-    if settings.token.get_secret_value() or settings.token_file or is_loopback(settings.host):
+    is_guarded = settings.token.get_secret_value() or settings.ticket.get_secret_value()
+    if is_guarded or settings.token_file or is_loopback(settings.host):
         return
     raise InvalidConfig(
         f"Listening on {settings.host} without a token would let anyone on the network in.",

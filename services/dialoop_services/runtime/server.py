@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from dialoop_services.rest.app import RestDoor
     from dialoop_services.rest.http_routes import HttpRoute
     from dialoop_services.rest.socket_routes import SocketRoute
+    from dialoop_services.runtime.access.tickets import TicketCheck
     from dialoop_services.runtime.metrics import Metrics
     from dialoop_services.runtime.settings import ServerSettings
 
@@ -241,6 +242,29 @@ class GrpcServer:
             settings.token.get_secret_value(),
             settings.admin_token.get_secret_value(),
             TokenFile(settings.token_file) if settings.token_file else None,
+            self._ticket_check(),
+        )
+
+    def _ticket_check(self) -> TicketCheck | None:
+        """Return what checks tickets; None where nothing says by whose key they are signed."""
+        settings = self._settings
+        text, token = settings.ticket.get_secret_value(), settings.token.get_secret_value()
+        if not text and not token:
+            return None
+        from dialoop_services.runtime.access.tickets import Authority, Ticket, TicketCheck
+
+        authority = Authority.of(token, settings.admin_token.get_secret_value())
+        if text:
+            public_key = Ticket.of(text).job_key
+        elif authority is not None:
+            public_key = authority.public_key
+        else:
+            return None
+        return TicketCheck(
+            public_key,
+            run=settings.of_run,
+            role=settings.ROLE,
+            audience=lambda: self.incarnation.audience,
         )
 
     async def _drain(self, grpc_door: GrpcDoor, door: RestDoor | None) -> None:

@@ -106,6 +106,9 @@ class StrictSettings(BaseSettings):
 class ServerSettings(StrictSettings):
     """Where and how a service listens."""
 
+    ROLE: ClassVar[str] = ""
+    """What members call the service; a proof has to be for it."""
+
     host: str = "127.0.0.1"
     """Address to listen on; any address other than loopback needs a token."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -113,12 +116,18 @@ class ServerSettings(StrictSettings):
     rest_port: int | None = Field(default=None, ge=0, le=65535)
     """Port of REST, metrics and readable documents; 0: the system chooses; absent: none."""
     token: SecretStr = Field(default=SecretStr(""), validation_alias="DIALOOP_TOKEN")
-    """Bearer token that every call must carry, one for all services; empty: none."""
+    """Bearer token that every call must carry, one for all services, or its digest, as sha256:HEX;
+    empty: none."""
     admin_token: SecretStr = Field(default=SecretStr(""), validation_alias="DIALOOP_ADMIN_TOKEN")
     """Bearer token of calls that change what others get, such as registering a template; it opens
     all other calls too; empty: `token` opens these calls."""
     token_file: Path | None = Field(default=None, validation_alias="DIALOOP_TOKEN_FILE")
     """TOML file with more tokens, each with some scopes only; read again when it changes."""
+    ticket: SecretStr = Field(default=SecretStr(""), validation_alias="DIALOOP_TICKET")
+    """Ticket that says which member of a job the service is, from the stack or `dialoop ticket`; it
+    calls others with proofs of that in place of the token."""
+    of_run: str = Field(default="", validation_alias="DIALOOP_RUN")
+    """Run whose members may call with tickets; empty: any whose tickets this job's token signed."""
     tls_certificate: Path | None = Field(default=None, validation_alias="DIALOOP_TLS_CERTIFICATE")
     """PEM certificate of the service, which both doors then show: they speak TLS alone."""
     tls_key: Path | None = Field(default=None, validation_alias="DIALOOP_TLS_KEY")
@@ -142,6 +151,11 @@ class ServerSettings(StrictSettings):
     """Seconds in which the head of a REST request, or a new gRPC connection's, has to come."""
     request_body_s: float = Field(default=120.0, gt=0)
     """Seconds in which the body of a REST request has to come."""
+
+    @property
+    def joined_run(self) -> str:
+        """Return the run whose registry names services that this one calls; empty: none does."""
+        return ""
 
     @field_validator("token", "admin_token")
     @classmethod

@@ -40,7 +40,7 @@ async def serve_in(host: Host, settings: ScorerSettings) -> None:
     server.add(
         add_ScorerServiceServicer_to_server, ScorerServicer(scorer), "dialoop.v1.ScorerService"
     )
-    async with host.connect(settings.replay_address) as channel:
+    async with host.connect(settings.replay_address, "replay") as channel:
         worker = ScorerWorker(settings, ReplayClient(channel), scorer)
         async with server, asyncio.TaskGroup() as tasks:
             tasks.create_task(worker.run(server.stopping))

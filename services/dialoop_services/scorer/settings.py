@@ -27,6 +27,7 @@ class ScorerSettings(JobSettings, ScorerFields):
     """Which run to score, and how."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_SCORER_")
+    ROLE = "scorer"
     TABLE = "scorer"
     SUCCESSORS = MappingProxyType({"torch_threads": "num_threads"})
 

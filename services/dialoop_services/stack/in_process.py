@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.channel import Channel
     from dialoop.clients.inference import PolicyStatus
+    from dialoop.clients.registry import ServiceMember
     from dialoop.clients.retry import RetryPolicy
 
     from dialoop_services.config.job import JobConfig
@@ -219,6 +220,7 @@ class _Host:
 
     server: InProcessServer
     connect: Connect
+    ticket_name: str = ""
 
 
 class _Services:
@@ -269,9 +271,9 @@ class _Services:
         self._tasks[name] = asyncio.create_task(serve_in(host, settings))
 
     def _connect(
-        self, address: str, *, retry: RetryPolicy | None = None, epoch: int = 0
+        self, address: str, to: str | ServiceMember, *, retry: RetryPolicy | None = None
     ) -> Channel:
-        return self.network.connect(address, retry=retry, epoch=epoch)
+        return self.network.connect(address, to, retry=retry)
 
     async def _until_up(self, name: str) -> None:
         """Wait until a service listens; raise what keeps it from listening."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dialoop_services.config.settings import CONFIG_VARIABLE, overrides_of
+from dialoop_services.runtime.access.principals import TICKET
 from dialoop_services.runtime.device_lock import DEVICE_LOCK, is_owned
 from dialoop_services.stack.launch.plan import (
     HEAD,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from dialoop_services.config.file import Override
     from dialoop_services.config.job import JobConfig
     from dialoop_services.config.settings import JobSettings
+    from dialoop_services.runtime.access.tickets import Authority
     from dialoop_services.stack.processes.child import Grow, Starter
     from dialoop_services.stack.run_dir import RunDir
 
@@ -72,7 +74,8 @@ class Layout:
     run_dir: RunDir
     ports: Mapping[str, int]
     redis_url: str = ""
-    token: str = ""
+    authority: Authority | None = None
+    """Who signs the tickets of the processes; None where the job has no token."""
     memory: Path | None = None
     devices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Variables of each process that the plan of the devices gives it."""
@@ -113,6 +116,19 @@ class Layout:
 
     def _host(self, name: str) -> str:
         return self.hosts.get(name, HOST)
+
+    def rights_of(self, name: str) -> dict[str, str]:
+        """Return the variables of what a process may do: a ticket, and digests of the tokens.
+
+        So no process but the stack has a token, which it could send to somebody.
+        """
+        if self.authority is None:
+            return {}
+        role = service_of(name)
+        # Collectors choose their names themselves, a new one at each start.
+        own = "" if role == "collector" else name
+        ticket = self.authority.issue(run=self.run_dir.run_id, role=role, name=own)
+        return {TICKET: ticket.text(), **self.authority.digests}
 
     @property
     def services(self) -> tuple[str, ...]:
@@ -207,7 +223,7 @@ class Layout:
             spec = ServiceSpec(
                 name=name,
                 command=process.command,
-                environment=process.variables,
+                environment={**process.variables, **self.rights_of(name)},
                 folder=self.folder,
                 address=process.address,
                 rest_address=process.rest_address,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.cli.running_stacks import STACK_FILE
 
+from dialoop_services.runtime.access.principals import ADMIN_TOKEN, TOKEN
 from dialoop_services.stack.launch.site import this_site
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.processes.ports import HOST
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop_services.config.job import JobConfig
+    from dialoop_services.runtime.access.tickets import Authority
     from dialoop_services.stack.launch.plan import PlannedProcess
     from dialoop_services.stack.launch.site import Site
     from dialoop_services.stack.processes.log_stream import LogStream
@@ -81,14 +83,13 @@ def plan_stack(
     ports = ports_of(config, with_redis=bool(redis.program))
     password = secrets.token_urlsafe(24)
     url = f"redis://:{password}@{HOST}:{ports['redis']}/0" if redis.program else redis.url
-    token = os.environ.get("DIALOOP_TOKEN", "")
     layout = Layout(
         config=config,
         run_dir=run_dir,
         folder=folder,
         ports=ports,
         redis_url=url,
-        token=token,
+        authority=_authority(),
         memory=None if site.hosts else memory_for(config, run_dir),
         devices=site.devices,
         needs=site.needs,
@@ -98,6 +99,23 @@ def plan_stack(
         redis_program=redis.program,
     )
     return Plan(layout=layout)
+
+
+def _authority() -> Authority | None:
+    """Return who signs the tickets of a stack; None where it has no tokens.
+
+    Where only a file has tokens, nobody knows the stack's own.
+    """
+    token = os.environ.get(TOKEN, "")
+    if not token and os.environ.get("DIALOOP_TOKEN_FILE"):
+        token = secrets.token_urlsafe(32)
+    admin_token = os.environ.get(ADMIN_TOKEN, "")
+    if not token and not admin_token:
+        return None
+    # It imports cryptography, which a stack without tokens does not need.
+    from dialoop_services.runtime.access.tickets import Authority
+
+    return Authority.of(token, admin_token)
 
 
 @asynccontextmanager
@@ -123,8 +141,9 @@ async def _serve_console(layout: Layout, supervisor: Supervisor, log: LogStream)
     command = (sys.executable, "-m", "dialoop_services.console", "--port", port)
     announced = asyncio.create_task(_announce_console(layout.address("console"), log))
     try:
+        digests = {} if layout.authority is None else layout.authority.digests
         code = await supervisor.run_once(
-            "console", (*command, "--", str(layout.run_dir.path.resolve()))
+            "console", (*command, "--", str(layout.run_dir.path.resolve())), **digests
         )
     finally:
         announced.cancel()

@@ -58,8 +58,6 @@ from dialoop_services.trainer.settings import TrainerSettings
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from dialoop.clients.channel import Channel
-
     from dialoop_services.learning.parallel.group_commands import RankGroup
     from dialoop_services.runtime.hosting import Host, Server
     from dialoop_services.trainer.learner.learner import Learner
@@ -111,15 +109,15 @@ async def serve_in(
     async with AsyncExitStack() as exits:
         exits.callback(records.close)
 
-        async def open_channel(address: str, retry: RetryPolicy | None = None) -> Channel:
-            return await exits.enter_async_context(host.connect(address, retry=retry))
-
-        replay = QueueClient(await open_channel(settings.replay_address, _RETRY_UNTIL_DEADLINE))
+        enter = exits.enter_async_context
+        queue = host.connect(settings.replay_address, "replay", retry=_RETRY_UNTIL_DEADLINE)
+        replay = QueueClient(await enter(queue))
         exits.push_async_callback(replay.close)
-        environment = EnvironmentClient(await open_channel(settings.environment_address))
+        sessions = host.connect(settings.environment_address, "environment")
+        environment = EnvironmentClient(await enter(sessions))
         rotation = Rotation(settings, host.connect) if settings.discovery == "registry" else None
         addresses = settings.inference_addresses if rotation is None else []
-        replicas = [InferenceClient(await open_channel(address)) for address in addresses]
+        replicas = [InferenceClient(await enter(host.connect(a, "inference"))) for a in addresses]
         placement = placement_of(settings, learner, replicas)
         exits.push_async_callback(placement.leave)
         digest = builder.tokenizer.digest

@@ -30,6 +30,7 @@ class TrainerSettings(JobSettings, TrainFields):
     """What to train, on which tasks, how, and where to write it."""
 
     model_config = SettingsConfigDict(env_prefix="DIALOOP_TRAINER_")
+    ROLE = "trainer"
     TABLE = "train"
     SUCCESSORS = MappingProxyType(
         {
@@ -116,6 +117,11 @@ class TrainerSettings(JobSettings, TrainFields):
     """Held-out evaluations, and the results at which training stops early."""
     trackers: TrackerSettings = TrackerSettings()
     """Trackers that get the metrics, besides metrics.jsonl."""
+
+    @property
+    def joined_run(self) -> str:
+        """Return the run whose registry names the replicas; empty where the settings name them."""
+        return self.run if self.discovery == "registry" else ""
 
     @classmethod
     def derive(cls, job: JobConfig) -> dict[str, Any]:

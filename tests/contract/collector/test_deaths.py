@@ -10,6 +10,7 @@ from functools import partial
 from unittest.mock import AsyncMock
 
 import pytest
+from dialoop.agents import AgentConnection
 from dialoop.chat import History, Message
 from dialoop.clients.replay import TaskLease
 from dialoop.clients.retry import RetryPolicy, retry
@@ -186,7 +187,7 @@ async def test_a_task_that_kills_the_engine_is_closed_by_name_and_the_run_goes_o
 async def test_a_run_whose_replica_never_comes_back_counts_against_its_agent():
     class Gone:
         async def create(self, *_, **__):
-            return "http://replica"
+            return AgentConnection(base_url="http://replica")
 
         async def close(self, *_, **__):
             raise Unavailable("gone")

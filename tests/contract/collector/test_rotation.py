@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from dialoop.agents import AgentConnection
 from dialoop.chat import History, Message
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
@@ -32,9 +33,9 @@ class Replica:
             raise Unavailable("Away.")
         return (self.name,)
 
-    async def create(self, recording_id: str, **_: Any) -> str:
+    async def create(self, recording_id: str, **_: Any) -> AgentConnection:
         self.num_asked += 1
-        return f"http://{self.name}/{recording_id}"
+        return AgentConnection(base_url=f"http://{self.name}/{recording_id}")
 
 
 async def test_requests_go_to_those_in_rotation_alone() -> None:
@@ -80,5 +81,5 @@ async def test_agents_are_recorded_at_those_in_rotation() -> None:
     a, b = Replica("a"), Replica("b")
     recordings: Any = RecordingReplicas((a,), QUICK)
     recordings.update((b,))
-    assert await recordings.create("r") == "http://b/r"
+    assert (await recordings.create("r")).base_url == "http://b/r"
     assert a.num_asked == 0

@@ -55,7 +55,7 @@ def task(key: str) -> Task:
 
 
 async def play(world, key: str):
-    host = AgentHost(recordings=world.recordings, api_key=world.token or "none")
+    host = AgentHost(recordings=world.recordings)
     return await play_agent(task(key), agent=VerifiersAgent(CONFIG), host=host)
 
 

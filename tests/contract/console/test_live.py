@@ -23,6 +23,8 @@ from dialoop_services.console.app import console_app
 from dialoop_services.console.live_runs import LiveRuns
 from dialoop_services.console.watched_runs import WatchedRuns
 from dialoop_services.rest.app import RestDoor
+from dialoop_services.runtime.access.auth import Token
+from dialoop_services.runtime.access.principals import digest_of
 from dialoop_services.runtime.listening import bound_socket
 
 from tests.support.rest_world import FixedTrainer, service
@@ -34,12 +36,12 @@ PROGRAM = os.environ.get("DIALOOP_TEST_BROWSER", "")
 
 
 @asynccontextmanager
-async def console_of(run_dir: Path) -> AsyncIterator[str]:
+async def console_of(run_dir: Path, token: Token | None = None) -> AsyncIterator[str]:
     """The address of a console that serves one run."""
     with WatchedRuns([run_dir]) as runs:
-        async with LiveRuns(token="") as live:
+        async with LiveRuns() as live:
             bound = bound_socket("127.0.0.1", 0)
-            door = RestDoor(console_app(runs, live, token=""), drain_s=0.1)
+            door = RestDoor(console_app(runs, live, token=token or Token("")), drain_s=0.1)
             await door.open(bound)
             try:
                 yield f"http://127.0.0.1:{bound.getsockname()[1]}"
@@ -48,15 +50,16 @@ async def console_of(run_dir: Path) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def living_stack(root: Path) -> AsyncIterator[Any]:
+async def living_stack(root: Path, token: str = "", admin_token: str = "") -> AsyncIterator[Any]:
     """A run, its queue with one dead letter, its trainer, and what a stack writes of itself."""
+    tokens = {"token": token, "admin_token": admin_token}
     run_dir = root / "runs" / "a"
     run_dir.mkdir(parents=True)
     (run_dir / "run.json").write_text(json.dumps({"run_id": RUN, "started": 1, "config": {}}))
     async with AsyncExitStack() as exits:
-        replay = await exits.enter_async_context(service("replay"))
-        trainer = await exits.enter_async_context(service("trainer"))
-        channel = await exits.enter_async_context(Channel(replay.address))
+        replay = await exits.enter_async_context(service("replay", **tokens))
+        trainer = await exits.enter_async_context(service("trainer", **tokens))
+        channel = await exits.enter_async_context(Channel(replay.address, token=token))
         queue = ReplayClient(channel)
         letter = await make_dead_letter(queue)
         lock = exits.enter_context((root / "runs" / ".a.lock").open("a+"))
@@ -71,7 +74,9 @@ async def living_stack(root: Path) -> AsyncIterator[Any]:
             "processes": {"redis": {"state": "waiting_to_restart", "pid": 7, "num_restarts": 3}},
         }
         (run_dir / "stack.json").write_text(json.dumps(announced))
-        url = await exits.enter_async_context(console_of(run_dir))
+        # As a stack starts it: it knows the tokens by their digests, and cannot send them.
+        guard = Token(*(digest_of(each) if each else "" for each in (token, admin_token)))
+        url = await exits.enter_async_context(console_of(run_dir, guard))
         http = await exits.enter_async_context(httpx.AsyncClient(base_url=f"{url}/api/runs/a"))
         yield SimpleNamespace(
             http=http, url=url, queue=queue, letter=letter, run_dir=run_dir, lock=lock
@@ -268,3 +273,31 @@ async def test_the_pages_of_a_running_stack_by_keys_alone(tmp_path, monkeypatch)
         await page.wait_for_selector("#no-stack")
         await browser.close()
     assert errors == []
+
+
+async def test_the_console_acts_with_the_rights_of_whoever_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_paused = 0
+
+    async def pause(self: Any, request: Any, context: Any) -> Any:
+        nonlocal num_paused
+        num_paused += 1
+        return trainer_service_pb2.TrainerServicePauseResponse()
+
+    monkeypatch.setattr(FixedTrainer, "Pause", pause)
+    async with living_stack(tmp_path, "plain", "admin") as stack:
+
+        async def ask(token: str, method: str, path: str) -> httpx.Response:
+            headers = {"authorization": f"Bearer {token}"}
+            return await stack.http.request(method, path, headers=headers, json={})
+
+        assert (await ask("nobody", "POST", "/pause")).status_code == 401
+        refused = await ask("plain", "POST", "/pause")
+        assert (refused.status_code, refused.json()["reason"]) == (403, "ADMIN_ONLY")
+        assert num_paused == 0
+        for token in ("plain", "admin"):
+            letters = (await ask(token, "GET", "/queue")).json()["dead_letters"]
+            assert [letter["group_id"] for letter in letters] == [stack.letter]
+        assert (await ask("admin", "POST", "/pause")).status_code == 200
+        assert num_paused == 1

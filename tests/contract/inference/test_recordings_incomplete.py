@@ -221,8 +221,9 @@ async def test_recording_ids_are_checked(directory):
         for wrong in ("a/b", "..", "x" * 129, "a b"):
             with pytest.raises(InvalidInput):
                 await world.recordings.create(wrong)
-        assert (await world.recordings.create("a")).endswith("/recordings/a/v1")
-        await world.recordings.create("a")
+        assert (await world.recordings.create("a")).base_url.endswith("/recordings/a/v1")
+        again = await world.recordings.create("a")
+        assert again == await world.recordings.create("a"), "a repeated call gets the same key"
         with pytest.raises(AlreadyExists):
             await world.recordings.create("a", group_id="other")
 

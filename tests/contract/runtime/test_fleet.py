@@ -220,7 +220,7 @@ async def test_a_service_answers_no_call_to_another_incarnation(
     server.add(add_RegistryServiceServicer_to_server, servicer, "dialoop.v1.RegistryService")
     async with server, serving(epoch=2) as member:
         for channel in (
-            network.connect("gpu-0", retry=ONCE, epoch=epoch),
+            network.connect("gpu-0", replace(GPU_0, epoch=epoch), retry=ONCE),
             Channel(member.address, retry=ONCE, epoch=epoch),
         ):
             async with channel:

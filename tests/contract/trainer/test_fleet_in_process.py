@@ -63,13 +63,13 @@ class Services(module._Services):
         own = {"worker": name} if service == "collector" else {}
         settings = load(settings_of(service), **self._layout.values_of(name), **own)
 
-        def connect(address: str, **options: Any) -> Channel:
-            channels.append(self.network.connect(address, **options))
+        def connect(address: str, to: Any, **options: Any) -> Channel:
+            channels.append(self.network.connect(address, to, **options))
             return channels[-1]
 
         self.channels[name] = channels
         self._servers[name] = server = self.network.server(name)
-        host = module._Host(server=server, connect=connect)  # type: ignore[arg-type]
+        host = module._Host(server=server, connect=connect)
         serve_in = import_module(f"dialoop_services.{service}.__main__").serve_in
         self._tasks[name] = asyncio.create_task(serve_in(host, settings))
 

@@ -16,6 +16,7 @@ from dialoop.runs.publishes import proof_bound, publishes_of
 from dialoop_services.console.app import console_app
 from dialoop_services.console.live_runs import LiveRuns
 from dialoop_services.console.watched_runs import WatchedRuns
+from dialoop_services.runtime.access.auth import Token
 
 XSS = '<img src=x onerror="fetch(1)"><script>alert(1)</script>'
 
@@ -67,7 +68,7 @@ def console(tmp_path_factory) -> Any:
 
     def call(path: str, method: str = "GET", token: str = "", **headers: str) -> httpx.Response:
         async def send() -> httpx.Response:
-            app: Any = console_app(runs, LiveRuns(token=token), token=token)
+            app: Any = console_app(runs, LiveRuns(), token=Token(token))
             transport = httpx.ASGITransport(app=app)
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
                 return await http.request(method, path, headers=headers)
@@ -216,7 +217,7 @@ def test_a_run_of_an_older_version_is_shown_as_far_as_it_goes(shape, tmp_path):
     (folder / "metrics.jsonl").write_text('{"kind": "train", "train_step": 1, "reward": 0.5}\n')
     runs = WatchedRuns([folder])  # it has no run.json
     runs.indexes["old"].catch_up()
-    app: Any = console_app(runs, LiveRuns(token=""), token="")
+    app: Any = console_app(runs, LiveRuns(), token=Token(""))
 
     async def ask(paths: list[str]) -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=app)

@@ -15,6 +15,7 @@ from dialoop.runs.filters import Filters
 from dialoop_services.console.app import console_app
 from dialoop_services.console.live_runs import LiveRuns
 from dialoop_services.console.watched_runs import WatchedRuns
+from dialoop_services.runtime.access.auth import Token
 
 from tests.unit.console.test_app import write_run
 
@@ -75,7 +76,7 @@ def test_no_words_make_the_console_fail(seed: int, tmp_path: Any) -> None:
     chance, statuses = random.Random(seed), Counter[int]()
 
     async def ask() -> None:
-        app: Any = console_app(runs, LiveRuns(token=""), token="")
+        app: Any = console_app(runs, LiveRuns(), token=Token(""))
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             for _ in range(NUM_CALLS):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from dialoop.agents import AgentConnection
     from dialoop.clients.blocking.loop import BackgroundLoop
     from dialoop.clients.recordings import RecordingClient, RecordingState
     from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
@@ -27,11 +28,12 @@ class BlockingRecordingClient:
         task: Task | None = None,
         sampling: SamplingParams | None = None,
         time_to_live_s: float = 0.0,
-    ) -> str:
-        """Begin a recording, under a new id without one; return the base URL for OpenAI's clients.
+    ) -> AgentConnection:
+        """Begin a recording, under a new id without one; return what an agent connects with.
 
-        `sampling` holds where a call says nothing. Raises InvalidInput (BAD_RECORDING_ID),
-        AlreadyExists (RECORDING_EXISTS), CapacityExhausted (TOO_MANY_RECORDINGS).
+        Its key opens this recording alone. `sampling` holds where a call says nothing. Raises
+        InvalidInput (BAD_RECORDING_ID), AlreadyExists (RECORDING_EXISTS), CapacityExhausted
+        (TOO_MANY_RECORDINGS).
         """
         return self._loop.run(
             self._client.create(

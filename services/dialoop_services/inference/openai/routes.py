@@ -22,6 +22,8 @@ from dialoop_services.rest.http_routes import HttpRoute
 from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dialoop_services.inference.openai.calls import AnswerJob
     from dialoop_services.inference.recordings.store import Recording, RecordingStore
     from dialoop_services.inference.rendering import Renderer
@@ -82,6 +84,10 @@ class OpenAiService:
             )
         await answer.json(model)
 
+    def admits(self, parameters: Mapping[str, str], key: bytes) -> bool:
+        """Return whether a key is that of the recording in a route's path."""
+        return self._store.has_key(parameters["recording_id"], key)
+
     def _models(self) -> dict[str, dict[str, Any]]:
         """Return the policy, and each adapter on it, by name."""
         engine = self._replica.engine
@@ -137,6 +143,7 @@ def openai_routes(service: OpenAiService) -> tuple[HttpRoute, ...]:
             handle=handle,
             errors=_errors,
             operation=operation(name, prefix + path),
+            admits=service.admits if prefix else None,
         )
         for prefix in ("", _RECORDED)
         for name, (method, path, handle) in handlers.items()

@@ -59,6 +59,7 @@ class RecordingRpcs:
             base_path=f"/recordings/{recording_id}/v1",
             recording_id=recording_id,
             time_to_live_s=recording.time_to_live_s,
+            key=recording.key,
         )
 
     async def GetRecording(  # noqa: N802

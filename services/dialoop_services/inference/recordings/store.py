@@ -11,7 +11,9 @@ recording's trajectory, `matching` finds the earlier answer that a call continue
 
 from __future__ import annotations
 
+import hmac
 import re
+import secrets
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -129,10 +131,14 @@ class CallRecord:
 
 
 class Recording:
-    """The calls of one recording, in the order in which they came."""
+    """The calls of one recording, in the order in which they came.
+
+    key: what the agent sends, which opens this recording alone.
+    """
 
     def __init__(self, spec: RecordingSpec, *, max_calls: int, time_to_live_s: float) -> None:
         self.spec = spec
+        self.key = secrets.token_urlsafe(24)
         self.time_to_live_s = time_to_live_s
         self.calls: list[CallRecord] = []
         self.trajectory: Trajectory | None = None
@@ -274,6 +280,11 @@ class RecordingStore:
             )
         kept.used_at = self._clock()
         return kept.recording
+
+    def has_key(self, recording_id: str, key: bytes) -> bool:
+        """Return whether there is a recording of that id, and this is its key."""
+        kept = self._kept.get(recording_id)
+        return kept is not None and hmac.compare_digest(kept.recording.key.encode(), key)
 
     @property
     def num_recordings(self) -> int:

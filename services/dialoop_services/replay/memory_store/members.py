@@ -31,7 +31,8 @@ class Members:
     def announce(self, request: pb.AnnounceRequest, now: float) -> pb.AnnounceResponse:
         """Let a member join (epoch 0) or renew its lease; MEMBER_REPLACED if another has its name.
 
-        An epoch that is not known is taken over: the store may have lost it.
+        MEMBER_MOVED if it has another address than the one with which it got its epoch. An epoch
+        that is not known is taken over: the store may have lost it.
         """
         member = pb.Member()
         member.CopyFrom(request.member)
@@ -44,6 +45,8 @@ class Members:
             # Above all epochs that a store gave which has lost this run.
             member.epoch = max(self.last_epoch + 1, round(now * 1000))
         elif present is not None and present.member.epoch == member.epoch:
+            if _places(present.member) != _places(member):
+                raise refusal(Reason.MEMBER_MOVED, name)
             member.is_admitted = present.member.is_admitted
         self.last_epoch = max(self.last_epoch, member.epoch)
         self._leases[name] = _Lease(member=member, ends_at=now + request.lease_s)
@@ -83,3 +86,7 @@ class Members:
         if lease is None or lease.member.epoch != request.epoch or lease.ends_at <= now:
             return None
         return lease
+
+
+def _places(member: pb.Member) -> tuple[str, str]:
+    return member.address, member.rest_address

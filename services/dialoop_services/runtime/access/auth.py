@@ -1,12 +1,15 @@
 """Bearer tokens: every call but a health check must carry a token that may do what it asks for.
 
 The service's own token opens everything. Where there is an admin token, calls of the scope `admin`
-need that one. A token file has more tokens, each with some scopes only.
+need that one. A token file has more tokens, each with some scopes only. Members of the job carry
+tickets, which `tickets` checks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import PermissionDenied, Unauthenticated
@@ -14,35 +17,51 @@ from dialoop.reasons import Reason
 from dialoop.v1.scope_pb2 import SCOPE_ADMIN, SCOPE_UNSPECIFIED
 from dialoop.wire.scopes import name_of
 
+from dialoop_services.runtime.access.principals import (
+    DIGEST_MARK,
+    HOLDER,
+    Principal,
+    current_principal,
+    digest_of,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.v1.scope_pb2 import Scope
 
+    from dialoop_services.runtime.access.tickets import TicketCheck
     from dialoop_services.runtime.access.token_file import TokenFile
-
-_BEARER = b"Bearer "
 
 
 class Token:
     """Token("secret") admits calls with `authorization: Bearer secret`; Token("") admits all.
 
-    The admin token opens everything. Without one, whoever has the token is the admin.
+    The admin token opens everything. Without one, whoever has the token is the admin. Either may be
+    given by its digest.
     """
 
-    def __init__(self, token: str, admin_token: str = "", scoped: TokenFile | None = None) -> None:
-        self._expected = f"Bearer {token}".encode() if token else b""
-        self._admin = f"Bearer {admin_token}".encode() if admin_token else b""
+    def __init__(
+        self,
+        token: str,
+        admin_token: str = "",
+        scoped: TokenFile | None = None,
+        tickets: TicketCheck | None = None,
+    ) -> None:
+        self._expected = digest_of(token).encode() if token else b""
+        self._admin = digest_of(admin_token).encode() if admin_token else b""
         self._scoped = scoped
+        self._tickets = tickets
 
     @property
     def is_set(self) -> bool:
         """Return whether every call needs a token."""
-        return bool(self._expected) or self._scoped is not None
+        return bool(self._expected) or self._scoped is not None or self._tickets is not None
 
     def tells_apart(self, scope: Scope) -> bool:
         """Return whether some who may call at all may not call what needs this scope."""
-        return self._scoped is not None or bool(self._admin and scope == SCOPE_ADMIN)
+        has_scopes = self._scoped is not None or self._tickets is not None
+        return has_scopes or bool(self._admin and scope == SCOPE_ADMIN)
 
     def require_in(
         self,
@@ -59,28 +78,33 @@ class Token:
     def require(
         self, authorization: bytes, rpc: str = "", scope: Scope = SCOPE_UNSPECIFIED
     ) -> None:
-        """Raise Unauthenticated without a token, PermissionDenied where it lacks the scope.
+        """Let a call in and note its caller, or refuse it.
 
-        Reasons: ADMIN_ONLY, SCOPE_MISSING. SCOPE_UNSPECIFIED asks for any token.
+        Raise Unauthenticated without a token or with a ticket that is not good, PermissionDenied
+        where it lacks the scope: ADMIN_ONLY, SCOPE_MISSING. SCOPE_UNSPECIFIED asks for any token.
         """
+        credentials = credentials_of(authorization)
         # Comparing takes the same time whatever was sent, so that nobody can guess step by step.
-        authorization = _with_usual_scheme(authorization)
-        if self._admin and hmac.compare_digest(authorization, self._admin):
+        digest = (DIGEST_MARK + hashlib.sha256(credentials).hexdigest()).encode()
+        if self._admin and hmac.compare_digest(digest, self._admin):
+            current_principal.set(HOLDER)
             return
-        if self._expected and hmac.compare_digest(authorization, self._expected):
+        if self._expected and hmac.compare_digest(digest, self._expected):
             self._require_admin(rpc, scope)
+            current_principal.set(HOLDER)
             return
-        scopes = None
-        if self._scoped is not None and authorization.startswith(_BEARER):
-            scopes = self._scoped.scopes_of(authorization.removeprefix(_BEARER))
+        scopes = None if self._scoped is None else self._scoped.scopes_of(credentials)
         if scopes is not None:
-            if scope != SCOPE_UNSPECIFIED and scope not in scopes:
-                raise PermissionDenied(
-                    f"{rpc} needs a token with the scope {name_of(scope)}.",
-                    reason=Reason.SCOPE_MISSING,
-                    remedy="Send a token that has the scope, or give it to this one in the "
-                    "service's token file.",
-                )
+            _require_scope(scopes, rpc, scope)
+            current_principal.set(
+                Principal(recheck=partial(self.require, authorization, rpc, scope))
+            )
+            return
+        checked = None if self._tickets is None else self._tickets.check(credentials)
+        if checked is not None:
+            principal, scopes = checked
+            _require_scope(scopes, rpc, scope)
+            current_principal.set(principal)
             return
         if self.is_set:
             raise Unauthenticated(
@@ -98,7 +122,17 @@ class Token:
             )
 
 
-def _with_usual_scheme(authorization: bytes) -> bytes:
-    """Return the header with `Bearer` as we write it: schemes are the same in any case."""
+def _require_scope(scopes: frozenset[Scope], rpc: str, scope: Scope) -> None:
+    if scope != SCOPE_UNSPECIFIED and scope not in scopes:
+        raise PermissionDenied(
+            f"{rpc} needs a token with the scope {name_of(scope)}.",
+            reason=Reason.SCOPE_MISSING,
+            remedy="Send a token that has the scope, or give it to this one in the "
+            "service's token file.",
+        )
+
+
+def credentials_of(authorization: bytes) -> bytes:
+    """Return the token of a header; names of schemes are the same in any case."""
     scheme, space, credentials = authorization.partition(b" ")
-    return _BEARER + credentials if scheme.lower() == b"bearer" and space else authorization
+    return credentials if scheme.lower() == b"bearer" and space else b""

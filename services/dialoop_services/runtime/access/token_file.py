@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A changed file is read again within this time.
-_LOOK_EVERY_S = 1.0
+# A changed file is read again within this time. Streams look too, and end within a second.
+_LOOK_EVERY_S = 0.25
 _ANY = scope_pb2.SCOPE_UNSPECIFIED
 
 

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
 
+from dialoop_services.runtime.access.principals import TOKEN
 from dialoop_services.stack.devices import needs_elsewhere
 from dialoop_services.stack.launch.cluster import ClusterNode, components_of, require_room
 from dialoop_services.stack.launch.plan import Needs
 from dialoop_services.stack.launch.ray_worker import RayWorker
-from dialoop_services.stack.launch.site import TOKEN, Site
+from dialoop_services.stack.launch.site import Site
 from dialoop_services.stack.layout import replica_names, service_of
 from dialoop_services.stack.processes.child import Room
 

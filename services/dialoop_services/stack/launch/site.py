@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dialoop_services.runtime.access.principals import TOKEN
 from dialoop_services.stack.devices import needs_elsewhere, plan_devices, plan_here, this_machine
 from dialoop_services.stack.launch.plan import Needs
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
     from dialoop_services.stack.processes.child import Grow, Starter
-
-TOKEN = "DIALOOP_TOKEN"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

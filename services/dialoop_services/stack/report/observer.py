@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dialoop.clients.channel import Channel
@@ -15,9 +16,13 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.clients.trainer import Phase, TrainerClient, TrainerStatus
 from dialoop.errors import DialoopError
 
+from dialoop_services.stack.layout import service_of
 from dialoop_services.stack.processes.processes import total_cpu_s
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dialoop.clients.channel import Credentials
     from dialoop.clients.replay import ReplayStats
 
     from dialoop_services.stack.layout import Layout
@@ -129,10 +134,11 @@ class Observer:
 @asynccontextmanager
 async def observing(layout: Layout) -> AsyncIterator[Observer]:
     """Yield an observer of a stack that is connected until the context is left."""
+    credentials = _credentials_of(layout)
     async with AsyncExitStack() as exits:
 
         async def connect(name: str) -> Channel:
-            channel = Channel(layout.address(name), token=layout.token)
+            channel = Channel(layout.address(name), token=credentials(service_of(name)))
             return await exits.enter_async_context(channel)
 
         yield Observer(
@@ -141,3 +147,13 @@ async def observing(layout: Layout) -> AsyncIterator[Observer]:
             ReplayClient(await connect("replay")),
             [InferenceClient(await connect(name)) for name in layout.replicas],
         )
+
+
+def _credentials_of(layout: Layout) -> Callable[[str], Credentials]:
+    """Return what gives the stack's own proofs for a role; empty ones where it has no token."""
+    if layout.authority is None:
+        return lambda _: str
+    from dialoop_services.runtime.access.tickets import Proofs
+
+    proofs = Proofs(layout.authority.issue(run=layout.run_dir.run_id, role="stack"))
+    return lambda role: partial(proofs.to, role)

@@ -26,11 +26,11 @@ class Rotation:
     """The replicas of a run as the registry lists them, and who of them is in rotation."""
 
     def __init__(self, settings: TrainerSettings, connect: Connect) -> None:
-        self._channel = connect(settings.replay_address)
+        self._channel = connect(settings.replay_address, "replay")
         self._registry = RegistryClient(self._channel)
         self._run = settings.run
         self._fleet = Fleet(
-            lambda member: connect(member.address, epoch=member.epoch),
+            lambda member: connect(member.address, member),
             lambda channel, _: InferenceClient(channel),
         )
         self._members: dict[InferenceClient, ServiceMember] = {}

@@ -9,6 +9,9 @@ if member.epoch == 0 then
   -- Above all epochs that a store gave which has lost this run.
   member.epoch = math.max(last + 1, now)
 elseif present and present.epoch == member.epoch then
+  if present.address ~= member.address or present.rest_address ~= member.rest_address then
+    return refused('MEMBER_MOVED', id)
+  end
   is_admitted = present.is_admitted
 end
 if member.policy_version.lineage == '' then member.policy_version = nil end

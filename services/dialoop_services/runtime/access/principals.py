@@ -1,0 +1,132 @@
+"""Who makes a call: the holder of a token, or a member of the job; and how long it may go on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dialoop.errors import DialoopError, PermissionDenied, Unauthenticated
+from dialoop.reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+TICKET, TOKEN, ADMIN_TOKEN = "DIALOOP_TICKET", "DIALOOP_TOKEN", "DIALOOP_ADMIN_TOKEN"
+"""Variables of a member's ticket, and of the tokens of all services."""
+DIGEST_MARK = "sha256:"
+"""Begins a token's digest, which a service of a stack gets in the token's place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberName:
+    """Which member of a job somebody is, as a ticket says; without a name, any of that role.
+
+    MemberName(run="job-1", role="inference", name="gpu-0")
+    """
+
+    run: str
+    role: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """Who makes a call: a member with its ticket, or the holder of a token.
+
+    audience: for which service a member signed. recheck: raises once the caller's right has ended;
+    None where it never does.
+    """
+
+    member: MemberName | None = None
+    audience: str = ""
+    recheck: Callable[[], None] | None = None
+
+
+current_principal: ContextVar[Principal | None] = ContextVar("current_principal", default=None)
+"""Who makes the call that is being served; None where the service asks for no token."""
+
+HOLDER = Principal()
+"""Whoever has a token of the services."""
+_LOOK_EVERY_S = 0.25
+
+
+class RightEnded(Unauthenticated):
+    """The right with which a call was made has ended while the call ran."""
+
+
+@asynccontextmanager
+async def while_allowed() -> AsyncIterator[None]:
+    """Cancel the block within a second after its caller's right has ended; raise RightEnded."""
+    caller, task = current_principal.get(), asyncio.current_task()
+    if caller is None or caller.recheck is None or task is None:
+        yield
+        return
+    recheck = caller.recheck
+    refusals: list[DialoopError] = []
+
+    async def watch() -> None:
+        while not refusals:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            try:
+                recheck()
+            except DialoopError as error:
+                refusals.append(error)
+                task.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if refusals and not task.uncancel():
+            first = refusals[0]
+            raise RightEnded(first.message, reason=first.reason, remedy=first.remedy) from None
+        raise
+    finally:
+        watching.cancel()
+
+
+def require_member(run: str, role: str, name: str) -> None:
+    """Let a call be made in a member's name by that member alone.
+
+    Raise PermissionDenied: TICKET_MISSING, TICKET_OF_OTHER_MEMBER. Where the service asks for no
+    token, anybody may.
+    """
+    caller = current_principal.get()
+    if caller is None:
+        return
+    remedy = f"Set DIALOOP_TICKET to what `dialoop ticket {role} --run {run} --name {name}` prints."
+    if caller.member is None:
+        raise PermissionDenied(
+            f"Only a member of the run with a ticket may speak for {role}/{name}.",
+            reason=Reason.TICKET_MISSING,
+            remedy=remedy,
+        )
+    if caller.member.role != role or caller.member.name not in ("", name):
+        raise PermissionDenied(
+            f"The ticket is of {caller.member.role}/{caller.member.name or '*'}, and speaks for "
+            f"{role}/{name}.",
+            reason=Reason.TICKET_OF_OTHER_MEMBER,
+            remedy=remedy,
+        )
+
+
+def require_run(run: str) -> None:
+    """Raise PermissionDenied (TICKET_OF_OTHER_RUN) for a member of another run."""
+    caller = current_principal.get()
+    if caller is not None and caller.member is not None and caller.member.run != run:
+        raise PermissionDenied(
+            f"The ticket is of the run {caller.member.run!r}, and the call is about {run!r}.",
+            reason=Reason.TICKET_OF_OTHER_RUN,
+            remedy="Ask about the ticket's own run.",
+        )
+
+
+def digest_of(token: str) -> str:
+    """Return what a service needs to know a token again, and cannot call anybody with."""
+    if token.startswith(DIGEST_MARK):
+        return token
+    return DIGEST_MARK + hashlib.sha256(token.encode()).hexdigest()
