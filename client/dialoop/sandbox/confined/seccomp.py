@@ -113,6 +113,8 @@ def _conditions(*, reads: bool, writes: bool, own_pid: int) -> list[tuple[str, l
         # asyncio's wake-up uses these. Only streams, since a datagram can go to any socket.
         ("socketpair", [*_among(0, (_AF_UNIX,)), *_if_among(1, _STREAMS)]),
         ("sendto", [*_null(4), (_RETURN, 0, 0, _ALLOW)]),
+        # Not EPERM: `shutil.copy2` goes on where a file system has no attributes to copy.
+        *((name, [_refuse(errno.ENOTSUP)]) for name in ("listxattr", "llistxattr", "flistxattr")),
     ]
     if writes:
         return conditions
