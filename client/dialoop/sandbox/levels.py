@@ -13,7 +13,7 @@ class Level(StrEnum):
     """The levels from strongest to weakest. All filter system calls and limit resources."""
 
     BUBBLEWRAP = "bubblewrap"
-    """Namespaces of its own: a private file system with a /tmp, no network, no other process."""
+    """Namespaces of its own: a private file system with a /tmp, no device, network or process."""
     LANDLOCK = "landlock"
     """No namespaces: it can read the interpreter's files and write nothing."""
     RLIMITS = "rlimits"

@@ -37,6 +37,7 @@ ATTEMPTS = (
     "environment",
     "host files",
     "writing outside",
+    "file attributes",
     "raising limits",
 )
 _SIZE = PoolSize(max_running=1, max_interpreters=1, num_spares=0, max_wait_s=_TIMEOUT_S)
@@ -127,7 +128,7 @@ def _judge(level: Level, succeeded: bool, printed: str, folder: str) -> Assessme
 
 
 _CODE = """
-import ctypes, json, os, resource, socket, threading
+import ctypes, json, os, resource, socket, stat, threading
 def network():
     socket.create_connection(("127.0.0.1", {port}), 1)
 def local_sockets():
@@ -168,11 +169,19 @@ def writing_outside():
         except OSError:
             pass
     raise OSError
+def file_attributes():
+    for path in ("{folder}/secret", "/dev/null", os.__file__):
+        try:  # the mode that it has: where this succeeds, it does no harm
+            os.chmod(path, stat.S_IMODE(os.stat(path).st_mode))
+            return
+        except OSError:
+            pass
+    raise OSError
 def raising_limits():
     resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 20, 1 << 20))
 escaped = []
 for attempt in (network, local_sockets, processes, threads, signals, environment, host_files,
-                writing_outside, raising_limits, programs):
+                writing_outside, file_attributes, raising_limits, programs):
     try:
         attempt()
         escaped.append(attempt.__name__.replace("_", " "))

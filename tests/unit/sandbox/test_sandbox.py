@@ -240,6 +240,7 @@ def test_a_level_that_lets_something_out_does_not_count(tmp_path):
 
 def test_the_self_tests_attempts_succeed_where_nothing_is_denied(tmp_path):
     """Else they would prove nothing; `raising limits` needs a lower limit to be raised."""
+    (tmp_path / "secret").touch()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         code = self_test._CODE.format(
             folder=tmp_path,

@@ -149,9 +149,10 @@ def _become(order: dict[str, Any], fds: list[int], server: int) -> NoReturn:
 
 
 def _arrange(fds: list[int]) -> None:
-    """Set /dev/null as 0, outputs and channel as 1, 2 and 3, and close all other descriptors."""
+    """Set an empty input as 0, outputs and channel as 1, 2 and 3, and close all else."""
     channel, out, err = (os.dup(fd) for fd in fds)
-    nowhere = os.open(os.devnull, os.O_RDONLY)
+    # A pipe of its own and not /dev/null: with a descriptor, code could change the device's mode.
+    nowhere, _ = os.pipe()
     # All copies are above 3: the control socket and the wakeup pipe were opened before.
     for source, target in ((nowhere, 0), (out, 1), (err, 2), (channel, CHANNEL)):
         os.dup2(source, target, inheritable=True)
