@@ -14,7 +14,7 @@ from dialoop.clients.channel import Channel
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
-from dialoop_services.runtime.access.principals import TICKET
+from dialoop_services.runtime.access.principals import DIGEST_MARK, TICKET
 from dialoop_services.runtime.server import GrpcServer
 
 if TYPE_CHECKING:
@@ -170,9 +170,12 @@ def _ticket_of(settings: ServerSettings) -> Ticket | None:
 
 
 def _senders(ticket: Ticket | None, token: str) -> Callable[[str], str | Credentials]:
-    """Return what gives the credentials for an audience: proofs of the ticket, or the token."""
+    """Return what gives the credentials for an audience: proofs of the ticket, or the token.
+
+    With a token's digest alone a service calls without any.
+    """
     if ticket is None:
-        return lambda _: token
+        return lambda _: "" if token.startswith(DIGEST_MARK) else token
     from dialoop_services.runtime.access.tickets import Proofs
 
     proofs = Proofs(ticket)

@@ -109,13 +109,12 @@ def _authority() -> Authority | None:
     token = os.environ.get(TOKEN, "")
     if not token and os.environ.get("DIALOOP_TOKEN_FILE"):
         token = secrets.token_urlsafe(32)
-    admin_token = os.environ.get(ADMIN_TOKEN, "")
-    if not token and not admin_token:
+    if not token:  # anybody on this machine may call, but for what needs an admin token
         return None
     # It imports cryptography, which a stack without tokens does not need.
     from dialoop_services.runtime.access.tickets import Authority
 
-    return Authority.of(token, admin_token)
+    return Authority.of(token, os.environ.get(ADMIN_TOKEN, ""))
 
 
 @asynccontextmanager
