@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 # their names.
 NOT_A_USERS = {
     "dialoop_services.config.foreign_keys": "how a foreign key becomes ours",
+    "dialoop.clients.channel:Channel": "services make its credentials",
     "dialoop.clients.retry:": "its call is a client's",
     "dialoop.environments.rewards.rubrics:value_of": "the rubrics' own step",
     "dialoop.environments.sessions.engine:": "a clock, for tests",

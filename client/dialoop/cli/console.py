@@ -28,6 +28,7 @@ WITHOUT_JSON = {
     "env play": "the same as play",
     "console": "serves a page, or writes one into a folder",
     "completion": "prints a script for a shell",
+    "ticket": "prints a variable and its value",
     "import": "prints a job file, and what it leaves out in its comments",
 }
 """The commands that have no --json, and why. Each other command has it."""

@@ -189,7 +189,7 @@ async def _policy(
     if _is_url(arguments.policy):
         if not arguments.model:
             raise InvalidInput("An endpoint needs the name of a model.", remedy="Add --model NAME.")
-        key = os.environ.get("OPENAI_API_KEY", token)
+        key = os.environ.get("OPENAI_API_KEY", "")  # the job's token is nobody else's
         async with EndpointPolicy(arguments.policy, model=arguments.model, api_key=key) as policy:
             yield policy
     elif model_dir is None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 1.0
 _MAX_DEAD_LETTERS = 200
+_UNASKED_S = 30.0
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class _Watched:
 
     watcher: Watcher | None = None
     answer: dict[str, Any] | None = None
-    looked_at: float = 0.0
+    looked_at: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -58,12 +59,22 @@ class LiveRuns:
 
     async def now(self, run_dir: Path, token: str) -> dict[str, Any] | None:
         """Return what the run's stack does, as `Now.as_json`; None while no stack serves it."""
+        await self._drop_unasked()
         watched = self._watched.setdefault((run_dir, token), _Watched())
         async with watched.lock:
-            if time.monotonic() - watched.looked_at >= LOOK_EVERY_S / 2:
+            is_new = watched.watcher is None and watched.answer is None
+            if is_new or time.monotonic() - watched.looked_at >= LOOK_EVERY_S / 2:
                 watched.answer = await self._look(run_dir, token, watched)
                 watched.looked_at = time.monotonic()
         return watched.answer
+
+    async def _drop_unasked(self) -> None:
+        """Forget those whom nobody has asked about for a while, with their connections."""
+        before = time.monotonic() - _UNASKED_S
+        for key, watched in list(self._watched.items()):
+            if watched.looked_at < before and not watched.lock.locked():
+                del self._watched[key]
+                await self._end(watched)
 
     async def _look(self, run_dir: Path, token: str, watched: _Watched) -> dict[str, Any] | None:
         stack = await asyncio.to_thread(find_stack, run_dir)

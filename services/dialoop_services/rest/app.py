@@ -119,8 +119,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
     app.add_exception_handler(404, _no_route)
     app.add_exception_handler(405, _no_method)
     refuse = _refuse_as_route(options.http_routes)
-    # Up to their first parameter: "/recordings/" of "/recordings/{recording_id}/v1/models".
-    own_keys = tuple({r.path.partition("{")[0] for r in options.http_routes if r.admits})
+    own_keys = tuple({route.own_prefix for route in options.http_routes if route.admits})
     return Guard(dispatch, options.token, refuse, at_once=dispatch.at_once, own_keys=own_keys)
 
 

@@ -12,7 +12,7 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import DialoopError, Unauthenticated
+from dialoop.errors import DialoopError
 from dialoop.reasons import Reason
 
 from dialoop_services.rest.problems import ForeignCaller, problem_answer
@@ -94,7 +94,7 @@ class Guard:
 
     def _refusal_with_token(
         self, scope: Scope, headers: Mapping[bytes, bytes]
-    ) -> Unauthenticated | None:
+    ) -> DialoopError | None:
         path = scope["path"]
         if path in HEALTH or path in DOCUMENTS or path.startswith(self._open):
             return None
@@ -103,7 +103,7 @@ class Guard:
             authorization = bearer_of(authorization)
         try:
             self._token.require(authorization)
-        except Unauthenticated as error:
+        except DialoopError as error:
             return error
         return None
 

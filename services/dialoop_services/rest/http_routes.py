@@ -67,6 +67,15 @@ class HttpRoute:
     operation: Mapping[str, Any]
     admits: Callable[[Mapping[str, str], bytes], bool] | None = None
 
+    def __post_init__(self) -> None:
+        if self.admits is not None and self.own_prefix == "/":
+            raise ValueError(f"{self.path} has keys of its own, and no path of its own.")
+
+    @property
+    def own_prefix(self) -> str:
+        """Return the path up to its first parameter: "/recordings/" of "/recordings/{id}/v1"."""
+        return self.path.partition("{")[0]
+
     def has(self, path: str) -> bool:
         """Return whether a request's path belongs to this route."""
         pattern = re.sub(r"\\\{[^}]+\\\}", "[^/]+", re.escape(self.path))

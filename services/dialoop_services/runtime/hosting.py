@@ -14,7 +14,12 @@ from dialoop.clients.channel import Channel
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
-from dialoop_services.runtime.access.principals import DIGEST_MARK, TICKET
+from dialoop_services.runtime.access.principals import (
+    ADMIN_TOKEN,
+    DIGEST_MARK,
+    TICKET,
+    TOKEN,
+)
 from dialoop_services.runtime.server import GrpcServer
 
 if TYPE_CHECKING:
@@ -131,7 +136,8 @@ class OwnProcess:
         self.server: Server = GrpcServer(settings)
         self.connect: Connect = self._connect
         ticket = _ticket_of(settings)
-        os.environ.pop(TICKET, None)  # programs that the service starts do not inherit it
+        for name in (TICKET, TOKEN, ADMIN_TOKEN):
+            os.environ.pop(name, None)  # programs that the service starts do not inherit them
         self.ticket_name = ticket.member.name if ticket else ""
         self._credentials_for = _senders(ticket, settings.token.get_secret_value())
 

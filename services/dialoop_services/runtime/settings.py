@@ -161,6 +161,8 @@ class ServerSettings(StrictSettings):
     @classmethod
     def _require_header_characters(cls, token: SecretStr) -> SecretStr:
         text = token.get_secret_value()
+        if text.startswith("sha256:") and re.fullmatch("sha256:[0-9a-f]{64}", text) is None:
+            raise ValueError("a digest is sha256: and 64 hexadecimal digits")
         if not (text.isascii() and text.replace(" ", "x").isprintable()):
             raise ValueError("the token is sent in a header: use printable ASCII only")
         return token

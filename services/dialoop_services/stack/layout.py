@@ -117,19 +117,6 @@ class Layout:
     def _host(self, name: str) -> str:
         return self.hosts.get(name, HOST)
 
-    def rights_of(self, name: str) -> dict[str, str]:
-        """Return the variables of what a process may do: a ticket, and digests of the tokens.
-
-        So no process but the stack has a token, which it could send to somebody.
-        """
-        if self.authority is None:
-            return {}
-        role = service_of(name)
-        # Collectors choose their names themselves, a new one at each start.
-        own = "" if role == "collector" else name
-        ticket = self.authority.issue(run=self.run_dir.run_id, role=role, name=own)
-        return {TICKET: ticket.text(), **self.authority.digests}
-
     @property
     def services(self) -> tuple[str, ...]:
         """Return the names of the processes that are Dialoop's services, in any order."""
@@ -223,7 +210,7 @@ class Layout:
             spec = ServiceSpec(
                 name=name,
                 command=process.command,
-                environment={**process.variables, **self.rights_of(name)},
+                environment={**process.variables, **self._ticket_of(name)},
                 folder=self.folder,
                 address=process.address,
                 rest_address=process.rest_address,
@@ -240,6 +227,16 @@ class Layout:
             stop_rank=process.stop_rank,
             restart=process.restart,
         )
+
+    def _ticket_of(self, name: str) -> dict[str, str]:
+        """Return the variable with the ticket of a process; none where the job has no token."""
+        if self.authority is None:
+            return {}
+        role = service_of(name)
+        # Collectors choose their names themselves, a new one at each start.
+        own = "" if role == "collector" else name
+        ticket = self.authority.issue(run=self.run_dir.run_id, role=role, name=own)
+        return {TICKET: ticket.text()}
 
     def _program(self, service: str) -> tuple[str, ...]:
         """Return the module to run, with its arguments."""

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dialoop.cli.running_stacks import STACK_FILE
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 
-from dialoop_services.runtime.access.principals import ADMIN_TOKEN, TOKEN
+from dialoop_services.runtime.access.principals import ADMIN_TOKEN, DIGEST_MARK, TOKEN
 from dialoop_services.stack.launch.site import this_site
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.processes.ports import HOST
@@ -107,6 +109,12 @@ def _authority() -> Authority | None:
     Where only a file has tokens, nobody knows the stack's own.
     """
     token = os.environ.get(TOKEN, "")
+    if token.startswith(DIGEST_MARK):
+        raise InvalidConfig(
+            f"{TOKEN} is a token's digest, which services of a stack get.",
+            reason=Reason.TOKEN_REQUIRED,
+            remedy="Set it to the token itself.",
+        )
     if not token and os.environ.get("DIALOOP_TOKEN_FILE"):
         token = secrets.token_urlsafe(32)
     if not token:  # anybody on this machine may call, but for what needs an admin token
@@ -140,9 +148,8 @@ async def _serve_console(layout: Layout, supervisor: Supervisor, log: LogStream)
     command = (sys.executable, "-m", "dialoop_services.console", "--port", port)
     announced = asyncio.create_task(_announce_console(layout.address("console"), log))
     try:
-        digests = {} if layout.authority is None else layout.authority.digests
         code = await supervisor.run_once(
-            "console", (*command, "--", str(layout.run_dir.path.resolve())), **digests
+            "console", (*command, "--", str(layout.run_dir.path.resolve()))
         )
     finally:
         announced.cancel()

@@ -56,7 +56,8 @@ class FakeReplay:
         return 0
 
 
-def connect(address: str, *, retry: RetryPolicy | None = None, epoch: int = 0) -> Channel:
+def connect(address: str, to: str | ServiceMember, *, retry: RetryPolicy | None = None) -> Channel:
+    epoch = 0 if isinstance(to, str) else to.epoch
     return Channel(address, retry=RetryPolicy(max_attempts=1), epoch=epoch)
 
 

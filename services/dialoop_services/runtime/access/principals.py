@@ -13,7 +13,7 @@ from dialoop.errors import DialoopError, PermissionDenied, Unauthenticated
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
 TICKET, TOKEN, ADMIN_TOKEN = "DIALOOP_TICKET", "DIALOOP_TOKEN", "DIALOOP_ADMIN_TOKEN"
 """Variables of a member's ticket, and of the tokens of all services."""
@@ -130,3 +130,9 @@ def digest_of(token: str) -> str:
     if token.startswith(DIGEST_MARK):
         return token
     return DIGEST_MARK + hashlib.sha256(token.encode()).hexdigest()
+
+
+def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for a process that a stack starts: digests in place of the tokens."""
+    digests = {n: digest_of(environment[n]) for n in (TOKEN, ADMIN_TOKEN) if environment.get(n)}
+    return {**environment, **digests}

@@ -2,7 +2,7 @@
 
 authority = Authority.of("secret")                      # the stack, or an admin
 ticket = authority.issue(run="job-1", role="collector", name="collector-7")
-authorization = Proofs(ticket).to("inference/gpu-0/7")  # for one receiver, for a minute
+authorization = Proofs(ticket).to("inference")          # for one receiver, for a minute
 TicketCheck(authority.public_key, run="job-1").check(authorization.encode())
 
 The job's key pair follows from its token. A ticket says in the job's name what its holder is: run,
@@ -19,7 +19,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,6 @@ from dialoop_services.runtime.access.principals import (
     TOKEN,
     MemberName,
     Principal,
-    digest_of,
 )
 
 if TYPE_CHECKING:
@@ -57,6 +56,7 @@ _RENEW_BEFORE_S = 30.0
 _LEEWAY_S = 30.0  # how far the clocks of two machines may be apart
 _ALGORITHM = "EdDSA"
 _SEPARATOR = "~"
+_PROOF = "proof"
 _MAX_PROOFS = 4096
 _DAY_S = 24 * 3600.0
 
@@ -133,13 +133,9 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Authority:
-    """Who signs tickets of a job: whoever has its admin token, or its token where it has no other.
-
-    digests: variables with what services know the tokens again by.
-    """
+    """Who signs a job's tickets: whoever has its admin token, or its token if it has no other."""
 
     key: Ed25519PrivateKey
-    digests: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, token: str, admin_token: str = "") -> Authority | None:
@@ -147,11 +143,7 @@ class Authority:
         secret = admin_token or token
         if not secret or secret.startswith(DIGEST_MARK):
             return None
-        tokens = {TOKEN: token, ADMIN_TOKEN: admin_token}
-        return cls(
-            key=_key_of(secret),
-            digests={name: digest_of(text) if text else "" for name, text in tokens.items()},
-        )
+        return cls(key=_key_of(secret))
 
     @property
     def public_key(self) -> bytes:
@@ -168,15 +160,15 @@ class Authority:
             raise InvalidInput(
                 f"No role is called {role!r}.", remedy=f"Choose among {', '.join(ROLE_SCOPES)}."
             )
-        own, now = Ed25519PrivateKey.generate(), time.time()
+        own = Ed25519PrivateKey.generate()
+        # When it was signed is no part of it: a clock that is set back must not end the job.
         claims = {
             "run": run,
             "role": role,
             "name": name,
             "scopes": list(ROLE_SCOPES[role]),
             "key": _encode(own.public_key().public_bytes_raw()),
-            "iat": now,
-            **({"exp": now + valid_s} if valid_s else {}),
+            **({"exp": time.time() + valid_s} if valid_s else {}),
         }
         return Ticket(
             certificate=jwt.encode(claims, self.key, algorithm=_ALGORITHM),
@@ -233,8 +225,8 @@ class TicketCheck:
         """Return who sent this bearer token and what it may do; None where it is no ticket at all.
 
         Raise Unauthenticated: TICKET_INVALID, TICKET_EXPIRED, TICKET_NOT_YET_VALID,
-        TICKET_OF_OTHER_RUN, TICKET_FOR_OTHER_SERVICE; Unavailable (OTHER_INCARNATION) for a proof
-        to another member, or to an earlier life of this one.
+        TICKET_OF_OTHER_RUN, TICKET_FOR_OTHER_SERVICE; Unavailable for a proof that has ended
+        (TICKET_EXPIRED), or to another member or an earlier life of this one (OTHER_INCARNATION).
         """
         ends_at, principal, scopes = self._checked.get(credentials, (0.0, None, frozenset()))
         if principal is None or ends_at + _LEEWAY_S <= time.time():
@@ -265,7 +257,7 @@ class TicketCheck:
                 remedy="Call the services of the ticket's own run.",
             )
         # The audience is compared below, since PyJWT's error does not say whom the proof is for.
-        claims = _claims_of(proof, holder.key, ("aud", "iat", "exp"), what="proof")
+        claims = _claims_of(proof, holder.key, ("aud", "iat", "exp"), what=_PROOF)
         audience, proof_ends_at = str(claims["aud"]), float(claims["exp"])
         if not proof_ends_at - float(claims["iat"]) <= PROOF_S:
             raise Unauthenticated(
@@ -297,7 +289,7 @@ class _Holder:
 def _read_certificate(certificate: bytes, public_key: bytes) -> _Holder:
     """Return what the job says of a certificate's holder."""
     job_key = Ed25519PublicKey.from_public_bytes(public_key)
-    required = ("run", "role", "name", "scopes", "key", "iat")
+    required = ("run", "role", "name", "scopes", "key")
     claims = _claims_of(certificate, job_key, required, what="ticket")
     try:
         return _Holder(
@@ -328,7 +320,9 @@ def _claims_of(
             token, key, algorithms=[_ALGORITHM], options=options, leeway=_LEEWAY_S
         )
     except jwt.ExpiredSignatureError as error:
-        raise Unauthenticated(
+        # A proof may have waited with its call. Whoever calls again signs another one.
+        kind = Unavailable if what == _PROOF else Unauthenticated
+        raise kind(
             f"The {what} has ended, by this machine's clock ({_now()}).",
             reason=Reason.TICKET_EXPIRED,
             remedy="Compare the clocks of the two machines. If they agree, get a new ticket.",
@@ -348,8 +342,8 @@ def _invalid(what: str) -> Unauthenticated:
     return Unauthenticated(
         f"The {what} was changed, or was not signed for this job.",
         reason=Reason.TICKET_INVALID,
-        remedy="Get one by `dialoop ticket`, with the token that the job was started with. A token "
-        "of some scopes signs none.",
+        remedy="Get one by `dialoop ticket`, with the tokens that the job was started with: its "
+        "admin token too, if it has one. A token of some scopes signs none.",
     )
 
 
@@ -376,7 +370,7 @@ def _decode(text: str) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a ticket for a member that joins a job; 2 for a wrong argument, 1 without a token."""
+    """Print a ticket for a member that joins a job; return 2 for what is wrong or missing."""
     parser = argparse.ArgumentParser(prog="dialoop ticket", description=__doc__)
     parser.add_argument("role", metavar="ROLE", help="what joins: inference, collector, ...")
     parser.add_argument("--run", required=True, help="run id, as runs/NAME/stack.json has it")
@@ -386,6 +380,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not options.days > 0:
             raise InvalidInput(f"--days is {options.days}.", remedy="Give a number above 0.")
+        if not options.name or "/" in options.name:
+            raise InvalidInput(
+                f"--name is {options.name!r}.", remedy="Name the one member that joins, as gpu-7."
+            )
         authority = Authority.of(os.environ.get(TOKEN, ""), os.environ.get(ADMIN_TOKEN, ""))
         if authority is None:
             raise InvalidConfig(
@@ -399,7 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except DialoopError as error:
         sys.stderr.write(f"dialoop: {error}\n")
-        return 2 if isinstance(error, InvalidInput) else 1
+        return 2
     scopes = ", ".join(ROLE_SCOPES[options.role]) or "nothing"
     sys.stderr.write(f"{options.role}/{options.name} may call others for: {scopes}.\n")
     sys.stdout.write(f"{TICKET}={ticket.text()}\n")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
 
-from dialoop_services.runtime.access.principals import TOKEN
+from dialoop_services.runtime.access.principals import TOKEN, without_tokens
 from dialoop_services.stack.devices import needs_elsewhere
 from dialoop_services.stack.launch.cluster import ClusterNode, components_of, require_room
 from dialoop_services.stack.launch.plan import Needs
@@ -383,4 +383,5 @@ def _is_port(name: str) -> bool:
 
 
 def _variables_to_forward() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    mine = without_tokens(os.environ)
+    return {name: value for name, value in mine.items() if name.startswith(_FORWARDED)}

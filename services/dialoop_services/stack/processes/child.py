@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from dialoop_services.runtime.access.principals import without_tokens
 from dialoop_services.stack.launch.plan import Needs, RestartRule
 from dialoop_services.stack.processes.processes import kill_members, members
 
@@ -143,7 +144,9 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                env=os.environ | dict(environment) | {PARENT_VARIABLE: str(os.getpid())},
+                env=without_tokens(os.environ)
+                | dict(environment)
+                | {PARENT_VARIABLE: str(os.getpid())},
                 start_new_session=True,
                 cwd=folder,
             )

@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from dialoop_services.runtime.access.principals import without_tokens
 from dialoop_services.stack.processes.processes import kill_members, members
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Guardian:
             [sys.executable, "-m", "dialoop_services.stack.processes.guardian"],
             stdin=subprocess.PIPE,
             start_new_session=True,
+            env=without_tokens(os.environ),
             bufsize=0,
         )
 

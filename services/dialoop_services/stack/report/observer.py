@@ -150,9 +150,9 @@ async def observing(layout: Layout) -> AsyncIterator[Observer]:
 
 
 def _credentials_of(layout: Layout) -> Callable[[str], Credentials]:
-    """Return what gives the stack's own proofs for a role; empty ones where it has no token."""
+    """Return what gives the stack's own proofs for a role; empty tokens where the job has none."""
     if layout.authority is None:
-        return lambda _: str
+        return lambda role: lambda: ""
     from dialoop_services.runtime.access.tickets import Proofs
 
     proofs = Proofs(layout.authority.issue(run=layout.run_dir.run_id, role="stack"))

@@ -75,7 +75,7 @@ def make_learner(settings: TrainerSettings, group: RankGroup[Learner] | None = N
     if group is None or group.ranks.size == 1:
         return Learner(settings, group)
     # The other ranks call no service, so they do not need the bearer token.
-    return group.make(settings.model_dump_json(exclude={"token"}))
+    return group.make(settings.model_dump_json(exclude={"token", "admin_token", "ticket"}))
 
 
 def leave_stopping_to_the_first() -> None:
