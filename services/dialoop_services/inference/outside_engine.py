@@ -48,7 +48,6 @@ class OutsideEngine:
     """What `engine = "openai"` names."""
 
     name = "openai"
-    version = version_of("openai")
     policy_version = OUTSIDE_VERSION
     weights_are_outside = True
 
@@ -57,6 +56,7 @@ class OutsideEngine:
     ) -> None:
         self._server, self._tokenizer = server, tokenizer
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self.version = version_of("openai")  # whoever made the server has the package
         self.is_alive = True
 
     @classmethod

@@ -39,7 +39,7 @@ def started_with(
 
 def _code() -> dict[str, Any]:
     """Return Dialoop's version, and the commit where it runs from a git checkout."""
-    code = {"version": metadata.version("dialoop"), "commit": "", "is_changed": False}
+    code = {"version": dialoop.__version__, "commit": "", "is_changed": False}
     folder = Path(dialoop.__file__).resolve().parents[2]
     if not (folder / ".git").exists():
         return code

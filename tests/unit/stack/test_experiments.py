@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import dialoop
 import pytest
 from dialoop.errors import InvalidConfig, NotFound
 from dialoop_services.config.file import load_with_origins, overrides_of_words
@@ -92,6 +96,34 @@ def test_what_a_run_was_started_with_names_code_and_packages() -> None:
     assert start["code"]["version"]
     assert len(start["packages"]["sha256"]) == 64
     assert start["packages"] == started_with([], {}, branch_of=None)["packages"]
+
+
+_WITHOUT_PACKAGES = """
+import importlib.metadata as metadata
+own = metadata.Distribution.from_name
+
+def from_name(name):
+    if name.startswith(("dialoop", "openai")):
+        raise metadata.PackageNotFoundError(name)
+    return own(name)
+
+metadata.Distribution.from_name = from_name
+import dialoop_services.inference.outside_engine
+from dialoop_services.stack.provenance import started_with
+from dialoop_services.stack.report.summary import versions
+code = started_with(["train"], {}, branch_of=None)["code"]
+print(code["version"], versions("")["dialoop"])
+"""
+
+
+def test_a_source_tree_without_installed_packages_says_its_version() -> None:
+    done = subprocess.run(
+        (sys.executable, "-c", _WITHOUT_PACKAGES), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [dialoop.__version__] * 2
+    root = Path(__file__).parents[3]
+    for file in (root / "pyproject.toml", root / "client" / "pyproject.toml"):
+        assert tomllib.loads(file.read_text("utf-8"))["project"]["version"] == dialoop.__version__
 
 
 def make_run(root: Path, name: str, **values: Any) -> Path:

@@ -10,6 +10,7 @@ from importlib import metadata
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import dialoop
 from dialoop.reasons import DropReason
 from dialoop.views.run_files import trajectory_files
 
@@ -255,9 +256,8 @@ def _adds_up(counts: LedgerCounts) -> bool:
 def versions(redis_version: str) -> dict[str, str]:
     """Return the versions of the software that took part; empty for what is not installed."""
     packages = {name: _first_installed(names) for name, names in _PACKAGES.items()}
-    dialoop = _first_installed(("dialoop-services", "dialoop"))
     python = platform.python_version()
-    return {"dialoop": dialoop, "redis": redis_version, "python": python, **packages}
+    return {"dialoop": dialoop.__version__, "redis": redis_version, "python": python, **packages}
 
 
 def _first_installed(packages: Iterable[str]) -> str:
