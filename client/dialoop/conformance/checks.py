@@ -138,7 +138,7 @@ async def _ends(bench: Bench) -> str:
             raise Broken(
                 f"{played.case}: it is not over after {turns} turns of "
                 f"{played.case.lines[-1].text!r}; {limit_text}.",
-                "Add MaxTurns or StepCounter to the transforms.",
+                "Add OneTurn, MaxTurns or StepCounter to the transforms.",
             )
         most = max(most, len(played.outcomes))
     num_episodes = len(await bench.play_all())

@@ -18,6 +18,7 @@ from dialoop.environments.endings import (
     EndWithoutCall,
     MaxLength,
     MaxTurns,
+    OneTurn,
 )
 from dialoop.environments.environment import (
     Demonstrate,
@@ -124,6 +125,7 @@ __all__ = [
     "NamedReward",
     "NativeCalls",
     "NoTasks",
+    "OneTurn",
     "Opening",
     "OpensSlowly",
     "Outcome",

@@ -67,6 +67,23 @@ class EndOnTag(Transform):
 
 
 @dataclass(frozen=True, slots=True)
+class OneTurn(Transform):
+    """Terminate the episode (CONTENT) after the policy's message: the task is to answer once.
+
+    Place it after EndWhenIncomplete: an answer that was cut off is truncated.
+    """
+
+    @property
+    def traits(self) -> Traits:
+        """Return that there is one turn."""
+        return Traits(max_turns=1)
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        """End the episode."""
+        return outcome.terminate(DoneReason.CONTENT)
+
+
+@dataclass(frozen=True, slots=True)
 class MaxLength(Transform):
     """Truncate (MAX_LENGTH) after more than `limit` characters, or tokens in tokens mode."""
 
@@ -90,7 +107,10 @@ class MaxLength(Transform):
 
 @dataclass(frozen=True, slots=True)
 class MaxTurns(Transform):
-    """Truncate (MAX_TURNS) after turn `limit`; place it after ToolCalls, to keep its answer."""
+    """Truncate (MAX_TURNS) after turn `limit`; place it after ToolCalls, to keep its answer.
+
+    A task that is to be answered once ends by OneTurn: it is over then, and not cut off.
+    """
 
     limit: int
 

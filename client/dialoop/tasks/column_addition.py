@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from dialoop.chat import Message
 from dialoop.environments.chat_env import ChatEnv
-from dialoop.environments.endings import EndWhenIncomplete
-from dialoop.environments.episode import Episode, Outcome, Score, TaskData
-from dialoop.environments.stamps import StepCounter
+from dialoop.environments.endings import EndWhenIncomplete, OneTurn
+from dialoop.environments.episode import Episode, Score, TaskData
 from dialoop.environments.tasks.arithmetic_tasks import ArithmeticTasks
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
@@ -40,16 +39,6 @@ def columns(a: int, b: int) -> str:
     ones = a % 10 + b % 10
     carry = ones // 10
     return f"{a % 10}+{b % 10}={ones} {a // 10}+{b // 10}+{carry}={a // 10 + b // 10 + carry}"
-
-
-@dataclass(frozen=True, slots=True)
-class EndOnNumber(Transform):
-    """Terminate the episode (CONTENT) at a `#### N` at the end of the policy's message."""
-
-    async def step(self, outcome: Outcome) -> Outcome:
-        """Look for the number; without one the step limit ends the episode."""
-        number = final_number(outcome.episode.answer_text)
-        return outcome if number is None else outcome.terminate(DoneReason.CONTENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +88,6 @@ def column_addition(*, num_heldout: int = 256, direct: float = 0.6) -> ChatEnv:
         name="column_addition",
         description="Sums of two numbers, column by column or guessed, in one turn.",
         tasks=ArithmeticTasks(num_heldout=num_heldout),
-        transforms=(EndWhenIncomplete(), EndOnNumber(), StepCounter(1), FinalNumber()),
+        transforms=(EndWhenIncomplete(), OneTurn(), FinalNumber()),
         demonstrate=ColumnDemonstrations(direct=direct),
     )

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from dialoop.environments.chat_env import ChatEnv
-from dialoop.environments.endings import EndOnTag, EndWhenIncomplete
+from dialoop.environments.endings import EndOnTag, EndWhenIncomplete, OneTurn
 from dialoop.environments.episode import Episode, Score, TaskData
-from dialoop.environments.stamps import StepCounter
 from dialoop.environments.tasks.source import TaskSource, share_of, task_not_found
 from dialoop.environments.tools.answer_tags import tag_text
 from dialoop.environments.transform import Traits, Transform
@@ -140,5 +139,5 @@ def countdown(
         name="countdown",
         description="Reach a target with given numbers.",
         tasks=CountdownTasks(num_tasks=num_tasks, num_numbers=num_numbers, high=high),
-        transforms=(EndOnTag(), EndWhenIncomplete(), StepCounter(1), CountdownReward(form=form)),
+        transforms=(EndOnTag(), EndWhenIncomplete(), OneTurn(), CountdownReward(form=form)),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dialoop.environments.chat_env import ChatEnv
-from dialoop.environments.endings import EndOnTag, EndWhenIncomplete
+from dialoop.environments.endings import EndOnTag, EndWhenIncomplete, OneTurn
 from dialoop.environments.episode import Episode, Score
 from dialoop.environments.rewards.functions import normalise
 from dialoop.environments.stamps import StepCounter
@@ -108,7 +108,7 @@ def gsm8k(  # noqa: PLR0913 - the options are the interface
         transforms=(
             EndOnTag(),
             EndWhenIncomplete(),
-            StepCounter(max_steps),
+            OneTurn() if max_steps == 1 else StepCounter(max_steps),
             Gsm8kReward(think=think, contained=contained),
         ),
         system_prompt=system_prompt,

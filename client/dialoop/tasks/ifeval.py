@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dialoop.environments.chat_env import ChatEnv
-from dialoop.environments.endings import EndOnTag, EndWhenIncomplete
+from dialoop.environments.endings import EndOnTag, EndWhenIncomplete, OneTurn
 from dialoop.environments.episode import Episode, Score
 from dialoop.environments.stamps import StepCounter
 from dialoop.environments.transform import Traits, Transform
@@ -169,7 +169,7 @@ def ifeval(
         transforms=(
             EndOnTag(),
             EndWhenIncomplete(),
-            StepCounter(max_steps),
+            OneTurn() if max_steps == 1 else StepCounter(max_steps),
             IfEvalReward(aggregator=aggregator),
         ),
         system_prompt=system_prompt,

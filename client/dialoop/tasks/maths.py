@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dialoop.environments.chat_env import ChatEnv
-from dialoop.environments.endings import EndWhenIncomplete
+from dialoop.environments.endings import EndWhenIncomplete, OneTurn
 from dialoop.environments.episode import Episode, Score
 from dialoop.environments.stamps import StepCounter
 from dialoop.environments.transform import Traits, Transform
@@ -95,7 +95,11 @@ def maths(
             heldout_fraction=heldout_fraction,
             collate=_collate,
         ),
-        transforms=(EndWhenIncomplete(), StepCounter(max_steps), MathReward(timeout_s=timeout_s)),
+        transforms=(
+            EndWhenIncomplete(),
+            OneTurn() if max_steps == 1 else StepCounter(max_steps),
+            MathReward(timeout_s=timeout_s),
+        ),
         system_prompt=system_prompt,
     )
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dialoop.environments.chat_env import ChatEnv
-from dialoop.environments.endings import EndOnTag, EndWhenIncomplete
+from dialoop.environments.endings import EndOnTag, EndWhenIncomplete, OneTurn
 from dialoop.environments.episode import Episode, Score, TaskData
-from dialoop.environments.stamps import StepCounter
 from dialoop.environments.tasks.source import TaskSource, task_not_found
 from dialoop.environments.tools.answer_tags import tag_text
 from dialoop.environments.transform import Traits, Transform
@@ -105,7 +104,7 @@ def reasoning_gym(
         name=f"reasoning_gym_{task}",
         description=f"reasoning-gym's {task}.",
         tasks=tasks,
-        transforms=(EndOnTag(), EndWhenIncomplete(), StepCounter(1), GymReward(tasks)),
+        transforms=(EndOnTag(), EndWhenIncomplete(), OneTurn(), GymReward(tasks)),
         system_prompt=system_prompt,
     )
 

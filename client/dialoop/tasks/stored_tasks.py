@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dialoop.chat import History, Message
 from dialoop.environments.chat_env import ChatEnv
-from dialoop.environments.endings import EndWhenIncomplete, MaxTurns
+from dialoop.environments.endings import EndWhenIncomplete, OneTurn
 from dialoop.environments.environment import Demonstrate
 from dialoop.environments.episode import Episode, TaskData
 from dialoop.environments.rewards.functions import RewardCallable, Rewards
@@ -236,7 +236,7 @@ def row_environment(  # noqa: PLR0913 - the options of the environments made of 
         tasks=StoredTasks(train, read, heldout=heldout, heldout_fraction=heldout_fraction),
         transforms=(
             EndWhenIncomplete(),
-            MaxTurns(1),
+            OneTurn(),
             RowRewards(tuple(rewards), timeout_s=reward_timeout_s),
         ),
         demonstrate=demonstrate,

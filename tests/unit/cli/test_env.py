@@ -107,7 +107,7 @@ def test_check_prints_what_fails_and_what_to_do(capsys):
     assert main(["env", "check", "endless:made"]) == 1
     printed = capsys.readouterr().out
     assert "FAIL  end" in printed
-    assert "Add MaxTurns or StepCounter" in printed
+    assert "Add OneTurn, MaxTurns or StepCounter" in printed
     assert "endless: 1 of 9 failed" in printed
 
 

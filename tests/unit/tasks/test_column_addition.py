@@ -29,9 +29,9 @@ async def _answer(environment: ChatEnv, text: str, *, is_complete: bool = True) 
         ("5+7=12 3+4+1=8 #### 82", 1.0, DoneReason.CONTENT),
         ("#### 82", 1.0, DoneReason.CONTENT),
         ("5+7=12 3+4+1=8 #### 72", 0.0, DoneReason.CONTENT),
-        ("#### 82 or so", 0.0, DoneReason.MAX_TURNS),
-        ("82", 0.0, DoneReason.MAX_TURNS),
-        ("", 0.0, DoneReason.MAX_TURNS),
+        ("#### 82 or so", 0.0, DoneReason.CONTENT),
+        ("82", 0.0, DoneReason.CONTENT),
+        ("", 0.0, DoneReason.CONTENT),
     ],
 )
 async def test_only_the_number_at_the_end_counts(
