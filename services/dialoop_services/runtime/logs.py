@@ -73,16 +73,24 @@ def configure_logs(service: str, settings: LogSettings | None = None) -> None:
 
 
 async def log_stalls(waits: Waits, *, every_s: float = _STALLS_EVERY_S) -> None:
-    """Log every wait that is a stall, again whenever its age has doubled, and its end."""
-    due_s: dict[tuple[str, str], float] = {}
+    """Log every wait that is a stall, again whenever its age has doubled, and its end.
+
+    One that takes no more than twice as long as the last of its kind is the rule: it is not told.
+    """
+    due_s: dict[tuple[str, str], float] = {}  # of those that were told
+    lasts_s: dict[tuple[str, str], float] = {}  # of those that go on
+    last_s: dict[tuple[str, str], float] = {}  # of the last of each kind that has ended
     while True:
         await asyncio.sleep(every_s)
         stalls = {(w.target, w.what): w for w in waits.current() if w.is_stall}
-        for kind in due_s.keys() - stalls.keys():
-            log.warning("Goes on, after a wait for %s.", kind[1], extra={"target": kind[0]})
-            del due_s[kind]
+        for kind in lasts_s.keys() - stalls.keys():
+            last_s[kind] = lasts_s.pop(kind)
+            if due_s.pop(kind, None) is not None:
+                facts = {"target": kind[0], "seconds": round(last_s[kind], 1)}
+                log.warning("Goes on, after a wait for %s.", kind[1], extra=facts)
         for kind, wait in stalls.items():
-            if wait.seconds >= due_s.get(kind, 0.0):
+            lasts_s[kind] = max(wait.seconds, lasts_s.get(kind, 0.0))
+            if wait.seconds >= due_s.get(kind, 2 * last_s.get(kind, 0.0)):
                 due_s[kind] = 2 * wait.seconds
                 log.warning(
                     "Waits for %s.",

@@ -45,8 +45,8 @@ class Estimate:
 
     publish_bytes: of the file. published_bytes: of what lies in the machine's memory of them.
     step_products: floating-point operations of one train step on one process, if every trajectory
-    is as long as the context. row_tokens: of the longest row. on_gpus: processes beside the trainer
-    whose model lies on a GPU.
+    is as long as the context, max_model_len. row_tokens: of the longest row. on_gpus: processes
+    beside the trainer whose model lies on a GPU.
     """
 
     processes: Mapping[str, Parts]
@@ -54,6 +54,7 @@ class Estimate:
     published_bytes: int
     step_products: float
     row_tokens: int
+    max_model_len: int
     training: Training
     shape: ModelShape
     on_gpus: frozenset[str]
@@ -89,7 +90,8 @@ class Estimate:
         if gflops:
             time = f", {self.step_products / gflops / 1e9:.0f} s at {gflops:.0f} Gflop/s"
         lines.append(
-            f"step     at most {products}{time}, if every trajectory has {self.row_tokens} tokens"
+            f"step     at most {products}{time}, if every trajectory has {self.max_model_len} "
+            "tokens"
         )
         return lines
 
@@ -153,6 +155,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         published_bytes=_NUM_PUBLISHED * publish if inference.data_plane == "shared_memory" else 0,
         step_products=rows * training_products(shape, training) / train.num_processes,
         row_tokens=row_tokens,
+        max_model_len=longest,
         training=training,
         shape=shape,
         on_gpus=frozenset(on_gpus) & processes.keys(),

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
+import pytest
 from dialoop.clients.weights import WeightsManifest
 from dialoop.episode import UpdateMode
 from dialoop.errors import InternalError
@@ -29,11 +30,14 @@ class FakeEngine:
         self.policy_version = PolicyVersion(lineage="base", number=0)
         self.num_failures = 0
         self.num_loads = 0
+        self.may_load = asyncio.Event()
+        self.may_load.set()
 
     async def load_weights(
         self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
     ) -> LoadTimes:
         self.num_loads += 1
+        await self.may_load.wait()
         if self.num_failures:
             self.num_failures -= 1
             raise InternalError("out of memory")
@@ -110,6 +114,27 @@ async def test_what_was_pushed_is_not_loaded_a_second_time(tmp_path: Path) -> No
         await replica.load(publish(tmp_path, version(1)), nothing())
         await asyncio.sleep(0.1)
         assert engine.num_loads == 1
+
+
+@pytest.mark.parametrize("look", ["follow_latest", "load_latest"])
+async def test_a_policy_that_arrives_while_it_is_looked_up_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, look: str
+) -> None:
+    async with following(tmp_path) as (replica, engine, reports):
+        engine.may_load.clear()
+        pushed = asyncio.create_task(replica.load(publish(tmp_path, version(1)), nothing()))
+        await until(lambda: engine.num_loads == 1)
+        if look == "load_latest":
+            looked = asyncio.create_task(replica.load_latest())
+        await asyncio.sleep(0.1)  # latest.json is read, and that load waits for the push
+        engine.may_load.set()
+        await pushed
+        if look == "load_latest":
+            await looked
+        await asyncio.sleep(0.1)
+        assert (engine.num_loads, engine.policy_version, replica.fault) == (1, version(1), "")
+        assert False not in reports
+    assert not [r.message for r in caplog.records if "does not load" in r.message]
 
 
 async def test_a_policy_that_somebody_pushed_stays_until_the_trainer_publishes_again(

@@ -111,6 +111,30 @@ async def test_a_stall_is_logged_once_then_when_it_doubled_and_at_its_end(waits,
     assert not lines("tasks")
 
 
+async def test_waits_as_long_as_the_last_of_their_kind_are_the_rule_and_not_told(waits, caplog):
+    caplog.set_level(logging.WARNING, logger="dialoop_services")
+    checking = asyncio.create_task(log_stalls(waits, every_s=0.01))
+
+    async def wait(seconds: float) -> list[str]:
+        """Wait so long in the eyes of the log, and return what it said of that."""
+        caplog.clear()
+        with waiting_for("inference", "Generate"):
+            age(waits, seconds)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+        return [record.message for record in caplog.records]
+
+    both = ["Waits for Generate.", "Goes on, after a wait for Generate."]
+    assert await wait(1.3 * STALL_S) == both
+    assert caplog.records[-1].seconds == pytest.approx(1.3 * STALL_S, abs=2.0)
+    for _ in range(3):  # as a step after the other has it, where a batch takes that long
+        assert await wait(1.5 * STALL_S) == []
+    assert await wait(0.5 * STALL_S) == []  # no stall at all
+    assert await wait(4 * STALL_S) == both
+    assert await wait(5 * STALL_S) == []
+    checking.cancel()
+
+
 def test_a_wait_is_a_stall_from_a_bound_on():
     assert Wait(target="a", what="b", seconds=STALL_S).is_stall
     assert not Wait(target="a", what="b", seconds=STALL_S - 0.1).is_stall

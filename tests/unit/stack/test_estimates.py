@@ -121,6 +121,15 @@ def test_a_publish_has_the_bytes_of_its_file(directory) -> None:
     assert "Gflop/s" not in whole.lines()[-1]  # of a machine whose rate is not known
 
 
+@pytest.mark.parametrize("max_model_len", [160, 4096])
+def test_a_steps_products_are_those_of_trajectories_as_long_as_the_context(
+    directory, max_model_len: int
+) -> None:
+    estimate = estimate_of(job(directory, inference={"max_model_len": max_model_len}))
+    assert estimate.row_tokens == max(1024, max_model_len)  # a row holds several short ones
+    assert estimate.lines()[-1].endswith(f"if every trajectory has {max_model_len} tokens")
+
+
 def test_a_row_that_is_larger_than_the_memory_is_refused_with_what_it_needs(directory) -> None:
     config = job(directory, inference={"max_model_len": 256}, train={"num_processes": 2})
     needed = estimate_of(config).total

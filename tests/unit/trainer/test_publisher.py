@@ -316,3 +316,52 @@ async def test_a_replica_catches_up_while_a_quick_trainer_publishes_on_and_anoth
     assert num_replicas == 2
     assert late.version == version(number)
     assert hung.version is None
+
+
+def told_by(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == module.__name__]
+
+
+async def test_a_replica_that_is_away_is_told_once_and_then_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY_S", 0.005)
+    away, num_looks = FakeReplica(-1.0), 0
+
+    async def refuse() -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        raise Unavailable("gone")
+
+    publishing = publisher(tmp_path, away, FakeReplica(-1.0))
+    answers = away.get_policy
+    away.get_policy = refuse  # type: ignore[method-assign]
+    publishing._behind.add(cast("InferenceClient", away))
+    async with running(publishing.keep_up()):
+        await until(lambda: num_looks > 5)
+        assert told_by(caplog) == []  # nothing is published that it could lack
+        away.get_policy = answers  # type: ignore[method-assign]
+        await publishing.publish(version(1))
+        away.get_policy, num_looks = refuse, 0  # type: ignore[method-assign]
+        publishing._behind.add(cast("InferenceClient", away))
+        await until(lambda: num_looks > 20)
+        assert told_by(caplog) == ["A replica lacks the newest policy."]
+        away.get_policy = answers  # type: ignore[method-assign]
+        await until(lambda: len(told_by(caplog)) == 2)
+    assert told_by(caplog)[1] == "A replica serves the newest policy."
+
+
+async def test_a_failure_of_a_replica_is_told_again_when_it_has_lasted_twice_as_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = cast("InferenceClient", FakeReplica(-1.0))
+    publishing = publisher(tmp_path, cast("FakeReplica", replica))
+    now = 1000.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    told_at = []
+    for second in range(200):
+        now = 1000.0 + second
+        caplog.clear()
+        publishing._warn(replica, "A replica did not load the policy.", reason="UNAVAILABLE")
+        told_at += [second] * len(told_by(caplog))
+    assert told_at == [0, 20, 40, 80, 160]

@@ -293,6 +293,8 @@ class Replica(Sleeper):
         try:
             await self._load(self._arrived_file(manifest), manifest)
         except DialoopError as error:
+            if self._is_served(error):
+                return
             log.warning("The latest policy does not load.", extra={"reason": error.reason})
             await self._leave_rotation(Reason.WEIGHTS_BAD)
 
@@ -325,12 +327,18 @@ class Replica(Sleeper):
         try:
             await self._load(self._arrived_file(manifest), manifest)
         except DialoopError as error:
+            if self._is_served(error):
+                return True
             log.warning("The latest policy does not load.", extra={"reason": error.reason})
-            return error.reason == Reason.VERSION_NOT_NEWER and not self._fault
+            return False
         except Exception:
             log.exception("The latest policy does not load.")
             return False
         return True
+
+    def _is_served(self, error: DialoopError) -> bool:
+        """Return whether the load was refused because the trainer pushed that policy meanwhile."""
+        return error.reason == Reason.VERSION_NOT_NEWER and not self._fault
 
     async def pause(self) -> None:
         """Hold generation; requests keep their place. Unsupported where the engine cannot."""

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _LOOK_EVERY_S, _ANSWER_S = 2.0, 10.0
+_AGAIN_S = 20.0
+"""Least time until the same failure of a replica is told again."""
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
 _OF_ANOTHER_MODEL = frozenset({Reason.UNKNOWN_PARAMETERS, Reason.BASE_MISMATCH})
 KEPT = "kept"
@@ -102,6 +104,8 @@ class Publisher:
         # Replicas of the job's tokenizer, and those that can never serve its policy.
         self._fit: set[InferenceClient] = set()
         self._unfit: set[InferenceClient] = set()
+        # Since when a replica fails, and when each message about it is due again.
+        self._failing: dict[InferenceClient, tuple[float, dict[str, float]]] = {}
         self._newest: tuple[WeightsManifest, ExportedWeights, Sequence[Floats]] | None = None
         # Random ids come from the whole vocabulary, so the probes touch every part of the weights.
         generator = np.random.default_rng(0)
@@ -219,6 +223,8 @@ class Publisher:
         missed = differences.keys() - well
         self._behind = (self._behind - well) | missed
         self._missed = (self._missed - well) | missed
+        for replica in well:
+            self._note_well(replica)
         if self._rotation is not None:
             await self._rotation.put(well, is_in=True)
             await self._rotation.put(missed, is_in=False)
@@ -232,6 +238,7 @@ class Publisher:
         self._missed &= self._behind
         self._fit &= set(replicas)
         self._unfit &= set(replicas)
+        self._failing = {r: each for r, each in self._failing.items() if r in self._replicas}
 
     async def _bring(
         self,
@@ -322,7 +329,20 @@ class Publisher:
         self._missed.add(replica)
 
     def _warn(self, replica: InferenceClient, message: str, **facts: object) -> None:
-        log.warning(message, extra={"replica": self._name_of(replica), **facts})
+        """Tell what fails, and the same of that replica again only when it has lasted twice."""
+        now = time.monotonic()
+        since, due_at = self._failing.setdefault(replica, (now, {}))
+        if now >= due_at.get(message, now):
+            due_at[message] = now + max(now - since, _AGAIN_S)
+            log.warning(message, extra={"replica": self._name_of(replica), **facts})
+
+    def _note_well(self, replica: InferenceClient) -> None:
+        """Tell that a replica serves the newest policy, if it was told that it fails."""
+        failing = self._failing.pop(replica, None)
+        if failing is not None:
+            seconds = round(time.monotonic() - failing[0], 1)
+            facts = {"replica": self._name_of(replica), "seconds": seconds}
+            log.warning("A replica serves the newest policy.", extra=facts)
 
     def _name_of(self, replica: InferenceClient) -> str:
         if self._rotation is not None:
@@ -378,10 +398,13 @@ class Publisher:
                 if self._rotation is None:
                     self._behind.discard(replica)
                     self._missed.discard(replica)
+                    self._note_well(replica)
                 elif replica in self._behind:
                     off = await self._probe(manifest.policy_version, replica, own, _ANSWER_S)
                     await self._note_service({replica: off})
         except (DialoopError, TimeoutError) as error:
+            if self._newest is None:
+                return  # it starts; there is no policy that it could lack
             reason = error.reason if isinstance(error, DialoopError) else "TIMED_OUT"
             self._warn(replica, "A replica lacks the newest policy.", reason=reason)
 
