@@ -11,6 +11,7 @@ from dialoop.sequences import PolicyVersion
 from dialoop_services.inference.conformance import checks
 from dialoop_services.inference.conformance.running import check_engine
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
+from dialoop_services.runtime.device_lock import DeviceLock
 
 EXAMPLES = Path(__file__).parents[3] / "client" / "examples"
 STARTS_VLLM = (pytest.mark.heavy(reason="starts vLLM"), pytest.mark.vllm, pytest.mark.timeout(300))
@@ -18,8 +19,9 @@ STARTS_VLLM = (pytest.mark.heavy(reason="starts vLLM"), pytest.mark.vllm, pytest
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-async def findings_of(engine: str, folder: Path):
-    return {finding.check: finding for finding in await check_engine(engine, folder=folder)}
+async def findings_of(engine: str, folder: Path, **options: str):
+    findings = await check_engine(engine, folder=folder, **options)
+    return {finding.check: finding for finding in findings}
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,11 @@ async def test_it_does_what_every_engine_must_and_what_it_offers(
     assert findings.keys() == {*checks.CORE, *checks.CAPABILITIES, "close"}
     offered = {name for name in checks.CAPABILITIES if "not offered" not in findings[name].note}
     assert offered == capabilities
+
+
+async def test_the_built_in_engine_does_so_in_half_precision(tmp_path: Path) -> None:
+    findings = await findings_of("transformers", tmp_path, dtype="bfloat16")
+    assert {name: finding.problem for name, finding in findings.items() if finding.problem} == {}
 
 
 class Mislabels(TransformersEngine):
@@ -80,6 +87,15 @@ class NamesExpertsOfTheTokenBefore(TransformersEngine):
         )
 
 
+class KeepsTheDevice(TransformersEngine):
+    """Sleeps, and holds the device's lock meanwhile."""
+
+    @classmethod
+    async def start(cls, model_dir, options):
+        DeviceLock(options.device_lock).try_share()
+        return await super().start(model_dir, options)
+
+
 class LoadsNothing(TransformersEngine):
     """Takes the version of new weights, and not the weights."""
 
@@ -89,6 +105,7 @@ class LoadsNothing(TransformersEngine):
         return times
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("engine", "broken"),
     [
@@ -97,10 +114,11 @@ class LoadsNothing(TransformersEngine):
         (KeepsTheAdapter, "adapters"),
         (NamesExpertsOfTheTokenBefore, "routed experts"),
         (LoadsNothing, "load"),
+        (KeepsTheDevice, "sleep"),
     ],
 )
 async def test_an_engine_that_breaks_a_promise_is_named_with_the_check(
-    engine: type, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: type, broken: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run the check itself on a bench: the others would take seconds and say the same."""
     every = {**checks.CORE, **{name: run for name, (_, run) in checks.CAPABILITIES.items()}}
@@ -108,7 +126,35 @@ async def test_an_engine_that_breaks_a_promise_is_named_with_the_check(
         "dialoop_services.inference.conformance.running.CORE", {broken: every[broken]}
     )
     monkeypatch.setattr("dialoop_services.inference.conformance.running.CAPABILITIES", {})
-    findings = await findings_of(f"{__name__}:{engine.__name__}", tmp_path)
+    findings = await findings_of(f"{__name__}:{engine.__name__}", tmp_path, dtype=dtype)
     assert not findings[broken].is_ok
-    words = ("differ by", "labelled other", "differ from those of a full forward pass")
+    words = (
+        "differ by",
+        "labelled other",
+        "differ from those of a full forward pass",
+        "holds the device",
+    )
     assert any(each in findings[broken].problem for each in words)
+
+
+@pytest.mark.parametrize(
+    ("awake", "asleep", "is_ok", "says"),
+    [
+        (700, 700, False, "frees nothing of the 600 MiB"),
+        (700, 636, True, "frees 64 of 600 MiB"),
+        (100, 100, True, "holds no GPU's memory"),
+    ],
+)
+async def test_asleep_an_engine_on_a_gpu_frees_memory_of_it(
+    awake: int, asleep: int, is_ok: bool, says: str, tmp_path: Path, monkeypatch
+) -> None:
+    """The kit reads the memory at the start, then before and after each of two sleeps."""
+    figures = iter([100, awake, awake, asleep, awake, asleep])
+    kit = "dialoop_services.inference.conformance"
+    for module in ("bench", "checks", "running"):
+        monkeypatch.setattr(f"{kit}.{module}.used_mib", lambda: next(figures))
+    monkeypatch.setattr(f"{kit}.running.CORE", {"sleep": checks.CAPABILITIES["sleep"][1]})
+    monkeypatch.setattr(f"{kit}.running.CAPABILITIES", {})
+    finding = (await findings_of("transformers", tmp_path))["sleep"]
+    assert finding.is_ok is is_ok
+    assert says in (finding.note or finding.problem)

@@ -7,6 +7,8 @@ import tomllib
 
 import pytest
 from dialoop_services.config.file import parse_config
+from dialoop_services.inference.conformance import running
+from dialoop_services.learning.model.families import make_family
 from dialoop_services.stack.devices import Node, plan_devices
 
 from benchmarks.gpu import smoke
@@ -61,7 +63,7 @@ def test_the_json_has_the_machine_and_the_exit_code_what_failed(
 ):
     outcome = Outcome(check="train step", status=status, figures={"tokens_per_s": 5.0})
     monkeypatch.setattr(smoke, "gpu_names", lambda: ["Card"])
-    monkeypatch.setattr(smoke, "run_all", lambda checks, num_gpus, kept: [outcome])
+    monkeypatch.setattr(smoke, "run_all", lambda checks, **options: [outcome])
     path = tmp_path / "smoke.json"
     assert smoke.main(["--output", str(path)]) == code
     document = json.loads(path.read_text("utf-8"))
@@ -78,6 +80,35 @@ def test_every_job_of_a_check_is_valid_and_fits_the_gpus_that_it_asks_for(check,
     users = {each.name: each.gpus for each in plan.processes if each.gpus}
     assert set(users) == {"trainer", "inference"}
     assert config.engine in (*check.needs, "transformers")
+
+
+def test_the_jobs_model_is_read_alike_by_vllm_and_transformers(tmp_path) -> None:
+    """vLLM's Qwen2 takes a head's width from the hidden size, whatever head_dim says."""
+    for fields in (smoke.MODEL, running._WIDE):
+        directory = make_family("qwen2", tmp_path / str(fields["intermediate_size"]), fields=fields)
+        config = json.loads((directory / "config.json").read_text("utf-8"))
+        assert config["head_dim"] == config["hidden_size"] / config["num_attention_heads"]
+
+
+def test_the_gate_of_a_job_stands_outside_the_noise_of_bfloat16(tmp_path) -> None:
+    at_probes, missed = 0.9, 3.5  # nats seen on a GPU: by rounding, by a publish that went wrong
+    for check in (each for each in CHECKS if each.job):
+        config = parse_config(tomllib.loads(smoke.job_file(check, tmp_path)), source="job.toml")
+        assert at_probes < config.logprob_bound < missed
+
+
+@pytest.mark.parametrize(("difference", "status"), [(0.16, "passed"), (0.6, "failed")])
+def test_sampled_tokens_hold_within_less_than_the_probes(
+    difference, status, monkeypatch, tmp_path
+) -> None:
+    check = Check(name="a job", what="", job={"engine": "vllm"})
+    monkeypatch.setattr(smoke, "_words_of", lambda check, folder, *, rehearsal: ["json.tool", "-h"])
+    run = tmp_path / "runs" / "smoke"
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text(json.dumps({"rescoring": {"max_difference": difference}}))
+    outcome = smoke.run_one(check, tmp_path, limit_s=30)
+    assert outcome.status == status
+    assert ("0.6 nats" in outcome.why) is (status == "failed")
 
 
 def test_the_engine_check_compares_with_the_trainer() -> None:

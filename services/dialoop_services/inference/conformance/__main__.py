@@ -3,9 +3,10 @@
 It prints a line for each check and exits with 1 if the engine breaks one. From Python, await
 `check_engine` with the import path and a folder; each of its findings says whether it `is_ok`.
 
-The kit writes a tiny model with random weights, or takes yours, and starts the engine on it in
-float32. It compares what the engine says with plain forward passes of transformers. What every
-engine has is checked always, and each `Supports...` protocol where the engine has it.
+The kit writes a tiny model with random weights, or takes yours, and starts the engine on it, in
+float32 unless --dtype says otherwise. It compares what the engine says with plain forward passes of
+transformers in float32. What every engine has is checked always, and each `Supports...` protocol
+where the engine has it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from dialoop.cli.play import options_of
 from dialoop.errors import DialoopError
 
+from dialoop_services.inference.conformance.bench import TOLERANCES
 from dialoop_services.inference.conformance.running import check_engine
 
 
@@ -42,6 +44,12 @@ def main() -> int:
         default="cpu",
         help="of the transformers engine; others choose theirs",
     )
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(TOLERANCES),
+        default="float32",
+        help="of the engine's weights; vLLM's adapters on CUDA need bfloat16",
+    )
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path.cwd()))
     with tempfile.TemporaryDirectory() as folder:
@@ -52,6 +60,7 @@ def main() -> int:
                 model_dir=arguments.model_dir,
                 own=options_of(arguments.option),
                 device=arguments.device,
+                dtype=arguments.dtype,
             )
             findings = asyncio.run(check)
         except DialoopError as error:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,9 +26,12 @@ from transformers import AutoModelForCausalLM
 from dialoop_services.inference.engine import Engine, EngineOptions, Sampled, StopTokens
 from dialoop_services.inference.weights.parameters import is_tied
 from dialoop_services.learning.model.experts import chosen_experts, routers_of, watch_routers
+from dialoop_services.runtime.device_lock import DeviceLock
 
-TOLERANCE = 1e-4
-"""Nats by which an engine in float32 may differ from transformers."""
+TOLERANCES: Mapping[str, float] = MappingProxyType({"float32": 1e-4, "bfloat16": 0.3})
+"""Nats by which an engine of a dtype may differ from transformers in float32."""
+ON_DEVICE_MIB = 64
+"""What an engine that computes on a GPU holds of it at least."""
 NUM_TOKENS = 12
 """Tokens of a sample."""
 RANK, SCALING = 4, 2.0
@@ -44,6 +50,8 @@ class EngineBench:
     seed: int = 0
     number: int = 0
     adapter: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    held_mib: int = 0
+    """What the engine took of the GPUs' memory when it started."""
 
     def reference_logprobs(self, ids: Sequence[int], *, temperature: float = 1.0) -> np.ndarray:
         """Return transformers' log-probs [len - 1] of `ids` under the weights loaded last."""
@@ -76,7 +84,7 @@ class EngineBench:
         """Break unless the engine scores ids as the weights loaded last do."""
         for ids in PROMPTS:
             scored = await self.engine.logprobs(ids)
-            require_equal(scored.logprobs, self.reference_logprobs(ids), what)
+            self.require_equal(scored.logprobs, self.reference_logprobs(ids), what)
             require(
                 scored.policy_version == self.engine.policy_version,
                 f"{what}: the scores are labelled {scored.policy_version}, and the engine has "
@@ -104,7 +112,47 @@ class EngineBench:
         )
         expected = self.reference_logprobs([*ids, *sampled.token_ids], temperature=temperature)
         what = f"Log-probs of tokens sampled at temperature {temperature}"
-        require_equal(sampled.logprobs, expected[len(ids) - 1 :], what)
+        self.require_equal(sampled.logprobs, expected[len(ids) - 1 :], what)
+
+    @property
+    def tolerance(self) -> float:
+        """Return by how many nats the engine's dtype may round."""
+        return TOLERANCES[self.options.dtype]
+
+    def require_equal(self, values: Any, expected: Any, what: str) -> None:
+        """Raise Broken unless both rows of nats have one shape and agree up to rounding."""
+        values, expected = np.asarray(values), np.asarray(expected)
+        require(
+            values.shape == expected.shape,
+            f"{what} have the shape {values.shape}, not {expected.shape}.",
+        )
+        gap = float(np.abs(values - expected).max())
+        require(gap < self.tolerance, f"{what} differ by {gap:.2g} nats from a full forward pass.")
+
+    def require_freed(self, mib_before: int) -> int:
+        """Break unless a sleeping engine left its device to the trainer; return the MiB it freed.
+
+        They are 0 where it computes on no GPU.
+        """
+        lock = self.options.device_lock
+        assert lock is not None
+        alone = DeviceLock(lock)
+        require(alone.try_own(), "A sleeping engine holds the device: its lock is taken.")
+        alone.release()
+        if self.held_mib < ON_DEVICE_MIB:
+            return 0
+        freed = mib_before - used_mib()
+        require(freed > 0, f"A sleeping engine frees nothing of the {self.held_mib} MiB it took.")
+        return freed
+
+
+def used_mib() -> int:
+    """Return how much of the GPUs' memory is taken, by anybody; 0 without an NVIDIA GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    command = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return sum(int(line) for line in done.stdout.split() if line.isdecimal())
 
 
 def chosen_by_model(model_dir: Path, ids: Sequence[int]) -> np.ndarray:
@@ -124,17 +172,6 @@ def require(is_true: bool, problem: str) -> None:
     """Raise Broken with the problem unless it holds."""
     if not is_true:
         raise Broken(problem, "See Engine in dialoop_services.inference.engine.")
-
-
-def require_equal(values: Any, expected: Any, what: str) -> None:
-    """Raise Broken unless both rows of nats have one shape and differ by less than TOLERANCE."""
-    values, expected = np.asarray(values), np.asarray(expected)
-    require(
-        values.shape == expected.shape,
-        f"{what} have the shape {values.shape}, not {expected.shape}.",
-    )
-    gap = float(np.abs(values - expected).max())
-    require(gap < TOLERANCE, f"{what} differ by {gap:.2g} nats from a full forward pass.")
 
 
 async def require_error(

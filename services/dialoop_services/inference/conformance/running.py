@@ -15,7 +15,7 @@ from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 
 from dialoop_services.config.engines import ENGINES, facts_of_engine, require_device
-from dialoop_services.inference.conformance.bench import RANK, EngineBench, reference
+from dialoop_services.inference.conformance.bench import RANK, EngineBench, reference, used_mib
 from dialoop_services.inference.conformance.checks import (
     CAPABILITIES,
     CORE,
@@ -26,9 +26,18 @@ from dialoop_services.inference.conformance.checks import (
 from dialoop_services.inference.engine import Engine, EngineOptions, OutsideWeights
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
 from dialoop_services.learning.model.families import make_family
+from dialoop_services.runtime.device_lock import DEVICE_LOCK
 
 _REFUSED = "refused by name,"
-_WIDE = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}  # as vLLM needs on a CPU
+# Heads as wide as vLLM's kernels need on a CPU and on CUDA. Its Qwen2 takes their width from the
+# model's, whatever head_dim says.
+_WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "head_dim": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 async def check_engine(
@@ -38,14 +47,16 @@ async def check_engine(
     model_dir: Path | None = None,
     own: Mapping[str, Any] = MappingProxyType({}),
     device: str = "cpu",
+    dtype: str = "float32",
 ) -> tuple[Finding, ...]:
     """Start the engine of that name or import path and run every check on it.
 
     folder: where the kit writes models and weights. model_dir: a model to check with; a tiny one
     of the kit's own if it is left out. own: options as [inference.engine] gives them. device: that
-    of [inference]; the reference is on the CPU always. An engine whose weights are outside may
-    refuse what REFUSABLE lists; the finding says what it refused with which reason. Raises
-    InvalidConfig: ENGINE_NOT_FOUND, and for a device that the engine is not told.
+    of [inference]; the reference is on the CPU in float32 always. dtype: the engine's. An engine
+    whose weights are outside may refuse what REFUSABLE lists; the finding says what it refused with
+    which reason. Raises InvalidConfig: ENGINE_NOT_FOUND, and for a device that the engine is not
+    told.
     """
     try:
         require_device(engine, device)
@@ -53,7 +64,13 @@ async def check_engine(
         raise InvalidConfig(f"{error}.", remedy="Leave --device out.") from error
     adapters = AdapterLimits(max_adapters=1, max_rank=2 * RANK)
     options = EngineOptions(
-        max_model_len=64, max_num_seqs=4, adapters=adapters, own=own, device=device
+        max_model_len=64,
+        max_num_seqs=4,
+        adapters=adapters,
+        own=own,
+        device=device,
+        dtype=dtype,
+        device_lock=folder / DEVICE_LOCK,
     )
     model_dir = model_dir or make_family("qwen2", folder / "model", fields=_WIDE)
     async with _bench(engine, model_dir, folder, options) as bench:
@@ -85,9 +102,16 @@ async def _bench(
         reason=Reason.ENGINE_NOT_FOUND,
         built_in=ENGINES,
     )
+    before = used_mib()
     running: Engine = await kind.start(model_dir, options)
     try:
-        yield EngineBench(engine=running, model_dir=model_dir, folder=folder, options=options)
+        yield EngineBench(
+            engine=running,
+            model_dir=model_dir,
+            folder=folder,
+            options=options,
+            held_mib=used_mib() - before,
+        )
     finally:
         await running.close()
         reference.cache_clear()
