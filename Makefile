@@ -2,8 +2,10 @@
 BIN := .venv/bin
 SEED ?=
 ONLY ?=
+REHEARSE ?=
+COMMIT ?=
 
-.PHONY: setup demo learn models up test test-heavy silent-bugs chaos gpu-smoke check proto console bench
+.PHONY: setup demo learn models up test test-heavy silent-bugs chaos gpu-smoke gpu-parts gpu-evidence check proto console bench
 
 setup:  ## make or update .venv
 	@infra/setup.sh
@@ -33,6 +35,13 @@ silent-bugs: setup  ## six published bugs in a small job: no error without check
 chaos: setup  ## a job under kills, stops, cuts and a lost second; SEED=3, ENGINE=vllm
 	CHAOS_SEED=$(or $(SEED),0) CHAOS_ENGINE=$(or $(ENGINE),transformers) \
 	  $(BIN)/python -m pytest -m heavy tests/chaos
+
+gpu-parts: setup  ## pack vLLM and a real model for a GPU machine without a package index
+	@$(BIN)/python -m benchmarks.gpu.pack
+
+gpu-evidence: $(if $(REHEARSE),setup)  ## what a GPU shows, line by line; REHEARSE=1 on a CPU; ONLY=job,rates
+	@$(or $(wildcard $(BIN)/python),python3) -m benchmarks.gpu.evidence $(if $(REHEARSE),--rehearse) \
+	  --only "$(ONLY)" --commit "$(COMMIT)"
 
 gpu-smoke: setup  ## what only a GPU can show, in 15 minutes; exit code 2 where there is none
 	@$(BIN)/python -m benchmarks.gpu.smoke
