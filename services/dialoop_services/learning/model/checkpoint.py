@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -28,6 +29,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _MAX_NAMED = 3
+
+
+def save_model(model: transformers.PreTrainedModel, directory: Path, **options: Any) -> None:
+    """Write a model that everybody may read whom the umask lets.
+
+    safetensors makes its files with mode 600, whatever the umask: a container, which has another
+    user, could not start from them.
+    """
+    model.save_pretrained(directory, **options)
+    for weights in directory.glob("*.safetensors"):
+        shutil.copymode(directory / "config.json", weights)
 
 
 def require_whole(directory: Path) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dialoop_services.learning.model.checkpoint import save_model
 from dialoop_services.learning.model.tiny import INITIALIZER_RANGE, tiny_tokenizer, write_tokenizer
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ def make_family(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(family_config(name, fields))
         _move_everything(model)
-    model.save_pretrained(directory)
+    save_model(model, directory)
     return directory
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dialoop_services.learning.model.attention import PACKED_ATTENTION, plan_attention
+from dialoop_services.learning.model.checkpoint import save_model
 from dialoop_services.learning.model.experts import (
     ExpertReplay,
     balance_of,
@@ -172,7 +173,7 @@ class PolicyModel(nn.Module):
 
     def save(self, directory: Path) -> None:
         """Write config.json and model.safetensors, which transformers and vLLM load."""
-        self.causal_lm.save_pretrained(directory)
+        save_model(self.causal_lm, directory)
 
     def _hidden_states(self, batch: PackedBatch, shared: SharedPrefixes) -> Tensor:
         """Return the states [K, H] of the computed tokens, after the last layer and its norm."""

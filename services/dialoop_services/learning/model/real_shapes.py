@@ -22,6 +22,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from dialoop_services.learning.model.checkpoint import save_model
 from dialoop_services.learning.model.tiny import CHAT_TEMPLATE, CONTROL_TOKENS
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def make_real_shape(
         torch.manual_seed(seed)
         config = Qwen3Config(**{**QWEN3_06B, **ends, **fields})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(directory, max_shard_size=shard)
+    save_model(model, directory, max_shard_size=shard)
     return directory
 
 

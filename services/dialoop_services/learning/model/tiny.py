@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dialoop_services.config.engines import TINY_MODEL_POSITIONS
+from dialoop_services.learning.model.checkpoint import save_model
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Tokens of the chat template. They are special, so they never count as content."""
@@ -59,7 +60,7 @@ def make_tiny_model(directory: Path | str, *, seed: int = 0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(tiny_config())
-    model.save_pretrained(directory)
+    save_model(model, directory)
     return directory
 
 
