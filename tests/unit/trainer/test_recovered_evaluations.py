@@ -124,3 +124,26 @@ async def test_an_evaluation_that_a_stop_cut_short_is_run_by_the_next_trainer(
     again.offer("e", "f")
     await again.run()
     assert [(due, reward) for due, _, reward in running_rows(again)] == [(2, 0.5)]
+
+
+async def test_a_job_that_has_ended_is_not_evaluated_again_until_it_gets_more_steps(
+    world: Callable[..., World],
+) -> None:
+    ending = {"num_steps": 1, "evaluation": {"num_tasks": 1}}
+
+    def after_rows(here: World) -> list[int]:
+        rows = read_metrics(here.settings.run_dir / "metrics.jsonl")
+        return [row["train_step"] for row in rows if row.get("label") == "after_greedy"]
+
+    here = world(**ending)
+    here.offer("a", "b")
+    await here.run()
+    result = here.job.state.result()["evaluations"]
+    again = after(here, world(**ending))
+    await again.run()
+    assert again.job.state.result()["evaluations"] == result
+    assert after_rows(again) == [1]  # and the reader of a restored run still has it
+    more = after(again, world(**ending | {"num_steps": 2}))
+    more.offer("c", "d")
+    await more.run()
+    assert after_rows(more) == [1, 2]

@@ -59,6 +59,8 @@ class Checkpointer:
             self._parts.records.rewind(num_train_steps=0, num_warm_start_steps=0)
             return False
         state.become(restored)
+        # The last checkpoint is older than these: a job that has ended does not measure them again.
+        state.evaluations |= self._parts.records.evaluated_after(state.num_train_steps)
         self.held.release(self.held.lease_ids)
         board.num_train_steps = state.num_train_steps
         board.num_warm_start_steps = state.num_warm_start_steps

@@ -186,6 +186,11 @@ class TrainingJob:
         with self._phase(Phase.TRAINING, "train"):
             async with self.checkpointer.held.keep(), asyncio.TaskGroup() as background:
                 await self._begin_evaluating(background, *self.state.due_evaluations)
+                if self._has_steps_left():  # a job that had ended may have got more
+                    evaluations = self.state.evaluations.items()
+                    self.state.evaluations = {
+                        k: v for k, v in evaluations if not k.startswith("after_")
+                    }
                 while self._has_steps_left():
                     await self._board.wait_while_paused()
                     await self._wait_for_disk()

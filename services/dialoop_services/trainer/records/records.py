@@ -179,6 +179,16 @@ class RunRecords:
         """Write trainer.json in one piece."""
         write_json(self._run_dir / "trainer.json", result)
 
+    def evaluated_after(self, num_train_steps: int) -> dict[str, dict[str, float]]:
+        """Return the evaluations after the job's end, by label, if it ended with that step."""
+        try:
+            result = json.loads((self._run_dir / "trainer.json").read_text("utf-8"))
+        except FileNotFoundError:
+            return {}
+        if result["num_train_steps"] != num_train_steps:
+            return {}
+        return {k: v for k, v in result["evaluations"].items() if k.startswith("after_")}
+
     def close(self) -> None:
         """Close the files."""
         self._metrics.close()
