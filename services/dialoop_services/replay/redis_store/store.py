@@ -237,13 +237,22 @@ class RedisStore:
     async def check(self) -> None:
         """Raise Unavailable (STORE_UNAVAILABLE) if Redis is away, InvalidConfig if it is unfit.
 
-        It is too old, or would delete the ledger when its memory is full. Also read how durable
-        this Redis is.
+        It refuses us, is too old, or would delete the ledger when its memory is full. Also read how
+        durable this Redis is.
         """
-        async with map_errors(self._client):
-            server = await self._client.info("server")
-            durability = await self._client.info("persistence")
-            policy = str((await self._client.info("memory")).get("maxmemory_policy", ""))
+        try:
+            async with map_errors(self._client):
+                server = await self._client.info("server")
+                durability = await self._client.info("persistence")
+                policy = str((await self._client.info("memory")).get("maxmemory_policy", ""))
+        except redis.exceptions.ResponseError as error:
+            # In protected mode it explains itself in a page.
+            sentence = str(error).partition(". ")[0].rstrip(".")
+            raise InvalidConfig(
+                f"Redis refuses this service: {sentence}.",
+                reason=Reason.STORE_UNAVAILABLE,
+                remedy="Give its URL a user and a password that it admits, or let it admit others.",
+            ) from error
         major, minor, *_ = (*map(int, str(server["redis_version"]).split(".")), 0)
         if (major, minor) < (6, 2):
             raise InvalidConfig(
