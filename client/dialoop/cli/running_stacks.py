@@ -2,14 +2,18 @@
 
 A stack locks runs/.<run>.lock, which contains its pid, until it ends. It also keeps
 runs/<run>/stack.json, with what its processes do and, once all are ready, their addresses.
+
+A stack in containers, or of another machine, has no such files: DIALOOP_SERVICES names its machine.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dialoop.errors import Unavailable
@@ -24,10 +28,19 @@ SCALE_FILE = "scale.json"
 SCALED = ("collector", "inference")
 """The services that `dialoop scale` grows and shrinks."""
 
+SERVICES_VARIABLE = "DIALOOP_SERVICES"
+"""Variable with the machine of a stack's services, as 127.0.0.1 for those of containers here."""
+PORTS = MappingProxyType(
+    {"environment": 7001, "inference": 7002, "replay": 7003, "scorer": 7004, "trainer": 7005}
+)
+"""Where containers, and a stack without a config, publish their services; REST is 1000 above."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """A running stack. `addresses` (gRPC) and `rest` are empty while it starts or stops.
+
+    pid: 0 for a stack of which DIALOOP_SERVICES names the machine, where no process is ours.
 
     console: host:port of its console; empty if it has none. processes: state, pid, num_restarts
     and alarm of each process, as its supervisor wrote them.
@@ -57,9 +70,23 @@ def find_stacks(root: Path) -> list[Stack]:
     return [stack for stack in stacks if stack is not None]
 
 
+def named_stack(run_dir: Path) -> Stack | None:
+    """Return the stack on the machine that DIALOOP_SERVICES names; None where it is not set."""
+    host = os.environ.get(SERVICES_VARIABLE, "")
+    if not host:
+        return None
+    return Stack(
+        run_dir=run_dir,
+        pid=0,
+        addresses={name: f"{host}:{port}" for name, port in PORTS.items()},
+        rest={name: f"{host}:{port + 1000}" for name, port in PORTS.items()},
+        run_id=run_dir.name,  # containers name their run by the job file
+    )
+
+
 def require_addresses(run_dir: Path) -> dict[str, str]:
     """Return each service's address by name; Unavailable when no ready stack serves the run."""
-    stack = find_stack(run_dir)
+    stack = find_stack(run_dir) or named_stack(run_dir)
     if stack is None or not stack.addresses:
         raise Unavailable(
             f"No stack is serving {run_dir}." if stack is None else f"{run_dir} is starting.",

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dialoop.cli.console import rich_console, say
-from dialoop.cli.running_stacks import find_stack
+from dialoop.cli.running_stacks import find_stack, named_stack
 from dialoop.cli.stack import choose_stack
 from dialoop.clients.tls import rest_scheme
 from dialoop.now import Watcher
@@ -32,13 +32,13 @@ _EVERY_S = 1.0
 
 def status(arguments: argparse.Namespace) -> int:
     """Print the state of a stack; return 0 when every service answers."""
-    stack = choose_stack(arguments.root, arguments.run)
+    stack = _stack_of(arguments)
     now = asyncio.run(_look_once(stack))
     if arguments.json:
         say(json.dumps(now.as_json()))
     else:
         console = f", console http://{stack.console}/" if stack.console else ""
-        say(f"{stack.run_dir}, pid {stack.pid}{console}")
+        say(f"{_heading(stack)}{console}")
         if not stack.addresses:
             say("is starting or stopping; its services have no addresses yet")
         for line in lines_of(now):
@@ -48,7 +48,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 def watch(arguments: argparse.Namespace) -> int:
     """Show the state of a stack every second; return 0 when the stack has ended, or on Ctrl-C."""
-    stack = choose_stack(arguments.root, arguments.run)
+    stack = _stack_of(arguments)
     try:
         asyncio.run(_watch(stack, as_json=arguments.json))
     except KeyboardInterrupt:
@@ -56,6 +56,18 @@ def watch(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         say(f"The stack of {stack.run_dir} has ended.")
     return 0
+
+
+def _stack_of(arguments: argparse.Namespace) -> Stack:
+    """Return the stack on the machine that DIALOOP_SERVICES names, or else one of runs/."""
+    named = named_stack(arguments.root / arguments.run)
+    return named or choose_stack(arguments.root, arguments.run)
+
+
+def _heading(stack: Stack) -> str:
+    if stack.pid:
+        return f"{stack.run_dir}, pid {stack.pid}"
+    return f"services at {stack.addresses['trainer'].rpartition(':')[0]}"
 
 
 async def _watch(stack: Stack, *, as_json: bool) -> None:
@@ -70,7 +82,7 @@ async def _watch(stack: Stack, *, as_json: bool) -> None:
     with Live(console=console, auto_refresh=False) as live:
         async for now in _looks(stack):
             clock = time.strftime("%H:%M:%S", time.localtime(now.time))
-            lines = [f"{stack.run_dir}, pid {stack.pid}, {clock}", *lines_of(now)]
+            lines = [f"{_heading(stack)}, {clock}", *lines_of(now)]
             live.update(Text("\n".join(lines)), refresh=True)
 
 
@@ -83,7 +95,7 @@ async def _looks(stack: Stack) -> AsyncIterator[Now]:
             while current is not None and current.addresses == addresses:
                 yield await watcher.look()
                 await asyncio.sleep(_EVERY_S)
-                current = find_stack(stack.run_dir)
+                current = find_stack(stack.run_dir) if stack.pid else stack
 
 
 async def _look_once(stack: Stack) -> Now:

@@ -12,12 +12,13 @@ async with in_process() as dialoop: ...
 
 from __future__ import annotations
 
+import os
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dialoop.cli.running_stacks import require_addresses
+from dialoop.cli.running_stacks import SERVICES_VARIABLE, named_stack, require_addresses
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
@@ -58,7 +59,9 @@ C = TypeVar(
 class Dialoop:
     """Clients by service name; each connects when it is first used.
 
-    A service is its host:port, or a Channel to it, which the caller closes.
+    A service is its host:port, or a Channel to it, which the caller closes. Those that are left out
+    are on the machine that DIALOOP_SERVICES names, such as 127.0.0.1 for containers, and `token` is
+    DIALOOP_TOKEN then.
     `environment` may also be an environment to play in this process; `inference` any policy.
     """
 
@@ -87,7 +90,7 @@ class Dialoop:
             self._services["inference"] = inference
         else:
             self._policy = inference
-        self._token = token
+        self._token = token or os.environ.get("DIALOOP_TOKEN", "")
         self._channels: dict[str, Channel] = {}
         self._exits = AsyncExitStack()
         if self._local is not None:
@@ -196,14 +199,15 @@ class Dialoop:
         return collect(self.environment, self.policy, name=environment, **options)
 
     def _client(self, name: str, kind: Callable[[Channel], C]) -> C:
-        address = self._services.get(name, "")
+        named = named_stack(Path())
+        address = self._services.get(name) or (named.addresses[name] if named else "")
         if isinstance(address, Channel):
             return kind(address)
         if not address:
             raise InvalidConfig(
                 f"No {name} service was named.",
                 reason=Reason.NO_ADDRESS,
-                remedy=f'Give Dialoop({name}="host:port").',
+                remedy=f'Give Dialoop({name}="host:port"), or set {SERVICES_VARIABLE}.',
             )
         if name not in self._channels:
             self._channels[name] = channel = Channel(address, token=self._token)
