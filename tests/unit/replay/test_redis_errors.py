@@ -46,6 +46,7 @@ DENIED = (
     ("answer", "sentence"),
     [
         (DENIED, "no password is set for the default user. Give"),
+        ("WRONGPASS invalid username-password pair", "invalid username-password pair. Give"),
         ("NOPERM No permissions to run it.", "No permissions to run it. Give"),
     ],
 )

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import redis.asyncio
 import redis.exceptions
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
@@ -245,9 +245,12 @@ class RedisStore:
                 server = await self._client.info("server")
                 durability = await self._client.info("persistence")
                 policy = str((await self._client.info("memory")).get("maxmemory_policy", ""))
-        except redis.exceptions.ResponseError as error:
+        except (redis.exceptions.ResponseError, Unavailable) as error:
+            answer = error.__cause__ if isinstance(error, Unavailable) else error
+            if not isinstance(answer, _REFUSALS):
+                raise
             # In protected mode it explains itself in a page.
-            sentence = str(error).partition(". ")[0].rstrip(".")
+            sentence = str(answer).partition(". ")[0].rstrip(".")
             raise InvalidConfig(
                 f"Redis refuses this service: {sentence}.",
                 reason=Reason.STORE_UNAVAILABLE,
@@ -513,6 +516,7 @@ _CANNOT_WRITE = (
     redis.exceptions.MasterDownError,
     redis.exceptions.ClusterDownError,
 )
+_REFUSALS = (redis.exceptions.ResponseError, redis.exceptions.AuthenticationError)
 _CANNOT_WRITE_CODES = ("MISCONF", "READONLY", "LOADING", "MASTERDOWN")
 
 
