@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from dialoop_services.stack.layout import FIXED_PORTS, rest_name
@@ -64,7 +65,7 @@ class Image:
 
 
 def build_image(target: Target, place: Path) -> Image:
-    """Follow COPY and `RUN pip` in their order; what needs apt or another user is left out."""
+    """Follow COPY and what pip does in their order; what needs apt or another user is left out."""
     source, venv = place / f"{target.name}-source", place / target.name
     source.mkdir()
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
@@ -74,7 +75,7 @@ def build_image(target: Target, place: Path) -> Image:
     for kind, text in target.instructions:
         if kind == "COPY":
             _copy(text.replace("${REQUIREMENTS}", "infra/requirements/own.txt"), source)
-        elif kind == "RUN" and text.startswith("pip"):
+        elif kind == "RUN" and text.startswith(("pip", "python")):
             subprocess.run(["sh", "-euc", text], cwd=source, env=variables, check=True)
     shutil.rmtree(source)  # what runs later is what was installed
     return image
@@ -173,6 +174,7 @@ every = 0
 shared_folder = false
 """
 HERE, THERE = "127.0.0.1", "127.0.0.2"
+TOKEN = "of-the-test"
 # As compose's cap_drop and no-new-privileges do. Root keeps its number here, to read its own files.
 DROPPED = ["setpriv", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
 
@@ -191,7 +193,7 @@ class Containers:
         self._registry = registry
         self._place = place
         self._at = at
-        file = compose_file(DIALOOP_TOKEN="of-the-test", **variables)
+        file = compose_file(DIALOOP_TOKEN=TOKEN, **variables)
         self._services: dict[str, Any] = file["services"]
         for name in ("code", "model", "runs"):
             (place / name).mkdir(parents=True)
@@ -205,6 +207,7 @@ class Containers:
     def _here(self, text: str) -> str:
         """Addresses and folders of the containers' networks and volumes, on this machine."""
         text = text.replace("/var/lib/dialoop", str(self._place)).replace("0.0.0.0", self._at)
+        text = text.replace("/opt/dialoop/services", str(ROOT / "services"))
         text = text.replace("/etc/dialoop", str(self._place))
         for number, port in self.ports.items():
             if text == number:
@@ -221,7 +224,8 @@ class Containers:
 
     def _job_variables(self, name: str) -> dict[str, str]:
         """What the container's command would set, with the addresses and ports of this machine."""
-        words = shlex.split(self.run_to_end(name, "--print").replace("\\\n", " "), comments=True)
+        command = [*self._services[name]["command"], "--print"]
+        words = shlex.split(self._run_to_end(name, command).replace("\\\n", " "), comments=True)
         pairs = (word.partition("=") for word in words if word.startswith("DIALOOP_"))
         planned = {key: self._here(value) for key, _, value in pairs if key != "DIALOOP_CONFIG"}
         if name == "replay":
@@ -229,7 +233,8 @@ class Containers:
         return planned
 
     def _image(self, name: str) -> Image:
-        return self._registry.image(self._services[name]["build"]["target"])
+        builder = "environment" if name == "job" else name
+        return self._registry.image(self._services[builder]["build"]["target"])
 
     def make_model(self, *, seed: int) -> None:
         """Put a tiny model into the folder of the user's code."""
@@ -238,9 +243,11 @@ class Containers:
         command = [str(image.venv / "bin" / "python"), *program]
         subprocess.run(command, env=image.variables, cwd=self._place, check=True)
 
-    def run_to_end(self, name: str, *more: str) -> str:
-        """Run the container's command with further words; return what it says."""
-        command = [*self._services[name]["command"], *more]
+    def check(self) -> str:
+        """Check the job as its container does; return what it says."""
+        return self._run_to_end("job", [*self._services["job"]["command"][:-1], "check"])
+
+    def _run_to_end(self, name: str, command: list[str]) -> str:
         ended = subprocess.run(
             command, env=self._variables(name), cwd=self._place, capture_output=True, text=True
         )
@@ -299,21 +306,26 @@ class Containers:
         return (self._place.parent / f"{name}.log").read_text("utf-8", errors="replace")[-4000:]
 
     def wait_for_the_end(self, started: Mapping[str, subprocess.Popen[bytes]]) -> None:
-        """Wait until the trainer has ended its job, and all others still run."""
+        """Wait until the trainer says that the job has ended, while all others still run."""
         deadline = time.monotonic() + _READY_S
-        while started["trainer"].poll() is None:
+        while self._phase() != "PHASE_DONE":
             for name, process in started.items():
-                assert process.poll() is None or name == "trainer", (
-                    f"{name} ended:\n{self.log(name)}"
-                )
+                assert process.poll() is None, f"{name} ended:\n{self.log(name)}"
             assert time.monotonic() < deadline, self.log("trainer")
             time.sleep(1)
-        assert started["trainer"].returncode == 0, self.log("trainer")
+
+    def _phase(self) -> str:
+        address = f"{HERE}:{self.ports[str(FIXED_PORTS[rest_name('trainer')])]}"
+        request = Request(
+            f"http://{address}/v1/status", headers={"authorization": f"Bearer {TOKEN}"}
+        )
+        with urlopen(request, timeout=10) as answer:
+            return str(json.load(answer)["phase"])
 
 
 def test_the_compose_services_start_in_order_and_train(registry: Registry, tmp_path: Path) -> None:
     containers = Containers(registry, tmp_path / "one", JOB)
-    assert containers.run_to_end("check").startswith("The job is default: vllm, grpo, 2 train")
+    assert containers.check().startswith("The job is default: vllm, grpo, 2 train")
     # The tiny model is the trainer's to make, so inference waits for it here as in compose.
     order = ("environment", "replay", "trainer", "inference", "scorer", "collector")
     with ExitStack() as exits:

@@ -14,18 +14,15 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "docker-compose.yml"
+GPU = ROOT / "infra" / "docker" / "gpu.yml"
 DOCKERFILE = ROOT / "infra" / "docker" / "Dockerfile"
 
 # The innermost ${...} first, so that defaults may hold others.
-_VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>\w+)(?:(?P<kind>:[-?+])(?P<rest>[^${}]*))?\}")
-
-
-class MissingVariable(Exception):
-    """What `docker compose` says of `${NAME:?text}` when NAME is not set."""
+_VARIABLE = re.compile(r"(?<!\$)\$\{(?P<name>\w+)(?:(?P<kind>:[-+])(?P<rest>[^${}]*))?\}")
 
 
 def interpolate(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `${NAME}` with `:-default`, `:+instead` or `:?text` as compose does; `$$` is `$`."""
+    """Replace `${NAME}` with `:-default` or `:+instead` as compose does; `$$` is `$`."""
 
     def value(match: re.Match[str]) -> str:
         name, kind, rest = match["name"], match["kind"], match["rest"]
@@ -33,8 +30,6 @@ def interpolate(text: str, variables: Mapping[str, str]) -> str:
             return (rest or "") if variables.get(name) else ""
         if variables.get(name):
             return variables[name]
-        if kind == ":?":
-            raise MissingVariable(f"{name}: {rest}")
         return rest or ""
 
     while (replaced := _VARIABLE.sub(value, text)) != text:
@@ -42,8 +37,8 @@ def interpolate(text: str, variables: Mapping[str, str]) -> str:
     return text.replace("$$", "$")
 
 
-def compose_file(**variables: str) -> dict[str, Any]:
-    """The compose file as compose reads it with these variables set."""
+def compose_file(file: Path = COMPOSE, **variables: str) -> dict[str, Any]:
+    """A compose file as compose reads it with these variables set."""
 
     def walk(node: Any) -> Any:
         if isinstance(node, dict):
@@ -52,7 +47,7 @@ def compose_file(**variables: str) -> dict[str, Any]:
             return [walk(value) for value in node]
         return interpolate(node, variables) if isinstance(node, str) else node
 
-    read: dict[str, Any] = walk(yaml.safe_load(COMPOSE.read_text("utf-8")))
+    read: dict[str, Any] = walk(yaml.safe_load(file.read_text("utf-8")))
     return read
 
 
@@ -72,14 +67,9 @@ class Target:
         return self.all_of(kind)[-1]
 
     @property
-    def pip_lines(self) -> list[str]:
-        """Every `RUN pip install ...`, without RUN."""
-        return [line for line in self.all_of("RUN") if line.startswith("pip install")]
-
-    @property
     def extras(self) -> list[str]:
-        """The extras it installs."""
-        return re.findall(r"\.\[([^]]+)\]", " ".join(self.pip_lines))
+        """The extras whose packages it installs."""
+        return re.findall(r"python dependencies\.py (\w+)", " ".join(self.all_of("RUN")))
 
     @property
     def variables(self) -> dict[str, str]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from dialoop.errors import DialoopError, InvalidConfig, PermissionDenied, Unauthenticated
 from dialoop.reasons import Reason
@@ -21,7 +23,10 @@ EXIT_REASON_VARIABLE = "DIALOOP_EXIT_REASON"
 
 CONFIG_ERROR = 2
 """Exit code for a mistake in the settings, which a restart does not mend."""
+ENDS_FOR_GOOD_VARIABLE = "DIALOOP_ENDS_FOR_GOOD"
+"""Variable that is set where the starter starts again whatever ends with a code above 0."""
 
+_OF_TOKENS = (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED, Reason.SCOPE_MISSING)
 _MISTAKES = (InvalidConfig, PermissionDenied, Unauthenticated, ValidationError)
 # Another service says these about a name that only this service's settings contain.
 _MISTAKEN_NAMES = frozenset({Reason.ENVIRONMENT_NOT_FOUND, Reason.SPLIT_NOT_FOUND})
@@ -48,6 +53,20 @@ class ExitReason:
             return cls(message=_one_line(text), reason=Reason.INVALID_CONFIG, exit_code=code)
         text = f"{type(cause).__name__}: {cause}{_place_of(cause)}"
         return cls(message=_one_line(text), reason=Reason.INTERNAL, exit_code=code)
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether a start with the same settings cannot help.
+
+        A token may change meanwhile, and a Redis may come back.
+        """
+        passing = (*_OF_TOKENS, Reason.STORE_UNAVAILABLE)
+        return self.exit_code == CONFIG_ERROR and self.reason not in passing
+
+    def end(self) -> NoReturn:
+        """End the process with the exit code, or with 0 where any other would start it again."""
+        for_good = self.is_final and bool(os.environ.get(ENDS_FOR_GOOD_VARIABLE))
+        sys.exit(0 if for_good else self.exit_code)
 
     def write(self) -> None:
         """Write the file that the starter named; do nothing without one, or if it is written."""

@@ -77,7 +77,7 @@ def run_blocking(work: Callable[[], None], *, name: str) -> None:
         if known_error(error) is None:
             raise
         sys.stderr.write(f"dialoop {name}: {reason.message}\n")
-        sys.exit(reason.exit_code)
+        reason.end()
 
 
 def tune_memory() -> None:

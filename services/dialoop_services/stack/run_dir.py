@@ -103,6 +103,20 @@ def _prepare(
     return RunDir(path=path, run_id=run_id)
 
 
+def mark_run(root: Path, config: JobConfig, *, run_id: str) -> None:
+    """Write run.json of a run that no stack of this machine locks, as one in containers.
+
+    The commands that read a run need it. What an earlier start wrote stays, but for the config.
+    """
+    path = root / config.run
+    path.mkdir(exist_ok=True)
+    try:
+        earlier = json.loads((path / _MARK).read_text("utf-8"))
+    except FileNotFoundError:
+        earlier = {"started": time.time()}
+    _write_mark(path, {**earlier, "run_id": run_id}, config)
+
+
 def _write_mark(path: Path, mark: Mapping[str, Any], config: JobConfig) -> None:
     content = {**mark, "config": config.model_dump(mode="json")}
     fresh = path / f"{_MARK}.tmp"

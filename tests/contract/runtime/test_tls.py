@@ -72,7 +72,9 @@ async def test_both_doors_speak_tls_and_nothing_else(world, monkeypatch):
         assert "arithmetic" in await names_at(server.address)
         assert await is_serving(server.address)
         assert await answers(server.address, 5.0)
-        assert await asyncio.to_thread(status_of, server.address) == "SERVING"
+        monkeypatch.setenv("DIALOOP_TLS_CERTIFICATE", str(world.server.certificate))
+        monkeypatch.setenv("DIALOOP_TLS_KEY", str(world.server.key))
+        assert await asyncio.to_thread(status_of, server.rest_address) == "SERVING"
         context = ssl.create_default_context(cafile=str(world.authority.certificate))
         async with httpx.AsyncClient(verify=context) as http:
             listed = await http.get(f"https://{server.rest_address}/v1/environments")

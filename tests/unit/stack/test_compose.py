@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -28,20 +29,19 @@ from dialoop_services.stack.processes.child import ServiceSpec
 from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.trainer.settings import TrainerSettings
 
-from tests.support.containers import ROOT, MissingVariable, compose_file, interpolate, targets
+from tests.support.containers import GPU, ROOT, compose_file, interpolate, targets
 
 SETTINGS: dict[str, type[ServerSettings]] = {
     "environment": EnvironmentSettings,
     "inference": InferenceSettings,
-    "inference-gpu": InferenceSettings,
     "replay": ReplaySettings,
     "scorer": ScorerSettings,
     "trainer": TrainerSettings,
-    "trainer-gpu": TrainerSettings,
     "collector": CollectorSettings,
 }
-OURS = [*SETTINGS, "door", "check"]
+OURS = [*SETTINGS, "door", "job"]
 COMPOSE = compose_file(DIALOOP_TOKEN="secret")
+requirements = runpy.run_path(str(ROOT / "infra/docker/dependencies.py"))["requirements"]
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 TARGETS = targets()
 
@@ -51,11 +51,6 @@ DEMO = ROOT / "infra" / "configs" / "demo.toml"
 PLACES = {"host", "port", "rest_port", "token", "run", "run_dir", "model_dir", "weights_root"}
 PLACES |= {"worker", "redis_url", "replay_address", "environment_address"}
 PLACES |= {"inference_address", "inference_addresses", "name", "advertised_address"}
-PLACES |= {"exit_when_done"}  # nobody else ends the trainer of a container
-
-
-def role_of(service: str) -> str:
-    return service.removesuffix("-gpu")
 
 
 def compose_settings(service: str) -> ComposeSettings:
@@ -70,7 +65,7 @@ def compose_settings(service: str) -> ComposeSettings:
 
 def plan_of(service: str) -> PlannedProcess:
     settings = compose_settings(service)
-    return plan_service(role_of(service), read_job(DEMO, settings), settings)
+    return plan_service(service, read_job(DEMO, settings), settings)
 
 
 PLANS = {service: plan_of(service) for service in SETTINGS}
@@ -97,11 +92,11 @@ def spec_of(service: str) -> ServiceSpec:
     run_dir = RunDir(path=Path("runs/demo"), run_id="demo")
     ports = {name: 1 for service in SETTINGS for name in (service, rest_name(service))}
     layout = Layout(config=config, run_dir=run_dir, ports=ports, redis_url="redis://127.0.0.1:1/0")
-    return layout.spec(role_of(service))
+    return layout.spec(service)
 
 
 def listens(service: str, door: str = "PORT") -> int:
-    return int(PLANS[service].variables[f"DIALOOP_{role_of(service).upper()}_{door}"])
+    return int(PLANS[service].variables[f"DIALOOP_{service.upper()}_{door}"])
 
 
 @pytest.mark.parametrize("service", SETTINGS)
@@ -127,7 +122,7 @@ def test_a_misspelt_variable_would_be_refused(monkeypatch: pytest.MonkeyPatch) -
         load(ComposeSettings)
 
 
-@pytest.mark.parametrize("service", [name for name in SETTINGS if not name.endswith("-gpu")])
+@pytest.mark.parametrize("service", SETTINGS)
 def test_a_container_is_told_what_the_demo_tells_the_embedded_service(
     service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,11 +130,6 @@ def test_a_container_is_told_what_the_demo_tells_the_embedded_service(
     variables = spec_of(service).environment
     theirs = settings_in(monkeypatch, variables, SETTINGS[service])
     assert ours.model_dump(exclude=PLACES) == theirs.model_dump(exclude=PLACES)
-
-
-def test_without_a_token_nothing_starts() -> None:
-    with pytest.raises(MissingVariable, match="DIALOOP_TOKEN"):
-        compose_file()
 
 
 @pytest.mark.parametrize("service", [*OURS, "redis"])
@@ -203,8 +193,19 @@ def passages() -> dict[int, tuple[str, int]]:
     return {passage.port: (passage.target_host, passage.target_port) for passage in passages}
 
 
+def members(network: str) -> set[str]:
+    return {name for name, service in SERVICES.items() if network in service.get("networks", ())}
+
+
+def test_each_network_has_those_alone_who_need_each_other() -> None:
+    assert members("sandbox") == {"environment", "door"}
+    assert members("store") == {"redis", "replay"}
+    assert members("work") == {*SERVICES} - {"environment", "redis"}
+    assert COMPOSE["networks"].keys() == {"work", "sandbox", "store"}
+    assert all("networks" in service for service in SERVICES.values())  # else they are on a fourth
+
+
 def test_the_sandbox_has_no_way_out_but_the_door_and_that_to_the_policy_alone() -> None:
-    assert SERVICES["environment"]["networks"] == ["sandbox"]
     assert "ports" not in SERVICES["environment"]  # they would not be published from there
     assert COMPOSE["networks"]["sandbox"]["internal"] is True
     environment = PLANS["environment"].variables
@@ -217,10 +218,6 @@ def test_the_sandbox_has_no_way_out_but_the_door_and_that_to_the_policy_alone() 
 
 def test_only_replay_reaches_redis() -> None:
     assert COMPOSE["networks"]["store"]["internal"] is True
-    assert [n for n, c in SERVICES.items() if "store" in c.get("networks", [])] == [
-        "redis",
-        "replay",
-    ]
 
 
 def addresses() -> list[tuple[str, str]]:
@@ -248,7 +245,7 @@ def test_every_service_sees_model_runs_and_code_and_writes_runs_alone(service: s
     assert {target for _, target, *_ in mounts} == {
         f"/var/lib/dialoop/{name}" for name in ("model", "code", "runs")
     }
-    may_write = role_of(service) in ("trainer", "collector")
+    may_write = service in ("trainer", "collector")
     assert writes == ({"/var/lib/dialoop/runs"} if may_write else set())
     assert SERVICES[service]["working_dir"] == "/var/lib/dialoop/code"
 
@@ -261,9 +258,9 @@ def test_inference_reads_the_policies_where_the_trainer_writes_them() -> None:
     assert run_dir == "/var/lib/dialoop/runs/demo"
 
 
-@pytest.mark.parametrize("service", [*SETTINGS, "check"])
+@pytest.mark.parametrize("service", [*SETTINGS, "job"])
 def test_every_container_reads_the_one_job_file(service: str) -> None:
-    command = ["python", "-m", "dialoop_services.stack.launch.compose", role_of(service)]
+    command = ["python", "-m", "dialoop_services.stack.launch.compose", service]
     assert SERVICES[service]["command"] == command
     [mount] = SERVICES[service]["configs"]
     assert mount == {"source": "job", "target": SERVICES[service]["environment"]["DIALOOP_CONFIG"]}
@@ -283,37 +280,65 @@ def test_a_redis_of_the_users_takes_the_place_of_ours(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("role", ["inference", "trainer"])
-def test_a_service_with_a_gpu_takes_the_place_of_the_other(role: str) -> None:
-    gpu, cpu = SERVICES[f"{role}-gpu"], SERVICES[role]
-    assert gpu["profiles"] == ["gpu"]
-    assert gpu["networks"]["work"]["aliases"] == [role]
-    assert gpu["networks"].keys() == set(cpu["networks"])
-    assert gpu["ports"] == cpu["ports"]  # both at once would fail, not be chosen from by chance
+def test_a_gpu_is_added_to_the_two_services_that_use_one(role: str) -> None:
+    file = compose_file(GPU)
+    assert file["services"].keys() == {"inference", "trainer"}
+    gpu = file["services"][role]
     (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
     assert device["device_ids"] == ["0"]
-    other = compose_file(DIALOOP_TOKEN="x", TRAINER_GPU="1")["services"]["trainer-gpu"]
+    other = compose_file(GPU, TRAINER_GPU="1")["services"]["trainer"]
     (device,) = other["deploy"]["resources"]["reservations"]["devices"]
     assert device["device_ids"] == ["1"]
+    assert gpu["image"] not in {service["image"] for service in SERVICES.values()}
+    assert gpu["build"].get("target", SERVICES[role]["build"]["target"]) in TARGETS
 
 
-def test_the_gpu_profile_trains_on_the_gpu() -> None:
-    settings = compose_settings("trainer-gpu")
+def test_the_gpu_file_trains_on_the_gpu() -> None:
+    settings = compose_settings("trainer").model_copy(update={"gpu": True})
+    assert compose_file(GPU)["services"]["trainer"]["environment"]["DIALOOP_COMPOSE_GPU"] == "true"
     config = read_job(DEMO, settings)
     assert (config.train.device, config.engine) == ("cuda", "vllm")
-    assert PLANS["trainer-gpu"].needs.gpus == PLANS["inference-gpu"].needs.gpus == 1
+    for role in ("trainer", "inference"):
+        assert plan_service(role, config, settings).needs.gpus == 1
     assert read_job(DEMO, compose_settings("trainer")).train.device == "cpu"
+
+
+def builder_of(service: str) -> str:
+    """The service that builds the image of another, which is built by one alone."""
+    [builder] = [
+        name
+        for name, each in SERVICES.items()
+        if each["image"] == SERVICES[service]["image"] and "build" in each
+    ]
+    return builder
+
+
+def test_each_image_is_built_by_one_service() -> None:
+    assert {name: builder_of(name) for name in OURS} == {
+        **{name: name for name in SETTINGS},
+        "door": "environment",
+        "job": "environment",
+    }
+
+
+def test_up_shows_the_job_alone_so_that_it_ends_with_it_and_with_no_other_container() -> None:
+    assert {name for name, service in SERVICES.items() if service.get("attach", True)} == {"job"}
+    assert SERVICES["job"]["restart"] == "no"
+
+
+def test_variables_that_shells_have_anyway_change_nothing() -> None:
+    names = ("ENVIRONMENT", "SEED", "LOSS", "ENGINE", "LEARNING_RATE")
+    assert compose_file(**dict.fromkeys(names, "1")) == compose_file()
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_whatever_is_waited_for_can_become_ready(service: str) -> None:
     for name, wait in SERVICES[service].get("depends_on", {}).items():
         other = SERVICES[name]
-        if wait["condition"] == "service_completed_successfully":
-            assert other["restart"] == "no"
-        else:
-            assert "healthcheck" in other or TARGETS[other["build"]["target"]].probe
-        assert not other.get("profiles") or wait["required"] is False
+        assert wait["condition"] == "service_healthy"
+        assert "healthcheck" in other or TARGETS[other["build"]["target"]].probe
+        assert wait.get("required", True) or name == "redis"  # or it would start after a failure
 
 
 @pytest.mark.parametrize("service", SETTINGS)
@@ -321,22 +346,39 @@ def test_an_image_runs_the_embedded_command_and_probes_its_port(service: str) ->
     target = TARGETS[SERVICES[service]["build"]["target"]]
     assert target.command == ["python", *spec_of(service).command[1:]]
     assert tuple(target.command) == PLANS[service].command
-    assert target.probe[:4] == [
-        "python",
-        "-m",
-        "dialoop_services.runtime.probe",
-        f"127.0.0.1:{listens(service)}",
+    assert target.probe == [
+        *("python", "-I", "-S"),
+        "/opt/dialoop/services/dialoop_services/runtime/probe.py",
+        f"127.0.0.1:{listens(service, 'REST_PORT')}",
+        "60",  # as long as the embedded stack waits
     ]
-    assert target.probe[-2:] == ["--kill-after", "60"]  # as long as the embedded stack waits
+    assert ("services services") in target.all_of("COPY")  # the probe is in the image
     assert SERVICES[service]["restart"] == "on-failure"
     assert target.last("EXPOSE") == f"{listens(service)} {listens(service, 'REST_PORT')}"
+
+
+def test_the_door_outlives_its_environment_and_shows_whether_that_serves() -> None:
+    probe = SERVICES["door"]["healthcheck"]["test"]
+    into = f"127.0.0.1:{listens('environment', 'REST_PORT')}"
+    assert probe == ["CMD", *TARGETS["environment"].probe[:-2], into]  # and no seconds: no kill
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_an_image_installs_the_packages_of_others_before_our_source(service: str) -> None:
+    target = TARGETS[SERVICES[service]["build"]["target"]]
+    texts = [text for kind, text in target.instructions if kind in ("COPY", "RUN")]
+    assert texts[-1] == "pip install --no-deps --no-build-isolation ./client ."
+    source = texts.index("client client")
+    assert texts[source:-1] == ["client client", "services services"]
+    assert any(text.startswith("pip install -r") or "dependencies.py" in text for text in texts)
 
 
 @pytest.mark.parametrize("service", SETTINGS)
 def test_an_image_installs_its_own_extra_and_drops_root_last(service: str) -> None:
     target = TARGETS[SERVICES[service]["build"]["target"]]
     kinds = [kind for kind, _ in target.instructions]
-    assert target.extras == [role_of(service)]
+    # A service whose extra is empty needs what all need.
+    assert target.extras == ([service] if requirements(ROOT, service) else [])
     assert target.last("USER") == SERVICES[service]["user"]
     assert "RUN" not in kinds[kinds.index("USER") :]
 
@@ -355,7 +397,7 @@ def test_a_model_that_loads_for_minutes_fails_no_health_check(service: str) -> N
     check = TARGETS[SERVICES[service]["build"]["target"]].last("HEALTHCHECK")
     start = re.search(r"--start-period=(\d+)s", check)
     assert start
-    loads = role_of(service) in ("inference", "trainer", "scorer")
+    loads = service in ("inference", "trainer", "scorer")
     assert int(start[1]) >= (1800 if loads else 60)
 
 
@@ -366,7 +408,7 @@ def test_packages_of_the_users_code_may_not_change_ours() -> None:
         assert build["args"]["REQUIREMENTS"] == "infra/requirements/mine.txt"
         target = TARGETS[build["target"]]
         assert "${REQUIREMENTS} own.txt" in target.all_of("COPY")
-        assert target.all_of("RUN")[-1] == (
+        assert target.all_of("RUN")[-2] == (
             "pip list --format=freeze > ours.txt && pip install -r own.txt -c ours.txt"
         )
 
@@ -377,5 +419,3 @@ def test_variables_are_read_as_compose_reads_them() -> None:
     assert interpolate("[${A:+x}]", {"A": "a"}) == "[x]"
     assert interpolate("${A:-${B:-x}}", {"B": "b"}) == "b"
     assert interpolate("${A:-${B:-x}}", {"A": "a"}) == "a"
-    with pytest.raises(MissingVariable, match="A: say it"):
-        interpolate("${A:?say it}", {"A": ""})

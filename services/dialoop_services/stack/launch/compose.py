@@ -1,6 +1,7 @@
 """Start a service of docker-compose.yml with the settings that the job file gives it.
 
 python -m dialoop_services.stack.launch.compose check       # refuse a job before anything starts
+python -m dialoop_services.stack.launch.compose job         # the same, then follow it to its end
 python -m dialoop_services.stack.launch.compose trainer     # what the trainer's container runs
 
 The job file is mounted into every container. This reads it, takes the variables of the service from
@@ -10,6 +11,7 @@ the launch plan, and becomes the service. A variable that the container has alre
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import os
 import sys
@@ -17,7 +19,6 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from dialoop.errors import DialoopError, InvalidConfig
@@ -28,12 +29,25 @@ from dialoop_services.config.file import Override, load_with_origins
 from dialoop_services.config.settings import CONFIG_VARIABLE
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.config.values import paths_in
-from dialoop_services.runtime.exit_reason import ExitReason
+from dialoop_services.runtime.exit_reason import (
+    ENDS_FOR_GOOD_VARIABLE,
+    EXIT_REASON_VARIABLE,
+    ExitReason,
+)
 from dialoop_services.runtime.process import end_command
 from dialoop_services.runtime.settings import StrictSettings, load
 from dialoop_services.stack.devices import needs_elsewhere
+from dialoop_services.stack.launch.compose_job import (
+    files_in,
+    follow,
+    remember_start,
+    require_readable,
+    require_writable,
+    trainer_end,
+)
 from dialoop_services.stack.launch.elsewhere import CONFIG_FILE, FOLDER, job_file, plan_elsewhere
 from dialoop_services.stack.layout import FIXED_PORTS
+from dialoop_services.stack.run_dir import mark_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,30 +56,16 @@ if TYPE_CHECKING:
     from dialoop_services.stack.launch.plan import PlannedProcess
 
 CHECK = "check"
+JOB = "job"
 SERVICES = ("environment", "inference", "replay", "scorer", "trainer", "collector")
 DOOR = "door"
-"""The relay through which the environment service, in a network of its own, reaches the policy."""
+"""The relay between the environment service, in a network of its own, and all others."""
+_CHECKED = "dialoop-checked"
+"""A file for temporary files, once the job is checked: the services start then."""
 _JOINS = ("inference", "scorer", "collector")
 """Services that a second machine adds to a job."""
-REPLACED = MappingProxyType(
-    {
-        "DIALOOP_RUN": "run",
-        "ENVIRONMENT": "use in [environment]",
-        "ENVIRONMENT_NAME": "name in [environment]",
-        "TRAIN_STEPS": "num_steps in [train]",
-        "WARM_START_STEPS": "num_steps in [warm_start]",
-        "LOSS": "loss in [train]",
-        "LEARNING_RATE": "learning_rate in [train]",
-        "SEED": "seed",
-        "ENGINE": "engine",
-        "MAX_MODEL_LEN": "max_model_len in [inference]",
-        "MAX_NEW_TOKENS": "max_new_tokens in [collector]",
-        "KEEP_POLICIES": "keep_policies in [train]",
-        "KV_CACHE_MIB": "kv_cache_mib in [inference]",
-    }
-)
-"""Variables of earlier versions, and the key of the job file that took the place of each."""
-_GPU = "--profile gpu --scale inference=0 --scale trainer=0"
+_DEMO = "infra/configs/demo.toml"
+_GPU_FILE = "infra/docker/gpu.yml"
 
 
 class ComposeSettings(StrictSettings):
@@ -79,36 +79,50 @@ class ComposeSettings(StrictSettings):
     """JOB as the user set it; empty: the demo's job."""
     model: str = ""
     """MODEL_DIR as the user set it, mounted at `folder`/model; empty: the job file's model."""
+    code: str = ""
+    """CODE_DIR as the user set it, mounted at `folder`/code; empty: an empty volume."""
+    runs: str = ""
+    """RUNS_DIR as the user set it, mounted at `folder`/runs; empty: a volume."""
     gpu: bool = False
-    """Whether the container has a GPU, as those of the profile gpu."""
-    replaced: str = ""
-    """Variables of earlier versions that are set, separated by spaces; they are refused."""
+    """Whether the container has a GPU."""
     head: str = ""
     """Address of the machine that runs the rest of the job; empty: this one."""
     address: str = ""
     """Address of this machine, at which others reach its replica; empty: none but containers."""
 
     @property
-    def code(self) -> Path:
+    def code_folder(self) -> Path:
         """Return the folder of the user's code, where relative paths of the job file begin."""
         return self.folder / "code"
+
+    @property
+    def runs_folder(self) -> Path:
+        """Return the folder that holds the runs."""
+        return self.folder / "runs"
+
+    def as_given(self, path: Path) -> str:
+        """Return a path of the containers as the user knows it, where it is in CODE_DIR."""
+        if self.code and path.is_relative_to(self.code_folder):
+            return str(Path(self.code, path.relative_to(self.code_folder)))
+        return str(path)
 
 
 def read_job(path: Path, settings: ComposeSettings) -> JobConfig:
     """Return the job as these containers run it; InvalidConfig for one that they cannot run."""
-    for name in settings.replaced.split():
-        raise InvalidConfig(
-            f"{name} is set, and docker-compose.yml no longer reads it.",
-            remedy=f"Unset it, and set {REPLACED[name]} in the job file that JOB names.",
-        )
+    require_readable(path, "JOB", settings.job or _DEMO)
+    require_readable(
+        settings.code_folder, "CODE_DIR", settings.as_given(settings.code_folder), whole=False
+    )
     overrides = []
     if settings.model:
         _require_model(settings)
         directory = str(settings.folder / "model")
         overrides.append(Override(path="model.directory", value=directory, origin="MODEL_DIR"))
     if settings.gpu:
-        overrides.append(Override(path="train.device", value="cuda", origin="the profile gpu"))
-    loaded = load_with_origins(path, environment={}, overrides=overrides, folder=settings.code)
+        overrides.append(Override(path="train.device", value="cuda", origin=_GPU_FILE))
+    loaded = load_with_origins(
+        path, environment={}, overrides=overrides, folder=settings.code_folder
+    )
     _require_what_compose_has(loaded.config)
     _require_files(loaded.config, settings)
     return loaded.config
@@ -120,6 +134,7 @@ def _require_model(settings: ComposeSettings) -> None:
             "MODEL_DIR is set, and JOB is not: the demo's job is meant for its tiny model.",
             remedy="Set JOB to a job file for your model.",
         )
+    require_readable(settings.folder / "model", "MODEL_DIR", settings.model)
     if not (settings.folder / "model" / "config.json").is_file():
         raise InvalidConfig(
             f"MODEL_DIR={settings.model} holds no config.json.",
@@ -163,12 +178,16 @@ def _require_what_compose_has(config: JobConfig) -> None:
 def _require_files(config: JobConfig, settings: ComposeSettings) -> None:
     """Raise InvalidConfig for a file or folder of the job that is in no container."""
     for key, path in paths_in(config).items():
-        if not path.exists():
+        if not os.path.exists(path):  # noqa: PTH110, of a folder that is closed to us too
             raise InvalidConfig(
-                f"{key} names {path}, which is not in the containers.",
-                remedy=f"Set CODE_DIR to the folder that has it: they see it as {settings.code}, "
-                "and relative paths in the job file begin there. MODEL_DIR names a model.",
+                f"{key} names {path}, which is not in the containers, or closed to them.",
+                remedy="Set CODE_DIR to the folder that has it: they see it as "
+                f"{settings.code_folder}, and relative paths in the job file begin there. "
+                "MODEL_DIR names a model.",
             )
+        require_readable(path, key, settings.as_given(path))
+    for name, path in files_in(config, settings.code_folder):
+        require_readable(path, name, settings.as_given(path))
 
 
 def plan_service(role: str, config: JobConfig, settings: ComposeSettings) -> PlannedProcess:
@@ -179,16 +198,21 @@ def plan_service(role: str, config: JobConfig, settings: ComposeSettings) -> Pla
         raise InvalidConfig(
             f'device is "cuda" in [{table}], and the container of {role} has no GPU.',
             reason=Reason.NEEDS_CUDA,
-            remedy=f"Start with `docker compose {_GPU} up`, or leave device out.",
+            remedy=f"Start with `docker compose -f docker-compose.yml -f {_GPU_FILE} up`, or leave "
+            "device out.",
         )
 
     def host(name: str) -> str:
-        if settings.head and name != role:
+        if name == role:
+            return name
+        if settings.head:
             return settings.head
-        return DOOR if (role, name) == ("environment", "inference") else name
+        return DOOR if "environment" in (role, name) else name
 
     process = plan_elsewhere(config, host, folder=settings.folder).process(role)
     variables = dict(process.variables)
+    # It answers after the job's end, as all others do; the service `job` ends.
+    variables.pop("DIALOOP_TRAINER_EXIT_WHEN_DONE", None)
     if role == "inference" and settings.address:
         address = f"{settings.address}:{FIXED_PORTS[role]}"
         variables["DIALOOP_INFERENCE_ADVERTISED_ADDRESS"] = address
@@ -268,34 +292,73 @@ def _wait_for(model: Path) -> None:
         time.sleep(1)
 
 
+def require_startable(config: JobConfig, settings: ComposeSettings) -> None:
+    """Raise InvalidConfig for a job whose services could not start, or not write their files."""
+    if not os.environ.get("DIALOOP_TOKEN"):
+        raise InvalidConfig(
+            "DIALOOP_TOKEN is not set, and the containers call each other over a network.",
+            reason=Reason.TOKEN_REQUIRED,
+            remedy="Set it to a long random string, in .env or with "
+            "`export DIALOOP_TOKEN=$(openssl rand -hex 16)`, and start again.",
+        )
+    require_writable(settings.runs_folder, config.run, settings.runs)
+    # Each container looks whether it has a GPU, and which machine it is on.
+    anywhere = settings.model_copy(update={"gpu": True, "head": ""})
+    for role in SERVICES:
+        plan_service(role, config, anywhere)
+
+
+def run_job(config: JobConfig, settings: ComposeSettings) -> int:
+    """Let the services start, and return the job's exit code once it has ended."""
+    start = {"JOB": settings.job, "CODE_DIR": settings.code, "MODEL_DIR": settings.model}
+    remember_start(settings.runs_folder, start)
+    mark_run(settings.runs_folder, config, run_id=config.run)
+    end = trainer_end(settings.runs_folder / config.run)
+    end.unlink(missing_ok=True)
+    Path(tempfile.gettempdir(), _CHECKED).touch()
+    trainer, collector = (f"{name}:{FIXED_PORTS[name]}" for name in ("trainer", "collector"))
+    return asyncio.run(follow(trainer, settings.runs_folder / config.run, last=collector))
+
+
+def start_service(role: str, config: JobConfig, settings: ComposeSettings) -> NoReturn:
+    """Become the service. The compose file starts a container again unless it ends with 0."""
+    os.environ[ENDS_FOR_GOOD_VARIABLE] = "true"
+    if role == "trainer":
+        end = trainer_end(settings.runs_folder / config.run)
+        end.unlink(missing_ok=True)
+        os.environ[EXIT_REASON_VARIABLE] = str(end)
+    become(plan_service(role, config, settings), config, os.environ)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the job, or become a service; return 2 for a job that these containers cannot run."""
+    """Check the job, follow it, or become a service; 2 for a job that containers cannot run."""
     parser = argparse.ArgumentParser(description="Start a service of docker-compose.yml.")
-    parser.add_argument("service", choices=(CHECK, *SERVICES))
+    parser.add_argument("service", choices=(CHECK, JOB, *SERVICES))
     parser.add_argument("--print", action="store_true", help="print what would be started, and end")
     options = parser.parse_args(arguments)
     try:
         settings = load(ComposeSettings)
         config = read_job(Path(os.environ.get(CONFIG_VARIABLE) or CONFIG_FILE), settings)
-        roles = SERVICES if options.service == CHECK else (options.service,)
-        if options.service == CHECK:  # the profile is not known here; the services look again
-            settings = settings.model_copy(update={"gpu": True, "head": ""})
-        processes = [plan_service(role, config, settings) for role in roles]
-        if options.print:
-            sys.stdout.write("\n".join(process.as_shell() for process in processes))
-        elif options.service == CHECK:
-            runs = settings.folder / "runs" / config.run
-            sys.stdout.write(
-                f"The job is {config.run}: {config.engine}, {config.train.loss}, "
-                f"{config.train.num_steps} train steps. Its files are in {runs}.\n"
-            )
-        else:
-            become(processes[0], config, os.environ)
+        if options.service not in (CHECK, JOB):
+            if options.print:
+                sys.stdout.write(plan_service(options.service, config, settings).as_shell())
+                return 0
+            start_service(options.service, config, settings)
+        require_startable(config, settings)
+        runs = settings.runs_folder / config.run
+        sys.stdout.write(
+            f"The job is {config.run}: {config.engine}, {config.train.loss}, "
+            f"{config.train.num_steps} train steps. Its files are in {runs}.\n"
+        )
+        sys.stdout.flush()
+        return run_job(config, settings) if options.service == JOB else 0
     except DialoopError as error:
         reason = ExitReason.of(error)
+        reason.write()
         sys.stderr.write(f"dialoop compose: {reason.message}\n")
+        if options.service in SERVICES and not options.print:
+            reason.end()
         return reason.exit_code
-    return 0
 
 
 if __name__ == "__main__":
