@@ -4,8 +4,10 @@ SEED ?=
 ONLY ?=
 REHEARSE ?=
 COMMIT ?=
+KEEP ?=
+ENGINE_DIR ?= /var/tmp/dialoop-engine
 
-.PHONY: setup demo learn models up test test-heavy silent-bugs chaos gpu-smoke gpu-parts gpu-evidence check proto console bench
+.PHONY: setup demo learn models up test test-heavy compose-test silent-bugs chaos gpu-smoke gpu-parts gpu-evidence check proto console bench
 
 setup:  ## make or update .venv
 	@infra/setup.sh
@@ -28,6 +30,11 @@ test: setup  ## all tests but the heavy ones, which are listed first; the slowes
 
 test-heavy: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m heavy
+
+compose-test: setup  ## docker-compose.yml on a real engine: root, Debian, 10 GB; KEEP=1 keeps the engine
+	@trap '[ -n "$(KEEP)" ] || infra/docker/local_images.sh stop $(ENGINE_DIR)' EXIT; \
+	  infra/docker/local_images.sh $(ENGINE_DIR) && . $(ENGINE_DIR)/env && \
+	  COMPOSE_TEST=1 $(BIN)/python -m pytest -v tests/compose --durations=0 --durations-min=1
 
 silent-bugs: setup  ## six published bugs in a small job: no error without checks, a stop with them
 	@$(BIN)/python -m benchmarks.silent_bugs $(ONLY)
@@ -57,7 +64,7 @@ check: setup  ## format, lint, types, layers, protos, generated code, the consol
 	infra/check_console.sh
 	$(BIN)/python infra/check_rooms.py
 	$(BIN)/python infra/evidence_page.py --check
-	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml infra/docker/gpu.yml
 
 proto: setup  ## generate client/dialoop/v1 from proto/
 	infra/generate_protos.sh
