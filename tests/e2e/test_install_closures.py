@@ -83,11 +83,12 @@ def build_image(target: Target, place: Path) -> Image:
 
 def _copy(text: str, destination: Path) -> None:
     *sources, to = text.split()
+    ignored = shutil.ignore_patterns("__pycache__")
     for name in sources:
         into = destination / (Path(to) / name if to.endswith("/") else to)
         into.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, into, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, into, ignore=ignored, dirs_exist_ok=True)
         else:
             shutil.copy(ROOT / name, into)
 
