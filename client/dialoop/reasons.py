@@ -242,6 +242,10 @@ class Reason(_Named):
     )
     FUNCTION_FAILED = "FUNCTION_FAILED", "The function in the sandbox failed."
     FUNCTION_TIMEOUT = "FUNCTION_TIMEOUT", "The function in the sandbox took too long."
+    FOREIGN_STACK = (
+        "FOREIGN_STACK",
+        "Another user has named the addresses to which a token would go.",
+    )
     FUTURE_VERSION = "FUTURE_VERSION", "Tokens claim a policy version that was never announced."
     GREEDY_SAMPLING = "GREEDY_SAMPLING", "Tokens sampled at temperature 0 have no probability."
     GROUP_INCOMPLETE = "GROUP_INCOMPLETE", "The group lacks trajectories that can be scored."

@@ -9,6 +9,10 @@ export function setToken(token: string): void {
   sessionStorage.setItem(TOKEN, token);
 }
 
+export function hasToken(): boolean {
+  return sessionStorage.getItem(TOKEN) !== null;
+}
+
 function headers(): Record<string, string> {
   const token = sessionStorage.getItem(TOKEN);
   return token ? { authorization: `Bearer ${token}` } : {};

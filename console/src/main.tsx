@@ -3,7 +3,7 @@
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import type { Run } from "./answers";
-import { setToken } from "./api";
+import { hasToken, setToken } from "./api";
 import { Config } from "./config";
 import { Curves } from "./curves";
 import { isExport, readHead } from "./exported";
@@ -58,6 +58,7 @@ function Console() {
   const ticks = useTicks(2);
   const [attempt, setAttempt] = useState(0);
   const [isHelping, setHelping] = useState(false);
+  const [isAsking, setAsking] = useState(false);
   const [theme, flipTheme] = useTheme();
   const { value, error } = useAnswer<{ runs: Run[] }>("runs", `${ticks}/${attempt}`);
   const [last, setLast] = useState<Run[]>([]);
@@ -75,7 +76,13 @@ function Console() {
       PAGES.map(([page], index) => [`${index + 1}`, () => run && go(page, { run: run.name })]),
     ),
   });
-  if (error?.status === 401) return <AskToken onToken={() => setAttempt(attempt + 1)} />;
+  if (error?.status === 401 || isAsking) {
+    const retry = () => {
+      setAsking(false);
+      setAttempt(attempt + 1);
+    };
+    return <AskToken onToken={retry} />;
+  }
   const isUnknown = name !== "" && run !== undefined && run.name !== name;
   return (
     <>
@@ -102,6 +109,11 @@ function Console() {
         {run && <Reading run={run} />}
         {isExport() && <Exported />}
         <span class="space" />
+        {hasToken() && (
+          <button type="button" onClick={() => setAsking(true)}>
+            Another token
+          </button>
+        )}
         <button type="button" onClick={flipTheme}>
           {theme === "dark" ? "Light" : "Dark"} <kbd>t</kbd>
         </button>
@@ -170,7 +182,7 @@ function AskToken({ onToken }: { onToken: () => void }) {
       }}
     >
       <label>
-        The console's token (DIALOOP_TOKEN)
+        Your token (DIALOOP_TOKEN, or DIALOOP_ADMIN_TOKEN to pause and requeue where there is one)
         <input
           type="password"
           autocomplete="off"

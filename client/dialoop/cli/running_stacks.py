@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dialoop.errors import Unavailable
+from dialoop.errors import PermissionDenied, Unavailable
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Stack:
     pid: 0 for a stack of which DIALOOP_SERVICES names the machine, where no process is ours.
 
     console: host:port of its console; empty if it has none. processes: state, pid, num_restarts
-    and alarm of each process, as its supervisor wrote them.
+    and alarm of each process, as its supervisor wrote them. owner: the user who wrote that.
     """
 
     run_dir: Path
@@ -53,6 +53,20 @@ class Stack:
     run_id: str = ""
     console: str = ""
     processes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    owner: int = field(default_factory=os.getuid)
+
+    def require_own(self, token: str) -> None:
+        """Raise PermissionDenied (FOREIGN_STACK) before a token goes where another user says.
+
+        Whoever can write a run's folder can name any address there.
+        """
+        if token and self.owner not in (os.getuid(), 0):
+            raise PermissionDenied(
+                f"User {self.owner} has written {self.run_dir / STACK_FILE}, and a token would go "
+                "to the addresses that it names.",
+                reason=Reason.FOREIGN_STACK,
+                remedy="Unset DIALOOP_TOKEN, or name the services' addresses yourself.",
+            )
 
 
 def find_stack(run_dir: Path) -> Stack | None:
@@ -84,8 +98,12 @@ def named_stack(run_dir: Path) -> Stack | None:
     )
 
 
-def require_addresses(run_dir: Path) -> dict[str, str]:
-    """Return each service's address by name; Unavailable when no ready stack serves the run."""
+def require_addresses(run_dir: Path, *, token: str = "") -> dict[str, str]:
+    """Return each service's address by name; Unavailable when no ready stack serves the run.
+
+    With a token for them, or DIALOOP_TOKEN, raise PermissionDenied (FOREIGN_STACK) for a stack of
+    another user.
+    """
     stack = find_stack(run_dir) or named_stack(run_dir)
     if stack is None or not stack.addresses:
         raise Unavailable(
@@ -95,6 +113,7 @@ def require_addresses(run_dir: Path) -> dict[str, str]:
             if stack is None
             else "Wait until all of its services are ready.",
         )
+    stack.require_own(token or os.environ.get("DIALOOP_TOKEN", ""))
     return dict(stack.addresses)
 
 
@@ -114,7 +133,8 @@ def _holder_of(lock: Path) -> int:
 def read_announcement(run_dir: Path, pid: int) -> Stack | None:
     """Return the stack of this pid from its stack.json, or None where it has written none."""
     try:
-        content = json.loads((run_dir / STACK_FILE).read_text("utf-8"))
+        with (run_dir / STACK_FILE).open(encoding="utf-8") as file:
+            content, owner = json.load(file), os.fstat(file.fileno()).st_uid
     except (OSError, ValueError):
         return None
     if content["pid"] != pid:  # a stack that was killed leaves its file behind
@@ -128,4 +148,5 @@ def read_announcement(run_dir: Path, pid: int) -> Stack | None:
         run_id=str(content.get("run_id", "")),
         console=str(content.get("console", "")),
         processes=dict(content.get("processes", {})),
+        owner=owner,
     )

@@ -67,6 +67,7 @@ class Watcher:
         self._looked_at = time.monotonic()
 
     async def __aenter__(self) -> Self:
+        self.stack.require_own(self._token)
         self._looked_at = time.monotonic()
         self._health = {
             name: await self._exits.enter_async_context(open_channel(address))

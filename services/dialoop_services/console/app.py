@@ -239,11 +239,14 @@ class _LiveRoutes:
     async def now(self, request: Request) -> Response:
         """Answer with an event each second: what the stack does, or null while there is none."""
         run_dir, token = self._run_dir(request), _token_of(request)
+        newest = await self._live.now(run_dir, token)  # before the answer begins: it may be refused
 
         async def events() -> AsyncIterator[bytes]:
+            nonlocal newest
             while True:
-                yield b"data: " + to_json(await self._live.now(run_dir, token)) + b"\n\n"
+                yield b"data: " + to_json(newest) + b"\n\n"
                 await asyncio.sleep(LOOK_EVERY_S)
+                newest = await self._live.now(run_dir, token)
 
         return StreamingResponse(events(), media_type="text/event-stream")
 

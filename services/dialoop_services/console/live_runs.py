@@ -123,6 +123,7 @@ async def _channel(run_dir: Path, service: str, token: str) -> AsyncIterator[tup
             reason=Reason.NO_STACK,
             remedy="Its queue can be read and its training paused while it runs.",
         )
+    stack.require_own(token)
     address, once = stack.addresses[service], RetryPolicy(max_attempts=1)
     async with Channel(address, token=token, retry=once) as channel:
         yield stack, channel

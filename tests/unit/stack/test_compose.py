@@ -106,7 +106,7 @@ def test_every_variable_of_a_container_is_a_setting(
     settings = settings_of(service, monkeypatch)
     container = SERVICES[service]["environment"]
     prefix = SETTINGS[service].model_config["env_prefix"]
-    shared = {"DIALOOP_TOKEN", "DIALOOP_ADMIN_TOKEN", "DIALOOP_CONFIG"}
+    shared = {"DIALOOP_TOKEN", "DIALOOP_ADMIN_TOKEN", "DIALOOP_TICKET", "DIALOOP_CONFIG"}
     shared |= {f"DIALOOP_{name.upper()}" for name in LogSettings.model_fields}
     prefixes = (str(prefix), "DIALOOP_COMPOSE_")
     assert {name for name in container if not name.startswith(prefixes)} <= shared

@@ -60,7 +60,7 @@ class BlockingDialoop:
     @classmethod
     def of_run(cls, run_dir: str | Path, *, token: str = "") -> Self:
         """Connect to the stack that `dialoop up` or `dialoop train` runs in `run_dir` here."""
-        addresses = require_addresses(Path(run_dir))
+        addresses = require_addresses(Path(run_dir), token=token)
         names = ("environment", "inference", "replay", "scorer", "trainer")
         return cls(**{name: addresses[name] for name in names}, token=token)
 

@@ -178,6 +178,11 @@ class Authority:
         )
 
 
+def authority_of(environment: Mapping[str, str]) -> Authority | None:
+    """Return the authority of the tokens in these variables; None without one."""
+    return Authority.of(environment.get(TOKEN, ""), environment.get(ADMIN_TOKEN, ""))
+
+
 class Proofs:
     """Makes the authorization that a member sends to each service, and renews it in time."""
 
@@ -384,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InvalidInput(
                 f"--name is {options.name!r}.", remedy="Name the one member that joins, as gpu-7."
             )
-        authority = Authority.of(os.environ.get(TOKEN, ""), os.environ.get(ADMIN_TOKEN, ""))
+        authority = authority_of(os.environ)
         if authority is None:
             raise InvalidConfig(
                 "No token is set, so there is nothing to sign with.",

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,6 +30,12 @@ from dialoop_services.config.file import Override, load_with_origins
 from dialoop_services.config.settings import CONFIG_VARIABLE
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.config.values import paths_in
+from dialoop_services.runtime.access.principals import (
+    TICKET,
+    TOKEN,
+    without_tokens,
+)
+from dialoop_services.runtime.access.tickets import Proofs, authority_of
 from dialoop_services.runtime.exit_reason import (
     ENDS_FOR_GOOD_VARIABLE,
     EXIT_REASON_VARIABLE,
@@ -272,11 +279,26 @@ def become(process: PlannedProcess, config: JobConfig, environment: Mapping[str,
     handle, path = tempfile.mkstemp(prefix="dialoop-job-", suffix=".toml")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(job_file(config))
-    variables = {**process.variables, **environment, CONFIG_VARIABLE: path}
+    own = {CONFIG_VARIABLE: path, **_ticket_of(process, config, environment)}
+    variables = {**process.variables, **without_tokens(environment), **own}
     if process.needs_model and not config.model.directory:
         model = Path(process.variables["DIALOOP_INFERENCE_MODEL_DIR"]) / "model.safetensors"
         _wait_for(model)
     os.execvpe(process.command[0], process.command, variables)
+
+
+def _ticket_of(
+    process: PlannedProcess, config: JobConfig, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variable with the service's ticket: that of its machine, or one signed here.
+
+    Then the service needs no token, and has none. Only a replica has its name from the plan.
+    """
+    authority = authority_of(environment)
+    if environment.get(TICKET) or authority is None:
+        return {}
+    name = process.variables.get("DIALOOP_INFERENCE_NAME", "")
+    return {TICKET: authority.issue(run=config.run, role=process.role, name=name).text()}
 
 
 def _wait_for(model: Path) -> None:
@@ -294,7 +316,7 @@ def _wait_for(model: Path) -> None:
 
 def require_startable(config: JobConfig, settings: ComposeSettings) -> None:
     """Raise InvalidConfig for a job whose services could not start, or not write their files."""
-    if not os.environ.get("DIALOOP_TOKEN"):
+    if not os.environ.get(TOKEN):
         raise InvalidConfig(
             "DIALOOP_TOKEN is not set, and the containers call each other over a network.",
             reason=Reason.TOKEN_REQUIRED,
@@ -317,7 +339,11 @@ def run_job(config: JobConfig, settings: ComposeSettings) -> int:
     end.unlink(missing_ok=True)
     Path(tempfile.gettempdir(), _CHECKED).touch()
     trainer, collector = (f"{name}:{FIXED_PORTS[name]}" for name in ("trainer", "collector"))
-    return asyncio.run(follow(trainer, settings.runs_folder / config.run, last=collector))
+    authority = authority_of(os.environ)
+    assert authority is not None  # `require_startable` asks for a token
+    token = partial(Proofs(authority.issue(run=config.run, role="stack")).to, "trainer")
+    run_dir = settings.runs_folder / config.run
+    return asyncio.run(follow(trainer, run_dir, last=collector, token=token))
 
 
 def start_service(role: str, config: JobConfig, settings: ComposeSettings) -> NoReturn:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from dialoop.clients.channel import Credentials
     from dialoop.clients.trainer import TrainerStatus
 
     from dialoop_services.config.job import JobConfig
@@ -137,7 +138,7 @@ def trainer_end(run_dir: Path) -> Path:
     return run_dir / _END_FILE
 
 
-async def follow(address: str, run_dir: Path, *, last: str) -> int:
+async def follow(address: str, run_dir: Path, *, last: str, token: Credentials) -> int:
     """Print how far the job is; return 0 at its end, or the code of what the trainer died of.
 
     A job that had ended before waits for `last`, the address of the service that starts last: `up`
@@ -146,7 +147,7 @@ async def follow(address: str, run_dir: Path, *, last: str) -> int:
     newest, answered_at = "", time.monotonic()
     progress: tuple[Phase, int] | None = None
     retry = RetryPolicy(max_attempts=1)  # the loop asks again
-    async with Channel(address, token=os.environ.get("DIALOOP_TOKEN", ""), retry=retry) as channel:
+    async with Channel(address, token=token, retry=retry) as channel:
         while True:
             status = await _status_of(TrainerClient(channel))
             ended = None if status else read_exit_reason(trainer_end(run_dir))

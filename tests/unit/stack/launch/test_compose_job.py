@@ -14,6 +14,8 @@ from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.replay.settings import ReplaySettings
+from dialoop_services.runtime.access.auth import Token
+from dialoop_services.runtime.access.tickets import Authority, Ticket
 from dialoop_services.runtime.settings import ServerSettings, load
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.stack.launch import compose
@@ -121,7 +123,6 @@ def test_every_service_takes_its_settings_from_the_job_file(
     settings = {}
     for role in SETTINGS:
         settings[role] = settings_of(role, tmp_path, monkeypatch)
-        assert settings[role].token.get_secret_value() == "secret"
         assert settings[role].host == "0.0.0.0"
     environment, inference = settings["environment"], settings["inference"]
     collector, trainer, scorer = settings["collector"], settings["trainer"], settings["scorer"]
@@ -304,3 +305,21 @@ def test_images_without_torch_or_yaml_can_start_their_service() -> None:
         "import dialoop_services.stack.launch.compose\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("role", sorted(SETTINGS))
+def test_a_container_s_service_has_a_ticket_and_no_token(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIALOOP_ADMIN_TOKEN", "the-admin")
+    with_model(tmp_path)
+    variables = start(role, tmp_path).variables
+    assert not {"secret", "the-admin"} & set(variables.values())
+    assert Token(variables["DIALOOP_TOKEN"]).require(b"Bearer secret") is None
+    ticket = Ticket.of(variables["DIALOOP_TICKET"])
+    assert (ticket.member.run, ticket.member.role) == (variables["DIALOOP_RUN"], role)
+    authority = Authority.of("secret", "the-admin")
+    assert authority is not None
+    assert ticket.job_key == authority.public_key
+    monkeypatch.setenv("DIALOOP_TICKET", "of-another-machine")
+    assert start(role, tmp_path).variables["DIALOOP_TICKET"] == "of-another-machine"

@@ -252,7 +252,7 @@ def exit_code_after(
     monkeypatch.setattr(compose_job, "_EVERY_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as last:
         port = last.getsockname()[1]
-        return asyncio.run(follow("127.0.0.1:1", run_dir, last=f"127.0.0.1:{port}"))
+        return asyncio.run(follow("127.0.0.1:1", run_dir, last=f"127.0.0.1:{port}", token=str))
 
 
 def vars_of(reason: ExitReason) -> dict[str, object]:
@@ -287,7 +287,7 @@ def test_a_job_that_had_ended_before_waits_until_all_have_started(
 
     async def job() -> int:
         following = asyncio.create_task(
-            follow("127.0.0.1:1", tmp_path, last=f"127.0.0.1:{unused_tcp_port}")
+            follow("127.0.0.1:1", tmp_path, last=f"127.0.0.1:{unused_tcp_port}", token=str)
         )
         await asyncio.sleep(0.1)
         assert not following.done()
