@@ -52,11 +52,15 @@ class Vllm:
 def prepare() -> None:
     """Set the variables that vLLM reads; those that are set already stay.
 
-    It then asks nothing of the network, needs no compiler on a CPU, and warns less.
+    It then asks nothing of the network, needs no compiler on a CPU, forks nothing on a GPU, and
+    warns less.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        # A core that is a fork of this process could not use CUDA where anything here has.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    else:
         # All layers run eagerly; the rest would need a C++ compiler at the first token.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # vLLM's engine core then runs the model itself. Else a worker process does, and on a CPU
