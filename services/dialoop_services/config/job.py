@@ -451,6 +451,18 @@ def warnings_for_formats(config: JobConfig) -> tuple[str, ...]:
     return tuple(warnings)
 
 
+def warnings_for_cache(config: JobConfig) -> tuple[str, ...]:
+    """Return a warning where a share of memory sets vLLM's cache, and demands to be free."""
+    if config.engine != "vllm" or config.inference.has_fixed_cache:
+        return ()
+    share = config.inference.engine["gpu_memory_utilization"]
+    return (
+        f"gpu_memory_utilization = {share} in [inference.engine] takes the place of kv_cache_mib: "
+        "vLLM fills that share of the GPU, and starts or restarts only where so much is free. "
+        "Beside a trainer on the same GPU leave it out, and set kv_cache_mib in [inference]",
+    )
+
+
 def warnings_for_advantages(config: JobConfig) -> tuple[str, ...]:
     """Return a warning for each setting of [scorer] that differs from what the loss needs.
 

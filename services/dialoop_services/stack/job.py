@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.trainer import Phase
 
-from dialoop_services.config.job import warnings_for_advantages, warnings_for_formats
+from dialoop_services.config.job import (
+    warnings_for_advantages,
+    warnings_for_cache,
+    warnings_for_formats,
+)
 from dialoop_services.stack.layout import service_of
 from dialoop_services.stack.report import summary
 from dialoop_services.stack.report.live import LiveView, PhaseProgress
@@ -55,7 +59,11 @@ async def train(plan: Plan, log: LogStream, console: Console) -> int:
 
 def warnings_for(config: JobConfig) -> tuple[str, ...]:
     """Return a warning for each setting that works but may be a mistake."""
-    return (*warnings_for_advantages(config), *warnings_for_formats(config))
+    return (
+        *warnings_for_advantages(config),
+        *warnings_for_formats(config),
+        *warnings_for_cache(config),
+    )
 
 
 async def _until_done(

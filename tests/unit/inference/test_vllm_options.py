@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,21 @@ def test_options_of_the_config_are_added_to_dialoops_own(args_of: Any) -> None:
 def test_a_share_of_memory_replaces_the_fixed_size(args_of: Any) -> None:
     args = args_of(gpu_memory_utilization=0.3)
     assert (args.gpu_memory_utilization, args.kv_cache_memory_bytes) == (0.3, None)
+
+
+def test_a_replica_starts_beside_a_trainer_on_its_gpu(args_of: Any) -> None:
+    """vLLM's own check, with the figures of an 80 GB card and a 0.6B trainer on it."""
+    from vllm.v1.worker.utils import request_memory
+
+    card = SimpleNamespace(total_memory=80 << 30, free_memory=70 << 30, device_="cuda:0")
+
+    def demand(**own: Any) -> int:
+        share = args_of(**own).gpu_memory_utilization
+        return request_memory(card, SimpleNamespace(gpu_memory_utilization=share))
+
+    assert demand() < 1 << 30
+    with pytest.raises(ValueError, match="Free memory"):
+        demand(gpu_memory_utilization=0.92)
 
 
 def test_graphs_are_captured_on_cuda_alone(args_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

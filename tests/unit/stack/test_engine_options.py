@@ -11,7 +11,7 @@ from dialoop.errors import InvalidConfig
 from dialoop_services.config.engines import ENGINES, require_options
 from dialoop_services.config.file import Override, load_config, load_with_origins, parse_config
 from dialoop_services.config.imported import import_config
-from dialoop_services.config.job import JobConfig
+from dialoop_services.config.job import JobConfig, warnings_for_cache
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.runtime.settings import load
 from dialoop_services.stack.devices import Node, plan_devices
@@ -106,6 +106,10 @@ def test_a_share_of_memory_stands_in_for_the_fixed_size_of_the_cache() -> None:
     assert not config_of({"engine": share}).inference.has_fixed_cache
     assert config_of({}).inference.has_fixed_cache
     assert "leave one out" in refusal_of({"engine": share, "kv_cache_mib": 128})
+    (warning,) = warnings_for_cache(config_of({"engine": share}))
+    assert "gpu_memory_utilization = 0.5" in warning
+    assert "takes the place of kv_cache_mib" in warning
+    assert not warnings_for_cache(config_of({}))
 
 
 def test_pipeline_stages_count_as_devices_of_a_replica() -> None:

@@ -18,6 +18,9 @@ from dialoop_services.inference.vllm_engine.constraints import structured_output
 from dialoop_services.inference.vllm_engine.transfer import transfer_arguments
 
 _EXTENSION = "dialoop_services.inference.vllm_engine.weights.WeightsExtension"
+_LEAST_SHARE = 0.01
+"""Of a GPU's memory: what vLLM demands to be free when it starts, where its cache has a fixed size.
+Its own default would be .92, and no replica could start or restart beside a trainer."""
 
 
 def frees_memory_asleep(options: EngineOptions) -> bool:
@@ -39,9 +42,13 @@ def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
             "and scoring needs one to spare.",
             remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit - 1}.",
         )
-    is_share = "gpu_memory_utilization" in options.own
+    size: dict[str, Any] = {}
+    if "gpu_memory_utilization" not in options.own:
+        size = {
+            "kv_cache_memory_bytes": options.kv_cache_bytes,
+            "gpu_memory_utilization": _LEAST_SHARE,
+        }
     named: dict[str, Any] = {
-        "kv_cache_memory_bytes": None if is_share else options.kv_cache_bytes,
         # CUDA graphs save the launches of small kernels; on a CPU there is nothing to capture.
         "enforce_eager": not current_platform.is_cuda(),
     }
@@ -60,7 +67,7 @@ def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
         enable_sleep_mode=frees_memory_asleep(options),
         **lora_arguments(options.adapters),
         **transfer_arguments(options.weight_transfer),
-        **{**named, **options.own},
+        **{**size, **named, **options.own},
     )
 
 
