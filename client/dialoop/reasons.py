@@ -105,6 +105,10 @@ class Reason(_Named):
     """Why a call or a config was refused, or an episode failed."""
 
     ADAPTERS_DISABLED = "ADAPTERS_DISABLED", "The replica serves no adapters."
+    ADAPTERS_NEED_16_BITS = (
+        "ADAPTERS_NEED_16_BITS",
+        "vLLM on a GPU has adapters for 16-bit weights alone.",
+    )
     ADAPTER_LOST = "ADAPTER_LOST", "New weights were loaded; the adapter belonged to those before."
     ADAPTER_MISMATCH = "ADAPTER_MISMATCH", "The adapter does not fit the model."
     ADAPTER_NOT_FINITE = "ADAPTER_NOT_FINITE", "The adapter has numbers that are not finite."

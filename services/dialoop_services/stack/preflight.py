@@ -90,6 +90,7 @@ class _Checks:
         config = self.config
         for step in (
             _check_engine,
+            _check_adapters,
             _check_models,
             self._check_environments,
             check_functions,
@@ -239,6 +240,19 @@ def _check_experts(config: JobConfig, model_config: Mapping[str, Any]) -> None:
             "on with those that the model started with.",
             reason=Reason.MODEL_NOT_PUBLISHABLE,
             remedy='Set engine = "transformers", or run the job on a machine with a GPU.',
+        )
+
+
+def _check_adapters(config: JobConfig) -> None:
+    """Raise InvalidConfig where vLLM would end in mid-start: adapters in float32 on a GPU."""
+    inference, dtype = config.inference, config.inference.dtype or config.dtype
+    is_on_gpu = config.resources.inference.devices != 0 and _num_gpus(config)
+    if config.engine == "vllm" and inference.max_adapters and dtype == "float32" and is_on_gpu:
+        raise InvalidConfig(
+            f"max_adapters is {inference.max_adapters} in [inference], and vLLM on a GPU has "
+            "adapters for 16-bit weights alone, not for float32.",
+            reason=Reason.ADAPTERS_NEED_16_BITS,
+            remedy='Set dtype = "bfloat16" in [inference], or leave max_adapters out.',
         )
 
 

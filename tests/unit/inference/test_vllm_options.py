@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.vllm_engine import environment
+from dialoop_services.inference.weights.adapter_files import AdapterLimits
 from dialoop_services.learning.model.families import make_family
 
 environment.prepare()
 vllm = pytest.importorskip("vllm")
+from dialoop_services.inference.vllm_engine import adapters as adapters_module  # noqa: E402
 from dialoop_services.inference.vllm_engine import options as module  # noqa: E402
 
 
@@ -64,6 +67,23 @@ def test_graphs_are_captured_on_cuda_alone(args_of: Any, monkeypatch: pytest.Mon
     assert args_of().enforce_eager is True
     with pytest.raises(InvalidConfig, match="only CUDA has graphs"):
         args_of(enforce_eager=False)
+
+
+def test_adapters_in_float32_are_refused_on_a_gpu_before_vllm_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's kernel asserts it after the model was loaded."""
+    monkeypatch.setattr(module, "_max_positions", lambda _: 1024)
+    adapters = AdapterLimits(max_adapters=1, max_rank=8)
+    single = EngineOptions(adapters=adapters)
+    assert module.engine_args(tmp_path, single).enable_lora  # on a CPU it works
+    monkeypatch.setattr(adapters_module, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    with pytest.raises(InvalidConfig) as caught:
+        module.engine_args(tmp_path, single)
+    assert caught.value.reason is Reason.ADAPTERS_NEED_16_BITS
+    assert "DIALOOP_INFERENCE_DTYPE=bfloat16" in caught.value.remedy
+    half = EngineOptions(adapters=adapters, dtype="bfloat16")
+    assert module.engine_args(tmp_path, half).enable_lora
 
 
 @pytest.mark.skipif(not vllm.platforms.current_platform.is_cpu(), reason="vLLM is for a GPU")

@@ -8,6 +8,7 @@ from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dialoop_services.inference.engine import engine_stopped
@@ -19,10 +20,17 @@ if TYPE_CHECKING:
     from dialoop_services.inference.weights.loadable import Adapter
 
 
-def lora_arguments(limits: AdapterLimits) -> dict[str, Any]:
+def lora_arguments(limits: AdapterLimits, *, dtype: str) -> dict[str, Any]:
     """Return the arguments of AsyncEngineArgs for adapters; empty when there are none."""
     if not limits.max_adapters:
         return {}
+    if dtype == "float32" and current_platform.is_cuda():  # its kernel asserts it, in mid-start
+        raise InvalidConfig(
+            f"max_adapters is {limits.max_adapters} and dtype is float32, and vLLM on a GPU has "
+            "adapters for 16-bit weights alone.",
+            reason=Reason.ADAPTERS_NEED_16_BITS,
+            remedy="Set DIALOOP_INFERENCE_DTYPE=bfloat16, or DIALOOP_INFERENCE_MAX_ADAPTERS=0.",
+        )
     most = max(get_args(MaxLoRARanks))
     if limits.max_rank > most:
         raise InvalidConfig(

@@ -65,7 +65,7 @@ def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
         generation_config="vllm",
         worker_extension_cls=_EXTENSION,
         enable_sleep_mode=frees_memory_asleep(options),
-        **lora_arguments(options.adapters),
+        **lora_arguments(options.adapters, dtype=options.dtype),
         **transfer_arguments(options.weight_transfer),
         **{**size, **named, **options.own},
     )
