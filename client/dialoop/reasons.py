@@ -259,7 +259,6 @@ class Reason(_Named):
     HISTORY_MODE_ONLY = "HISTORY_MODE_ONLY", "The environment's transforms need messages."
     HISTORY_REWRITTEN = "HISTORY_REWRITTEN", "The history does not begin with the prompt."
     INPUT_ENDED = "INPUT_ENDED", "The input ended before the episode did."
-    INSECURE_SERIALIZATION = "INSECURE_SERIALIZATION", "vLLM would take pickles from any caller."
     INTERNAL = "INTERNAL", "A bug in Dialoop: look up the error_id in the service's log."
     INVALID_ADAPTER_CONFIG = "INVALID_ADAPTER_CONFIG", "adapter_config_json is malformed."
     INVALID_ADAPTER_NAME = "INVALID_ADAPTER_NAME", "The manifest names no adapter."
@@ -320,6 +319,7 @@ class Reason(_Named):
     )
     MODEL_UNKNOWN = "MODEL_UNKNOWN", "The installed transformers has no class for the model."
     MOVED = "MOVED", "A process came back on another machine, so the job starts again."
+    NCCL_UNUSABLE = "NCCL_UNUSABLE", "vLLM would send and receive no weights over this NCCL."
     NEEDS_CUDA = "NEEDS_CUDA", "The data plane needs a CUDA device."
     NEEDS_SESSION = "NEEDS_SESSION", "The environment remembers more than the messages."
     NON_FINITE_REWARD = "NON_FINITE_REWARD", "A reward is not finite."
@@ -378,6 +378,7 @@ class Reason(_Named):
         "OTHER_INCARNATION",
         "Another incarnation of the service listens at the address.",
     )
+    OTHER_WEIGHTS = "OTHER_WEIGHTS", "A replica's log-probs are not those of the policy it loaded."
     OUT_OF_RANGE = "OUT_OF_RANGE", "A number is out of range."
     PACKAGE_MISSING = "PACKAGE_MISSING", "An optional package is missing."
     PARTS_UNSUPPORTED = "PARTS_UNSUPPORTED", "A message has a part that is not text."
@@ -549,6 +550,11 @@ class Reason(_Named):
     TRACKER_REFUSED = "TRACKER_REFUSED", "The tracker cannot begin a run."
     TRAJECTORY_NOT_DONE = "TRAJECTORY_NOT_DONE", "The trajectory is not finished."
     TRAJECTORY_REPEATED = "TRAJECTORY_REPEATED", "Two trajectories of a group have one id."
+    TRANSFER_FAILED = "TRANSFER_FAILED", "vLLM's transfer between devices failed."
+    TRANSFER_NOT_CONNECTED = (
+        "TRANSFER_NOT_CONNECTED",
+        "The replica began anew: the trainer has to connect to it again.",
+    )
     TRANSFORM_FAILED = "TRANSFORM_FAILED", "A transform of the environment failed."
     TRIAL_FAILED = "TRIAL_FAILED", "The trial failed."
     TURN_NOT_FOUND = "TURN_NOT_FOUND", "Nothing was sampled in that turn."

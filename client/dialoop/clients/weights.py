@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -74,11 +74,32 @@ class TransferPhase(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTensor:
+    """A contiguous tensor in a GPU's memory, and what another process opens it with by CUDA IPC.
+
+    device: UUID of the GPU. memory_handle, memory_offset: CUDA's handle of the allocation, and
+    where in it the tensor begins. counter_name, counter_offset: torch's count of those who use it.
+    event_handle: CUDA's handle of the event at which its bytes are there; empty: they are.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    memory_handle: bytes
+    memory_offset: int
+    counter_name: str
+    counter_offset: int
+    event_handle: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStep:
-    """What vLLM's trainer side says at a phase, as a JSON object."""
+    """What vLLM's trainer side says at a phase: a JSON object, or the tensors that it shares."""
 
     phase: TransferPhase
     info_json: str = ""
+    tensors: tuple[SharedTensor, ...] = ()
 
 
 Content = bytes | TransferStep
@@ -126,6 +147,7 @@ def _content_to_proto(content: Content) -> pb.LoadWeightsRequest:
         step = pb.TransferStep(
             phase=int(content.phase),  # type: ignore[arg-type]  # enums are ints
             info_json=content.info_json,
+            tensors=[pb.SharedTensor(**asdict(tensor)) for tensor in content.tensors],
         )
         return pb.LoadWeightsRequest(transfer=step)
     return pb.LoadWeightsRequest(chunk=content)

@@ -265,7 +265,7 @@ class Probe(_message.Message):
     def __init__(self, token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., logprobs: _Optional[_Union[_chat_pb2.LogProbValues, _Mapping]] = ...) -> None: ...
 
 class TransferStep(_message.Message):
-    __slots__ = ("phase", "info_json")
+    __slots__ = ("phase", "info_json", "tensors")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PHASE_UNSPECIFIED: _ClassVar[TransferStep.Phase]
@@ -280,9 +280,33 @@ class TransferStep(_message.Message):
     PHASE_FINISH: TransferStep.Phase
     PHASE_FIELD_NUMBER: _ClassVar[int]
     INFO_JSON_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
     phase: TransferStep.Phase
     info_json: str
-    def __init__(self, phase: _Optional[_Union[TransferStep.Phase, str]] = ..., info_json: _Optional[str] = ...) -> None: ...
+    tensors: _containers.RepeatedCompositeFieldContainer[SharedTensor]
+    def __init__(self, phase: _Optional[_Union[TransferStep.Phase, str]] = ..., info_json: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[SharedTensor, _Mapping]]] = ...) -> None: ...
+
+class SharedTensor(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "device", "memory_handle", "memory_offset", "counter_name", "counter_offset", "event_handle")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    COUNTER_NAME_FIELD_NUMBER: _ClassVar[int]
+    COUNTER_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    EVENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    device: str
+    memory_handle: bytes
+    memory_offset: int
+    counter_name: str
+    counter_offset: int
+    event_handle: bytes
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., memory_handle: _Optional[bytes] = ..., memory_offset: _Optional[int] = ..., counter_name: _Optional[str] = ..., counter_offset: _Optional[int] = ..., event_handle: _Optional[bytes] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
     __slots__ = ("manifest", "chunk", "transfer")

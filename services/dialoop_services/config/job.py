@@ -225,6 +225,12 @@ class JobConfig(Section):
         return bound or (_HALF_BOUND if _HALF in formats else _EXACT_BOUND)
 
     @property
+    def is_one_device_each(self) -> bool:
+        """Return whether trainer and replicas are one process with one device each."""
+        replicas = self.inference.num_replicas * self.inference.num_devices
+        return replicas == self.train.num_processes == 1
+
+    @property
     def all_environments(self) -> tuple[EnvironmentSection, ...]:
         """Return the environments that are trained on, [environment] first."""
         return (self.environment, *self.environments)
@@ -301,6 +307,16 @@ class JobConfig(Section):
     def _require_what_is_trained_to_be_published(self) -> JobConfig:
         self.model.require_publishable(self.inference.data_plane)
         self.train.require_optimizer_for(self.model)
+        return self
+
+    @model_validator(mode="after")
+    def _require_one_device_for_ipc(self) -> JobConfig:
+        if self.inference.data_plane == "ipc" and not self.is_one_device_each:
+            raise ValueError(
+                'data_plane = "ipc" shares the memory of one GPU between one trainer process and '
+                "one replica with one device: set num_processes, num_replicas and "
+                "tensor_parallel_size to 1, or leave data_plane out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -198,7 +198,8 @@ class InferenceFields(Section):
     vLLM does by the package that is installed; leave it out for them."""
     data_plane: DataPlane = "shared_memory"
     """How published weights reach the engine. "shared_memory", a file in memory; "chunks", bytes
-    over gRPC; "nccl" or "ipc", vLLM's own transfer (CUDA only); or your own as "module:Class"."""
+    over gRPC; "nccl" or "ipc", vLLM's own transfer (CUDA only); or your own as "module:Class". Left
+    out, it is "ipc" where the trainer and its one replica of vLLM share a GPU."""
     update_mode: UpdateMode = "recompute"
     """What a publish does to answers that are being sampled. "recompute" computes their keys and
     values anew, "keep_kv" keeps them, "wait" lets them end first."""

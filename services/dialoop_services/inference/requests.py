@@ -9,6 +9,7 @@ import numpy as np
 from dialoop.clients.weights import (
     Content,
     Probe,
+    SharedTensor,
     TransferPhase,
     TransferStep,
     WeightsKind,
@@ -215,9 +216,24 @@ def _kind_of(proto: pb.WeightsManifest) -> WeightsKind:
 
 def _step_of(proto: pb.TransferStep) -> TransferStep:
     try:
-        return TransferStep(phase=TransferPhase(proto.phase), info_json=proto.info_json)
+        phase = TransferPhase(proto.phase)
     except ValueError:
         raise manifest_mismatch(f"Transfer phase {proto.phase} is unknown.") from None
+    tensors = tuple(
+        SharedTensor(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            device=tensor.device,
+            memory_handle=tensor.memory_handle,
+            memory_offset=tensor.memory_offset,
+            counter_name=tensor.counter_name,
+            counter_offset=tensor.counter_offset,
+            event_handle=tensor.event_handle,
+        )
+        for tensor in proto.tensors
+    )
+    return TransferStep(phase=phase, info_json=proto.info_json, tensors=tensors)
 
 
 def _prompt_of(proto: chat_pb2.ChatHistory) -> History:

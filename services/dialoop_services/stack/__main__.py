@@ -38,7 +38,7 @@ from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent, end_command
 from dialoop_services.stack import job, preflight
 from dialoop_services.stack.branch import find_branch
-from dialoop_services.stack.devices import nodes_of, plan_devices
+from dialoop_services.stack.devices import nodes_of, plan_devices, with_data_plane
 from dialoop_services.stack.estimates import estimate_of
 from dialoop_services.stack.launch import commands, slurm
 from dialoop_services.stack.layout import FIXED_PORTS, variables_of_tables
@@ -313,7 +313,11 @@ def _estimates(loaded: LoadedConfig) -> list[str]:
 
 def _device_lines(config: JobConfig) -> list[str]:
     """Return the plan of the devices, a line for each process; none where there is no GPU."""
-    return plan_devices(config, nodes_of(config, os.environ)).lines()
+    plan = plan_devices(config, nodes_of(config, os.environ))
+    plane = with_data_plane(config, {each.name: each.variables for each in plan.processes})
+    shared = plane.inference.data_plane
+    is_chosen = shared != config.inference.data_plane
+    return [*plan.lines(), *[f"  Policies go to the replica over {shared}."][: int(is_chosen)]]
 
 
 def _device_comments(config: JobConfig) -> list[str]:

@@ -155,6 +155,26 @@ def plan_devices(
     return DevicePlan(nodes=tuple(nodes), processes=tuple(placed))
 
 
+def with_data_plane(config: JobConfig, devices: Mapping[str, Mapping[str, str]]) -> JobConfig:
+    """Return the config with data_plane "ipc", if it names none and one GPU has both sides.
+
+    devices: the variables of each process. A LoRA adapter alone goes as a file: it is small.
+    """
+    trainer, replica = (devices.get(name, {}).get(VISIBLE, "") for name in ("trainer", "inference"))
+    is_possible = (
+        trainer == replica != ""
+        and config.engine == "vllm"
+        and config.is_one_device_each
+        and (config.placement, config.discovery) == ("split", "addresses")
+        and config.launch.on == "local"
+        and not config.model.publishes_adapters(config.inference.data_plane)
+    )
+    if not is_possible or "data_plane" in config.inference.model_fields_set:
+        return config
+    inference = config.inference.model_copy(update={"data_plane": "ipc"})
+    return config.model_copy(update={"inference": inference})
+
+
 def this_machine(environment: Mapping[str, str]) -> Node:
     """Return this machine: the GPUs that its processes see, its processors and its memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

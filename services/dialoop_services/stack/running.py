@@ -21,6 +21,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
 from dialoop_services.runtime.access.principals import ADMIN_TOKEN, DIGEST_MARK, TOKEN
+from dialoop_services.stack.devices import with_data_plane
 from dialoop_services.stack.launch.site import this_site
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.processes.ports import HOST
@@ -81,6 +82,7 @@ def plan_stack(
     The services work in `folder`; None: in the current one. They run on `site`; None: all here.
     """
     site = site or this_site(config)
+    config = with_data_plane(config, site.devices)
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
     ports = ports_of(config, with_redis=bool(redis.program))
     password = secrets.token_urlsafe(24)

@@ -66,10 +66,10 @@ def start_of_a_service(model_dir: Path, **variables: str) -> dict[str, object]:
 def test_on_a_gpu_the_driver_is_asked_and_the_core_is_a_new_interpreter(tmp_path: Path) -> None:
     """A core forked after CUDA was asked for ends with "Cannot re-initialize CUDA"."""
     answer = start_of_a_service(make_family("qwen2", tmp_path / "model"))
-    asked = answer["asked"]
-    assert isinstance(asked, list)
-    assert asked
-    assert set(asked) == {"1"}
+    questions = answer["asked"]
+    assert isinstance(questions, list)
+    assert questions
+    assert set(questions) == {"1"}
     assert answer["method"] == "spawn"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop_services.config.file import parse_config
 from dialoop_services.stack.__main__ import main
 from dialoop_services.stack.devices import (
@@ -17,8 +18,10 @@ from dialoop_services.stack.devices import (
     plan_devices,
     plan_here,
     this_machine,
+    with_data_plane,
 )
 from dialoop_services.stack.layout import Layout
+from dialoop_services.stack.preflight import mistakes_in
 from dialoop_services.stack.run_dir import open_run
 
 if TYPE_CHECKING:
@@ -173,6 +176,63 @@ def test_over_cuda_ipc_the_trainer_computes_where_the_replica_does() -> None:
     assert plan.variables("trainer") == plan.variables("inference")
 
 
+ON_ONE_GPU: dict[str, Any] = {"train": {"device": "cuda"}, "resources": {"overlap": True}}
+OTHERWISE: dict[str, tuple[dict[str, Any], int]] = {
+    "two GPUs": ({}, 2),
+    "none": ({"train": {}}, 0),
+    "a trainer on the CPU": ({"train": {}}, 1),
+    "another engine": ({"engine": "transformers", "inference": {"device": "cuda"}}, 1),
+    "two replicas": ({"inference": {"num_replicas": 2}}, 1),
+    "devices by turns": (SHARED, 1),
+    "replicas that come and go": ({"discovery": "registry"}, 1),
+    "an adapter alone": ({"model": {"directory": "m", "lora_rank": 4}}, 1),
+    "a plane that is named": ({"inference": {"data_plane": "shared_memory"}}, 1),
+}
+
+
+def plane_of(values: dict[str, Any], gpus: int) -> tuple[str, str]:
+    """Which data plane a job names, and which one a stack takes for it."""
+    config = job(**(ON_ONE_GPU | values))
+    devices = {each.name: each.variables for each in plan_devices(config, (node(gpus),)).processes}
+    return config.inference.data_plane, with_data_plane(config, devices).inference.data_plane
+
+
+def test_where_trainer_and_vllm_share_a_gpu_policies_go_over_cuda_ipc() -> None:
+    assert plane_of({}, 1) == ("shared_memory", "ipc")
+    merged = {"model": {"directory": "m", "lora_rank": 4, "publish": "merged"}}
+    assert plane_of(merged, 1) == ("shared_memory", "ipc")
+
+
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_elsewhere_policies_go_as_the_job_says(what: str) -> None:
+    assert plane_of(*OTHERWISE[what]) == ("shared_memory", "shared_memory")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"inference": {"num_replicas": 2}},
+        {"inference": {"tensor_parallel_size": 2}},
+        {"train": {"num_processes": 2}},
+    ],
+)
+def test_over_cuda_ipc_more_than_a_device_each_is_refused(more: dict[str, Any]) -> None:
+    """vLLM would find no handle for its GPU at the first publish."""
+    values = {**more, "inference": {"data_plane": "ipc", **more.get("inference", {})}}
+    with pytest.raises(InvalidConfig, match="shares the memory of one GPU"):
+        job(**values)
+
+
+def test_the_plan_says_over_what_policies_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    path = tmp_path / "job.toml"
+    path.write_text('[train]\ndevice = "cuda"\n[resources]\noverlap = true\n', "utf-8")
+    assert main(["config", str(path)]) == 0
+    assert "Policies go to the replica over ipc." in capsys.readouterr().out
+
+
 def test_a_stack_takes_no_more_than_this_machine_has() -> None:
     here = {"CUDA_VISIBLE_DEVICES": "4,6"}
     config = job(train={"device": "cuda"}, resources={"gpus_per_node": 2})
@@ -222,3 +282,34 @@ def test_config_check_and_print_show_a_plan_for_another_machine(
     assert "trainer 1 + inference 1 = 2 of 1" in capsys.readouterr().err
     assert main(["config", str(path)]) == 0
     assert "# Devices: trainer has no room" in capsys.readouterr().out
+
+
+def reasons_of(**values: Any) -> dict[Any, str]:
+    """The reasons of a job's mistakes, each with what it says."""
+    mistakes = mistakes_in(parse_config(values, source="job.toml"))
+    return {mistake.reason: str(mistake) for mistake in mistakes}
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_adapters_in_float32_are_refused_where_vllm_computes_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapters = {"max_adapters": 2}
+    says = reasons_of(engine="vllm", inference=adapters)[Reason.ADAPTERS_NEED_16_BITS]
+    assert "max_adapters is 2" in says
+    assert 'dtype = "bfloat16" in [inference]' in says
+    fits: list[dict[str, Any]] = [
+        {"inference": adapters | {"dtype": "bfloat16"}},
+        {"inference": adapters, "dtype": "bfloat16"},
+        {"inference": {}},
+        {"inference": adapters, "engine": "transformers"},
+    ]
+    for values in fits:
+        assert Reason.ADAPTERS_NEED_16_BITS not in reasons_of(**{"engine": "vllm", **values})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Reason.ADAPTERS_NEED_16_BITS not in reasons_of(engine="vllm", inference=adapters)

@@ -141,6 +141,9 @@ class VllmEngine:
         )
         self.max_model_len = options.max_model_len
         self.transfer_backend = options.weight_transfer
+        self._receiver = TransferReceiver(
+            llm, backend=options.weight_transfer, shapes=self._shapes, tied=self._tied
+        )
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.adapter_space = AdapterSpace(limits=options.adapters, shapes=self._shapes)
         model_config = json.loads((model_dir / "config.json").read_text("utf-8"))
@@ -310,9 +313,11 @@ class VllmEngine:
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
         """Load weights from the trainer's device by vLLM's own transfer."""
-        started_at, receiver = time.monotonic(), TransferReceiver(self._llm, steps)
-        await receiver.meet()
-        return await self._exchange(receiver.receive, version, mode=mode, started_at=started_at)
+        started_at = time.monotonic()
+        await self._receiver.meet(steps)
+        return await self._exchange(
+            lambda: self._receiver.receive(steps), version, mode=mode, started_at=started_at
+        )
 
     async def _exchange(
         self,

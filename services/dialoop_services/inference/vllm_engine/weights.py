@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 
 from dialoop_services.inference.vllm_engine.orphans import end_with_owner
 from dialoop_services.inference.vllm_engine.sleep import SharedDevice
+from dialoop_services.inference.vllm_engine.transfer import TransferWorker
 from dialoop_services.learning.lora.base_weights import BaseWeights
 from dialoop_services.learning.memory import return_free_memory
 
@@ -32,7 +33,7 @@ HEAD = "lm_head.weight"
 end_with_owner()
 
 
-class WeightsExtension(SharedDevice):
+class WeightsExtension(SharedDevice, TransferWorker):
     """The worker extension: `collective_rpc("dialoop_load_weights", args=(path, tied))`."""
 
     model_runner: Any

@@ -194,7 +194,7 @@ async def _steps(contents: AsyncIterator[Content]) -> AsyncIterator[Step]:
             info = json.loads(content.info_json or "{}")
         except (ValueError, RecursionError):
             raise _mismatch(f"The info of step {content.phase.name} is not JSON.") from None
-        yield Step(phase=content.phase, info=info)
+        yield Step(phase=content.phase, info=info, tensors=content.tensors)
 
 
 def _mismatch(message: str) -> InvalidInput:

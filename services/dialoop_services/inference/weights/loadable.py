@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dialoop.clients.weights import TransferPhase
+    from dialoop.clients.weights import SharedTensor, TransferPhase
     from dialoop.sequences import PolicyVersion
 
 
@@ -37,7 +37,8 @@ class PolicyAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One control message of vLLM's transfer."""
+    """One control message of vLLM's transfer, with the tensors that the trainer shares in it."""
 
     phase: TransferPhase
-    info: dict[str, Any] | list[dict[str, Any]]
+    info: Any
+    tensors: tuple[SharedTensor, ...] = ()

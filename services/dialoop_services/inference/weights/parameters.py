@@ -72,13 +72,17 @@ def is_tied(model_dir: Path) -> bool:
 
 def require_same_parameters(path: Path, expected: Shapes, *, tied: bool) -> None:
     """Refuse a weights file with unknown, missing or differently shaped parameters."""
-    shapes = read_shapes(path)
+    require_shapes(read_shapes(path), expected, tied=tied)
+
+
+def require_shapes(shapes: Shapes, expected: Shapes, *, tied: bool, is_whole: bool = True) -> None:
+    """Refuse parameters that are not the expected ones; a part of them may lack some."""
     if tied:
-        shapes.pop(HEAD, None)
+        shapes = {name: shape for name, shape in shapes.items() if name != HEAD}
         expected = {name: shape for name, shape in expected.items() if name != HEAD}
     problems = (
         ("unknown", shapes.keys() - expected.keys()),
-        ("missing", expected.keys() - shapes.keys()),
+        ("missing", expected.keys() - shapes.keys() if is_whole else frozenset()),
         (
             "of another shape",
             {n for n in shapes.keys() & expected.keys() if shapes[n] != expected[n]},

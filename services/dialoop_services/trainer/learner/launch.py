@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 _LAST_WORDS_S = 5.0
 _CONFIG_ERROR = 2
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -79,8 +80,8 @@ class Launch:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(size),
             "DIALOOP_RENDEZVOUS": f"file://{self._folder / 'store'}",
-            "GLOO_SOCKET_IFNAME": _LOOPBACK,
-            "NCCL_SOCKET_IFNAME": _LOOPBACK,
+            # What is set stays: NCCL reaches a replica on another machine by that interface too.
+            **{name: os.environ.get(name, _LOOPBACK) for name in _INTERFACES},
             PARENT_VARIABLE: str(os.getpid()),
         }
         return subprocess.Popen(self._command, env=os.environ | variables)
