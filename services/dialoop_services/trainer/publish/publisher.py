@@ -46,6 +46,9 @@ _LOOK_EVERY_S, _ANSWER_S = 2.0, 10.0
 _AGAIN_S = 20.0
 """Least time until the same failure of a replica is told again."""
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
+_MOST_OF_ROUNDING = 0.05, 0.5
+"""How far apart log-probs of the same weights lie in the mean, in nats: products in TF32 at most
+the first, in 16 bits at most the second. Other weights are further away."""
 _OF_ANOTHER_MODEL = frozenset({Reason.UNKNOWN_PARAMETERS, Reason.BASE_MISMATCH})
 KEPT = "kept"
 """Empty file in the folder of a policy that is never deleted."""
@@ -135,7 +138,9 @@ class Publisher:
         It returns when every replica has the policy and answered the probes, or failed, or took
         longer than `publish_deadline_s`. Later publishes do not wait for those that failed, until
         they have loaded the newest policy. Raise DeadlineExceeded (PUBLISH_TIMED_OUT) when no
-        replica has the policy in that time; a call with the same version continues.
+        replica has the policy in that time; a call with the same version continues. Raise
+        PreconditionFailed (OTHER_WEIGHTS) where a replica that the config names has loaded
+        something else under the policy's version; nothing is announced then.
         """
         started = time.perf_counter()
         path = self._path(version)
@@ -205,21 +210,22 @@ class Publisher:
                 *(self._bring(replica, manifest, weights, own, left_s) for replica in waited_for)
             )
             await self._note_service(dict(zip(waited_for, differences, strict=True)))
-            proven = [difference for difference in differences if difference is not None]
+            answered = [difference for difference in differences if difference is not None]
+            proven = [difference for difference in answered if difference <= self._bound]
             if proven:
-                return len(proven), max(proven)
+                return len(proven), max(answered)
             await asyncio.sleep(_RETRY_S)
+        off = f" It answers {max(answered):.3g} nats away from the trainer." if answered else ""
         raise DeadlineExceeded(
             f"No replica has loaded policy {manifest.policy_version} within "
-            f"{self._settings.publish_deadline_s:g} s.",
+            f"{self._settings.publish_deadline_s:g} s.{off}",
             reason=Reason.PUBLISH_TIMED_OUT,
             remedy="Read the logs of the inference replicas. One that comes back loads the policy.",
         )
 
     async def _note_service(self, differences: Mapping[InferenceClient, float | None]) -> None:
         """Note which replicas serve the policy, by how far their answers were off; None: not."""
-        bound = math.inf if self._rotation is None else self._settings.max_logprob_difference
-        well = {r for r, off in differences.items() if off is not None and off <= bound}
+        well = {r for r, off in differences.items() if off is not None and off <= self._bound}
         missed = differences.keys() - well
         self._behind = (self._behind - well) | missed
         self._missed = (self._missed - well) | missed
@@ -228,6 +234,11 @@ class Publisher:
         if self._rotation is not None:
             await self._rotation.put(well, is_in=True)
             await self._rotation.put(missed, is_in=False)
+
+    @property
+    def _bound(self) -> float:
+        """Return how far off a replica may be that is kept out where it is not well."""
+        return math.inf if self._rotation is None else self._settings.max_logprob_difference
 
     def take_replicas(
         self, replicas: Collection[InferenceClient], in_rotation: Collection[InferenceClient]
@@ -452,8 +463,18 @@ class Publisher:
             return None
         if theirs.policy_version != version:
             return None
-        pairs = zip(own, theirs.logprobs, strict=True)
-        worst = max(_largest_difference(mine, its) for mine, its in pairs)
+        mine, its = np.concatenate(own), np.concatenate(theirs.logprobs)
+        worst, mean = _differences(mine, its)
+        least, most = _MOST_OF_ROUNDING
+        bound = min(max(self._settings.max_logprob_difference, least), most)
+        if self._rotation is None and mean > bound and np.isfinite(mine).all():
+            raise PreconditionFailed(
+                f"Replica {self._name_of(replica)} says that it has loaded policy {version}, and "
+                f"its log-probs are {mean:.3g} nats from the trainer's in the mean, {worst:.3g} at "
+                "the most: it has other weights, or computes another model with them.",
+                reason=Reason.OTHER_WEIGHTS,
+                remedy="Compare engine, config.json and data_plane with docs/troubleshooting.md.",
+            )
         if worst > self._settings.max_logprob_difference:
             log.error(
                 "After a publish, trainer and inference disagree on the probe prompts.",
@@ -492,10 +513,12 @@ def _is_every(name: str, every: int) -> bool:
     return bool(every) and number.isdecimal() and int(number) % every == 0
 
 
-def _largest_difference(own: Floats, theirs: Floats) -> float:
-    """Return the largest absolute difference of log-probs; inf if one is not a number."""
-    difference = float(np.abs(own - theirs).max())
-    return math.inf if math.isnan(difference) else difference
+def _differences(own: Floats, theirs: Floats) -> tuple[float, float]:
+    """Return the largest and the mean difference of log-probs; inf if one is not a number."""
+    differences = np.abs(own - theirs)
+    if np.isnan(differences).any():
+        return math.inf, math.inf
+    return float(differences.max()), float(differences.mean())
 
 
 def _export_order(policy: Path) -> tuple[bool, tuple[int, int]]:
