@@ -313,6 +313,10 @@ class Reason(_Named):
         "The model's weights have no place in its checkpoint.",
     )
     MODEL_NOT_SHARDABLE = "MODEL_NOT_SHARDABLE", "The model has no list of layers to shard."
+    MODEL_READ_OTHERWISE = (
+        "MODEL_READ_OTHERWISE",
+        "vLLM computes another model from config.json than transformers does.",
+    )
     MODEL_TENSORS_DIFFER = (
         "MODEL_TENSORS_DIFFER",
         "The checkpoint lacks tensors of its architecture, or holds others.",

@@ -32,6 +32,7 @@ from dialoop_services.config.engines import (
 )
 from dialoop_services.config.memory import BYTES_OF
 from dialoop_services.config.tables import DEVICE_PLANES
+from dialoop_services.learning.model.vllm_readings import require_same_reading
 from dialoop_services.stack.devices import needs_elsewhere, nodes_of, plan_devices
 from dialoop_services.stack.estimates import require_memory
 from dialoop_services.stack.layout import ports_of
@@ -195,6 +196,7 @@ def _check_models(config: JobConfig) -> None:
             remedy=f"Set max_model_len to {most} or less.",
         )
     if directory and config.engine == "vllm":
+        require_same_reading(model_config, longest=longest, where=directory)
         _check_cache(config, model_config)
 
 

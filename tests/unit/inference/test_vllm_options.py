@@ -23,6 +23,7 @@ from dialoop_services.inference.vllm_engine import options as module  # noqa: E4
 @pytest.fixture
 def args_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "_max_positions", lambda _: 1024)
+    (tmp_path / "config.json").write_text("{}")
     return lambda **own: module.engine_args(tmp_path, EngineOptions(own=own))
 
 
@@ -74,6 +75,7 @@ def test_adapters_in_float32_are_refused_on_a_gpu_before_vllm_starts(
 ) -> None:
     """vLLM's kernel asserts it after the model was loaded."""
     monkeypatch.setattr(module, "_max_positions", lambda _: 1024)
+    (tmp_path / "config.json").write_text("{}")
     adapters = AdapterLimits(max_adapters=1, max_rank=8)
     single = EngineOptions(adapters=adapters)
     assert module.engine_args(tmp_path, single).enable_lora  # on a CPU it works

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.vllm_engine.adapters import lora_arguments
 from dialoop_services.inference.vllm_engine.constraints import structured_outputs
 from dialoop_services.inference.vllm_engine.transfer import transfer_arguments
+from dialoop_services.learning.model.vllm_readings import require_same_reading
 
 _EXTENSION = "dialoop_services.inference.vllm_engine.weights.WeightsExtension"
 _LEAST_SHARE = 0.01
@@ -35,6 +37,10 @@ def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
             "enforce_eager is false in [inference.engine], and only CUDA has graphs to capture.",
             remedy="Leave enforce_eager out.",
         )
+    config = json.loads((model_dir / "config.json").read_text("utf-8"))
+    require_same_reading(
+        config.get("text_config", config), longest=options.max_model_len, where=str(model_dir)
+    )
     limit = _max_positions(model_dir)
     if options.max_model_len >= limit:
         raise InvalidConfig(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -258,7 +259,7 @@ def family_config(name: str, fields: Mapping[str, Any] = MappingProxyType({})) -
         "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
     }
     values = {**_SHAPE, **family.fields, **tokens, **fields}
-    return AutoConfig.for_model(family.model_type, **values)
+    return AutoConfig.for_model(family.model_type, **deepcopy(values))  # it writes into tables
 
 
 @torch.no_grad()
