@@ -251,6 +251,8 @@ class Reason(_Named):
         "Another user has named the addresses to which a token would go.",
     )
     FUTURE_VERSION = "FUTURE_VERSION", "Tokens claim a policy version that was never announced."
+    GPU_IN_USE = "GPU_IN_USE", "Another stack has the GPU."
+    GPU_MEMORY_TAKEN = "GPU_MEMORY_TAKEN", "The GPU has less free memory than the job needs."
     GREEDY_SAMPLING = "GREEDY_SAMPLING", "Tokens sampled at temperature 0 have no probability."
     GROUP_INCOMPLETE = "GROUP_INCOMPLETE", "The group lacks trajectories that can be scored."
     GROUP_MISMATCH = "GROUP_MISMATCH", "The trajectory names another group."
@@ -347,6 +349,7 @@ class Reason(_Named):
     NO_ADVANTAGE = "NO_ADVANTAGE", "Sampled tokens have no advantage."
     NO_CHECKPOINT = "NO_CHECKPOINT", "There is no checkpoint."
     NO_DEMONSTRATIONS = "NO_DEMONSTRATIONS", "The environment demonstrates nothing."
+    NO_DEVICE = "NO_DEVICE", "A GPU was named, and driver or torch have none like it."
     NO_DEVICE_LOCK = "NO_DEVICE_LOCK", "The device's lock file cannot be locked."
     NO_INFERENCE = "NO_INFERENCE", "The environments have no inference service to sample from."
     NO_EPISODE = "NO_EPISODE", "No tool of an episode is running."

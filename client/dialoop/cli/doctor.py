@@ -186,23 +186,34 @@ def _version(distribution: str, module: str) -> str:
 
 
 def _gpu() -> MachineCheck:
-    """Return the NVIDIA GPUs that the driver's own program lists."""
-    gpus = ""
+    """Return the NVIDIA GPUs that the driver's own program lists, with their free memory."""
+    gpus, remedy = (
+        "",
+        "the tiny model trains on the CPU; for others, a machine with an NVIDIA driver",
+    )
     if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+        query = "--query-gpu=name,memory.total,memory.free"
         try:
             process = subprocess.run(
-                command, capture_output=True, text=True, timeout=20, check=False
+                ["nvidia-smi", query, "--format=csv,noheader"],
+                capture_output=True,
+                text=True,
+                timeout=20,
+                check=False,
             )
-        except (OSError, subprocess.TimeoutExpired):
-            process = None
-        if process is not None and process.returncode == 0:
-            gpus = "; ".join(line.strip() for line in process.stdout.splitlines() if line.strip())
+            text, is_well = process.stdout.strip() or process.stderr.strip(), not process.returncode
+        except (OSError, subprocess.TimeoutExpired) as error:
+            text, is_well = str(error), False
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if is_well and lines and all(line.count(",") == 2 for line in lines):
+            gpus = "; ".join(f"{line} free" for line in lines)
+        else:
+            remedy = f"there is a driver, and no GPU that it has: nvidia-smi says {' '.join(lines)}"
     return MachineCheck(
         name="gpu",
         value=gpus,
         need="models of more than some million parameters",
-        remedy="the tiny model trains on the CPU; for others, a machine with an NVIDIA driver",
+        remedy=remedy,
     )
 
 

@@ -73,6 +73,11 @@ class DevicePlan:
         """Return whether any machine has GPUs."""
         return any(node.gpus for node in self.nodes)
 
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Return every GPU that a process gets, in their order."""
+        return tuple(dict.fromkeys(gpu for each in self.processes for gpu in each.gpus))
+
     def variables(self, name: str) -> Mapping[str, str]:
         """Return the variables of a process; none for one that the plan does not place."""
         return next((each.variables for each in self.processes if each.name == name), {})

@@ -34,7 +34,8 @@ from dialoop_services.config.memory import BYTES_OF
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.learning.model.vllm_readings import require_same_reading
 from dialoop_services.stack.devices import needs_elsewhere, nodes_of, plan_devices
-from dialoop_services.stack.estimates import require_memory
+from dialoop_services.stack.estimates import gpu_needs, require_memory
+from dialoop_services.stack.gpus import driver_lists, hold, require_room
 from dialoop_services.stack.layout import ports_of
 from dialoop_services.stack.processes.redis_server import FoundRedis, find_redis
 from dialoop_services.stack.user_code import (
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from dialoop_services.config.job import JobConfig
+    from dialoop_services.stack.devices import DevicePlan
 
 _ANSWERS_IN_S = 2.0
 _ANSWER = "Paris, on the Seine."
@@ -325,8 +327,7 @@ def _check_checkpoint(directory: str) -> None:
 
     A process of its own looks: torch stays out of this one.
     """
-    command = [sys.executable, "-m", "dialoop_services.learning.model.checkpoint", directory]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    answer = _look(directory)
     if answer.returncode:
         raise InvalidConfig(
             f"The model in {directory} could not be looked at: {_last_line(answer.stderr)}",
@@ -337,6 +338,12 @@ def _check_checkpoint(directory: str) -> None:
     if problem:
         reason = Reason(problem["reason"])
         raise InvalidConfig(problem["message"], reason=reason, remedy=problem["remedy"])
+
+
+def _look(argument: str) -> subprocess.CompletedProcess[str]:
+    """Ask a process that has torch, since this one has not."""
+    command = [sys.executable, "-m", "dialoop_services.learning.model.checkpoint", argument]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _last_line(text: str) -> str:
@@ -395,6 +402,8 @@ def _check_devices(config: JobConfig) -> None:
     num_gpus = _num_gpus(config) if any(wanted.values()) else 0
     for key, number in wanted.items():
         if number > num_gpus:
+            if not config.resources.is_for_other_machines:
+                driver_lists()  # it says why there is none, where a driver is installed
             raise InvalidConfig(
                 f"{key} needs {number} GPU{'s' if number > 1 else ''}, and this machine has "
                 f"{num_gpus or 'none'}.",
@@ -402,7 +411,32 @@ def _check_devices(config: JobConfig) -> None:
                 remedy=f"Leave {key} out to use the CPU, or run the job on a machine with an "
                 "NVIDIA driver.",
             )
-    plan_devices(config, nodes_of(config, os.environ))
+    plan = plan_devices(config, nodes_of(config, os.environ))
+    if not config.resources.is_for_other_machines:
+        _check_gpus(config, plan)
+
+
+def _check_gpus(config: JobConfig, plan: DevicePlan) -> None:
+    """Raise InvalidConfig where a GPU of this machine is not there, too full, or another stack's.
+
+    torch is asked in a process of its own, which initialises CUDA.
+    """
+    entries = plan.gpus
+    gpus = driver_lists() if entries else None
+    if gpus is None:
+        return
+    require_room(gpu_needs(config, plan, gpus), gpus)
+    with hold(entries, gpus, run=config.run, shares=config.resources.overlap):
+        pass
+    answer = _look("--cuda")
+    problem = _last_line(answer.stderr) if answer.returncode else answer.stdout.strip()
+    if problem:
+        raise InvalidConfig(
+            f"The driver lists {', '.join(map(str, gpus))}, and torch reaches none: {problem}",
+            reason=Reason.NO_DEVICE,
+            remedy="Install a torch that was built for CUDA and fits the driver, or set "
+            "CUDA_VISIBLE_DEVICES= to compute on the CPU.",
+        )
 
 
 def _num_gpus(config: JobConfig) -> int:
@@ -441,6 +475,5 @@ def gflops_of_this_machine() -> float:
 
     A process of its own measures it for a fifth of a second: torch stays out of this one.
     """
-    command = [sys.executable, "-m", "dialoop_services.learning.model.checkpoint", "--gflops"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    answer = _look("--gflops")
     return float(answer.stdout) if not answer.returncode else 0.0

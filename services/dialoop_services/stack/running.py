@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,8 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
 from dialoop_services.runtime.access.principals import ADMIN_TOKEN, DIGEST_MARK, TOKEN
-from dialoop_services.stack.devices import with_data_plane
+from dialoop_services.stack.devices import VISIBLE, with_data_plane
+from dialoop_services.stack.gpus import driver_lists, hold
 from dialoop_services.stack.launch.site import this_site
 from dialoop_services.stack.layout import Layout, ports_of
 from dialoop_services.stack.processes.ports import HOST
@@ -130,7 +131,10 @@ def _authority() -> Authority | None:
 @asynccontextmanager
 async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStack]:
     """Start everything in the plan; when the context is left, all of it has ended."""
-    with fill_with_latest(plan.layout.memory, plan.layout.run_dir.policies):
+    with (
+        _holding_gpus(plan.layout),
+        fill_with_latest(plan.layout.memory, plan.layout.run_dir.policies),
+    ):
         async with supervise(log) as supervisor:
             with _announce(plan.layout, supervisor, log) as announcement:
                 supervisor.run_beside(announcement.keep_current())
@@ -142,6 +146,17 @@ async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStac
                 if plan.layout.config.console:
                     supervisor.run_beside(_serve_console(plan.layout, supervisor, log))
                 yield RunningStack(plan=plan, supervisor=supervisor)
+
+
+def _holding_gpus(layout: Layout) -> AbstractContextManager[None]:
+    """Keep the GPUs of this machine that the plan gives to processes."""
+    names = {
+        entry for each in layout.devices.values() for entry in each.get(VISIBLE, "").split(",")
+    }
+    entries, config = names - {""}, layout.config
+    gpus = driver_lists() or () if entries else ()
+    # Without a driver the names are anybody's, as in a test.
+    return hold(entries if gpus else (), gpus, run=config.run, shares=config.resources.overlap)
 
 
 async def _serve_console(layout: Layout, supervisor: Supervisor, log: LogStream) -> None:

@@ -362,6 +362,27 @@ def test_doctor_asks_the_container_daemon(script, value, remedy, tmp_path, monke
     assert remedy in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("script", "value", "remedy"),
+    [
+        ("echo 'NVIDIA H100, 81559 MiB, 300 MiB'", "NVIDIA H100, 81559 MiB, 300 MiB free", ""),
+        ("echo 'No devices were found'; exit 6", "", "no GPU that it has: nvidia-smi says No dev"),
+        ("echo 'No devices were found'", "", "says No devices were found"),
+        ("echo mismatch >&2; exit 18", "", "says mismatch"),
+    ],
+)
+def test_doctor_says_what_a_gpu_has_left_and_of_a_driver_without_one(
+    script, value, remedy, tmp_path, monkeypatch
+):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (finding,) = [check for check in doctor_module.examine() if check.name == "gpu"]
+    assert finding.value == value
+    assert remedy in finding.remedy
+
+
 def test_doctor_imports_none_of_what_it_looks_for():
     code = (
         "import sys; from dialoop.cli.doctor import examine; examine(); "

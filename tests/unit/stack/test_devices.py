@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_services.config.file import parse_config
+from dialoop_services.learning.model.checkpoint import cuda_problem
+from dialoop_services.learning.model.families import make_family
+from dialoop_services.stack import gpus as gpus_module
+from dialoop_services.stack import preflight, running
 from dialoop_services.stack.__main__ import main
 from dialoop_services.stack.devices import (
     Node,
@@ -20,6 +27,8 @@ from dialoop_services.stack.devices import (
     this_machine,
     with_data_plane,
 )
+from dialoop_services.stack.estimates import gpu_needs
+from dialoop_services.stack.gpus import driver_lists, hold
 from dialoop_services.stack.layout import Layout
 from dialoop_services.stack.preflight import mistakes_in
 from dialoop_services.stack.run_dir import open_run
@@ -313,3 +322,135 @@ def test_adapters_in_float32_are_refused_where_vllm_computes_on_a_gpu(
         assert Reason.ADAPTERS_NEED_16_BITS not in reasons_of(**{"engine": "vllm", **values})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert Reason.ADAPTERS_NEED_16_BITS not in reasons_of(engine="vllm", inference=adapters)
+
+
+DRIVER = """#!/bin/sh
+case "$*" in
+  *compute-apps*) cat "$DRIVER_FOLDER/users" ;;
+  *) cat "$DRIVER_FOLDER/gpus"; exit "$(cat "$DRIVER_FOLDER/code")" ;;
+esac
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with a driver: call it with what nvidia-smi says of GPUs and of their users."""
+    folder = tmp_path / "driver"
+    folder.mkdir()
+    program = folder / "nvidia-smi"
+    program.write_text(DRIVER)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("DRIVER_FOLDER", str(folder))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(gpus_module, "_FOLDER", folder)
+    monkeypatch.setattr(preflight, "_look", lambda _: SimpleNamespace(returncode=0, stdout=""))
+
+    def says(gpus: str, users: str = "", *, code: int = 0) -> None:
+        for name, text in (("gpus", gpus), ("users", users), ("code", str(code))):
+            (folder / name).write_text(text)
+
+    says(EMPTY_CARD)
+    return says
+
+
+EMPTY_CARD = "0, GPU-3f2a, NVIDIA H100 80GB HBM3, 81559, 81004\n"
+FULL_CARD = "0, GPU-3f2a, NVIDIA H100 80GB HBM3, 81559, 300\n"
+BESIDE: dict[str, Any] = {"engine": "vllm", **ON_ONE_GPU}
+
+
+def test_a_gpu_with_room_is_no_mistake(driver: Any) -> None:
+    reasons = reasons_of(**BESIDE).keys()
+    assert not {Reason.NO_DEVICE, Reason.GPU_MEMORY_TAKEN, Reason.GPU_IN_USE} & reasons
+
+
+def test_a_gpu_that_somebody_else_fills_is_said_with_the_figures(driver: Any) -> None:
+    driver(FULL_CARD, "GPU-3f2a, 4711, 61440\nGPU-other, 1, 5\n")
+    says = reasons_of(**BESIDE)[Reason.GPU_MEMORY_TAKEN]
+    assert "GPU 0 (NVIDIA H100 80GB HBM3)" in says
+    assert "0.3 of its 79.6 GiB are free" in says
+    assert "trainer 0.4 + inference 0.4" in says
+    assert "used by process 4711 with 60.0 GiB." in says
+
+
+def test_a_share_of_a_gpu_is_compared_as_vllm_does(driver: Any) -> None:
+    driver("0, GPU-3f2a, NVIDIA H100 80GB HBM3, 81559, 30000\n")
+    share = {"inference": {"engine": {"gpu_memory_utilization": 0.5}}}
+    says = reasons_of(**BESIDE, **share)[Reason.GPU_MEMORY_TAKEN]
+    assert "inference 39.8" in says
+    assert Reason.GPU_MEMORY_TAKEN not in reasons_of(**BESIDE)
+
+
+def test_a_driver_without_a_device_is_said_in_its_words(
+    driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text, code in (("No devices were found\n", 6), ("Driver/library version mismatch", 18)):
+        driver(text, code=code)
+        says = reasons_of(**BESIDE)[Reason.NO_DEVICE]
+        assert text.strip() in says
+        assert "--gpus all" in says
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert Reason.NO_DEVICE in reasons_of(**BESIDE)
+
+
+def test_a_gpu_that_the_driver_does_not_list_is_named(
+    driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("3", "GPU-77"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+        says = reasons_of(**BESIDE)[Reason.NO_DEVICE]
+        assert f"CUDA_VISIBLE_DEVICES names GPU {name}" in says
+        assert "the driver lists GPU 0 (NVIDIA H100 80GB HBM3)" in says
+    for name in ("GPU-3f", "MIG-1/2"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+        assert Reason.NO_DEVICE not in reasons_of(**BESIDE)
+
+
+def test_a_torch_that_reaches_no_gpu_is_said(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        preflight, "_look", lambda _: SimpleNamespace(returncode=0, stdout=cuda_problem())
+    )
+    if torch.cuda.is_available():
+        pytest.skip("this torch reaches a GPU")
+    says = reasons_of(**BESIDE)[Reason.NO_DEVICE]
+    assert "torch reaches none" in says
+
+
+def test_two_jobs_on_one_gpu_are_refused_unless_both_share(driver: Any) -> None:
+    alone = {"engine": "vllm"}
+    gpus = driver_lists() or ()
+    with hold(["0"], gpus, run="first", shares=False):
+        for values in (alone, BESIDE):
+            says = reasons_of(**values)[Reason.GPU_IN_USE]
+            assert f"in use by run first of process {os.getpid()}" in says
+            assert "79.1 of its 79.6 GiB are free" in says
+    with hold(["GPU-3f2a"], gpus, run="second", shares=True):
+        assert Reason.GPU_IN_USE in reasons_of(**alone), "by whatever name it goes"
+        assert Reason.GPU_IN_USE not in reasons_of(**BESIDE)
+    assert Reason.GPU_IN_USE not in reasons_of(**alone)
+
+
+def test_a_stack_keeps_its_gpus_while_it_runs(driver: Any, tmp_path: Path) -> None:
+    config = job(**BESIDE)
+    with open_run(tmp_path / "runs", config, fresh=False) as run_dir:
+        devices = {"trainer": {"CUDA_VISIBLE_DEVICES": "0"}, "scorer": {"CUDA_VISIBLE_DEVICES": ""}}
+        layout = Layout(config=config, run_dir=run_dir, ports={}, devices=devices)
+        with running._holding_gpus(layout):
+            assert Reason.GPU_IN_USE in reasons_of(engine="vllm")
+    assert Reason.GPU_IN_USE not in reasons_of(engine="vllm")
+
+
+def test_by_turns_the_larger_process_alone_needs_room(driver: Any) -> None:
+    config = job(**SHARED)
+    plan = plan_devices(config, (node(1),))
+    (needs,) = gpu_needs(config, plan, driver_lists() or ()).values()
+    assert len(needs) == 1
+
+
+def test_a_model_counts_with_what_it_surely_takes(driver: Any, tmp_path: Path) -> None:
+    model = make_family("qwen2", tmp_path / "model")
+    config = job(**BESIDE, model={"directory": str(model)}, inference={"kv_cache_mib": 40960})
+    plan = plan_devices(config, (node(1),))
+    (needs,) = gpu_needs(config, plan, driver_lists() or ()).values()
+    assert needs["inference"] > 0.8 * 40 * 2**30
+    assert 0.4 * 2**30 < needs["trainer"] < needs["inference"]

@@ -1,6 +1,6 @@
 """Whether a model directory holds exactly what its architecture has, found without its weights.
 
-python -m dialoop_services.learning.model.checkpoint DIRECTORY
+python -m dialoop_services.learning.model.checkpoint DIRECTORY    # or --gflops, or --cuda
 
 prints one JSON object: {} for a checkpoint that is whole, else `reason`, `message` and `remedy`.
 transformers draws tensors that a checkpoint lacks at random and leaves out those that it does not
@@ -94,6 +94,17 @@ def measure_gflops(*, seconds: float = 0.2) -> float:
     return num_products * 2 * 512 * 1024 * 1024 / elapsed / 1e9
 
 
+def cuda_problem() -> str:
+    """Return why torch reaches no GPU; empty where it does."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA."
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:  # of a driver that is too old, or a device that is lost
+        return str(error).partition("\n")[0]
+    return ""
+
+
 def _unknown(directory: Path, why: str) -> InvalidConfig:
     return InvalidConfig(
         f"transformers {transformers.__version__} has no class for the model in {directory}: "
@@ -122,7 +133,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Check that a model directory is whole.")
     parser.add_argument("directory", type=Path, nargs="?", default=Path())
     parser.add_argument("--gflops", action="store_true", help="measure products instead")
+    parser.add_argument("--cuda", action="store_true", help="say why torch reaches no GPU instead")
     arguments = parser.parse_args()
+    if arguments.cuda:
+        sys.stdout.write(cuda_problem())
+        return
     if arguments.gflops:
         sys.stdout.write(f"{measure_gflops():.1f}\n")
         return
