@@ -105,10 +105,7 @@ class Reason(_Named):
     """Why a call or a config was refused, or an episode failed."""
 
     ADAPTERS_DISABLED = "ADAPTERS_DISABLED", "The replica serves no adapters."
-    ADAPTERS_NEED_16_BITS = (
-        "ADAPTERS_NEED_16_BITS",
-        "vLLM on a GPU has adapters for 16-bit weights alone.",
-    )
+    ADAPTERS_NEED_16_BITS = "ADAPTERS_NEED_16_BITS", "vLLM on CUDA has none in float32."
     ADAPTER_LOST = "ADAPTER_LOST", "New weights were loaded; the adapter belonged to those before."
     ADAPTER_MISMATCH = "ADAPTER_MISMATCH", "The adapter does not fit the model."
     ADAPTER_NOT_FINITE = "ADAPTER_NOT_FINITE", "The adapter has numbers that are not finite."
@@ -315,10 +312,7 @@ class Reason(_Named):
         "The model's weights have no place in its checkpoint.",
     )
     MODEL_NOT_SHARDABLE = "MODEL_NOT_SHARDABLE", "The model has no list of layers to shard."
-    MODEL_READ_OTHERWISE = (
-        "MODEL_READ_OTHERWISE",
-        "vLLM computes another model from config.json than transformers does.",
-    )
+    MODEL_READ_OTHERWISE = "MODEL_READ_OTHERWISE", "vLLM would compute another model."
     MODEL_TENSORS_DIFFER = (
         "MODEL_TENSORS_DIFFER",
         "The checkpoint lacks tensors of its architecture, or holds others.",
@@ -558,10 +552,7 @@ class Reason(_Named):
     TRAJECTORY_NOT_DONE = "TRAJECTORY_NOT_DONE", "The trajectory is not finished."
     TRAJECTORY_REPEATED = "TRAJECTORY_REPEATED", "Two trajectories of a group have one id."
     TRANSFER_FAILED = "TRANSFER_FAILED", "vLLM's transfer between devices failed."
-    TRANSFER_NOT_CONNECTED = (
-        "TRANSFER_NOT_CONNECTED",
-        "The replica began anew: the trainer has to connect to it again.",
-    )
+    TRANSFER_NOT_CONNECTED = "TRANSFER_NOT_CONNECTED", "The replica has to be connected first."
     TRANSFORM_FAILED = "TRANSFORM_FAILED", "A transform of the environment failed."
     TRIAL_FAILED = "TRIAL_FAILED", "The trial failed."
     TURN_NOT_FOUND = "TURN_NOT_FOUND", "Nothing was sampled in that turn."

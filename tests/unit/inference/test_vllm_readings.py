@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ from dialoop.reasons import Reason
 from dialoop_services.config.file import parse_config
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.vllm_engine.environment import prepare
-from dialoop_services.learning.model.families import FAMILIES, VLLM_CPU_REFUSES, make_family
+from dialoop_services.learning.model.families import (
+    FAMILIES,
+    VLLM_CPU_REFUSES,
+    family_config,
+    make_family,
+)
 from dialoop_services.learning.model.vllm_readings import READINGS, require_same_reading
 from dialoop_services.stack.preflight import mistakes_in
 
@@ -88,6 +94,13 @@ def test_every_family_of_the_docs_is_admitted_as_it_is_saved(name: str, tmp_path
     assert fields["model_type"] in READINGS or name in {
         *VLLM_CPU_REFUSES, "phi2", "olmo2", "olmo3", "smollm3",  # as transformers' own code
     }  # fmt: skip
+
+
+def test_a_model_that_is_made_leaves_its_family_as_it_was() -> None:
+    """transformers writes into the tables that it is given."""
+    before = deepcopy(FAMILIES["llama3"].fields)
+    family_config("llama3", {"partial_rotary_factor": 0.5})
+    assert FAMILIES["llama3"].fields == before
 
 
 def test_the_preflight_says_so_for_vllm_alone(tmp_path: Path) -> None:
