@@ -491,7 +491,7 @@ async def test_a_publish_that_waits_for_replicas_is_an_alarm_and_a_requested_one
     world: Callable[..., World],
 ) -> None:
     """The job itself waits on, since without a replica there is nothing to train."""
-    here = world(num_steps=0, publish_deadline_s=0.04)
+    here = world(num_steps=0, publish_deadline_s=0.4)
     publish = here.publisher.publish
     is_away = True
 
@@ -503,6 +503,8 @@ async def test_a_publish_that_waits_for_replicas_is_an_alarm_and_a_requested_one
 
     here.publisher.publish = late  # type: ignore[method-assign]
     running = asyncio.create_task(here.run())
+    await asyncio.sleep(0.05)
+    assert here.board.alarms == set(), "a replica that starts with the job takes longer"
     await until(lambda: here.board.alarms == {PUBLISH_WAITS})
     await asyncio.sleep(0.1)
     assert here.board.alarms == {PUBLISH_WAITS}

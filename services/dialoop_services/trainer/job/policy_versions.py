@@ -32,6 +32,7 @@ REPLICA_BEHIND = "REPLICA_BEHIND"
 """The alarm that a replica missed a publish; it ends with the first publish after it caught up."""
 
 _LATE_S = 20.0
+_FIRST_IS_SLOWER = 10.0  # a replica that starts with the job may load and compile for minutes
 
 
 class VersionedPublisher:
@@ -54,6 +55,7 @@ class VersionedPublisher:
             and not parts.placement.is_shared  # the engines have no device before it is given up
         )
         self._pending: asyncio.Task[None] | None = None
+        self._has_published = False
         checkpointer.before_saving = self.wait_for_publish
 
     def resume(self, announced: PolicyVersion | None) -> None:
@@ -172,22 +174,25 @@ class VersionedPublisher:
         captured: CapturedPolicy | None = None,
     ) -> Published:
         version, board = self._state.policy_version, self._parts.board
-        late = asyncio.get_running_loop().call_later(
-            min(_LATE_S, self._settings.publish_deadline_s / 4), self._raise_late, version
-        )
+        late_s = min(_LATE_S, self._settings.publish_deadline_s / 4)
+        late_s *= 1.0 if self._has_published else _FIRST_IS_SLOWER
+        late = asyncio.get_running_loop().call_later(late_s, self._raise_late, version)
         try:
             await self._checkpointer.restore_cursor()
             with waiting_for("inference", "a publish"):
                 while True:
                     try:
-                        return await self._parts.publisher.publish(
+                        published = await self._parts.publisher.publish(
                             version, trained_lease_ids=trained, captured=captured
                         )
+                        self._has_published = True
+                        return published
                     except DeadlineExceeded as error:
                         is_late = error.reason == Reason.PUBLISH_TIMED_OUT
                         if not is_late or is_requested or board.is_stopping:
                             raise
-                        log.error("A publish is late: %s", error)
+                        level = logging.ERROR if self._has_published else logging.INFO
+                        log.log(level, "A publish is late: %s", error)
         finally:
             late.cancel()
             board.raise_alarm(PUBLISH_WAITS, on=False)
