@@ -13,17 +13,17 @@ setup:  ## make or update .venv
 	@infra/setup.sh
 
 demo: setup  ## the main job: a tiny model learns to use a calculator; SEED=1 for another seed
-	@SEED=$(SEED) $(BIN)/python -m dialoop_services.stack train infra/configs/demo.toml --fresh
+	@SEED=$(SEED) $(BIN)/python -m dialoop_ops.stack train infra/configs/demo.toml --fresh
 
 learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lora takes some
-	@SEED=$(SEED) $(BIN)/python -m dialoop_services.stack.learn infra/configs/demo.toml \
+	@SEED=$(SEED) $(BIN)/python -m dialoop_ops.stack.learn infra/configs/demo.toml \
 	  infra/configs/learn --only "$(ONLY)"
 
 models: setup  ## tiny random checkpoints of the model families, in runs/models
-	@$(BIN)/python -m dialoop_services.learning.model.families runs/models
+	@$(BIN)/python -m dialoop_learning.model.families runs/models
 
 up: setup  ## every service on this machine, until Ctrl-C
-	@$(BIN)/python -m dialoop_services.stack
+	@$(BIN)/python -m dialoop_ops.stack
 
 test: setup  ## all tests but the heavy ones, which are listed first; the slowest are listed last
 	$(BIN)/python -m pytest -m "not heavy" --durations=20 --durations-min=1

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import psutil
 from dialoop.trajectory import SamplingParams
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.inference.engine import Engine, EngineOptions, StopTokens
 from dialoop_services.inference.vllm_engine.environment import Vllm
-from dialoop_services.learning.model.tiny import make_tiny_model
 
 EXECUTORS = {"core": "0", "worker": "1"}
 NUM_REQUESTS = {1: 16, 8: 64, 64: 256}

@@ -39,7 +39,7 @@ def run_demo(checkout: Path, seed: int) -> DemoRun:
     """Run the demo of a checkout, with today's layout or that of 127deda."""
     is_today = (checkout / "services" / "dialoop_services").exists()
     places = [checkout / "client", checkout / "services" if is_today else checkout]
-    module = "dialoop_services.stack" if is_today else "services.stack"
+    module = "dialoop_ops.stack" if is_today else "services.stack"
     variables = os.environ | {"PYTHONPATH": ":".join(map(str, places)), "SEED": str(seed)}
     config = checkout / "infra" / "configs" / "demo.toml"
     command = [sys.executable, "-m", module, "train", str(config), "--fresh"]

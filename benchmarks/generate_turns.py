@@ -33,8 +33,8 @@ import grpc
 from dialoop.chat import History, Message
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1.inference_service_pb2_grpc import InferenceServiceStub
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.inference.rendering import Renderer
-from dialoop_services.learning.model.tiny import make_tiny_model
 
 from benchmarks.environment_doors import ROOT
 from benchmarks.servers.machine import cpu_ns, processor

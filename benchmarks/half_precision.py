@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from dialoop.trajectory import SamplingParams
+from dialoop_learning.model.families import make_family
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.rl.depth import mismatch_by_depth
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
-from dialoop_services.learning.model.families import make_family
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.rl.depth import mismatch_by_depth
 
 PROMPT = list(range(5, 13))
 TRAINERS = {

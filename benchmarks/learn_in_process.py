@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from dialoop.environments.tasks.arithmetic_tasks import ArithmeticTasks
 from dialoop.sequences import PolicyVersion, Source, sequence_of
-from dialoop_services.learning.loss.loss_loading import load_loss
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow, pack, pack_rows
-from dialoop_services.learning.training import update
-from dialoop_services.rl.advantages import group_advantages
-from dialoop_services.rl.packing_plan import plan_rows
+from dialoop_learning.loss.loss_loading import load_loss
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow, pack, pack_rows
+from dialoop_learning.rl.advantages import group_advantages
+from dialoop_learning.rl.packing_plan import plan_rows
+from dialoop_learning.training import update
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Many
 
     from dialoop.sequences import Sequence
-    from dialoop_services.learning.model.policy import PolicyModel
-    from dialoop_services.learning.packing.rows import PackedBatch
+    from dialoop_learning.model.policy import PolicyModel
+    from dialoop_learning.packing.rows import PackedBatch
 
 OPEN, CLOSE = "<|im_start|>{}\n", "<|im_end|>\n"
 CALL = re.compile(r"<request><Calculator>(\d{1,4})\+(\d{1,4})<call>$")

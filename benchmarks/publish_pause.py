@@ -26,6 +26,7 @@ import torch
 from dialoop.episode import UpdateMode
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
+from dialoop_learning.lora.layers import ADAPTER
 from dialoop_services.config.tables import ModelSection
 from dialoop_services.inference.engine import (
     Engine,
@@ -36,7 +37,6 @@ from dialoop_services.inference.engine import (
 )
 from dialoop_services.inference.vllm_engine.environment import prepare
 from dialoop_services.inference.weights.loadable import PolicyAdapter
-from dialoop_services.learning.lora.layers import ADAPTER
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from safetensors import safe_open

@@ -12,7 +12,7 @@ Answers have ragged lengths, or with --answer-tokens all the same. The gate comp
 `ours_entropy`, which is what a trainer does by default, with the best loop: any of TRL, torchrl and
 the sorted loops.
 
-A sorted loop with _onednn has the products that ours has (dialoop_services.learning.model.products)
+A sorted loop with _onednn has the products that ours has (dialoop_learning.model.products)
 and torch as it ships has not.
 
 Memory is the peak of the process's resident set (VmHWM, reset before a step of its own) above what
@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.packing.prefixes import share_prefixes
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.packing.prefixes import share_prefixes
 from transformers import AutoConfig
 
 from benchmarks.servers import train_step_batch

@@ -2,7 +2,7 @@
 # Build the console's page anew and compare it with the one that is committed; needs npm.
 set -eu
 cd "$(dirname "$0")/.."
-page=services/dialoop_services/console/page
+page=services/dialoop_ops/console/page
 
 if ! command -v npm >/dev/null 2>&1; then
   echo "check_console: no npm is here, so the console's page was NOT compared with its sources."
@@ -10,7 +10,7 @@ if ! command -v npm >/dev/null 2>&1; then
 fi
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
-mkdir -p "$made/services/dialoop_services/console"
+mkdir -p "$made/services/dialoop_ops/console"
 cp -r console "$made/console"
 if ! (cd "$made/console" && npm ci --silent --no-audit --no-fund) >/dev/null 2>&1; then
   echo "check_console: npm could not install, so the console's page was NOT compared."

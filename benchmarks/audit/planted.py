@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dialoop.audit import AuditReport, Claims, audit
-from dialoop.audit.audit import CHECKS
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_ops.audit import AuditReport, Claims, audit
+from dialoop_ops.audit.audit import CHECKS
 
 from benchmarks.servers.machine import processor
 from tests.support.samples.planted_faults import (

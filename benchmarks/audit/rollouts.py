@@ -18,8 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dialoop.audit import Claims, audit
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_ops.audit import Claims, audit
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "infra" / "configs"
@@ -114,7 +114,7 @@ def train(folder: Path, name: str, config: str, settings: list[str]) -> Path:
     run_dir = folder / "runs" / name
     if not (run_dir / "summary.json").is_file():
         words = [word for value in (*ENGINE, *settings) for word in ("--set", value)]
-        command = [sys.executable, "-m", "dialoop_services.stack", "train"]
+        command = [sys.executable, "-m", "dialoop_ops.stack", "train"]
         _run([*command, str(CONFIGS / f"{config}.toml"), "--run", name, *words], folder, name)
     return run_dir
 
@@ -125,7 +125,7 @@ def base_model(folder: Path) -> Path:
     model = folder / "model"
     if not model.is_dir():
         words = ["export", "reasoning", "1", str(model)]
-        _run([sys.executable, "-m", "dialoop.cli.main", *words], folder, "export")
+        _run([sys.executable, "-m", "dialoop_ops.cli.main", *words], folder, "export")
     return model
 
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from dialoop.runs import RunIndex
-from dialoop_services.learning.model.tiny import write_tokenizer
+from dialoop_learning.model.tiny import write_tokenizer
+from dialoop_ops.runs import RunIndex
 
 from benchmarks.servers.machine import processor
 
@@ -189,7 +189,7 @@ def measure(run_dir: Path, count: int, rounds: int, program: str) -> dict[str, A
     """Serve the run and time each figure."""
     from playwright.sync_api import sync_playwright
 
-    command = [sys.executable, "-m", "dialoop_services.console", str(run_dir)]
+    command = [sys.executable, "-m", "dialoop_ops.console", str(run_dir)]
     figures: dict[str, Any] = {}
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,

@@ -34,9 +34,9 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.trajectory import SamplingParams
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_ops.stack.processes.ports import choose_ports
 from dialoop_services.collector.replicas import GroupPolicy, Replicas
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.stack.processes.ports import choose_ports
 
 from benchmarks.servers.machine import processor
 

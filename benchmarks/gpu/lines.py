@@ -100,7 +100,7 @@ def _train(  # noqa: PLR0913 - what a line says of its job
     num_steps = rehearsed_steps if place.is_rehearsal else steps
     if num_steps is not None:
         own["train.num_steps"] = num_steps
-    words = ["-m", "dialoop_services.stack", "train", "job.toml", "--run", run]
+    words = ["-m", "dialoop_ops.stack", "train", "job.toml", "--run", run]
     words += ["--folder", str(place.work / "runs"), *["--fresh"] * is_fresh]
     words += [word for key, value in own.items() for word in ("--set", f"{key}={value}")]
     begun = time.time()

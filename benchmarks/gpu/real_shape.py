@@ -117,7 +117,7 @@ def main() -> int:
     os.environ.setdefault("ROW_TOKENS", "8192")
     # Imported here, since the device is read when the modules are.
     import torch
-    from dialoop_services.learning.model.real_shapes import make_real_shape
+    from dialoop_learning.model.real_shapes import make_real_shape
 
     from benchmarks.gpu.smoke import NO_GPU
     from benchmarks.servers.train_step_batch import load_batch, make_batch

@@ -115,7 +115,7 @@ _REHEARSED = {"device": "cpu", "dtype": "float32", "autocast": "", "bound": "1e-
 _ON_VLLM = {"engine": "vllm", "engine_device": "cpu"}  # vLLM chooses its device itself
 _ON_TRANSFORMERS = {"engine": "transformers", "engine_device": "cuda"}
 _STEP = "benchmarks.gpu.train_step"
-_CONFORMANCE = "dialoop_services.inference.conformance"
+_CONFORMANCE = "dialoop_ops.conformance.inference"
 CHECKS = (
     Check(
         name="train step",
@@ -308,12 +308,12 @@ def _words_of(check: Check, folder: Path, *, rehearsal: bool) -> list[str]:
     if not check.job:
         dtype = _REHEARSED["dtype"] if rehearsal else "bfloat16"
         return [word.format(dtype=dtype) for word in check.words]
-    from dialoop_services.learning.model.families import make_family
+    from dialoop_learning.model.families import make_family
 
     model = make_family("qwen2", folder / "model", fields=MODEL)
     text = job_file(check, model, rehearsal=rehearsal)
     (folder / "job.toml").write_text(text, encoding="utf-8")
-    return ["dialoop_services.stack", "train", "job.toml"]
+    return ["dialoop_ops.stack", "train", "job.toml"]
 
 
 def job_file(check: Check, model: Path, *, rehearsal: bool = False) -> str:

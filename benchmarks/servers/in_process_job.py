@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dialoop.clients.trainer import Phase
-from dialoop_services.stack.in_process import in_process
+from dialoop_ops.stack.in_process import in_process
 
 _LOOK_EVERY_S = 0.25
 

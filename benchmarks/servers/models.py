@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from dialoop_services.learning.model.tiny import make_tiny_model, tiny_config
+from dialoop_learning.model.tiny import make_tiny_model, tiny_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from dialoop.tasks.column_addition import final_number
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.config.file import parse_config, toml_of
-from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.trainer.data.warm_start import WarmStartBatches, demonstrator
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
@@ -176,7 +176,7 @@ def _command_of(name: str, model: Path, folder: Path, recipe: Recipe) -> list[st
         return [sys.executable, "-m", "benchmarks.servers.in_process_job", "job.json", "runs"]
     text = toml_of(parse_config(job, source="the race"))
     (folder / "job.toml").write_text(text, encoding="utf-8")
-    return [sys.executable, "-m", "dialoop_services.stack", "train", "job.toml", "--fresh"]
+    return [sys.executable, "-m", "dialoop_ops.stack", "train", "job.toml", "--fresh"]
 
 
 def read_ours(folder: Path, started: float) -> Run:

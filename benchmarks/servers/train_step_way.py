@@ -49,14 +49,14 @@ SORTED = {
 
 
 class OurStep:
-    """dialoop_services.learning.training.update, as the trainer calls it."""
+    """dialoop_learning.training.update, as the trainer calls it."""
 
     def __init__(self, folder: Path, way: str) -> None:
-        from dialoop_services.learning.loss.loss_loading import load_objective
-        from dialoop_services.learning.model.attention import PACKED_ATTENTION
-        from dialoop_services.learning.model.policy import PolicyModel
-        from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-        from dialoop_services.learning.packing.rows import TokenRow
+        from dialoop_learning.loss.loss_loading import load_objective
+        from dialoop_learning.model.attention import PACKED_ATTENTION
+        from dialoop_learning.model.policy import PolicyModel
+        from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+        from dialoop_learning.packing.rows import TokenRow
 
         self.model = load_model(folder, attention=PACKED_ATTENTION)
         self._policy = PolicyModel(self.model)
@@ -85,9 +85,9 @@ class OurStep:
 
     def step(self, took: peers.Took) -> None:
         """One update, rows planned and packed anew."""
-        from dialoop_services.learning.parallel.parallel_rows import own_rows
-        from dialoop_services.learning.parallel.ranks import ALONE
-        from dialoop_services.learning.training import update
+        from dialoop_learning.parallel.parallel_rows import own_rows
+        from dialoop_learning.parallel.ranks import ALONE
+        from dialoop_learning.training import update
 
         optimizer = _Watched(self._optimizer, lambda loss: took(self.model, loss))
         rows = own_rows(self._rows, ALONE, max_tokens=int(os.environ.get("ROW_TOKENS", "2048")))
@@ -119,7 +119,7 @@ class SortedStep:
     """
 
     def __init__(self, folder: Path, micro_batch: int, *, products: bool) -> None:
-        from dialoop_services.learning.model.products import OneDnnLinear
+        from dialoop_learning.model.products import OneDnnLinear
 
         self._products = OneDnnLinear if products else contextlib.nullcontext
         self.model = load_model(folder)
@@ -162,7 +162,7 @@ class MatmulPeak:
     """Large float32 products by the faster library: the most this machine does, no train step."""
 
     def __init__(self) -> None:
-        from dialoop_services.learning.model.products import product
+        from dialoop_learning.model.products import product
 
         self._one, self._other = torch.randn(2, 2048, 2048)
         took = {f: min(self._time(f) for _ in range(3)) for f in (torch.mm, product)}

@@ -25,9 +25,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import dialoop
+import dialoop_ops
 import torch
-from dialoop.audit import AuditFinding, Evidence, audit
+from dialoop_ops.audit import AuditFinding, Evidence, audit
 
 from benchmarks.servers.machine import processor
 from benchmarks.silent_bugs.bugs import BUGS
@@ -81,7 +81,7 @@ async def play(
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """Run a job to its end or to a finding; return its metrics and what the finding says."""
     rows: list[dict[str, Any]] = []
-    job = dialoop.Job(config, in_process=True, folder=folder, fresh=not is_resumed, quiet=True)
+    job = dialoop_ops.Job(config, in_process=True, folder=folder, fresh=not is_resumed, quiet=True)
     async with job:
         async for row in job.metrics():
             rows.append(row)
@@ -154,7 +154,9 @@ def make_model(folder: Path) -> str:
     model = str(folder / "model")
     words = ["export", str(folder / WARM_START), "latest", model]
     subprocess.run(
-        [sys.executable, "-m", "dialoop.cli.main", *words], stdout=subprocess.DEVNULL, check=True
+        [sys.executable, "-m", "dialoop_ops.cli.main", *words],
+        stdout=subprocess.DEVNULL,
+        check=True,
     )
     return model
 

@@ -19,10 +19,10 @@ import torch
 from dialoop.environments.tasks.source import TaskPage
 from dialoop.sequences import Sequence
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_learning.packing.rows import TokenRow
 from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.inference.transformers_engine import engine as engine_module
 from dialoop_services.inference.transformers_engine.batch import DecodingBatch
-from dialoop_services.learning.packing.rows import TokenRow
 
 Bug = Callable[[Path], AbstractContextManager[None]]
 """Takes the model's directory; the bug is there while the context is open."""

@@ -34,7 +34,7 @@ from statistics import median
 from typing import Any
 
 import psutil
-from dialoop.cli.running_stacks import find_stack
+from dialoop_ops.cli.running_stacks import find_stack
 
 from benchmarks.environment_doors import ROOT
 from benchmarks.servers.machine import processor
@@ -195,7 +195,7 @@ def soak(folder: Path, minutes: float, groups_in_flight: int) -> dict[str, Any]:
         "PYTHONPATH": f"{ROOT / 'client'}:{ROOT / 'services'}",
         "DIALOOP_REPLAY_MAX_FINISHED": str(MAX_FINISHED),
     }
-    command = [sys.executable, "-m", "dialoop_services.stack", "train", str(config)]
+    command = [sys.executable, "-m", "dialoop_ops.stack", "train", str(config)]
     samples: list[dict[str, Any]] = []
     run_dir = folder / "runs" / "soak"
     with (folder / "output").open("wb") as output:

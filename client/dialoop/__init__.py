@@ -6,6 +6,8 @@ Every name below is imported when it is first used, so that `import dialoop` cos
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dialoop.old_names import refuse, tell_old_names
+
 if TYPE_CHECKING:
     from dialoop.chat import ChatHistory, Histories, History
     from dialoop.clients.blocking.connection import BlockingDialoop
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from dialoop.collection import CollectedBatch, Collection, collect
     from dialoop.environments import ChatEnv, arithmetic, load_environment, tool_environment
     from dialoop.errors import DialoopError
-    from dialoop.jobs import BlockingJob, Job, JobResult, train, train_async
     from dialoop.local.client import LocalEnvironmentClient
     from dialoop.messages import ContentPart, Message, ToolCall, ToolDefinition
     from dialoop.rollout import play, play_group
@@ -38,7 +39,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BlockingDialoop": "clients.blocking.connection",
-    "BlockingJob": "jobs",
     "Channel": "clients.channel",
     "ChatEnv": "environments",
     "ChatHistory": "chat",
@@ -54,8 +54,6 @@ _HOMES = {
     "History": "chat",
     "InferenceClient": "clients.inference",
     "InteractiveSessions": "clients.interact",
-    "Job": "jobs",
-    "JobResult": "jobs",
     "LocalEnvironmentClient": "local.client",
     "Message": "messages",
     "PolicyVersion": "sequences",
@@ -85,13 +83,10 @@ _HOMES = {
     "play": "rollout",
     "play_group": "rollout",
     "tool_environment": "environments",
-    "train": "jobs",
-    "train_async": "jobs",
 }
 
 __all__ = [
     "BlockingDialoop",
-    "BlockingJob",
     "Channel",
     "ChatEnv",
     "ChatHistory",
@@ -107,8 +102,6 @@ __all__ = [
     "History",
     "InferenceClient",
     "InteractiveSessions",
-    "Job",
-    "JobResult",
     "LocalEnvironmentClient",
     "Message",
     "PolicyVersion",
@@ -138,13 +131,14 @@ __all__ = [
     "play",
     "play_group",
     "tool_environment",
-    "train",
-    "train_async",
 ]
+
+tell_old_names()
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
+        refuse(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value

@@ -20,11 +20,11 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.extras import offered_paths
 from dialoop.failures import error_of, failure_of
 from dialoop.import_paths import load_attribute, make_from_options
 from dialoop.reasons import Reason
@@ -34,11 +34,6 @@ from dialoop.user_functions import call, name_of
 if TYPE_CHECKING:
     from dialoop.environments.episode import Score
     from dialoop.episode import ResetResult, Sessions
-
-BUILT_IN_AGENTS: Mapping[str, str] = MappingProxyType(
-    {"verifiers": "dialoop.compat.verifiers:verifiers_agent"}
-)
-"""Agents by name, each with the function that makes it of its environment's options."""
 
 _CLOSE_S = 2.0
 _MAX_CAUSES = 16
@@ -187,18 +182,19 @@ async def play_agent(
 
 
 def load_agent(use: str, options: Mapping[str, Any] | None = None) -> Agent:
-    """Load the function `module:function`, or a built-in agent; raise InvalidConfig for others.
+    """Load the function `module:function`, or an agent of extras by its name.
+
+    Raise InvalidConfig for others.
 
     options: of the agent's environment, from which a built-in one is made.
     """
     agent: Agent
-    if use in BUILT_IN_AGENTS:
-        maker = load_attribute(BUILT_IN_AGENTS[use], what="agent", reason=Reason.AGENT_NOT_FOUND)
+    makers = offered_paths("agents")
+    if use in makers:
+        maker = load_attribute(makers[use], what="agent", reason=Reason.AGENT_NOT_FOUND)
         agent = make_from_options(maker, dict(options or {}), use)
         return agent
-    agent = load_attribute(
-        use, what="agent", reason=Reason.AGENT_NOT_FOUND, built_in=BUILT_IN_AGENTS
-    )
+    agent = load_attribute(use, what="agent", reason=Reason.AGENT_NOT_FOUND, built_in=makers)
     try:
         inspect.signature(agent).bind("task", "connection")
     except (TypeError, ValueError):

@@ -84,7 +84,7 @@ class _Recorder:
                 "The environment is in text or tokens mode, and this plays messages.",
                 reason=Reason.HISTORY_MODE_ONLY,
                 remedy="Use input_mode 'history'. For a TextSetup call "
-                'dialoop.text_environment.play_text; a job has play = "text".',
+                'dialoop_extras.text_environment.play_text; a job has play = "text".',
             )
         self.history = opening.history.require_prompt()
         self.environment_version = opening.environment_version

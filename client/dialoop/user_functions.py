@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _MAX_IDLE = 32
-_OUR_PACKAGES = frozenset({"dialoop", "dialoop_services", "asyncio", "concurrent", "threading"})
+_OUR_PACKAGES = frozenset(
+    {
+        *("dialoop", "dialoop_extras", "dialoop_learning", "dialoop_services", "dialoop_ops"),
+        *("asyncio", "concurrent", "threading"),
+    }
+)
 
 
 async def call(

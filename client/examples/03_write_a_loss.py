@@ -14,12 +14,12 @@ from pathlib import Path
 
 from dialoop import BlockingDialoop, ChatTemplate, Sequence, TokenBuilder, Tokenizer, arithmetic
 from dialoop.testing import ScriptedPolicy
-from dialoop_services.learning.loss.loss_loading import load_loss
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import pack
-from dialoop_services.learning.training import update
+from dialoop_learning.loss.loss_loading import load_loss
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import pack
+from dialoop_learning.training import update
 
 CONFIG = """
 [train]

@@ -7,7 +7,7 @@ three minutes. The run stays in runs/example-tiny until the next one replaces it
 `dialoop show runs/example-tiny --best --tokens` shows it.
 """
 
-import dialoop
+import dialoop_ops
 
 CONFIG = {
     "run": "example-tiny",
@@ -27,7 +27,7 @@ def show(row: dict) -> None:
 
 def main() -> None:
     """Run the job to its end and read its summary."""
-    result = dialoop.train(CONFIG, on_metrics=show, fresh=True)
+    result = dialoop_ops.train(CONFIG, on_metrics=show, fresh=True)
     for when in ("before", "after"):
         accuracy = result.summary[f"heldout_sampled_{when}"]
         calls = result.summary[f"tool_call_rate_{when}"]

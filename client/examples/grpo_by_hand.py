@@ -36,17 +36,17 @@ from dialoop import (
     arithmetic,
     play_group,
 )
+from dialoop_learning.loss.losses import grpo, sft
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.rl.advantages import with_advantages
+from dialoop_learning.training import loss_inputs, update
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.generate import EnginePolicy
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
-from dialoop_services.learning.loss.losses import grpo, sft
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.training import loss_inputs, update
-from dialoop_services.rl.advantages import with_advantages
 
 # The values of infra/configs/demo.toml, but with 15 train steps and not 24.
 WARM_START_STEPS, DEMONSTRATIONS_PER_STEP, WARM_START_LEARNING_RATE = 220, 64, 3e-3

@@ -4,7 +4,7 @@
 metrics.jsonl under their names.
 """
 
-from dialoop_services.learning.loss.losses import LossInputs, LossOutput
+from dialoop_learning.loss.losses import LossInputs, LossOutput
 
 
 def reinforce(inputs: LossInputs, *, scale: float = 1.0) -> LossOutput:

@@ -1,7 +1,7 @@
 """Print what a service's package needs, for pip: python dependencies.py trainer.
 
 An image installs that before the source, so that a changed line of ours does not install it again.
-Without a name: what every service needs, and what builds the two packages.
+Without a name: what every service needs, and what builds the packages.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ _SPECIFIERS = "<>=!~;[ "
 
 
 def requirements(folder: Path, extra: str = "") -> list[str]:
-    """Return the requirements of an extra, or those of both packages without their extras."""
-    services = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
-    if extra:
-        return list(services["project"]["optional-dependencies"][extra])
-    sdk = tomllib.loads((folder / "client" / "pyproject.toml").read_text("utf-8"))
-    ours = sdk["project"]["name"]
-    return [
-        each
-        for file in (sdk, services)
-        for each in (*file["build-system"]["requires"], *file["project"]["dependencies"])
-        if _name(each) != ours
+    """Return the requirements of a service's extra, or those of all packages without extras."""
+    files = [
+        tomllib.loads(path.read_text("utf-8"))
+        for path in sorted(folder.glob("*/dialoop*/pyproject.toml"))
     ]
+    if extra:
+        services = next(f for f in files if f["project"]["name"] == "dialoop-services")
+        return list(services["project"]["optional-dependencies"][extra])
+    ours = {file["project"]["name"] for file in files}
+    needed = (
+        each
+        for file in files
+        for each in (*file["build-system"]["requires"], *file["project"]["dependencies"])
+        if _name(each) not in ours
+    )
+    return list(dict.fromkeys(needed))
 
 
 def _name(requirement: str) -> str:

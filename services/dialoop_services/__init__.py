@@ -2,3 +2,7 @@
 
 Messages of `dialoop.v1` enter and leave over gRPC or REST. The services do not import each other.
 """
+
+from dialoop.old_names import tell_old_names
+
+tell_old_names()

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop.cli.running_stacks import find_stack
-from dialoop_services.stack.processes.redis_server import find_redis
+from dialoop_ops.cli.running_stacks import find_stack
+from dialoop_ops.stack.processes.redis_server import find_redis
 
 from tests.chaos.ledger_checker import check_run
 from tests.chaos.machine import KINDS, SERVICES, Machine

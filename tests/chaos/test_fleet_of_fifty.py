@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop.cli.running_stacks import find_stack
-from dialoop.cli.scale import scale
-from dialoop_services.stack.processes.redis_server import find_redis
+from dialoop_ops.cli.running_stacks import find_stack
+from dialoop_ops.cli.scale import scale
+from dialoop_ops.stack.processes.redis_server import find_redis
 
 from tests.chaos.ledger_checker import check_run
 from tests.chaos.test_chaos import CONFIG, WITHIN_S

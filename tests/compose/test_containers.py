@@ -477,7 +477,7 @@ def test_a_users_own_job_model_reward_and_folder_train_in_the_foreground(
     (mine / "my_rewards.py").write_text(REWARDS)
     prompts = [json.dumps({"prompt": f"Say {number} in words:"}) for number in range(32)]
     (mine / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
-    made = stack.run(sys.executable, "-m", "dialoop_services.learning.model.tiny", str(model))
+    made = stack.run(sys.executable, "-m", "dialoop_learning.model.tiny", str(model))
     assert made.returncode == 0, made.stderr
     runs.mkdir()
     shutil.chown(runs, 10001, 10001)

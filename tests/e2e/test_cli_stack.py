@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from dialoop import BlockingDialoop, SamplingParams
-from dialoop.cli.running_stacks import find_stack
+from dialoop_ops.cli.running_stacks import find_stack
 
 from tests.support.stack_jobs import wait_for
 
@@ -33,7 +33,7 @@ num_steps = 50
 def dialoop(*words: str) -> subprocess.CompletedProcess[str]:
     paths = f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"
     environment = os.environ | {"PYTHONPATH": paths}
-    command = [sys.executable, "-m", "dialoop.cli.main", *words]
+    command = [sys.executable, "-m", "dialoop_ops.cli.main", *words]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=200, env=environment
     )

@@ -21,10 +21,10 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from dialoop.runs import Filters
-from dialoop.runs.metric_rows import METRICS
-from dialoop.runs.summaries import TrajectorySummary, summary_of, text_of, versions_by_step
-from dialoop.views.run_files import trajectory_files
+from dialoop_ops.runs import Filters
+from dialoop_ops.runs.metric_rows import METRICS
+from dialoop_ops.runs.run_files import trajectory_files
+from dialoop_ops.runs.summaries import TrajectorySummary, summary_of, text_of, versions_by_step
 
 from tests.support.stack_jobs import ROOT, Job, wait_for, write_config
 
@@ -70,7 +70,7 @@ def rows(demo) -> list[tuple[TrajectorySummary, str]]:
 @pytest.fixture(scope="module")
 def export(demo, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "demo"
-    command = [sys.executable, "-m", "dialoop_services.console", str(demo), "--export", str(folder)]
+    command = [sys.executable, "-m", "dialoop_ops.console", str(demo), "--export", str(folder)]
     subprocess.run(command, check=True)
     return folder
 
@@ -91,7 +91,7 @@ def address(request, demo, export) -> Iterator[str]:
     if request.param == "exported":
         yield f"{(export / 'index.html').as_uri()}#/"
         return
-    command = [sys.executable, "-m", "dialoop_services.console", str(demo)]
+    command = [sys.executable, "-m", "dialoop_ops.console", str(demo)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield f"{process.stdout.readline().split(': ')[1].split(' ')[0]}#/"

@@ -25,15 +25,15 @@ import torch
 from dialoop import BlockingDialoop, Message
 from dialoop.environments.environment import Given
 from dialoop.testing import ScriptedPolicy
+from dialoop_learning.loss.loss_loading import load_loss
+from dialoop_learning.loss.losses import LossInputs
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_ops.stack.__main__ import FIXED_PORTS
 from dialoop_services.config.file import parse_config
 from dialoop_services.config.own_data_plane import load_data_plane
-from dialoop_services.learning.loss.loss_loading import load_loss
-from dialoop_services.learning.loss.losses import LossInputs
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.runtime import load
 from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.settings import ScorerSettings
-from dialoop_services.stack.__main__ import FIXED_PORTS
 from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.records.trackers import trackers_of
 from dialoop_services.trainer.settings import TrainerSettings
@@ -173,7 +173,7 @@ def test_every_module_and_command_named_exists() -> None:
     for module in set(re.findall(r"-m ((?:dialoop|dialoop_services)[\w.]*)", text)):
         assert importlib.util.find_spec(module.rstrip(".")) is not None, module
     shown = subprocess.run(
-        [sys.executable, "-m", "dialoop.cli.main", "--help"],
+        [sys.executable, "-m", "dialoop_ops.cli.main", "--help"],
         capture_output=True,
         text=True,
         check=True,

@@ -27,19 +27,19 @@ from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Stage, StopReason, Trajectory
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.training import update
+from dialoop_ops.stack.layout import Layout
+from dialoop_ops.stack.processes.log_stream import LogStream
+from dialoop_ops.stack.processes.supervisor import Supervisor, supervise
+from dialoop_ops.stack.run_dir import open_run
+from dialoop_ops.stack.running import plan_stack
 from dialoop_services.config.file import parse_config
 from dialoop_services.inference.engine import BASE_VERSION
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.training import update
-from dialoop_services.stack.layout import Layout
-from dialoop_services.stack.processes.log_stream import LogStream
-from dialoop_services.stack.processes.supervisor import Supervisor, supervise
-from dialoop_services.stack.run_dir import open_run
-from dialoop_services.stack.running import plan_stack
 from rich.console import Console
 
 from tests.support.played_environments import PLAYED, Played, demonstrations

@@ -36,7 +36,7 @@ rescoring_s = 0
 def dialoop(*words: str) -> subprocess.CompletedProcess[str]:
     paths = f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"
     return subprocess.run(
-        [sys.executable, "-m", "dialoop.cli.main", *words],
+        [sys.executable, "-m", "dialoop_ops.cli.main", *words],
         capture_output=True,
         text=True,
         check=False,

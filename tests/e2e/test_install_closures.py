@@ -26,8 +26,8 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from dialoop_services.stack.layout import FIXED_PORTS, rest_name
-from dialoop_services.stack.processes.ports import choose_ports
+from dialoop_ops.stack.layout import FIXED_PORTS, rest_name
+from dialoop_ops.stack.processes.ports import choose_ports
 
 from tests.support.containers import ROOT, Target, compose_file, targets
 
@@ -240,7 +240,7 @@ class Containers:
     def make_model(self, *, seed: int) -> None:
         """Put a tiny model into the folder of the user's code."""
         image, folder = self._image("trainer"), self._place / "code" / "model"
-        program = ("-m", "dialoop_services.learning.model.tiny", str(folder), "--seed", str(seed))
+        program = ("-m", "dialoop_learning.model.tiny", str(folder), "--seed", str(seed))
         command = [str(image.venv / "bin" / "python"), *program]
         subprocess.run(command, env=image.variables, cwd=self._place, check=True)
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ("client/dialoop/v1/", "client/dialoop/clients/blocking/")
-PRODUCT = ("client/dialoop/", "services/dialoop_services/", "proto/")
+PRODUCT = ("client/dialoop", "services/dialoop", "proto/")
 # The most hand-written product files that an example may touch.
 LIMITS = {
     "add_trajectory_field": 4,
@@ -60,7 +60,7 @@ def run(*command: str | Path, folder: Path, **variables: str) -> None:
 
 def copy_product(folder: Path) -> None:
     """Copy what is written by hand, and what generates the rest."""
-    for name in ("client/dialoop", "services/dialoop_services", "proto", "infra"):
+    for name in ("client", "services", "proto", "infra"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(ROOT / "pyproject.toml", folder)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import dialoop
+import dialoop_ops
 import pytest
 
 CONFIG: dict[str, Any] = {
@@ -26,6 +26,6 @@ CONFIG: dict[str, Any] = {
 @pytest.mark.timeout(400)
 def test_a_job_of_processes_trains_to_its_end(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = []
-    result = dialoop.train(CONFIG, on_metrics=rows.append, folder=tmp_path, quiet=True)
+    result = dialoop_ops.train(CONFIG, on_metrics=rows.append, folder=tmp_path, quiet=True)
     assert [row["kind"] for row in rows].count("train") == result.summary["num_train_steps"] >= 1
     assert result.succeeded, result.summary["gates"]

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_learning.model.real_shapes import make_real_shape
+from dialoop_ops.stack.estimates import estimate_of
+from dialoop_ops.stack.preflight import gflops_of_this_machine
 from dialoop_services.config.file import load_config
-from dialoop_services.learning.model.real_shapes import make_real_shape
-from dialoop_services.stack.estimates import estimate_of
-from dialoop_services.stack.preflight import gflops_of_this_machine
 
 from tests.support.stack_jobs import Job, lines_of, wait_for
 

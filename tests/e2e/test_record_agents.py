@@ -11,13 +11,13 @@ import pytest
 import torch
 from dialoop.sequences import Source
 from dialoop.trajectory import SamplingParams
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.training import update
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.training import update
 
 from tests.support.agent_world import LoggingEngine, agent_world, make_tool_model
 from tests.support.recorded_agents import AGENTS, ANSWER, demonstrations, run_by_hand, warm_start

@@ -43,7 +43,7 @@ rescoring_s = 0
 def dialoop(*words: str, exit_code: int = 0) -> str:
     paths = f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"
     ended = subprocess.run(
-        [sys.executable, "-m", "dialoop.cli.main", *words],
+        [sys.executable, "-m", "dialoop_ops.cli.main", *words],
         capture_output=True,
         text=True,
         check=False,

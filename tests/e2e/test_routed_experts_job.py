@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dialoop_services.learning.model.families import make_family
+from dialoop_learning.model.families import make_family
 from dialoop_services.trainer.records.rescore import rescore
 
 from tests.support.stack_jobs import ROOT, Job

@@ -51,7 +51,7 @@ T_OF_TWO = 0.95 * math.sqrt(2 / (1 - 0.95**2))
 def dialoop(*words: str) -> str:
     paths = f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"
     ended = subprocess.run(
-        [sys.executable, "-m", "dialoop.cli.main", *words],
+        [sys.executable, "-m", "dialoop_ops.cli.main", *words],
         capture_output=True,
         text=True,
         check=False,

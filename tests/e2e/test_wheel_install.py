@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from dialoop_services.stack.processes.ports import choose_ports
+from dialoop_ops.stack.processes.ports import choose_ports
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = "replay,inference,scorer,trainer,stack"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from dialoop.errors import Unavailable
+from dialoop_ops.stack.processes.supervisor import supervise
 from dialoop_services.runtime.device_lock import DeviceLock, is_owned
-from dialoop_services.stack.processes.supervisor import supervise
 
 from tests.faults.test_stack_supervisor import STUBBORN_CHILD, log_in, spec
 from tests.support.placement_parts import HOLD

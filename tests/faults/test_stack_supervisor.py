@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import InvalidConfig, Unavailable
-from dialoop_services.stack.processes.child import ServiceSpec
-from dialoop_services.stack.processes.log_stream import LogStream
-from dialoop_services.stack.processes.processes import members
-from dialoop_services.stack.processes.readiness import answers, is_serving
-from dialoop_services.stack.processes.redis_server import find_redis, redis_service
-from dialoop_services.stack.processes.supervisor import Supervisor, supervise
+from dialoop_ops.stack.processes.child import ServiceSpec
+from dialoop_ops.stack.processes.log_stream import LogStream
+from dialoop_ops.stack.processes.processes import members
+from dialoop_ops.stack.processes.readiness import answers, is_serving
+from dialoop_ops.stack.processes.redis_server import find_redis, redis_service
+from dialoop_ops.stack.processes.supervisor import Supervisor, supervise
 from rich.console import Console
 
 from tests.support.waiting import PATIENCE_S, until
@@ -93,7 +93,7 @@ import asyncio, pathlib, sys
 from rich.console import Console
 sys.path.insert(0, sys.argv[3])
 from tests.faults.test_stack_supervisor import STUBBORN_CHILD, spec, log_in
-from dialoop_services.stack.processes.supervisor import supervise
+from dialoop_ops.stack.processes.supervisor import supervise
 
 async def main():
     directory = pathlib.Path(sys.argv[1])
@@ -232,7 +232,7 @@ async def test_a_service_that_was_ready_once_is_restarted_however_often_it_dies_
 
 @pytest.mark.redis
 async def test_a_process_that_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
-    from dialoop_services.stack.processes.ports import choose_ports
+    from dialoop_ops.stack.processes.ports import choose_ports
 
     port = choose_ports({"redis": 0})["redis"]
     redis = redis_service(find_redis({"PATH": ""}).program, port=port, directory=tmp_path / "redis")
@@ -323,7 +323,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.redis
 async def test_redis_comes_back_with_what_it_held(tmp_path: Path) -> None:
-    from dialoop_services.stack.processes.ports import choose_ports
+    from dialoop_ops.stack.processes.ports import choose_ports
 
     port = choose_ports({"redis": 0})["redis"]
     program = find_redis({"PATH": ""}).program

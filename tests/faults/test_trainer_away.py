@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from dialoop.v1 import replay_service_pb2 as pb
-from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import Answer, QueueLimits
 

@@ -14,9 +14,9 @@ from dialoop.clients.replay import TaskLease
 from dialoop.environments import arithmetic
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.trajectory import Group, Purpose, Stage
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 

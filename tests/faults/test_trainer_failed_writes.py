@@ -13,7 +13,7 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.trainer import Phase, TrainerClient
 from dialoop.errors import PreconditionFailed
 from dialoop.reasons import Reason
-from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime.hosting import OwnProcess

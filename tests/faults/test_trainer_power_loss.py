@@ -12,7 +12,7 @@ import pytest
 from dialoop.errors import Unavailable
 from dialoop.trajectory import Group, Stage
 from dialoop.v1 import replay_service_pb2 as pb
-from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import Answer, QueueLimits
 

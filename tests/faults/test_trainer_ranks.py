@@ -21,7 +21,7 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.trainer import Phase, TrainerClient
 from dialoop.errors import DialoopError
 from dialoop.trajectory import Group
-from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime.exit_reason import EXIT_REASON_VARIABLE

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_ops.stack.report.plot import read_metrics
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits, QueueStore
-from dialoop_services.stack.report.plot import read_metrics
 
 from tests.support.recorded_world import (
     GROUPS_PER_STEP,

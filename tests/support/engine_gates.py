@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 from dialoop.episode import UpdateMode
+from dialoop_learning.model.policy import PolicyModel, load_policy
+from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.inference.engine import BASE_VERSION, Engine, EngineOptions
-from dialoop_services.learning.model.policy import PolicyModel, load_policy
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from safetensors.torch import load_file, save_file
 
 from tests.support.engine_world import MAX_MODEL_LEN, save_tokenizer, version

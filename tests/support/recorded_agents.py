@@ -8,11 +8,11 @@ from pathlib import Path
 
 import openai
 import torch
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.training import update
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.training import update
 from safetensors.torch import load_file, save_file
 
 from tests.support.agent_world import ScriptedEngine, agent_world, call_text

@@ -21,8 +21,8 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.replay import AppendItem, ReplayClient
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 from dialoop.trajectory import Group, Stage, Trajectory
-from dialoop_services.learning.model.policy import PolicyModel, load_policy
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.model.policy import PolicyModel, load_policy
+from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
 from dialoop_services.replay.store import QueueStore
 from dialoop_services.runtime import GrpcServer, ServerSettings

@@ -68,7 +68,7 @@ class EndedJob:
 
 
 class Job:
-    """`python -m dialoop_services.stack` in `directory`; ended when the context is left."""
+    """`python -m dialoop_ops.stack` in `directory`; ended when the context is left."""
 
     def __init__(self, directory: Path, *arguments: str, **variables: str) -> None:
         self.directory = directory
@@ -82,7 +82,7 @@ class Job:
         }
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "dialoop_services.stack", *arguments],
+                [sys.executable, "-m", "dialoop_ops.stack", *arguments],
                 cwd=directory,
                 env=environment | variables,
                 stdout=output,

@@ -13,23 +13,24 @@ from typing import Any
 
 import dialoop
 import pytest
-from dialoop import compat, debug, environments, testing
+from dialoop import debug, environments, testing
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.clients.channel import Channel
-from dialoop.compat.offered import OFFERED
 from dialoop.environments import ChatEnv
 from dialoop.episode import ContinuedText, Sample
 from dialoop.rollout import play_group
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.templates.chat_template import ChatTemplate
-from dialoop.text_environment.setups import calculator
 from dialoop.trajectory import SamplingParams, StopReason
-from dialoop.trials import DirectOutputAgent, ScriptedAgent, TwentyQuestions, run_trial
 from dialoop.views.views import TurnView
 from dialoop.wire import records
+from dialoop_extras import compat
+from dialoop_extras.compat.offered import OFFERED
+from dialoop_extras.text_environment.setups import calculator
+from dialoop_extras.trials import DirectOutputAgent, ScriptedAgent, TwentyQuestions, run_trial
 
 from tests.support.rest_world import service_in_a_thread
-from tests.support.samples.docstring_snippets import module_of, run_snippet, snippets_of
+from tests.support.samples.docstring_snippets import module_of, run_snippet, snippets
 from tests.support.samples.scripted_tokens import ScriptedTokens
 from tests.support.waiting import PATIENCE_S
 
@@ -39,26 +40,25 @@ RUN_ELSEWHERE = {
     "test_an_agents_run_is_a_trajectory_with_its_reward",
     "dialoop.clients.recordings": "tests/contract/collector/test_agents.py::"
     "test_a_notebook_records_through_the_sdk",
-    "dialoop.compat.verifiers": "tests/contract/compat/test_verifiers.py::"
+    "dialoop_extras.compat.verifiers": "tests/contract/compat/test_verifiers.py::"
     "test_a_run_with_a_tool_is_a_trajectory_with_verifiers_rewards",
-    "dialoop.compat.verifiers.VerifiersTasks": "tests/contract/compat/test_verifiers.py::"
+    "dialoop_extras.compat.verifiers.VerifiersTasks": "tests/contract/compat/test_verifiers.py::"
     "test_the_tasks_of_a_taskset_are_listed",
     "dialoop.import_paths": "tests/unit/test_import_paths.py::"
     "test_a_file_of_python_is_loaded_once_and_its_errors_are_told",
-    "dialoop.jobs": "tests/contract/stack/test_jobs.py::"
+    "dialoop_ops.jobs": "tests/contract/stack/test_jobs.py::"
     "test_the_documented_job_trains_in_this_process_and_gives_rows_and_a_summary",
     "dialoop.tasks.files": "tests/unit/tasks/test_tasks.py::"
     "test_the_same_rows_come_from_json_lines_parquet_and_a_saved_data_set",
     "dialoop.tasks.stored_tasks": "tests/unit/tasks/test_rows_of_others.py::"
     "test_a_share_of_the_rows_is_held_out",
-    "dialoop.views.torchrl": "tests/unit/views/test_tensors.py::"
+    "dialoop_extras.torchrl_view": "tests/unit/views/test_tensors.py::"
     "test_turns_of_different_lengths_come_back_as_they_were",
 }
 BLOCKING = {"dialoop.clients.blocking.connection", "dialoop.clients.blocking.loop"}
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "client" / "dialoop"
-SNIPPETS = snippets_of(PACKAGE, without=r"\.v1\b")
+SNIPPETS = snippets(of_services=False)
 QUESTION = ChatHistory(prompt=[{"role": "user", "content": "3+4"}])
 
 
@@ -131,33 +131,33 @@ def _of_one_place(place: str, names: dict[str, Any]) -> dict[str, Any]:
         "dialoop.clients.connection": {"in_process": nullcontext},
         "dialoop.clients.interact": {"Channel": Channel, "play_group": play_group},
         "dialoop.clients.retry": {"client": SimpleNamespace(get_session=_later)},
-        "dialoop.compat.kl": {
+        "dialoop_extras.compat.kl": {
             "dialoop": SimpleNamespace(inference=scores, scorer=scores),
             "sequence": played.sequences[0],
             "env": ChatEnv(name="e", input_mode="tokens", tokenizer=tokenizer),
         },
-        "dialoop.compat.sampling": {"client": names["policy"]},
-        "dialoop.compat.wrappers": {"dialoop": SimpleNamespace(inference=names["policy"])},
+        "dialoop_extras.compat.sampling": {"client": names["policy"]},
+        "dialoop_extras.compat.wrappers": {"dialoop": SimpleNamespace(inference=names["policy"])},
         "dialoop.environments.rewards.kl_reward": {
             "dialoop": SimpleNamespace(inference=scores, scorer=scores)
         },
         "dialoop.sandbox.killable": {"answers": {"given": "1", "wanted": "1"}},
-        "dialoop.text_environment.environment": {
+        "dialoop_extras.text_environment.environment": {
             "policy": TextPolicy(["<request><calculate>13-3<call>", "Result=10<submit>"]),
             "calculate": calculate,
             "exact": lambda texts, answers: [1.0 for _ in texts],
             "SHOTS": "",
         },
-        "dialoop.text_environment.playing": {
+        "dialoop_extras.text_environment.playing": {
             "inference": ScriptedTokens(lambda _: "Result=76<submit>"),
             "calculator": calculator,
         },
-        "dialoop.token_episodes": {
+        "dialoop_extras.token_episodes": {
             "inference": ScriptedTokens(lambda _: "[key]"),
             "run_trial": run_trial,
             "DirectOutputAgent": DirectOutputAgent,
         },
-        "dialoop.trials.playing": {"inference": ScriptedTokens(lambda _: "[key]")},
+        "dialoop_extras.trials.playing": {"inference": ScriptedTokens(lambda _: "[key]")},
         "dialoop.tokens.builder": {
             "history": QUESTION.prompt,
             "ids": ids,
@@ -166,7 +166,7 @@ def _of_one_place(place: str, names: dict[str, Any]) -> dict[str, Any]:
             "longer": longer,
         },
         "dialoop.trajectory": {"t0": testing.trajectory(), "t1": testing.trajectory()},
-        "dialoop.views.padding": {"views": [TurnView.of_turn(played, 0)]},
+        "dialoop_extras.padding": {"views": [TurnView.of_turn(played, 0)]},
         "dialoop.wire.codec": vars(records)
         | {"turn": played.turns[0], "proto": records.TURN.to_proto(played.turns[0])},
     }
@@ -212,7 +212,7 @@ FILES = {
 
 
 async def _names(place: str) -> dict[str, Any]:
-    own = vars(importlib.import_module(module_of(place, PACKAGE)))
+    own = vars(importlib.import_module(module_of(place)))
     names = _at_hand() | {key: value for key, value in own.items() if key[:2] != "__"}
     if ".compat." in place:
         used = set(re.findall(r"\w+", SNIPPETS[place])) & set(OFFERED)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import dialoop
 import dialoop.chat
-import dialoop.compat.history
+import dialoop_extras.compat.history
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def test_import_dialoop_loads_nothing_heavy_and_is_quick():
 
 
 def test_the_command_loads_nothing_heavy():
-    _, loaded = modules_after("dialoop.cli.main")
+    _, loaded = modules_after("dialoop_ops.cli.main")
     assert not loaded & HEAVY
 
 
@@ -88,5 +88,5 @@ def test_a_name_that_is_not_exported():
 
 
 def test_history_is_another_name_of_chat():
-    for name in dialoop.compat.history.__all__:
-        assert getattr(dialoop.compat.history, name) is getattr(dialoop.chat, name)
+    for name in dialoop_extras.compat.history.__all__:
+        assert getattr(dialoop_extras.compat.history, name) is getattr(dialoop.chat, name)

@@ -10,30 +10,31 @@ from dialoop.agents import load_agent
 from dialoop.environments import load_environment
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.import_paths import load_attribute
-from dialoop.text_environment.setups import load_text_setup
+from dialoop_extras.text_environment.setups import load_text_setup
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = [
     path
-    for folder in ("client/dialoop", "services/dialoop_services")
-    for path in (ROOT / folder).rglob("*.py")
+    for folder in ("client/dialoop*", "services/dialoop*")
+    for path in ROOT.glob(f"{folder}/**/*.py")
     if not path.is_relative_to(ROOT / "client/dialoop/v1")
 ]
 # Modules that import what the product itself names: its own modules, or an optional package.
 IMPORT_BY_NAME = {
     "client/dialoop/import_paths.py",
     "client/dialoop/__init__.py",
-    "client/dialoop/cli/main.py",
+    "services/dialoop_ops/__init__.py",
+    "services/dialoop_ops/cli/main.py",
     # The SDK can only ask for the services by name: they may not be installed.
-    "client/dialoop/compat/arguments.py",
-    "client/dialoop/jobs.py",
-    "client/dialoop/environments/tools/browser.py",
+    "client/dialoop_extras/compat/arguments.py",
+    "services/dialoop_ops/jobs.py",
+    "client/dialoop_extras/browser.py",
     "client/dialoop/sandbox/confined/forkserver.py",
     "client/dialoop/sandbox/killed.py",
-    "services/dialoop_services/learning/model/fused_head.py",
-    "services/dialoop_services/stack/in_process.py",
-    "services/dialoop_services/stack/launch/commands.py",  # only the chosen launcher is loaded
-    "services/dialoop_services/stack/layout.py",
+    "services/dialoop_learning/model/fused_head.py",
+    "services/dialoop_ops/stack/in_process.py",
+    "services/dialoop_ops/launch/commands.py",  # only the chosen launcher is loaded
+    "services/dialoop_ops/stack/layout.py",
     "services/dialoop_services/trainer/records/trackers.py",
 }
 MODULES = {

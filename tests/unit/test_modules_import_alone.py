@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 # once more when the package is there: Python imports the package first, whoever asks. Torch and its
 # like are shut out, so that nothing slow is loaded.
 IMPORT_EACH = """
+OURS = ("dialoop", "dialoop_extras", "dialoop_learning", "dialoop_services", "dialoop_ops")
 import gc, importlib, json, os, sys
 names = sys.stdin.read().split()
 for name in ("torch", "transformers", "vllm", "safetensors", "peft"):
@@ -47,7 +48,7 @@ def import_in_forks(parent):
             missing = found.name
         except BaseException as found:
             error = f"{type(found).__name__}: {found}"
-        if (missing or "").partition(".")[0] in ("dialoop", "dialoop_services"):
+        if (missing or "").partition(".")[0] in OURS:
             error = f"There is no {missing}."
         os.write(1, json.dumps([name, error, missing]).encode() + b"\\n")
         import_in_forks(f"{name}.")
@@ -61,6 +62,7 @@ import_in_forks("")
 # import contracts and `infra/check_rooms.py` let none of them lead back. So torch is loaded once.
 IMPORT_EACH_IN_ITS_ROOM = """
 import importlib, json, sys
+OURS = ("dialoop", "dialoop_extras", "dialoop_learning", "dialoop_services", "dialoop_ops")
 names = sys.stdin.read().split()
 sys.modules["vllm"] = None
 
@@ -68,7 +70,7 @@ def import_module(name):
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as failure:
-        if failure.name.partition(".")[0] in ("dialoop", "dialoop_services"):
+        if failure.name.partition(".")[0] in OURS:
             return f"There is no {failure.name}.", ""
         return "", failure.name
     except BaseException as failure:

@@ -9,14 +9,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import dialoop
 import dialoop_services
 import pytest
 from dialoop import reasons
 from dialoop.errors import NotFound, PreconditionFailed
 from dialoop.reasons import DropReason, OtherReason, Reason, reason_of
 
-PRODUCT = [Path(package.__path__[0]) for package in (dialoop, dialoop_services)]
+ROOT = Path(__file__).parents[2]
+PRODUCT = [*ROOT.glob("client/dialoop*"), *ROOT.glob("services/dialoop*")]
 SCRIPTS = Path(dialoop_services.__path__[0]) / "replay" / "redis_store" / "scripts"
 
 

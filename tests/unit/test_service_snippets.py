@@ -21,23 +21,21 @@ from typing import Any
 import pytest
 from dialoop_services.config.file import parse_config
 
-from tests.support.samples.docstring_snippets import module_of, run_snippet, snippets_of
+from tests.support.samples.docstring_snippets import module_of, run_snippet, snippets
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "services" / "dialoop_services"
-SNIPPETS = {
-    place.removeprefix("dialoop_services."): code for place, code in snippets_of(PACKAGE).items()
-}
+SNIPPETS = snippets(of_services=True)
 # The tests that play these: each starts all services, or needs a package that tests do without.
 RUN_ELSEWHERE = {
-    "environment.openenv_door": "tests/contract/compat/test_openenv_door.py::"
+    "dialoop_extras.services.openenv_door": "tests/contract/compat/test_openenv_door.py::"
     "test_their_client_plays_an_environment_of_ours_to_its_end",
-    "stack.in_process": "tests/e2e/test_docs.py::test_every_service_runs_in_one_process_as_printed",
-    "stack.running": "tests/e2e/test_loop.py::"
+    "dialoop_ops.stack.in_process": "tests/e2e/test_docs.py::"
+    "test_every_service_runs_in_one_process_as_printed",
+    "dialoop_ops.stack.running": "tests/e2e/test_loop.py::"
     "test_the_whole_loop_runs_exactly_and_leaves_nothing_behind",
 }
-HEAVY = {"inference.vllm_engine.constraints": "imports vLLM: 10 s of CPU"}
+HEAVY = {"dialoop_services.inference.vllm_engine.constraints": "imports vLLM: 10 s of CPU"}
 
 Names = dict[str, Any]
 CONTEXTS: dict[str, Callable[[Path], Names]] = {}
@@ -53,7 +51,11 @@ def context(*places: str) -> Callable[[Callable[[Path], Names]], Callable[[Path]
     return register
 
 
-@context("config.file", "config.settings", "config.values")
+@context(
+    "dialoop_services.config.file",
+    "dialoop_services.config.settings",
+    "dialoop_services.config.values",
+)
 def of_config(folder: Path) -> Names:
     from dialoop_services.config import tables
     from dialoop_services.config.job import EvaluationSection
@@ -66,7 +68,11 @@ def of_config(folder: Path) -> Names:
     return named | {"SettingsConfigDict": SettingsConfigDict}
 
 
-@context("inference.engine", "inference.generate", "inference.replica.batching")
+@context(
+    "dialoop_services.inference.engine",
+    "dialoop_services.inference.generate",
+    "dialoop_services.inference.replica.batching",
+)
 def of_an_engine(folder: Path) -> Names:
     from dialoop.chat import History
     from dialoop.trajectory import SamplingParams
@@ -102,7 +108,7 @@ def renderer_of_bytes() -> Any:
     return Renderer(tokenizer, ChatTemplate.of(tokenizer))
 
 
-@context("inference.openai.routes", "inference.recordings.store")
+@context("dialoop_services.inference.openai.routes", "dialoop_services.inference.recordings.store")
 def of_openai_calls(_: Path) -> Names:
     from dialoop.trajectory import SamplingParams
     from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
@@ -125,7 +131,7 @@ def of_openai_calls(_: Path) -> Names:
     }
 
 
-@context("learning.packing.collates")
+@context("dialoop_extras.collates")
 def of_a_group(_: Path) -> Names:
     from tests.support.samples.scorer_samples import make_group
 
@@ -133,16 +139,16 @@ def of_a_group(_: Path) -> Names:
 
 
 def tiny_model(folder: Path) -> Path:
-    from dialoop_services.learning.model.tiny import make_tiny_model
+    from dialoop_learning.model.tiny import make_tiny_model
 
     directory = folder.parent / "model"  # of all snippets of this process
     return directory if directory.exists() else make_tiny_model(directory, seed=0)
 
 
-@context("learning.lora.base_weights")
+@context("dialoop_learning.lora.base_weights")
 def of_an_adapter(folder: Path) -> Names:
-    from dialoop_services.learning.lora.layers import adapter_tensors, add_lora
-    from dialoop_services.learning.model.policy import load_policy
+    from dialoop_learning.lora.layers import adapter_tensors, add_lora
+    from dialoop_learning.model.policy import load_policy
     from safetensors.torch import load_file, save_file
 
     model_dir = tiny_model(folder)
@@ -154,21 +160,21 @@ def of_an_adapter(folder: Path) -> Names:
 
 
 @context(
-    "learning.lora.layers",
-    "learning.model.policy",
-    "learning.model.products",
-    "learning.parallel.parallel_state",
-    "learning.parallel.ranks",
+    "dialoop_learning.lora.layers",
+    "dialoop_learning.model.policy",
+    "dialoop_learning.model.products",
+    "dialoop_learning.parallel.parallel_state",
+    "dialoop_learning.parallel.ranks",
 )
 def of_a_policy(folder: Path) -> Names:
     import torch
-    from dialoop_services.learning.loss.loss_loading import load_loss
-    from dialoop_services.learning.model.policy import load_policy
-    from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-    from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-    from dialoop_services.learning.parallel.parallel_state import gather_weights
-    from dialoop_services.learning.parallel.ranks import ALONE
-    from dialoop_services.learning.training import update
+    from dialoop_learning.loss.loss_loading import load_loss
+    from dialoop_learning.model.policy import load_policy
+    from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+    from dialoop_learning.packing.rows import TokenRow, pack_rows
+    from dialoop_learning.parallel.parallel_state import gather_weights
+    from dialoop_learning.parallel.ranks import ALONE
+    from dialoop_learning.training import update
     from safetensors.torch import load_file, save_file
 
     directory = tiny_model(folder)
@@ -207,26 +213,26 @@ def of_a_policy(folder: Path) -> Names:
     }
 
 
-@context("learning.parallel.group_commands")
+@context("dialoop_learning.parallel.group_commands")
 def of_one_rank(_: Path) -> Names:
-    from dialoop_services.learning.parallel.ranks import join_ranks
+    from dialoop_learning.parallel.ranks import join_ranks
 
     names = {"rank": 0, "size": 1, "device": "cpu", "facts": "", "run_the_service": lambda _: None}
     make = lambda facts, group: SimpleNamespace(group=group)  # noqa: E731
     return names | {"join_ranks": join_ranks, "closing": closing, "make": make}
 
 
-@context("learning.loss.loss_loading")
+@context("dialoop_learning.loss.loss_loading")
 def of_ones_own_loss(folder: Path) -> Names:
     (folder / "my_project").mkdir()
     (folder / "my_project" / "losses.py").write_text("def mine(inputs):\n    return inputs\n")
     return {}
 
 
-@context("learning.loss.objective", "learning.loss.source_names")
+@context("dialoop_learning.loss.objective", "dialoop_extras.source_names")
 def of_a_loss(_: Path) -> Names:
     import torch
-    from dialoop_services.learning.loss import losses
+    from dialoop_learning.loss import losses
 
     logprobs = torch.tensor([-1.0, -2.0])
     inputs = losses.LossInputs(
@@ -243,7 +249,7 @@ def of_a_loss(_: Path) -> Names:
     return {"losses": losses, "inputs": inputs}
 
 
-@context("learning.packing.seed_interface")
+@context("dialoop_extras.seed_interface")
 def of_a_pack(_: Path) -> Names:
     import torch
 
@@ -252,7 +258,7 @@ def of_a_pack(_: Path) -> Names:
     return {"prompt": prompt, "response": response, "logprobs": logprobs, "scores": scores}
 
 
-@context("replay.store.QueueStore.apply", "replay.validation")
+@context("dialoop_services.replay.store.QueueStore.apply", "dialoop_services.replay.validation")
 def of_the_queue(_: Path) -> Names:
     from dialoop.v1 import replay_service_pb2 as pb
     from dialoop_services.replay.memory_store.store import MemoryStore
@@ -264,8 +270,17 @@ def of_the_queue(_: Path) -> Names:
     return {"pb": pb, "apply": MemoryStore(QueueLimits()).apply, "group": group}
 
 
-@context("rest.app", "rest.schema", "rest.socket_routes")
-@context("runtime.grpc_door", "runtime.handlers", "runtime.in_process", "runtime.server")
+@context(
+    "dialoop_services.rest.app",
+    "dialoop_services.rest.schema",
+    "dialoop_services.rest.socket_routes",
+)
+@context(
+    "dialoop_services.runtime.grpc_door",
+    "dialoop_services.runtime.handlers",
+    "dialoop_services.runtime.in_process",
+    "dialoop_services.runtime.server",
+)
 def of_a_service(_: Path) -> Names:
     import pydantic_core
     from dialoop.clients.environment import EnvironmentClient
@@ -317,7 +332,7 @@ def of_a_service(_: Path) -> Names:
     }
 
 
-@context("rl.staleness.is_stale", "rl.turn_tokens")
+@context("dialoop_learning.rl.staleness.is_stale", "dialoop_learning.rl.turn_tokens")
 def of_two_turns(_: Path) -> Names:
     from dialoop import testing
     from dialoop.sequences import PolicyVersion, Source, sequence_of
@@ -338,17 +353,17 @@ def of_two_turns(_: Path) -> Names:
     return {"trajectory": played, "PolicyVersion": PolicyVersion}
 
 
-@context("runtime.device_lock")
+@context("dialoop_services.runtime.device_lock")
 def of_a_run(folder: Path) -> Names:
     return {"run_dir": folder}
 
 
-@context("runtime.logs")
+@context("dialoop_services.runtime.logs")
 def of_a_log(_: Path) -> Names:
     return {"log": logging.getLogger("dialoop_services.snippet")}
 
 
-@context("scorer.reference_batches")
+@context("dialoop_services.scorer.reference_batches")
 def of_two_groups(_: Path) -> Names:
     from tests.support.rest_world import FlatReference
     from tests.support.samples.scorer_samples import make_sequence
@@ -357,17 +372,17 @@ def of_two_groups(_: Path) -> Names:
     return {"model": FlatReference, "groups": groups, "asyncio": asyncio}
 
 
-@context("stack.preflight")
+@context("dialoop_ops.stack.preflight")
 def of_a_job(_: Path) -> Names:
     from dialoop_services.config.job import JobConfig
 
     return {"config": JobConfig.model_validate({"store": "memory", "engine": "transformers"})}
 
 
-@context("stack.processes.supervisor")
+@context("dialoop_ops.stack.processes.supervisor")
 def of_two_processes(folder: Path) -> Names:
-    from dialoop_services.stack.processes.child import ServiceSpec
-    from dialoop_services.stack.processes.log_stream import LogStream
+    from dialoop_ops.stack.processes.child import ServiceSpec
+    from dialoop_ops.stack.processes.log_stream import LogStream
     from rich.console import Console
 
     async def is_ready() -> bool:
@@ -380,7 +395,9 @@ def of_two_processes(folder: Path) -> Names:
     return {"log": LogStream(Console(quiet=True), folder / "logs"), **specs}
 
 
-@context("trainer.data.demonstration_files", "trainer.learner.learner")
+@context(
+    "dialoop_services.trainer.data.demonstration_files", "dialoop_services.trainer.learner.learner"
+)
 def of_a_learner(folder: Path) -> Names:
     from dialoop_services.trainer.data.batches import TrainedSequence
     from dialoop_services.trainer.learner.learner import Learner
@@ -405,7 +422,7 @@ def of_a_learner(folder: Path) -> Names:
 
 def names_of(place: str, folder: Path) -> Names:
     """Return the module's own names, and over them those of the snippet's context."""
-    module = importlib.import_module(module_of(f"dialoop_services.{place}", PACKAGE))
+    module = importlib.import_module(module_of(place))
     own = {name: value for name, value in vars(module).items() if name[:2] != "__"}
     return own | CONTEXTS.get(place, lambda _: {})(folder)
 

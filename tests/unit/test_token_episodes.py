@@ -10,8 +10,8 @@ import numpy as np
 from dialoop.chat import ChatHistory
 from dialoop.episode import Sample
 from dialoop.sequences import Along, Column, PolicyVersion, Source, sequence_of
-from dialoop.token_episodes import RecordedPolicy
 from dialoop.trajectory import SamplingParams, StopReason
+from dialoop_extras.token_episodes import RecordedPolicy
 
 VERSION = PolicyVersion(lineage="main", number=1)
 

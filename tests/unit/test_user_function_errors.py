@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from dialoop.environments import NamedReward, Rewards
-from dialoop.environments.games import Play
 from dialoop.trajectory import Owner
-from dialoop.trials.trial import run_trial
 from dialoop.user_functions import call, call_now, raised_at
+from dialoop_extras.games import Play
+from dialoop_extras.trials.trial import run_trial
 
 from tests.unit.test_user_functions import DONE, Count, _async, _sync, chat, double, step
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 # Functions that take a function of Dialoop's own, or one that only tests replace: by the start of
 # their names.
 NOT_A_USERS = {
-    "dialoop_services.config.foreign_keys": "how a foreign key becomes ours",
+    "dialoop_extras.importers.foreign_keys": "how a foreign key becomes ours",
     "dialoop.clients.channel:Channel": "services make its credentials",
     "dialoop.clients.retry:": "its call is a client's",
     "dialoop.environments.rewards.rubrics:value_of": "the rubrics' own step",
@@ -29,8 +29,8 @@ NOT_A_USERS = {
     "dialoop.templates.chat_template:ChatTemplate": "TemplateRegistry has made its parser",
     "dialoop.templates.confinement:": "its functions ask the confinement's own process",
     "dialoop.templates.parsing:": "between two modules of dialoop.templates",
-    "dialoop.text_environment.environment:rewards_of": "TextEnvironment's own step",
-    "dialoop.text_environment.tools:": "TextEnvironment makes it",
+    "dialoop_extras.text_environment.environment:rewards_of": "TextEnvironment's own step",
+    "dialoop_extras.text_environment.tools:": "TextEnvironment makes it",
     "dialoop.tasks.stored_tasks:": "functions of rows are loaded by path",
     "dialoop.tasks.trl:": "loaded by path; tests/unit/tasks/test_rows_of_others.py has both kinds",
     "dialoop.tasks.verl:": "loaded by path; tests/unit/tasks/test_rows_of_others.py has both kinds",
@@ -38,20 +38,21 @@ NOT_A_USERS = {
     "dialoop.user_functions:": "what all of them use",
     "dialoop.wire.codec:": "pure functions of one field, from tables of dialoop.wire",
     "dialoop_services.collector.": "agents are loaded by path; the rest is the collector's own",
-    "dialoop_services.console.export:": "the console's own progress",
+    "dialoop_ops.conformance.inference.": "the kit's own requests",
+    "dialoop_ops.console.export:": "the console's own progress",
     "dialoop_services.environment.interaction:": "the servicer's own answers",
     "dialoop_services.environment.serving:": "the server's own report",
     "dialoop_services.inference.": "between the service and its engine; a clock, for tests",
-    "dialoop_services.learning.model.": "pure numeric kernels",
-    "dialoop_services.learning.parallel.": "between the ranks of one trainer",
-    "dialoop_services.learning.training:forward_backward": "the trainer watches its own rows",
+    "dialoop_learning.model.": "pure numeric kernels",
+    "dialoop_learning.parallel.": "between the ranks of one trainer",
+    "dialoop_learning.training:forward_backward": "the trainer watches its own rows",
     "dialoop_services.replay.": "a clock, for tests",
     "dialoop_services.rest.": "between the door and what it serves",
     "dialoop_services.runtime.": "between a server and its servicers",
     "dialoop_services.scorer.reference_batches:": "it loads the scorer's own model",
-    "dialoop_services.stack.launch.": "the launchers' own ports and processes",
-    "dialoop_services.stack.layout:Layout": "a launcher makes room by it",
-    "dialoop_services.stack.processes.": "probes of the stack's own processes",
+    "dialoop_ops.launch.": "the launchers' own ports and processes",
+    "dialoop_ops.stack.layout:Layout": "a launcher makes room by it",
+    "dialoop_ops.stack.processes.": "probes of the stack's own processes",
     "dialoop_services.trainer.": "between the job and its learner; trackers are loaded by path",
 }
 
@@ -65,7 +66,7 @@ PROTOCOLS = {
 def _trees() -> dict[str, ast.Module]:
     """Return the syntax of each public module that can name a function's type."""
     texts = {}
-    for package in (ROOT / "client" / "dialoop", ROOT / "services" / "dialoop_services"):
+    for package in (*ROOT.glob("client/dialoop*"), *ROOT.glob("services/dialoop*")):
         for file in package.rglob("*.py"):
             parts = file.relative_to(package.parent).with_suffix("").parts
             module = ".".join(part for part in parts if part != "__init__")

@@ -17,18 +17,11 @@ from unittest.mock import patch
 
 import dialoop
 import pytest
-from dialoop import jobs
 from dialoop.agents import AgentConnection, AgentHost, load_agent, play_agent
 from dialoop.chat import History, Message
-from dialoop.compat import transforms as compat_transforms
-from dialoop.compat.collectors import TrajectoryCollector
-from dialoop.compat.names import add_chat_template as add_compat_template
-from dialoop.compat.names import add_default_template
-from dialoop.compat.trials import TrialEnvironment
 from dialoop.environments import (
     AddThinkingPrompt,
     AnswerTagReward,
-    BrowserTools,
     ChatEnv,
     DataLoadingPrimer,
     Episode,
@@ -50,10 +43,6 @@ from dialoop.environments import (
     tool_environment,
     tool_transforms,
 )
-from dialoop.environments.foreign import torchrl as foreign_torchrl
-from dialoop.environments.foreign.openenv import OpenEnvDriver
-from dialoop.environments.foreign.torchrl import TorchrlDriver, torchrl_environment
-from dialoop.environments.games import Play, game_environment
 from dialoop.environments.rewards.rubrics import (
     Gate,
     GroupRelative,
@@ -63,22 +52,33 @@ from dialoop.environments.rewards.rubrics import (
 )
 from dialoop.environments.tools.tool_syntaxes import BlockCalls
 from dialoop.episode import ContinuedText, Sample
-from dialoop.evaluation import EvaluationRecords, EvaluationSpec, evaluate
 from dialoop.rollout import EpisodePlayer, play, play_group
 from dialoop.tasks.files import file_tasks
-from dialoop.tasks.mlgym import MlgymCommands, MlgymEnv, mlgym
 from dialoop.templates.registry import DEFAULT_REGISTRY, TemplateRegistry, add_chat_template
 from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_tokenizer, group, trajectory
-from dialoop.text_environment.environment import TextEnvironment, each
-from dialoop.text_environment.playing import play_text
-from dialoop.text_environment.setups import TextSetup
 from dialoop.trajectory import SamplingParams, StopReason, Task
-from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
-from dialoop.trials.game import Move
-from dialoop.trials.playing import play_trial
-from dialoop.trials.trial import Action, run_trial
-from dialoop.trials.twenty_questions import TwentyQuestions
-from dialoop_services.rl.selection import TopKWindow
+from dialoop_extras.browser import BrowserTools
+from dialoop_extras.compat import transforms as compat_transforms
+from dialoop_extras.compat.collectors import TrajectoryCollector
+from dialoop_extras.compat.names import add_chat_template as add_compat_template
+from dialoop_extras.compat.names import add_default_template
+from dialoop_extras.compat.trials import TrialEnvironment
+from dialoop_extras.foreign import torchrl as foreign_torchrl
+from dialoop_extras.foreign.openenv import OpenEnvDriver
+from dialoop_extras.foreign.torchrl import TorchrlDriver, torchrl_environment
+from dialoop_extras.games import Play, game_environment
+from dialoop_extras.mlgym import MlgymCommands, MlgymEnv, mlgym
+from dialoop_extras.text_environment.environment import TextEnvironment, each
+from dialoop_extras.text_environment.playing import play_text
+from dialoop_extras.text_environment.setups import TextSetup
+from dialoop_extras.trials.agents import DirectOutputAgent, ScriptedAgent
+from dialoop_extras.trials.game import Move
+from dialoop_extras.trials.playing import play_trial
+from dialoop_extras.trials.trial import Action, run_trial
+from dialoop_extras.trials.twenty_questions import TwentyQuestions
+from dialoop_learning.rl.selection import TopKWindow
+from dialoop_ops import jobs
+from dialoop_ops.evaluation import EvaluationRecords, EvaluationSpec, evaluate
 from dialoop_services.scorer.estimator import Estimator
 from dialoop_services.scorer.rewards import GroupReward, call_apart, with_reward
 
@@ -465,7 +465,7 @@ async def transforms(form: Form) -> None:
 
 
 async def names_of_other_libraries(form: Form) -> None:
-    """`dialoop.compat`: its callables over the same functions, with their arguments."""
+    """`dialoop_extras.compat`: its callables over the same functions, with their arguments."""
     read = form(lambda text: [Message(role="user", content=text)])
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     registry = TemplateRegistry()

@@ -13,7 +13,7 @@ from dialoop.errors import DialoopWarning, InvalidConfig, InvalidHistory, Invali
 from dialoop.messages import ContentPart, ToolCall
 from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_tokenizer
 from dialoop.trajectory import SamplingParams, Task
-from dialoop.views.padding import pad_tokens, padded_rows
+from dialoop_extras.padding import pad_tokens, padded_rows
 
 CHAT = {"role": "user", "content": "hi"}
 HI = Message(role="user", content="hi")

@@ -4,7 +4,7 @@ async with Dialoop(environment="127.0.0.1:50051", inference="127.0.0.1:50052") a
     trajectory = await dialoop.play(await dialoop.task("arithmetic", "35+40"))
 
 Without servers: an environment of this process and any policy; or, where dialoop-services is
-installed, every service in this process with `dialoop_services.stack.in_process`.
+installed, every service in this process with `dialoop_ops.stack.in_process`.
 
 async with Dialoop(environment=arithmetic(), inference=ScriptedPolicy([text])) as dialoop: ...
 async with in_process() as dialoop: ...
@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dialoop.cli.running_stacks import SERVICES_VARIABLE, named_stack, require_addresses
+from dialoop_ops.cli.running_stacks import SERVICES_VARIABLE, named_stack, require_addresses
+
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient

@@ -6,6 +6,9 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from dialoop_extras.text_environment.environment import TextRun
+from dialoop_extras.trials.trial import TrialOptions
+
 from dialoop.clients.channel import Rpc
 from dialoop.clients.conversations import Conversations, stateless_result
 from dialoop.clients.environment_records import (
@@ -27,9 +30,7 @@ from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage, TaskRef
 from dialoop.episode import GroupOpening, SessionState
 from dialoop.errors import DialoopError
-from dialoop.text_environment.environment import TextRun
 from dialoop.trajectory import SamplingParams
-from dialoop.trials.trial import TrialOptions
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
     chat_history_from_proto,
@@ -46,13 +47,14 @@ from dialoop.wire.runs import mask_scope_to_proto, text_history_from_proto, tria
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from dialoop_extras.trials.trial import TrialResult
+
     from dialoop.chat import ChatHistory
     from dialoop.clients.channel import Channel
     from dialoop.clients.conversations import SentStep
     from dialoop.environments.modes import Answered
     from dialoop.episode import ResetResult, StepResult
     from dialoop.trajectory import Trajectory
-    from dialoop.trials.trial import TrialResult
 
 __all__ = [
     "EnvironmentClient",

@@ -31,7 +31,6 @@ from dialoop.environments.environment import (
     TakesQuestions,
 )
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData, current_episode
-from dialoop.environments.games import game_environment
 from dialoop.environments.loading import load_environment
 from dialoop.environments.modes import Answered, InputMode, RewardShape, Text, Tokens
 from dialoop.environments.rewards.functions import ExactResult, NamedReward, RewardFunction, Rewards
@@ -65,7 +64,6 @@ from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.environments.tasks.source import NoTasks, TaskPage, TaskRef, TaskSource, task_not_found
 from dialoop.environments.thinking import AddThinkingPrompt
 from dialoop.environments.tools.answer_tags import AnswerTagReward, tag_text
-from dialoop.environments.tools.browser import BrowserTools
 from dialoop.environments.tools.calculator import Calculator
 from dialoop.environments.tools.call_syntax import CallSyntax, parse_call
 from dialoop.environments.tools.function_tools import ArgumentTool, FunctionTool
@@ -91,7 +89,6 @@ __all__ = [
     "ArithmeticDemonstrations",
     "ArithmeticTasks",
     "BlockCalls",
-    "BrowserTools",
     "Calculator",
     "CallSyntax",
     "ChatEnv",
@@ -163,7 +160,6 @@ __all__ = [
     "completion",
     "current_episode",
     "dataset_chat_env",
-    "game_environment",
     "jsonl",
     "load_environment",
     "parse_call",

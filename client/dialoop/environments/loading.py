@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from dialoop.environments.environment import Environment
-from dialoop.environments.games import twenty_questions
 from dialoop.environments.standard import arithmetic, chat, completion, jsonl
 from dialoop.errors import InvalidConfig
+from dialoop.extras import offered_paths
 from dialoop.import_paths import load_attribute, make_from_options
 from dialoop.reasons import Reason
 
@@ -19,17 +19,19 @@ BUILT_IN: Mapping[str, Callable[..., Environment]] = {
     "chat": chat,
     "completion": completion,
     "jsonl": jsonl,
-    "twenty_questions": twenty_questions,
 }
 
 BUILT_IN_PATHS: Mapping[str, str] = {
-    "calculator": "dialoop.text_environment.setups:calculator",
     "messages": "dialoop.tasks.messages:messages",
     "trl": "dialoop.tasks.trl:trl",
-    "verifiers": "dialoop.compat.verifiers:verifiers",
     "verl": "dialoop.tasks.verl:verl",
 }
 """Built-in environments that are imported when they are used, by name."""
+
+
+def built_in_paths() -> Mapping[str, str]:
+    """Return BUILT_IN_PATHS with what extras offer."""
+    return {**BUILT_IN_PATHS, **offered_paths("environments")}
 
 
 @runtime_checkable
@@ -47,11 +49,12 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
     The attribute is an environment, a TextSetup, or a function or class that makes one from the
     options. Raise InvalidConfig when there is no such environment.
     """
+    paths = {} if use in BUILT_IN else built_in_paths()
     target = BUILT_IN.get(use) or load_attribute(
-        BUILT_IN_PATHS.get(use, use),
+        paths.get(use, use),
         what="environment",
         reason=Reason.ENVIRONMENT_NOT_FOUND,
-        built_in=(*BUILT_IN, *BUILT_IN_PATHS),
+        built_in=(*BUILT_IN, *paths),
     )
     made = make_from_options(target, dict(options or {}), use)
     environment: Environment = made.as_environment() if isinstance(made, MakesEnvironment) else made

@@ -10,9 +10,10 @@ from dialoop.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from dialoop.text_environment.environment import TextRun
+    from dialoop_extras.text_environment.environment import TextRun
+    from dialoop_extras.trials.trial import TrialOptions, TrialResult
+
     from dialoop.trajectory import SamplingParams
-    from dialoop.trials.trial import TrialOptions, TrialResult
 
 
 def no_inference(remedy: str) -> PreconditionFailed:
@@ -48,4 +49,4 @@ class LocalRuns:
         sampling: SamplingParams | None = None,
     ) -> TrialResult:
         """Raise PreconditionFailed (NO_INFERENCE): this needs a service."""
-        raise no_inference("Call dialoop.trials.run_trial with an agent of yours.")
+        raise no_inference("Call dialoop_extras.trials.run_trial with an agent of yours.")

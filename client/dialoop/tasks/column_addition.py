@@ -4,7 +4,7 @@ user       35+47
 assistant  5+7=12 3+4+1=8 #### 82          reward 1; so is a right guess, `#### 82`
 
 The last term of the second column is the carry. There is no tool; the policy learns to reason.
-`python -m dialoop_services.stack train infra/configs/reasoning.toml` trains it.
+`python -m dialoop_ops.stack train infra/configs/reasoning.toml` trains it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Domain values (`Turn`, `Trajectory`) enter; arrays and printable tables leave. N
 them.
 """
 
-from dialoop.views.padding import pad_output
 from dialoop.views.views import LogProbRow, LogProbs, Masks, TurnView
 
 __all__ = [
@@ -12,5 +11,4 @@ __all__ = [
     "LogProbs",
     "Masks",
     "TurnView",
-    "pad_output",
 ]

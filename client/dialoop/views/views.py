@@ -5,7 +5,7 @@
     view.log_probs.response       # LogProbRow with values [-0.5, -1.25], start 0
     view.masks.all_assistant_mask # True on what the policy sampled, aligned with tokens.full
 
-Conversions check that the prompt is a prefix, on ids; see `dialoop.views.padding` for padded rows.
+Conversions check that the prompt is a prefix, on ids; see `dialoop_extras.padding` for padded rows.
 """
 
 from __future__ import annotations

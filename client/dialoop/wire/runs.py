@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dialoop_extras.text_environment.history import TextHistory, TextSegment
+from dialoop_extras.trials.trial import (
+    Action,
+    MaskScope,
+    PlayedEpisode,
+    PlayedStep,
+    Trial,
+    TrialResult,
+)
+
 from dialoop.sequences import Source
-from dialoop.text_environment.history import TextHistory, TextSegment
-from dialoop.trials.trial import Action, MaskScope, PlayedEpisode, PlayedStep, Trial, TrialResult
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage, wire_name
 from dialoop.wire.messages import HISTORY, message_to_proto

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dialoop.environments import load_environment
-from dialoop.environments.games import game_of, inputs_of
 from dialoop.environments.modes import InputMode
 from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.failures import error_of
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop.text_environment.playing import play_text
-from dialoop.text_environment.setups import TextModeEnvironment
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Owner, Trajectory
-from dialoop.trials.agents import DirectOutputAgent
-from dialoop.trials.playing import play_trial
-from dialoop.trials.trial import MaskScope, TrialOptions
+from dialoop_extras.games import game_of, inputs_of
+from dialoop_extras.text_environment.playing import play_text
+from dialoop_extras.text_environment.setups import TextModeEnvironment
+from dialoop_extras.trials.agents import DirectOutputAgent
+from dialoop_extras.trials.playing import play_trial
+from dialoop_extras.trials.trial import MaskScope, TrialOptions
 
 from dialoop_services.collector.replicas import policy_of_group
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from dialoop.environments import Environment
-    from dialoop.text_environment.environment import TextPolicy
     from dialoop.trajectory import SamplingParams, Task
-    from dialoop.trials.game import Game
-    from dialoop.trials.playing import MakeAgent
+    from dialoop_extras.text_environment.environment import TextPolicy
+    from dialoop_extras.trials.game import Game
+    from dialoop_extras.trials.playing import MakeAgent
 
     from dialoop_services.collector.settings import CollectorSettings
     from dialoop_services.config.tables import EnvironmentSection

@@ -33,7 +33,6 @@ from dialoop.environments.spec import FieldSpec, spec_of
 from dialoop.episode import SessionState
 from dialoop.errors import DialoopError, InvalidHistory
 from dialoop.reasons import Reason
-from dialoop.trials.trial import TrialOptions
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
@@ -50,6 +49,7 @@ from dialoop.wire import (
     tool_to_proto,
 )
 from dialoop.wire.runs import mask_scope_from_proto
+from dialoop_extras.trials.trial import TrialOptions
 
 _VIEWS = ("history", "text", "tokens")
 

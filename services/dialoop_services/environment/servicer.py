@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.sessions.engine import SessionEngine
     from dialoop.environments.sessions.records import AnsweredStep
-
-    from dialoop_services.environment.runs import Runs
+    from dialoop_extras.services.runs import Runs
 
 # Items of a batch that are answered at once before other calls get a turn: about 3 ms of work.
 _ITEMS_A_TURN = 64

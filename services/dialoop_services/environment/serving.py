@@ -13,8 +13,8 @@ from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.environments.sessions.engine import open_sessions
 from dialoop.environments.sessions.records import SessionLimits
 from dialoop.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
+from dialoop_extras.services.runs import OwnPolicy, Runs, TextCatalogue
 
-from dialoop_services.environment.runs import OwnPolicy, Runs, TextCatalogue
 from dialoop_services.environment.servicer import EnvironmentServicer
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.runtime import Connect, GrpcServer, OwnProcess, Server
@@ -83,7 +83,7 @@ async def serving_on(
         )
         server.add(add_EnvironmentServiceServicer_to_server, servicer, SERVICE)
         if settings.openenv:
-            from dialoop_services.environment.openenv_door import OpenEnvDoor
+            from dialoop_extras.services.openenv_door import OpenEnvDoor
 
             OpenEnvDoor(catalogue, sessions).add_to(server)
         for environment in catalogue:

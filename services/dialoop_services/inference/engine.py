@@ -25,12 +25,12 @@ from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS, Adapte
 
 if TYPE_CHECKING:
     from dialoop.sequences import Floats
+    from dialoop_learning.lora.base_weights import BaseWeights
+    from dialoop_learning.rl.routed_experts import Routing
     from numpy.typing import NDArray
 
     from dialoop_services.inference.weights.adapter_files import AdapterSpace
     from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter, Step
-    from dialoop_services.learning.lora.base_weights import BaseWeights
-    from dialoop_services.rl.routed_experts import Routing
 
 BASE_VERSION = PolicyVersion(lineage="base", number=0)
 """The version of a model directory's own weights."""

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from dialoop.episode import UpdateMode
 from dialoop.trajectory import SamplingParams
+from dialoop_learning.rl.routed_experts import COLUMN, experts_column
 
 from dialoop_services.inference.engine import SupportsRoutedExperts
 from dialoop_services.inference.partial_answer import go_on
 from dialoop_services.inference.rendering import GenerationRequest, RawPrompt
-from dialoop_services.rl.routed_experts import COLUMN, experts_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from dialoop.chat import History
     from dialoop.episode import Sample
     from dialoop.sequences import Ids, Sequence
+    from dialoop_learning.rl.routed_experts import Routing
 
     from dialoop_services.inference.engine import Engine, Sampled
     from dialoop_services.inference.partial_answer import Sampler
     from dialoop_services.inference.rendering import Renderer
-    from dialoop_services.rl.routed_experts import Routing
 
 
 async def generate(

@@ -22,11 +22,11 @@ from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.sequences import DATA_TYPES, FIXED_COLUMNS, column_twice, type_of_column
+from dialoop_learning.rl import routed_experts
+from dialoop_learning.rl.bounds import BOUNDS, MAX_SIZE
 from numpy.typing import NDArray
 
 from dialoop_services.replay.serialised import PER_TOKEN, MemberSummary, floats_of
-from dialoop_services.rl import routed_experts
-from dialoop_services.rl.bounds import BOUNDS, MAX_SIZE
 
 _Rejection = replay_service_pb2.AppendOutcome
 

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError, InvalidInput, Status
 from dialoop.reasons import Reason
+from dialoop_extras.rest.lenient_json import read_leniently
+from dialoop_extras.rest.old_field_names import rename_old_fields
+from dialoop_extras.rest.padded import Padding, pad_answer, padding_of
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from pydantic import ValidationError
@@ -20,9 +23,6 @@ from dialoop_services.rest.client_disconnect import (
     time_limit,
     timeout_of,
 )
-from dialoop_services.rest.lenient_json import read_leniently
-from dialoop_services.rest.old_field_names import rename_old_fields
-from dialoop_services.rest.padded import Padding, pad_answer, padding_of
 from dialoop_services.rest.problems import (
     FieldsRefused,
     UnsupportedMediaType,

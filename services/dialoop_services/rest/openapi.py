@@ -18,11 +18,11 @@ from dialoop.errors import (
     Unavailable,
     Unsupported,
 )
+from dialoop_extras.rest.padded import VIEWS, padded_schema, padding_parameters
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from dialoop_services.rest.client_disconnect import TIMEOUT_HEADER
 from dialoop_services.rest.examples import EXAMPLES
-from dialoop_services.rest.padded import VIEWS, padded_schema, padding_parameters
 from dialoop_services.rest.problems import problem_schema
 from dialoop_services.rest.schema import comments
 

@@ -136,5 +136,5 @@ def require_sockets() -> None:
         raise InvalidConfig(
             "Serving WebSockets needs the `websockets` package.",
             reason=Reason.PACKAGE_MISSING,
-            remedy='Run: pip install "dialoop-services[openenv]"',
+            remedy='Run: pip install "dialoop-extras[openenv]"',
         ) from error

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STALLS_EVERY_S = 5.0
-_OURS = ("dialoop", "dialoop_services", "__main__")  # the last: the module that a service runs as
+_OURS = (
+    *("dialoop", "dialoop_extras", "dialoop_learning", "dialoop_services", "dialoop_ops"),
+    "__main__",  # the module that a service runs as
+)
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _fields: ContextVar[Mapping[str, object]] = ContextVar("log_fields", default={})  # noqa: B039
 

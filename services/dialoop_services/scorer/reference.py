@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
-
-from dialoop_services.learning.model.policy import PolicyModel, load_policy
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.rl.packing_plan import plan_rows
+from dialoop_learning.model.policy import PolicyModel, load_policy
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.rl.packing_plan import plan_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Rows

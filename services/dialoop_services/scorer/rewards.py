@@ -22,8 +22,7 @@ from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Reward, Trajectory
 from dialoop.user_functions import call, loop_of_users, raised_at
-
-from dialoop_services.rl.turn_tokens import TurnTokens
+from dialoop_learning.rl.turn_tokens import TurnTokens
 
 if TYPE_CHECKING:
     from dialoop.sequences import Floats

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason
-
-from dialoop_services.rl.advantages import (
+from dialoop_learning.rl.advantages import (
     AdvantageSettings,
     returns_of,
     with_advantages,
     with_values,
 )
-from dialoop_services.rl.monte_carlo import with_turn_advantages
-from dialoop_services.rl.selection import with_best_alone
+from dialoop_learning.rl.monte_carlo import with_turn_advantages
+from dialoop_learning.rl.selection import with_best_alone
+
 from dialoop_services.scorer.estimator import Estimator
 from dialoop_services.scorer.rewards import GroupReward, KlPenalty, with_kl_penalty, with_reward
 

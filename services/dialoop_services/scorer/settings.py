@@ -10,13 +10,13 @@ from typing import Any
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop_learning.rl.advantages import AdvantageSettings
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.scorer_tables import ScorerFields
 from dialoop_services.config.settings import JobSettings
-from dialoop_services.rl.advantages import AdvantageSettings
 
 
 def _this_worker() -> str:

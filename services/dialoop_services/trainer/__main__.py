@@ -26,8 +26,8 @@ from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
+from dialoop_learning.model.tiny import make_tiny_model
 
-from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.process import run_blocking
@@ -58,7 +58,8 @@ from dialoop_services.trainer.settings import TrainerSettings
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from dialoop_services.learning.parallel.group_commands import RankGroup
+    from dialoop_learning.parallel.group_commands import RankGroup
+
     from dialoop_services.runtime.hosting import Host, Server
     from dialoop_services.trainer.learner.learner import Learner
 

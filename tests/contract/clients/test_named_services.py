@@ -8,14 +8,14 @@ import json
 from pathlib import Path
 
 import pytest
-from dialoop.cli import running_stacks
-from dialoop.cli.env import list_environments
-from dialoop.cli.running_stacks import PORTS, SERVICES_VARIABLE
-from dialoop.cli.status import status, watch
 from dialoop.clients.blocking.connection import BlockingDialoop
 from dialoop.clients.connection import Dialoop
 from dialoop.errors import Unauthenticated
-from dialoop_services.stack.layout import FIXED_PORTS, rest_name
+from dialoop_ops.cli import running_stacks
+from dialoop_ops.cli.env import list_environments
+from dialoop_ops.cli.running_stacks import PORTS, SERVICES_VARIABLE
+from dialoop_ops.cli.status import status, watch
+from dialoop_ops.stack.layout import FIXED_PORTS, rest_name
 
 from tests.support.rest_world import service
 
@@ -77,7 +77,7 @@ def test_a_watched_stack_that_a_variable_names_is_looked_at_again(
                 raise KeyboardInterrupt
         await sleep(0 if seconds == 1.0 else seconds)
 
-    monkeypatch.setattr("dialoop.cli.status.asyncio.sleep", pause)
+    monkeypatch.setattr("dialoop_ops.cli.status.asyncio.sleep", pause)
     words = argparse.Namespace(root=tmp_path, run="", json=True)
     assert watch(words) == 0
     assert capsys.readouterr().out.count("\n") == 2

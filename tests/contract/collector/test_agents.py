@@ -22,13 +22,13 @@ from dialoop.trajectory import (
     Stage,
     Task,
 )
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.training import update
 from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
 from dialoop_services.collector.settings import CollectorSettings
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.training import update
 from dialoop_services.scorer.scoring import Scoring
 
 from tests.support import collector_world

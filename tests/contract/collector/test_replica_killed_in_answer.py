@@ -18,9 +18,9 @@ from dialoop.clients.inference import InferenceClient, SampleChunk
 from dialoop.clients.retry import RetryPolicy
 from dialoop.sequences import Source
 from dialoop.trajectory import SamplingParams
+from dialoop_ops.stack.processes.ports import choose_ports
 from dialoop_services.collector.replicas import Replicas
 from dialoop_services.collector.routing import RoutingCounts, rank
-from dialoop_services.stack.processes.ports import choose_ports
 
 from tests.support.inference_world import QUESTION, make_endless_model, publish
 from tests.support.stack_jobs import ROOT

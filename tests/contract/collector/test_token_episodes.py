@@ -20,7 +20,6 @@ from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.trainer import Phase
-from dialoop.conformance.checks import check_environment
 from dialoop.environments import load_environment
 from dialoop.environments.modes import Text
 from dialoop.environments.sessions.catalogue import Catalogue
@@ -28,13 +27,14 @@ from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 from dialoop.sequences import Source
 from dialoop.trajectory import Group, Purpose, Stage, Task
+from dialoop_ops.conformance.environment.checks import check_environment
+from dialoop_ops.stack.in_process import in_process
 from dialoop_services.collector.replicas import Replicas
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.token_episodes import TokenEpisodes
 from dialoop_services.config.file import parse_config
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.stack.in_process import in_process
 
 from tests.support.collector_world import RUN, World, serving_replay
 from tests.support.environment_doors import DOORS, at, open_session, play, reason_of

@@ -12,10 +12,10 @@ import pytest
 from dialoop import testing
 from dialoop.trajectory import Purpose
 from dialoop.waits import current_waits
+from dialoop_ops.stack.report.summary import read_collectors
 from dialoop_services.collector.__main__ import collect
 from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters, path_of_counts, read_training_turns
-from dialoop_services.stack.report.summary import read_collectors
 
 from tests.support.collector_world import ScriptedPolicy, adds_up, make_tasks, world
 from tests.support.loop.rl_loop import run_loop

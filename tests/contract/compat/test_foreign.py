@@ -7,14 +7,14 @@ import asyncio
 import pytest
 from dialoop.chat import Message
 from dialoop.environments import OpensSlowly
-from dialoop.environments.foreign.driver import (
+from dialoop.environments.tasks.choosing import TaskChoice
+from dialoop.trajectory import DoneReason, Owner
+from dialoop_extras.foreign.driver import (
     ForeignEnvironment,
     ForeignReset,
     ForeignStep,
     NumberedTasks,
 )
-from dialoop.environments.tasks.choosing import TaskChoice
-from dialoop.trajectory import DoneReason, Owner
 
 from tests.support.environment_doors import at, open_session, play, reason_of, say, texts
 from tests.support.waiting import until

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 import uvicorn
-from dialoop.environments.foreign.openenv import _Connection, openenv
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import Owner
+from dialoop_extras.foreign.openenv import _Connection, openenv
 
 from tests.support.environment_doors import at, open_session, play, reason_of, say, texts
 from tests.support.waiting import PATIENCE_S
@@ -177,6 +177,6 @@ async def test_a_server_that_is_away_is_unavailable(url):
 def test_without_the_package_the_pip_line_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv", None)
     monkeypatch.setitem(sys.modules, "openenv.core", None)
-    with pytest.raises(InvalidConfig, match=r"dialoop\[openenv\]") as caught:
+    with pytest.raises(InvalidConfig, match=r"dialoop-extras\[openenv\]") as caught:
         openenv(name="echo", url="http://127.0.0.1:9")
     assert caught.value.reason == "PACKAGE_MISSING"

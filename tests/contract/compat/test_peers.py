@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.training import StepCounts, loss_inputs
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.training import StepCounts, loss_inputs
 
 from tests.goldens.losses_from_torchrl import torchrl_results
 from tests.goldens.losses_from_trl import padded_step, trl_results

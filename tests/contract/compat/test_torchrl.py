@@ -7,9 +7,9 @@ import threading
 
 import pytest
 from dialoop.environments import Given, RowTasks
-from dialoop.environments.foreign.torchrl import torchrl_environment
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason, Owner
+from dialoop_extras.foreign.torchrl import torchrl_environment
 
 from tests.support.environment_doors import at, open_session, play, reason_of, roles, texts
 
@@ -124,6 +124,6 @@ async def test_a_batch_or_another_mode_is_refused():
 
 def test_without_the_package_the_pip_line_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensordict", None)
-    with pytest.raises(InvalidConfig, match=r"dialoop\[torchrl\]") as caught:
+    with pytest.raises(InvalidConfig, match=r"dialoop-extras\[torchrl\]") as caught:
         environment()
     assert caught.value.reason == "PACKAGE_MISSING"

@@ -7,21 +7,21 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import dialoop
+import dialoop_ops
 import pytest
 from dialoop.agents import AgentHost, load_agent, play_agent
-from dialoop.compat.verifiers import VerifiersAgent, VerifiersTasks, outcome_of
 from dialoop.environments import ChatEnv, load_environment
 from dialoop.errors import InvalidConfig, NotFound
 from dialoop.sequences import Source
 from dialoop.trajectory import Owner, Task
+from dialoop_extras.compat.verifiers import VerifiersAgent, VerifiersTasks, outcome_of
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.training import update
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.training import update
 
 from tests.support.agent_world import (
     LoggingEngine,
@@ -159,7 +159,7 @@ def test_a_job_names_the_taskset_and_trains_on_its_rewards(installation, tmp_pat
         "train": {"num_steps": 1, "groups_per_train_step": 2, "pipeline_depth": 0},
         "evaluation": {"num_tasks": 0},
     }
-    result = dialoop.train(job, in_process=True, folder=tmp_path, quiet=True)
+    result = dialoop_ops.train(job, in_process=True, folder=tmp_path, quiet=True)
     assert result.summary["trajectories"]["trained"] >= 2
     lines = (result.run_dir / "trajectories.jsonl").read_text("utf-8").splitlines()
     truths = ("7", "4")
@@ -181,6 +181,6 @@ def test_a_built_in_agent_without_its_package_is_refused(monkeypatch):
 def test_without_the_package_the_pip_line_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(InvalidConfig, match=r"dialoop\[verifiers\]") as caught:
+    with pytest.raises(InvalidConfig, match=r"dialoop-extras\[verifiers\]") as caught:
         VerifiersAgent(CONFIG)
     assert caught.value.reason == "PACKAGE_MISSING"

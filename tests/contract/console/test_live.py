@@ -19,9 +19,9 @@ from dialoop.clients.replay import MemberItem, ReplayClient, ReturnItem
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Stage
 from dialoop.v1 import trainer_service_pb2
-from dialoop_services.console.app import console_app
-from dialoop_services.console.live_runs import LiveRuns
-from dialoop_services.console.watched_runs import WatchedRuns
+from dialoop_ops.console.app import console_app
+from dialoop_ops.console.live_runs import LiveRuns
+from dialoop_ops.console.watched_runs import WatchedRuns
 from dialoop_services.rest.app import RestDoor
 from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.access.principals import digest_of

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dialoop.environments import BrowserTools, ChatEnv, RowTasks
+from dialoop.environments import ChatEnv, RowTasks
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import Owner
+from dialoop_extras.browser import BrowserTools
 
 from tests.support.environment_doors import DOORS, at, open_session, play, say, texts
 from tests.support.waiting import until
@@ -30,7 +31,7 @@ PROGRAM = os.environ.get("DIALOOP_TEST_BROWSER", "")
 doors = pytest.mark.parametrize("door", DOORS)
 real = pytest.mark.skipif(
     not PROGRAM or importlib.util.find_spec("playwright") is None,
-    reason="needs the extra dialoop[browser], and a Chromium's path in DIALOOP_TEST_BROWSER",
+    reason="needs the extra dialoop-extras[browser], and a Chromium's path in DIALOOP_TEST_BROWSER",
 )
 
 

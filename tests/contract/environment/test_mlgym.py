@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dialoop.conformance.checks import check_environment
 from dialoop.errors import InvalidConfig
-from dialoop.tasks.mlgym import mlgym
 from dialoop.trajectory import DoneReason, Owner
+from dialoop_extras.mlgym import mlgym
+from dialoop_ops.conformance.environment.checks import check_environment
 
 from tests.support.environment_doors import DOORS, at, open_session, play, reason_of, texts
 

@@ -17,22 +17,22 @@ import pytest
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.retry import RetryPolicy
-from dialoop.compat.trials import trial_keys
 from dialoop.environments import arithmetic
-from dialoop.environments.games import twenty_questions
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.errors import InvalidConfig
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.sequences import Source
 from dialoop.testing import CHAT_TEMPLATE, byte_tokenizer
-from dialoop.text_environment.environment import TextLimits, each
-from dialoop.text_environment.setups import TextSetup, exact_result, load_text_setup
 from dialoop.trajectory import Owner, SamplingParams, StopReason
-from dialoop.trials.agents import ScriptedAgent
-from dialoop.trials.trial import MaskScope, TrialOptions, run_trial
-from dialoop.trials.twenty_questions import TwentyQuestions
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop.wire.runs import trials_from_proto, trials_to_proto
+from dialoop_extras.compat.trials import trial_keys
+from dialoop_extras.games import twenty_questions
+from dialoop_extras.text_environment.environment import TextLimits, each
+from dialoop_extras.text_environment.setups import TextSetup, exact_result, load_text_setup
+from dialoop_extras.trials.agents import ScriptedAgent
+from dialoop_extras.trials.trial import MaskScope, TrialOptions, run_trial
+from dialoop_extras.trials.twenty_questions import TwentyQuestions
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.inference.engine import Sampled, VersionSpan

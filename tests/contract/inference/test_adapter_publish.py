@@ -14,12 +14,12 @@ import torch
 from dialoop.clients.inference import WeightsKind
 from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFailed, Unsupported
 from dialoop.sequences import PolicyVersion
+from dialoop_learning.lora.base_weights import BaseWeights
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_ops.stack.layout import Layout, ports_of
+from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.job import JobConfig
-from dialoop_services.learning.lora.base_weights import BaseWeights
-from dialoop_services.learning.model.tiny import make_tiny_model
 from dialoop_services.runtime.settings import load
-from dialoop_services.stack.layout import Layout, ports_of
-from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.publish import publisher as publisher_module
 from dialoop_services.trainer.publish.publisher import Publisher

@@ -22,9 +22,9 @@ from dialoop.errors import (
     Unavailable,
 )
 from dialoop.sequences import PolicyVersion
+from dialoop_learning.model.tiny import make_tiny_model, tiny_config
 from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.inference.weights.data_planes import _steps
-from dialoop_services.learning.model.tiny import make_tiny_model, tiny_config
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.publish import publisher as publisher_module
 from dialoop_services.trainer.publish.data_planes import weights_sender_of

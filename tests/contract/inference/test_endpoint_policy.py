@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from dialoop.environments import load_environment
 from dialoop.errors import InvalidConfig, Unavailable
-from dialoop.evaluation import (
+from dialoop.local.client import LocalEnvironmentClient
+from dialoop.trajectory import SamplingParams
+from dialoop_ops.evaluation import (
     EndpointPolicy,
     EvaluationRecords,
     EvaluationResults,
     EvaluationSpec,
     evaluate,
 )
-from dialoop.local.client import LocalEnvironmentClient
-from dialoop.trajectory import SamplingParams
 
 from tests.support.agent_world import MODEL, ScriptedEngine, agent_world, make_tool_model
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from dialoop.clients.trainer import Phase
 from dialoop.trajectory import SamplingParams
+from dialoop_ops.stack.in_process import in_process
 from dialoop_services.collector.collector import Collector
 from dialoop_services.inference.transformers_engine.adapters import AdaptedModel
-from dialoop_services.stack.in_process import in_process
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.publish.publisher import Publisher
 

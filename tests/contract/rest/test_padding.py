@@ -11,9 +11,9 @@ from dialoop.chat import Message
 from dialoop.errors import InvalidInput
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import SamplingParams
-from dialoop.views.padding import pad_output
 from dialoop.views.views import TurnView
 from dialoop.wire import sequence_to_proto
+from dialoop_extras.padding import pad_output
 from dialoop_services.rest.schema import models
 
 from tests.support.inference_world import QUESTION, model_dir, world  # noqa: F401

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from dialoop.v1 import environment_service_pb2 as env
-from dialoop_services.rest.lenient_json import read_leniently
+from dialoop_extras.rest.lenient_json import read_leniently
 from google.protobuf import descriptor_pool
 
 from tests.contract.rest.test_congruence import ANSWER, KEY

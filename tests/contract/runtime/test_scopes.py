@@ -9,9 +9,9 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from dialoop.cli.main import main
 from dialoop.errors import InvalidConfig
 from dialoop.wire.scopes import SCOPES
+from dialoop_ops.cli.main import main
 from dialoop_services.rest.routes import Route, routes_of
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
 from dialoop_services.runtime.access.token_file import TokenFile

@@ -14,9 +14,9 @@ from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.tls import Tls
 from dialoop.errors import InvalidConfig, Unavailable
+from dialoop_ops.stack.processes.readiness import answers, is_serving
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
 from dialoop_services.runtime.probe import status_of
-from dialoop_services.stack.processes.readiness import answers, is_serving
 
 from tests.support.rest_world import service
 from tests.support.samples.certificates import Pair, make_authority, make_certificate

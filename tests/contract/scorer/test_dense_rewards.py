@@ -10,12 +10,12 @@ import pytest
 import torch
 from dialoop.errors import PreconditionFailed
 from dialoop.trajectory import Reward, Stage, Turn
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.training import forward_backward
-from dialoop_services.rl.advantages import AdvantageSettings
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.rl.advantages import AdvantageSettings
+from dialoop_learning.training import forward_backward
 from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.rewards import GroupReward, KlPenalty
 from dialoop_services.scorer.scoring import Scoring

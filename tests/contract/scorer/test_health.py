@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.runtime.listening import bound_socket
 
 from tests.support.waiting import PATIENCE_S

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from dialoop.errors import InvalidInput
-from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.reference import load_reference
 from dialoop_services.scorer.settings import ScorerSettings

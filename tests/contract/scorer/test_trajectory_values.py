@@ -18,7 +18,7 @@ from dialoop.errors import InvalidInput, NotFound
 from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.trajectory import SamplingParams, Trajectory
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
-from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.runtime import GrpcServer, ServerSettings
 from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.servicer import ScorerServicer

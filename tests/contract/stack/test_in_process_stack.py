@@ -14,7 +14,7 @@ from dialoop.environments import ArithmeticTasks, ExactResult, tool_environment
 from dialoop.errors import InvalidConfig, NotFound, PreconditionFailed
 from dialoop.sequences import Source
 from dialoop.trajectory import Group, SamplingParams
-from dialoop_services.stack.in_process import blocking_in_process, in_process
+from dialoop_ops.stack.in_process import blocking_in_process, in_process
 
 TINY = {
     "run": "tiny",

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import dialoop
+import dialoop_ops
 import pytest
 from dialoop.agents import AgentConnection, AgentTask
 from dialoop.errors import InvalidConfig, PreconditionFailed
@@ -46,7 +46,7 @@ def test_the_documented_job_trains_in_this_process_and_gives_rows_and_a_summary(
 
 def test_leaving_a_job_before_its_end_stops_it_at_once(tmp_path: Path) -> None:
     endless = {**TINY, "train": {"mode": "sft", "num_steps": 10_000}}
-    with dialoop.BlockingJob(endless, in_process=True, folder=tmp_path) as job:
+    with dialoop_ops.BlockingJob(endless, in_process=True, folder=tmp_path) as job:
         next(row for row in job.metrics() if row["kind"] == "train")
         started = time.process_time()
     assert time.process_time() - started < 2.0
@@ -77,7 +77,9 @@ async def test_agents_play_in_this_process_too(tmp_path: Path) -> None:
         "train": {"num_steps": 1, "groups_per_train_step": 2, "pipeline_depth": 0},
         "evaluation": {"num_tasks": 0},
     }
-    result = await dialoop.train_async(config, on_metrics=count, in_process=True, folder=tmp_path)
+    result = await dialoop_ops.train_async(
+        config, on_metrics=count, in_process=True, folder=tmp_path
+    )
     assert "train" in kinds
     played = result.summary["accounting"]["played_by_collectors"]
     assert played["training"] >= 4, result.summary
@@ -86,7 +88,7 @@ async def test_agents_play_in_this_process_too(tmp_path: Path) -> None:
 
 async def test_a_blocking_call_inside_an_event_loop_is_refused() -> None:
     with pytest.raises(PreconditionFailed, match="train_async"):
-        dialoop.train(TINY, in_process=True)
+        dialoop_ops.train(TINY, in_process=True)
 
 
 @pytest.mark.parametrize("in_process", [True, False])
@@ -94,22 +96,22 @@ def test_a_mistake_in_the_config_is_raised_before_anything_starts(
     in_process: bool, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidConfig, match="did you mean 'grpo'"):
-        dialoop.Job({"train": {"loss": "grop"}}, in_process=in_process, folder=tmp_path)
+        dialoop_ops.Job({"train": {"loss": "grop"}}, in_process=in_process, folder=tmp_path)
     (tmp_path / "job.toml").write_text("[trian]\n")
     with pytest.raises(InvalidConfig, match=r"job\.toml has an unknown key 'trian'"):
-        dialoop.Job(tmp_path / "job.toml", in_process=in_process, folder=tmp_path)
+        dialoop_ops.Job(tmp_path / "job.toml", in_process=in_process, folder=tmp_path)
 
 
 def test_a_mistake_that_only_the_stack_finds_is_raised_too(tmp_path: Path) -> None:
     config = {"engine": "transformers", "store": "memory", "environment": {"use": "arithmetics"}}
     with pytest.raises(InvalidConfig, match="Did you mean 'arithmetic'"):
-        dialoop.train(config, folder=tmp_path, quiet=True)
+        dialoop_ops.train(config, folder=tmp_path, quiet=True)
     assert not (tmp_path / "default").exists()
 
 
 def test_without_the_services_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dialoop.jobs.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("dialoop_ops.jobs.importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidConfig, match="pip install"):
-        dialoop.Job({})
+        dialoop_ops.Job({})

@@ -17,7 +17,7 @@ from dialoop.clients.replay import GroupLease, ReplayStats
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.trajectory import Group, SamplingParams, Stage
-from dialoop_services.learning.model.tiny import make_tiny_model, tiny_config
+from dialoop_learning.model.tiny import make_tiny_model, tiny_config
 from dialoop_services.replay import servicer
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits

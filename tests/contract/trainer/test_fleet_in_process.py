@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 from dialoop.clients.channel import EPOCH_METADATA, Channel
+from dialoop_ops.stack import in_process as module
+from dialoop_ops.stack.in_process import read_job
+from dialoop_ops.stack.layout import service_of, settings_of
+from dialoop_ops.stack.run_dir import open_run
 from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.runtime.settings import load
-from dialoop_services.stack import in_process as module
-from dialoop_services.stack.in_process import read_job
-from dialoop_services.stack.layout import service_of, settings_of
-from dialoop_services.stack.run_dir import open_run
 
 from tests.chaos.ledger_checker import (
     _problems_of_steps,

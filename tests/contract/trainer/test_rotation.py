@@ -21,7 +21,7 @@ from dialoop.errors import DeadlineExceeded
 from dialoop.sequences import PolicyVersion
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
-from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.store import QueueLimits

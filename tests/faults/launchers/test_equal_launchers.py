@@ -57,7 +57,7 @@ def run(python: str, folder: Path, *words: str, **variables: str) -> str:
     environment = {name: v for name, v in os.environ.items() if not name.startswith("DIALOOP_")}
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "services", ROOT / "client")))}
     ended = subprocess.run(
-        (python, "-m", "dialoop_services.stack", "train", "job.toml", *words),
+        (python, "-m", "dialoop_ops.stack", "train", "job.toml", *words),
         cwd=folder,
         env=environment | paths | variables,
         capture_output=True,

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from dialoop.cli.scale import scale
 from dialoop.errors import InvalidConfig
+from dialoop_ops.cli.scale import scale
 
 from tests.support.clusters.ray_cluster import RayCluster, ray_cluster
 from tests.support.stack_jobs import ROOT
@@ -34,7 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 def start(cluster: RayCluster, folder: Path, *settings: str) -> subprocess.Popen[str]:
     """Start the demo's job with the transformers engine; what it writes goes to out.txt."""
     variables = {name: v for name, v in os.environ.items() if not name.startswith("DIALOOP_")}
-    command = (cluster.python, "-m", "dialoop_services.stack", "train", str(DEMO), "--on", "ray")
+    command = (cluster.python, "-m", "dialoop_ops.stack", "train", str(DEMO), "--on", "ray")
     all_settings = (
         "engine=transformers",
         "console=false",

@@ -34,7 +34,7 @@ def submit(cluster: SlurmCluster, folder: Path, *words: str) -> str:
     """Submit the demo's job with the transformers engine and return its number."""
     variables = {n: v for n, v in cluster.environment.items() if not n.startswith("DIALOOP_")}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "services", ROOT / "client")))
-    command = (sys.executable, "-m", "dialoop_services.stack", "train", str(DEMO), "--on", "slurm")
+    command = (sys.executable, "-m", "dialoop_ops.stack", "train", str(DEMO), "--on", "slurm")
     settings = ("engine=transformers", "console=false", *words)
     answer = subprocess.run(
         [*command, *(word for setting in settings for word in ("--set", setting))],

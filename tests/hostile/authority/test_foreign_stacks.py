@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from dialoop import BlockingDialoop, Dialoop
-from dialoop.cli import running_stacks
-from dialoop.cli.main import main
-from dialoop.cli.running_stacks import find_stack, require_addresses
 from dialoop.errors import PermissionDenied
-from dialoop.now import Watcher
-from dialoop_services.console.live_runs import LiveRuns
+from dialoop_ops.cli import running_stacks
+from dialoop_ops.cli.main import main
+from dialoop_ops.cli.running_stacks import find_stack, require_addresses
+from dialoop_ops.console.live_runs import LiveRuns
+from dialoop_ops.now import Watcher
 
 NAMES = ("environment", "inference", "replay", "scorer", "trainer")
 

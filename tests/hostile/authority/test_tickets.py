@@ -16,7 +16,6 @@ import httpx
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dialoop.cli.main import main
 from dialoop.clients.channel import Channel
 from dialoop.clients.registry import RegistryClient
 from dialoop.errors import (
@@ -27,6 +26,7 @@ from dialoop.errors import (
     Unsupported,
 )
 from dialoop.wire.scopes import SCOPES
+from dialoop_ops.cli.main import main
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.runtime import OwnProcess, load

@@ -14,9 +14,9 @@ from dialoop.clients.weights import WeightsKind, WeightsManifest
 from dialoop.episode import UpdateMode
 from dialoop.errors import PreconditionFailed
 from dialoop.trajectory import SamplingParams
+from dialoop_learning.lora.base_weights import BaseWeights
+from dialoop_learning.lora.layers import ADAPTER
 from dialoop_services.inference.replica.replica import Replica
-from dialoop_services.learning.lora.base_weights import BaseWeights
-from dialoop_services.learning.lora.layers import ADAPTER
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from safetensors.torch import load_file, save_file
@@ -145,7 +145,7 @@ async def test_answers_under_way_go_on_under_the_sum_and_re_score_exactly(world:
 
 
 def _scores_of(world: World, adapter: Path, ids: list[int]) -> np.ndarray:
-    from dialoop_services.learning.lora.base_weights import adapted_tensors
+    from dialoop_learning.lora.base_weights import adapted_tensors
 
     base = world.engine.base_weights
     tensors = dict(adapted_tensors(adapter.parent, base, digest=base.digest()))

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dialoop.sequences import PolicyVersion
-from dialoop_services.inference.conformance import checks
-from dialoop_services.inference.conformance.running import check_engine
+from dialoop_ops.conformance.inference import checks
+from dialoop_ops.conformance.inference.running import check_engine
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.runtime.device_lock import DeviceLock
 
@@ -122,10 +122,8 @@ async def test_an_engine_that_breaks_a_promise_is_named_with_the_check(
 ) -> None:
     """Run the check itself on a bench: the others would take seconds and say the same."""
     every = {**checks.CORE, **{name: run for name, (_, run) in checks.CAPABILITIES.items()}}
-    monkeypatch.setattr(
-        "dialoop_services.inference.conformance.running.CORE", {broken: every[broken]}
-    )
-    monkeypatch.setattr("dialoop_services.inference.conformance.running.CAPABILITIES", {})
+    monkeypatch.setattr("dialoop_ops.conformance.inference.running.CORE", {broken: every[broken]})
+    monkeypatch.setattr("dialoop_ops.conformance.inference.running.CAPABILITIES", {})
     findings = await findings_of(f"{__name__}:{engine.__name__}", tmp_path, dtype=dtype)
     assert not findings[broken].is_ok
     words = (
@@ -150,7 +148,7 @@ async def test_asleep_an_engine_on_a_gpu_frees_memory_of_it(
 ) -> None:
     """The kit reads the memory at the start, then before and after each of two sleeps."""
     figures = iter([100, awake, awake, asleep, awake, asleep])
-    kit = "dialoop_services.inference.conformance"
+    kit = "dialoop_ops.conformance.inference"
     for module in ("bench", "checks", "running"):
         monkeypatch.setattr(f"{kit}.{module}.used_mib", lambda: next(figures))
     monkeypatch.setattr(f"{kit}.running.CORE", {"sleep": checks.CAPABILITIES["sleep"][1]})

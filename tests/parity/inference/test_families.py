@@ -16,6 +16,13 @@ from dialoop.clients.weights import WeightsKind
 from dialoop.errors import DataLost, InvalidConfig, Unsupported
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
+from dialoop_learning.lora.adapter_config import AdapterConfig
+from dialoop_learning.lora.base_weights import BaseWeights
+from dialoop_learning.lora.layers import ADAPTER
+from dialoop_learning.model.checkpoint_names import to_checkpoint
+from dialoop_learning.model.families import FAMILIES, make_family
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import (
     TransformersEngine,
@@ -23,13 +30,6 @@ from dialoop_services.inference.transformers_engine.engine import (
     load_model,
 )
 from dialoop_services.inference.weights.loadable import PolicyAdapter
-from dialoop_services.learning.lora.adapter_config import AdapterConfig
-from dialoop_services.learning.lora.base_weights import BaseWeights
-from dialoop_services.learning.lora.layers import ADAPTER
-from dialoop_services.learning.model.checkpoint_names import to_checkpoint
-from dialoop_services.learning.model.families import FAMILIES, make_family
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from safetensors.torch import load_file

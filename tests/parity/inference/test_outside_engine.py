@@ -17,13 +17,13 @@ from dialoop.errors import InvalidConfig, Unavailable, Unsupported
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
-from dialoop_services.inference.conformance import checks
-from dialoop_services.inference.conformance.running import check_engine
+from dialoop_learning.model.families import make_family
+from dialoop_ops.conformance.inference import checks
+from dialoop_ops.conformance.inference.running import check_engine
 from dialoop_services.inference.engine import OUTSIDE_VERSION, EngineOptions, StopTokens
 from dialoop_services.inference.outside_engine import OutsideEngine
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
-from dialoop_services.learning.model.families import make_family
 from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.settings import ScorerSettings
 
@@ -222,7 +222,7 @@ async def test_dialoop_eval_plays_with_a_server_and_needs_its_tokenizer_alone(mo
             (directory / name).write_bytes((model_dir / name).read_bytes())
     async with server_of(FORMS["vllm-raw"], model_dir) as url:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "dialoop.cli.main", "eval", "arithmetic", "--tasks", "2"),
+            *(sys.executable, "-m", "dialoop_ops.cli.main", "eval", "arithmetic", "--tasks", "2"),
             *("--policy", str(directory), "--run", "outside", "--max-new-tokens", "8"),
             *("--engine", "openai", "--engine-option", f"url={url}", "--max-model-len", "64"),
             cwd=tmp_path,

@@ -10,29 +10,29 @@ import torch
 from dialoop.errors import InvalidConfig, InvalidInput, Unsupported
 from dialoop.sequences import Along, Column, PolicyVersion, Source, sequence_of
 from dialoop.trajectory import SamplingParams
-from dialoop_services.inference.engine import EngineOptions, StopTokens
-from dialoop_services.inference.transformers_engine.engine import TransformersEngine
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.loss.objective import k3
-from dialoop_services.learning.model.experts import (
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.loss.objective import k3
+from dialoop_learning.model.experts import (
     ExpertReplay,
     chosen_experts,
     routers_of,
     routing_of,
     watch_routers,
 )
-from dialoop_services.learning.model.families import make_family
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.packing.trainable import truncate
-from dialoop_services.learning.parallel.group_commands import decode, encode
-from dialoop_services.learning.training import forward_backward
-from dialoop_services.rl.routed_experts import (
+from dialoop_learning.model.families import make_family
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.packing.trainable import truncate
+from dialoop_learning.parallel.group_commands import decode, encode
+from dialoop_learning.rl.routed_experts import (
     NO_EXPERT,
     Routing,
     experts_column,
     recorded_experts,
 )
+from dialoop_learning.training import forward_backward
+from dialoop_services.inference.engine import EngineOptions, StopTokens
+from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings

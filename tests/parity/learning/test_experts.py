@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from dialoop.errors import InvalidConfig
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.model.experts import balance_of, routers_of, watch_routers
-from dialoop_services.learning.model.families import make_family
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.training import forward_backward
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.model.experts import balance_of, routers_of, watch_routers
+from dialoop_learning.model.families import make_family
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.training import forward_backward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from dialoop.errors import DialoopError
-from dialoop_services.learning.model import logprobs
-from dialoop_services.learning.model.attention import (
+from dialoop_learning.model import logprobs
+from dialoop_learning.model.attention import (
     AttentionPlan,
     VarlenPlan,
     packed_attention,
@@ -16,13 +16,13 @@ from dialoop_services.learning.model.attention import (
     takes_varlen,
     varlen_attention,
 )
-from dialoop_services.learning.model.families import make_family
-from dialoop_services.learning.model.fused_head import cut_kernel, cut_logprobs
-from dialoop_services.learning.model.logprobs import token_logprobs
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.packing.prefixes import share_prefixes
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.model.families import make_family
+from dialoop_learning.model.fused_head import cut_kernel, cut_logprobs
+from dialoop_learning.model.logprobs import token_logprobs
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.packing.prefixes import share_prefixes
+from dialoop_learning.packing.rows import TokenRow, pack_rows
 
 ROWS, WIDTH, VOCABULARY = 9, 16, 50
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from dialoop.errors import InvalidInput
-from dialoop_services.learning.model.logprobs import token_logprobs
+from dialoop_learning.model.logprobs import token_logprobs
 
 ROWS, WIDTH, VOCABULARY = 37, 16, 50
 

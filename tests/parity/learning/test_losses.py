@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig, InvalidInput
-from dialoop_services.config.losses import LOSSES, facts_of
-from dialoop_services.learning.loss import losses
-from dialoop_services.learning.loss.corrections import Correction
-from dialoop_services.learning.loss.loss_inputs import LossInputs, LossOutput
-from dialoop_services.learning.loss.loss_loading import load_loss, load_objective
-from dialoop_services.learning.loss.losses import (
+from dialoop_learning.loss import losses
+from dialoop_learning.loss.corrections import Correction
+from dialoop_learning.loss.loss_inputs import LossInputs, LossOutput
+from dialoop_learning.loss.loss_loading import load_loss, load_objective
+from dialoop_learning.loss.losses import (
     cispo,
     decoupled_ppo,
     distill,
@@ -22,6 +21,7 @@ from dialoop_services.learning.loss.losses import (
     reinforce,
     sft,
 )
+from dialoop_services.config.losses import LOSSES, facts_of
 
 from tests.support.samples.loss_samples import inputs_of, log
 

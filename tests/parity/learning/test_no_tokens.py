@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from dialoop_services.config.losses import LOSSES
-from dialoop_services.learning.loss.corrections import Correction
-from dialoop_services.learning.loss.loss_inputs import LossInputs
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.loss.objective import combine_metrics, mean_metrics
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.training import (
+from dialoop_learning.loss.corrections import Correction
+from dialoop_learning.loss.loss_inputs import LossInputs
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.loss.objective import combine_metrics, mean_metrics
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.training import (
     StepCounts,
     loss_inputs,
     whiten_rows,
     whiten_sequences,
 )
+from dialoop_services.config.losses import LOSSES
 
 AGGREGATIONS = ("token", "sequence", "prompt", "constant", "sum")
 CORRECTIONS = ("tis", "icepop", "token_mask", "sequence_mask", "kl_mask")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.config.tables import TrainSection
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
 from pydantic import ValidationError
 from torch import nn
 

@@ -4,9 +4,7 @@ from typing import Any
 import pytest
 import torch
 from dialoop.errors import InvalidInput
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.packing.seed_interface import (
+from dialoop_extras.seed_interface import (
     RolloutOutput,
     TrajectoryData,
     VLLMOutput,
@@ -16,6 +14,8 @@ from dialoop_services.learning.packing.seed_interface import (
     extract_response_logprobs_from_pack,
     pack_sequences,
 )
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import make_tiny_model
 
 
 def _data(prompt: int, response: int, **fields: Any) -> TrajectoryData:

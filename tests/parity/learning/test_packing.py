@@ -8,15 +8,15 @@ import torch
 from dialoop import testing
 from dialoop.errors import DialoopError, InvalidInput, InvalidSequence, Unsupported
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
-from dialoop_services.learning.model.attention import plan_attention
-from dialoop_services.learning.model.policy import PolicyModel, load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.packing.collates import (
+from dialoop_extras.collates import (
     as_nested_tensor,
     as_padded_tensor,
     token_columns,
 )
-from dialoop_services.learning.packing.rows import PackedBatch, TokenRow, pack, pack_rows
+from dialoop_learning.model.attention import plan_attention
+from dialoop_learning.model.policy import PolicyModel, load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack, pack_rows
 from transformers import AutoModelForCausalLM
 
 LENGTHS = [(4, 3), (1, 9), (6, 1), (5, 30), (2, 12), (3, 11)]

@@ -15,21 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from dialoop.errors import InvalidConfig, InvalidInput, Unavailable, Unsupported
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.model.families import make_family
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import tiny_config
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.learning.parallel.group_commands import RankGroup, collective, decode, encode
-from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
-from dialoop_services.learning.parallel.parallel_state import (
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.model.families import make_family
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import tiny_config
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.parallel.group_commands import RankGroup, collective, decode, encode
+from dialoop_learning.parallel.parallel_rows import own_rows, score_rows
+from dialoop_learning.parallel.parallel_state import (
     load_optimizer,
     load_sharded,
     load_weights,
 )
-from dialoop_services.learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
-from dialoop_services.learning.training import update
+from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
+from dialoop_learning.training import update
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 

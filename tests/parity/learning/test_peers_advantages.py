@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dialoop_services.rl.advantages import AdvantageSettings, group_advantages
-from dialoop_services.rl.monte_carlo import step_advantages, trajectory_advantages
+from dialoop_learning.rl.advantages import AdvantageSettings, group_advantages
+from dialoop_learning.rl.monte_carlo import step_advantages, trajectory_advantages
 from dialoop_services.scorer.rewards import token_kl
 
 from tests.goldens.losses_samples import GROUP_SIZE, TURN_REWARDS, variant

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from dialoop_services.learning.model.attention import plan_attention
-from dialoop_services.learning.model.policy import PolicyModel, load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.packing.prefixes import SharedPrefixes, share_prefixes
-from dialoop_services.learning.packing.rows import PackedBatch, TokenRow, pack_rows
+from dialoop_learning.model.attention import plan_attention
+from dialoop_learning.model.policy import PolicyModel, load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.packing.prefixes import SharedPrefixes, share_prefixes
+from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows
 
 PROMPT, OTHER = [7, 8, 9, 10, 11], [7, 8, 3]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dialoop_services.learning.model import products
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.products import OneDnnLinear, product
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.model import products
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.products import OneDnnLinear, product
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.packing.rows import TokenRow, pack_rows
 from torch.nn.functional import linear
 
 from tests.support.waiting import PATIENCE_S
@@ -143,7 +143,7 @@ def test_checkpointed_layers_are_computed_anew_by_the_same_products(tmp_path: Pa
 
 GROWTH = """
 import resource, torch
-from dialoop_services.learning.model.products import product
+from dialoop_learning.model.products import product
 def peak_mb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 weight = torch.randn(128, 2048)

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import (
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import (
     CONTROL_TOKENS,
     SYNTAX_TOKENS,
     make_tiny_model,
     tiny_tokenizer,
 )
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.packing.rows import TokenRow, pack_rows
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer

@@ -5,12 +5,12 @@ import pytest
 import torch
 from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
-from dialoop_services.learning.loss.loss_loading import load_loss
-from dialoop_services.learning.model.policy import PolicyModel, load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow, pack, pack_rows
-from dialoop_services.learning.training import loss_inputs, update
+from dialoop_learning.loss.loss_loading import load_loss
+from dialoop_learning.model.policy import PolicyModel, load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow, pack, pack_rows
+from dialoop_learning.training import loss_inputs, update
 from transformers import AutoModelForCausalLM, CohereConfig, MambaConfig
 
 

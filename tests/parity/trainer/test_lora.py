@@ -13,11 +13,11 @@ import pytest
 import torch
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.sequences import PolicyVersion, Source, sequence_of
-from dialoop_services.learning.lora.base_weights import BaseWeights, adapted_tensors
-from dialoop_services.learning.lora.layers import ADAPTER
-from dialoop_services.learning.model.policy import load_policy
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.lora.base_weights import BaseWeights, adapted_tensors
+from dialoop_learning.lora.layers import ADAPTER
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.learner.learner import Learner

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from dialoop.errors import InvalidConfig
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.parallel import group_commands
-from dialoop_services.learning.parallel.group_commands import collective_methods
-from dialoop_services.learning.parallel.ranks import ALONE
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.parallel import group_commands
+from dialoop_learning.parallel.group_commands import collective_methods
+from dialoop_learning.parallel.ranks import ALONE
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.ranks import (
     RankSettings,

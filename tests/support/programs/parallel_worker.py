@@ -1,7 +1,7 @@
 """One rank of a training run: python parallel_worker.py JOBS.json, under torchrun or alone.
 
 The first rank reads the jobs and has all ranks run them
-(dialoop_services.learning.parallel.group_commands). A job trains some steps on sequences made from
+(dialoop_learning.parallel.group_commands). A job trains some steps on sequences made from
 their number, checks that all ranks tell the same, and the first rank writes what happened to
 <out>/<name>.json.
 """
@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 from dialoop.errors import DialoopError, InvalidInput
-from dialoop_services.learning.lora.layers import add_lora, merged_tensors
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.model.policy import PolicyModel, load_policy
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow
-from dialoop_services.learning.parallel.group_commands import RankGroup, collective
-from dialoop_services.learning.parallel.parallel_rows import own_rows, score_rows
-from dialoop_services.learning.parallel.parallel_state import (
+from dialoop_learning.lora.layers import add_lora, merged_tensors
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.model.policy import PolicyModel, load_policy
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow
+from dialoop_learning.parallel.group_commands import RankGroup, collective
+from dialoop_learning.parallel.parallel_rows import own_rows, score_rows
+from dialoop_learning.parallel.parallel_state import (
     gather_optimizer,
     gather_weights,
     gather_whole,
@@ -35,9 +35,9 @@ from dialoop_services.learning.parallel.parallel_state import (
     load_weights,
     save_sharded,
 )
-from dialoop_services.learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
-from dialoop_services.learning.training import UpdateReport, update
-from dialoop_services.rl.routed_experts import NO_EXPERT, Routing
+from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
+from dialoop_learning.rl.routed_experts import NO_EXPERT, Routing
+from dialoop_learning.training import UpdateReport, update
 from safetensors.torch import load_file, save_file
 from transformers.utils.logging import disable_progress_bar
 

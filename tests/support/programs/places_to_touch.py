@@ -76,8 +76,8 @@ def config_key(folder: Path) -> None:
     import pytest
     import torch
     from dialoop.errors import InvalidConfig
+    from dialoop_learning.optim import GuardedOptimizer
     from dialoop_services.config.file import load_config, toml_of
-    from dialoop_services.learning.optim import GuardedOptimizer
     from dialoop_services.runtime.settings import load
     from dialoop_services.trainer.learner.learner import optimizer_of
     from dialoop_services.trainer.settings import TrainerSettings
@@ -99,12 +99,12 @@ def loss(folder: Path) -> None:
 
     import torch
     from dialoop.sequences import PolicyVersion, Source, sequence_of
+    from dialoop_learning.model.policy import load_policy
+    from dialoop_learning.model.tiny import make_tiny_model
+    from dialoop_learning.optim import GuardedOptimizer
+    from dialoop_learning.packing.rows import TokenRow, pack_rows
+    from dialoop_learning.training import update
     from dialoop_services.config.losses import facts_of
-    from dialoop_services.learning.model.policy import load_policy
-    from dialoop_services.learning.model.tiny import make_tiny_model
-    from dialoop_services.learning.optim import GuardedOptimizer
-    from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-    from dialoop_services.learning.training import update
     from dialoop_services.runtime.settings import load
     from dialoop_services.trainer.learner.learner import objective_of, optimizer_of
     from dialoop_services.trainer.settings import TrainerSettings
@@ -155,7 +155,7 @@ def engine(folder: Path) -> None:
 
 async def _play_with_engine() -> None:
     from dialoop.sequences import Source
-    from dialoop_services.stack.in_process import in_process
+    from dialoop_ops.stack.in_process import in_process
 
     async with in_process({"engine": "plain_engine:PlainEngine"}) as services:
         assert (await services.inference.get_policy()).engine == "plain"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dialoop_services.learning.packing.rows import TokenRow
+from dialoop_learning.packing.rows import TokenRow
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop_services.learning.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from dialoop_learning.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 CHATML = CHAT_TEMPLATE
 

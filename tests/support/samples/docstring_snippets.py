@@ -21,14 +21,22 @@ _CODE = (ast.Call, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.AsyncFunction
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def snippets_of(package: Path, *, without: str = "") -> dict[str, str]:
+ROOT = Path(__file__).parents[3]
+OF_SERVICES = re.compile(
+    r"dialoop_(learning|services)\b|dialoop_ops\.(stack|console|launch|conformance\.inference)\b"
+    r"|dialoop_extras\.(source_names|collates|seed_interface|importers|rest|services)\b"
+)
+"""Modules whose snippets need torch or a service: test_service_snippets.py runs them."""
+
+
+def snippets(*, of_services: bool) -> dict[str, str]:
     """Return the snippets of each public module, class and function, by its dotted name."""
     codes_by_place: dict[str, str] = {}
-    for file in sorted(package.rglob("*.py")):
-        parts = file.relative_to(package.parent).with_suffix("").parts
+    for file in sorted((*ROOT.glob("client/dialoop*/**/*.py"), *ROOT.glob("services/**/*.py"))):
+        parts = file.relative_to(ROOT).with_suffix("").parts[1:]
         module = ".".join(part for part in parts if part != "__init__")
         is_private = any(part[0] == "_" and part != "__main__" for part in module.split("."))
-        if is_private or (without and re.search(without, module)):
+        if is_private or ".v1" in module or bool(OF_SERVICES.match(module)) != of_services:
             continue
         for place, docstring in _docstrings(ast.parse(file.read_text("utf-8")), module):
             if codes := list(_snippets(docstring)):
@@ -58,13 +66,13 @@ def _snippets(docstring: str) -> Iterator[str]:
             yield code
 
 
-def module_of(place: str, package: Path) -> str:
+def module_of(place: str) -> str:
     """Return the module that a dotted name is in."""
     parts = place.split(".")
 
     def is_module(number: int) -> bool:
-        path = package.parent.joinpath(*parts[:number])
-        return path.is_dir() or path.with_suffix(".py").is_file()
+        paths = [ROOT.joinpath(source, *parts[:number]) for source in ("client", "services")]
+        return any(path.is_dir() or path.with_suffix(".py").is_file() for path in paths)
 
     return ".".join(parts[: len(list(takewhile(is_module, range(1, len(parts) + 1))))])
 

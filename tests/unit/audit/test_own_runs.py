@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dialoop.audit import AuditReport, audit
-from dialoop.audit.audit import CHECKS
-from dialoop.cli.main import main
 from dialoop.errors import InvalidInput, NotFound
+from dialoop_ops.audit import AuditReport, audit
+from dialoop_ops.audit.audit import CHECKS
+from dialoop_ops.cli.main import main
 
 from tests.support.samples.planted_faults import PLANTS, Plant, engine_faults
 from tests.support.samples.rollout_worlds import World, make_run, make_trl_dump

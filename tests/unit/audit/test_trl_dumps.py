@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dialoop.audit import AuditReport, Claims, audit
-from dialoop.audit.audit import CHECKS
-from dialoop.cli.main import main
 from dialoop.errors import DialoopError, InvalidInput, NotFound
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_ops.audit import AuditReport, Claims, audit
+from dialoop_ops.audit.audit import CHECKS
+from dialoop_ops.cli.main import main
 
 from tests.support.samples.planted_faults import TRL_PLANTS, TrlPlant, engine_faults
 from tests.support.samples.rollout_worlds import World, make_trl_dump

@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from dialoop.cli import doctor as doctor_module
-from dialoop.cli.main import main
-from dialoop.cli.running_stacks import (
+from dialoop.errors import DialoopError
+from dialoop_ops.cli import doctor as doctor_module
+from dialoop_ops.cli.main import main
+from dialoop_ops.cli.running_stacks import (
     find_stack,
     find_stacks,
     read_announcement,
     require_addresses,
 )
-from dialoop.errors import DialoopError
 from dialoop_services.config.file import load_config, toml_of
 
 from tests.support.waiting import PATIENCE_S
@@ -281,7 +281,7 @@ def test_show_holds_no_trajectory_that_it_does_not_print(monkeypatch, capsys):
             Counted.alive -= 1
 
     rows = (Counted(row(reward=float(n))) for n in range(50))
-    monkeypatch.setattr("dialoop.cli.show.read_rows", lambda *parts: rows)
+    monkeypatch.setattr("dialoop_ops.cli.show.read_rows", lambda *parts: rows)
     assert main(["show", ".", "--best"]) == 0
     assert "(50 of 50)" in capsys.readouterr().out
     assert Counted.most <= 4
@@ -385,7 +385,7 @@ def test_doctor_says_what_a_gpu_has_left_and_of_a_driver_without_one(
 
 def test_doctor_imports_none_of_what_it_looks_for():
     code = (
-        "import sys; from dialoop.cli.doctor import examine; examine(); "
+        "import sys; from dialoop_ops.cli.doctor import examine; examine(); "
         "print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -401,7 +401,7 @@ def stack(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = (
         os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'services'}:{ROOT / 'client'}"} | variables
     )
-    command = [sys.executable, "-m", "dialoop.cli.main", *words]
+    command = [sys.executable, "-m", "dialoop_ops.cli.main", *words]
     return subprocess.run(
         command,
         capture_output=True,
@@ -435,7 +435,7 @@ def test_an_unknown_key_is_one_sentence_and_exit_code_2():
 
 def test_a_list_whose_reader_takes_only_the_first_lines_ends_in_silence():
     write_rows(*[row()] * 2000)
-    command = f"{sys.executable} -m dialoop.cli.main show . --list | head -1"
+    command = f"{sys.executable} -m dialoop_ops.cli.main show . --list | head -1"
     ended = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True)
     assert ended.returncode == 0
     assert ended.stderr == b""

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from dialoop.cli.main import main
+from dialoop_ops.cli.main import main
 
 COMPLETE = """
 source {script}

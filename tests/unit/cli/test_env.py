@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 from dialoop.chat import Message
-from dialoop.cli.main import main
-from dialoop.conformance.checks import CHECKS, check_environment
 from dialoop.environments import (
     ChatEnv,
     Episode,
@@ -33,10 +31,12 @@ from dialoop.environments import (
     arithmetic,
     tool_environment,
 )
-from dialoop.environments.games import twenty_questions
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import Reward
+from dialoop_extras.games import twenty_questions
+from dialoop_ops.cli.main import main
+from dialoop_ops.conformance.environment.checks import CHECKS, check_environment
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 
@@ -95,7 +95,7 @@ def test_new_overwrites_nothing(name, capsys):
 def test_new_writes_a_job_that_config_check_accepts(capsys):
     assert main(["env", "new", "mine"]) == 0
     assert "dialoop train mine.toml" in capsys.readouterr().out
-    words = [sys.executable, "-m", "dialoop_services.stack", "check", "mine.toml"]
+    words = [sys.executable, "-m", "dialoop_ops.stack", "check", "mine.toml"]
     checked = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (checked.returncode, "no mistake found" in checked.stdout) == (0, True), checked.stderr
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop.cli.console import WITHOUT_JSON
-from dialoop.cli.main import main, parser
-from dialoop_services.stack import __main__ as stack
+from dialoop_ops.cli.console import WITHOUT_JSON
+from dialoop_ops.cli.main import main, parser
+from dialoop_ops.stack import __main__ as stack
 from dialoop_services.trainer.publish import export
 
 

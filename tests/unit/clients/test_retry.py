@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[3]
 
 # Looks into a store more and more rarely: no call is repeated, and `learning` may not know grpc.
 POLLS = {
-    "services/dialoop_services/learning/parallel/group_commands.py",
-    "services/dialoop_services/stack/launch/ray.py",  # it waits evenly; its power of 2 is a GiB
+    "services/dialoop_learning/parallel/group_commands.py",
+    "services/dialoop_ops/launch/ray.py",  # it waits evenly; its power of 2 is a GiB
 }
 
 

@@ -14,23 +14,23 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import dialoop.compat as compat
+import dialoop_extras.compat as compat
 import numpy as np
 import pytest
 import torch
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.collection import collect
-from dialoop.compat import offered
-from dialoop.compat.arguments import load_home
 from dialoop.environments import Given, Rewards, Text, Tokens, arithmetic
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.testing import ScriptedPolicy, byte_tokenizer, group
-from dialoop.trials import ScriptedAgent
-from dialoop_services.learning.loss import losses
-from dialoop_services.learning.loss.losses import LossInputs
-from dialoop_services.learning.loss.objective import Objective
+from dialoop_extras.compat import offered
+from dialoop_extras.compat.arguments import load_home
+from dialoop_extras.trials import ScriptedAgent
+from dialoop_learning.loss import losses
+from dialoop_learning.loss.losses import LossInputs
+from dialoop_learning.loss.objective import Objective
 
 VERSION = PolicyVersion(lineage="main", number=0)
 ROOT = Path(__file__).parents[3]
@@ -104,9 +104,10 @@ async def _finish(work: Any) -> None:
 def test_the_import_needs_neither_torch_nor_the_services() -> None:
     script = textwrap.dedent("""
         import json, sys
-        import dialoop.compat as compat
+        import dialoop_extras.compat as compat
         compat.ChatEnv, compat.PythonInterpreter, compat.TransformersWrapper, compat.MultistepEnv
-        print(json.dumps(sorted({"torch", "dialoop_services"} & set(sys.modules))))
+        heavy = {"torch", "dialoop_learning", "dialoop_services"}
+        print(json.dumps(sorted(heavy & set(sys.modules))))
     """)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, check=True, text=True
@@ -115,8 +116,9 @@ def test_the_import_needs_neither_torch_nor_the_services() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "dialoop_services.learning.loss.source_names", None)
-    with pytest.raises(InvalidConfig, match="GRPOLoss needs the package dialoop_services"):
+    monkeypatch.delitem(sys.modules, "dialoop_extras.source_names", raising=False)
+    monkeypatch.setitem(sys.modules, "dialoop_learning.loss", None)
+    with pytest.raises(InvalidConfig, match="GRPOLoss needs the package dialoop_learning"):
         load_home("GRPOLoss", offered.OFFERED["GRPOLoss"])
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from dialoop.compat.sampling import generate_options, read_generate_options
 from dialoop.errors import DialoopError, DialoopWarning, InvalidInput, Unsupported
 from dialoop.trajectory import SamplingParams
+from dialoop_extras.compat.sampling import generate_options, read_generate_options
 
 
 @pytest.mark.parametrize(

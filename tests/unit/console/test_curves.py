@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from dialoop.runs import RunIndex
-from dialoop.runs.intervals import wilson_interval
-from dialoop_services.console.answers import bands_of, names_of, num_samples_of, points_of
+from dialoop_ops.console.answers import bands_of, names_of, num_samples_of, points_of
+from dialoop_ops.runs import RunIndex
+from dialoop_ops.runs.intervals import wilson_interval
 
 MEAN = "evaluation/running/mean_reward"
 

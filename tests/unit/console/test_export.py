@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from dialoop.errors import AlreadyExists
-from dialoop.runs import RunIndex
-from dialoop.runs.summaries import text_of
-from dialoop.runs.token_numbers import token_page
-from dialoop_services.console import export
-from dialoop_services.console.__main__ import main
+from dialoop_ops.console import export
+from dialoop_ops.console.__main__ import main
+from dialoop_ops.runs import RunIndex
+from dialoop_ops.runs.summaries import text_of
+from dialoop_ops.runs.token_numbers import token_page
 
 from tests.unit.console.test_app import XSS, row, write_run
 

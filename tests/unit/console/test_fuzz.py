@@ -11,10 +11,10 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from dialoop.runs.filters import Filters
-from dialoop_services.console.app import console_app
-from dialoop_services.console.live_runs import LiveRuns
-from dialoop_services.console.watched_runs import WatchedRuns
+from dialoop_ops.console.app import console_app
+from dialoop_ops.console.live_runs import LiveRuns
+from dialoop_ops.console.watched_runs import WatchedRuns
+from dialoop_ops.runs.filters import Filters
 from dialoop_services.runtime.access.auth import Token
 
 from tests.unit.console.test_app import write_run

@@ -28,7 +28,7 @@ REASONS = {"OPEN_FAILED", "OPEN_TIMEOUT", "STEP_CANCELLED", "STEP_FAILED", "STEP
 # These compare reasons that the engine gave, and give none themselves.
 READERS = {
     "client/dialoop/clients/errors.py": {"OPEN_FAILED", "OPEN_TIMEOUT"},
-    "client/dialoop/conformance/play.py": {"STEP_TIMEOUT"},
+    "services/dialoop_ops/conformance/environment/play.py": {"STEP_TIMEOUT"},
 }
 
 

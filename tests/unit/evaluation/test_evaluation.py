@@ -11,16 +11,16 @@ import pytest
 from dialoop.chat import History
 from dialoop.environments import load_environment
 from dialoop.errors import InvalidInput, NotFound
-from dialoop.evaluation import (
+from dialoop.local.client import LocalEnvironmentClient
+from dialoop.testing import ScriptedPolicy
+from dialoop_ops.evaluation import (
     EvaluationRecords,
     EvaluationResults,
     EvaluationSpec,
     PairedResults,
     evaluate,
 )
-from dialoop.local.client import LocalEnvironmentClient
-from dialoop.runs import RunIndex
-from dialoop.testing import ScriptedPolicy
+from dialoop_ops.runs import RunIndex
 
 SPEC = EvaluationSpec(environment="arithmetic", policy="scripted", num_tasks=6, num_samples=2)
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from dialoop.chat import History, Message
-from dialoop.cli.doctor import examine
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.weights import WeightsKind
@@ -20,6 +19,8 @@ from dialoop.errors import InvalidConfig, PreconditionFailed, Unsupported
 from dialoop.sequences import PolicyVersion
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
+from dialoop_ops.cli.doctor import examine
+from dialoop_ops.stack import preflight
 from dialoop_services.config.engines import ENGINES
 from dialoop_services.config.file import parse_config
 from dialoop_services.inference import engine as engines
@@ -28,7 +29,6 @@ from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.runtime.in_process import InProcessNetwork, InProcessServer
 from dialoop_services.runtime.process import RESTARTS_VARIABLE
 from dialoop_services.runtime.settings import load
-from dialoop_services.stack import preflight
 
 from tests.support.inference_world import model_dir, point_to, publish  # noqa: F401
 from tests.support.waiting import PATIENCE_S

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from dialoop.chat import Message
+from dialoop_ops.stack.devices import Node, plan_devices
 from dialoop_services.config.file import parse_config
 from dialoop_services.config.job import JobConfig
-from dialoop_services.stack.devices import Node, plan_devices
 
 from benchmarks.gpu import evidence, lines, pack, place
 from benchmarks.gpu.lines import LINES, Ended, Line, Place

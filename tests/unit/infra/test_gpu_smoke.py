@@ -6,10 +6,10 @@ import json
 import tomllib
 
 import pytest
+from dialoop_learning.model.families import make_family
+from dialoop_ops.conformance.inference import running
+from dialoop_ops.stack.devices import Node, plan_devices
 from dialoop_services.config.file import parse_config
-from dialoop_services.inference.conformance import running
-from dialoop_services.learning.model.families import make_family
-from dialoop_services.stack.devices import Node, plan_devices
 
 from benchmarks.gpu import smoke
 from benchmarks.gpu.engine import figures_of

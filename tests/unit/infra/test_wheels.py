@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PROJECTS = {"dialoop": ROOT / "client", "dialoop_services": ROOT}
-FOLDERS = {"dialoop": ROOT / "client", "dialoop_services": ROOT / "services"}
+PROJECTS = {path.parent.name: path.parent for path in ROOT.glob("*/dialoop*/pyproject.toml")}
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +54,21 @@ def test_a_wheel_holds_every_file_of_its_package(name: str, wheels: dict[str, Pa
         held = {entry for entry in archive.namelist() if ".dist-info/" not in entry}
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", name],
-        cwd=FOLDERS[name],
+        cwd=PROJECTS[name].parent,
         capture_output=True,
         text=True,
         check=True,
     )
-    files = {line for line in listed.stdout.splitlines() if (FOLDERS[name] / line).is_file()}
-    assert held == files
+    lines = listed.stdout.splitlines()
+    files = {line for line in lines if (PROJECTS[name].parent / line).is_file()}
+    assert held == files - {f"{name}/pyproject.toml"}
     assert {Path(file).suffix for file in files} >= {".py"}
 
 
-def test_the_sdks_wheel_brings_the_command(wheels: dict[str, Path]) -> None:
-    with zipfile.ZipFile(wheels["dialoop"]) as archive:
+def test_the_wheel_of_operations_brings_the_command(wheels: dict[str, Path]) -> None:
+    with zipfile.ZipFile(wheels["dialoop_ops"]) as archive:
         (entry,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
-        assert "dialoop = dialoop.cli.main:main" in archive.read(entry).decode()
+        assert "dialoop = dialoop_ops.cli.main:main" in archive.read(entry).decode()
 
 
 def test_everything_is_imported_from_the_wheels_in_an_empty_folder(
@@ -85,7 +85,7 @@ def test_the_commands_run_in_a_folder_that_has_services_of_its_own(
     (tmp_path / "services").mkdir()
     (tmp_path / "services" / "__init__.py").write_text("raise RuntimeError('not this one')\n")
     (tmp_path / "job.toml").write_text('engine = "transformers"\nstore = "memory"\n')
-    cli = ("-m", "dialoop.cli.main")
+    cli = ("-m", "dialoop_ops.cli.main")
     assert "no mistake found" in run(site_folder, tmp_path, *cli, "config", "check", "job.toml")
     played = run(site_folder, tmp_path, *cli, "play", "arithmetic", typed="Result=1<submit>\n")
     assert "reward" in played

@@ -9,7 +9,7 @@ import pytest
 
 BLOCKS = """
 import ctypes
-from dialoop_services.learning.memory import _resident, return_free_memory
+from dialoop_learning.memory import _resident, return_free_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -42,7 +42,7 @@ def test_what_freed_blocks_leave_is_given_back_once_it_is_worth_it() -> None:
 LAYERS = """
 import sys
 import torch
-from dialoop_services.learning.memory import _resident, map_large_tensors
+from dialoop_learning.memory import _resident, map_large_tensors
 
 if sys.argv[1] == "mapped":
     assert map_large_tensors()

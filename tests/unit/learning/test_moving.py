@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.trainer.learner import learner_state
 from dialoop_services.trainer.learner.learner_state import move_training
 from torch import nn

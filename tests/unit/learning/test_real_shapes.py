@@ -6,8 +6,8 @@ import json
 
 import torch
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_learning.model.real_shapes import NUM_TOKENS, QWEN3_06B, make_real_shape
 from dialoop_services.inference.weights.parameters import is_tied, num_parameters
-from dialoop_services.learning.model.real_shapes import NUM_TOKENS, QWEN3_06B, make_real_shape
 from transformers import AutoModelForCausalLM
 
 SMALL = {

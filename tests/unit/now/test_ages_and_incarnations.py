@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dialoop.cli.status import lines_of
 from dialoop.clients.registry import ServiceMember
 from dialoop.clients.replay import LedgerCounts, ReplayStats
-from dialoop.now.watcher import Watcher
+from dialoop_ops.cli.status import lines_of
+from dialoop_ops.now.watcher import Watcher
 
 
 def counts(**oldest_s: float) -> LedgerCounts:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from dialoop.clients.replay import LedgerCounts, ReplayStats
-from dialoop.now.blocked import blocked_by
-from dialoop.now.snapshot import Now, ServiceNow
 from dialoop.waits import Wait
+from dialoop_ops.now.blocked import blocked_by
+from dialoop_ops.now.snapshot import Now, ServiceNow
 
 NAMES = {f"127.0.0.1:{port}": name for port, name in enumerate(("environment", "inference-1"), 1)}
 

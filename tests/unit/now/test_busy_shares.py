@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dialoop.cli.status import lines_of
 from dialoop.clients.inference import PolicyStatus
-from dialoop.now import watcher as watcher_module
-from dialoop.now.watcher import Watcher
+from dialoop_ops.cli.status import lines_of
+from dialoop_ops.now import watcher as watcher_module
+from dialoop_ops.now.watcher import Watcher
 
 
 def replica(num_requests: int) -> PolicyStatus:

@@ -10,9 +10,9 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.trainer import TrainerClient
-from dialoop.now import watcher
 from dialoop.trajectory import Stage
 from dialoop.waits import STALL_S, Wait, Waits, current_waits, waiting_for
+from dialoop_ops.now import watcher
 from dialoop_services.runtime.logs import log_stalls
 from dialoop_services.runtime.metrics import Metrics
 

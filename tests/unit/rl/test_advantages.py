@@ -6,7 +6,7 @@ from dialoop import testing
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Failure, Owner, Trajectory
-from dialoop_services.rl.advantages import AdvantageSettings, group_advantages, with_advantages
+from dialoop_learning.rl.advantages import AdvantageSettings, group_advantages, with_advantages
 
 
 def _trajectory(reward: float, *, failures: tuple[Failure, ...] = ()) -> Trajectory:

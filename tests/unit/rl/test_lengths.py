@@ -3,8 +3,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from dialoop_services.rl.lengths import length_bin, share_table
-from dialoop_services.stack.report.summary import lengths
+from dialoop_learning.rl.lengths import length_bin, share_table
+from dialoop_ops.stack.report.summary import lengths
 
 
 def test_bins_end_at_powers_of_two() -> None:

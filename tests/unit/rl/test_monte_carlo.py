@@ -7,12 +7,12 @@ from dialoop import testing
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Failure, Owner, Reward, Trajectory, Turn
-from dialoop_services.rl.monte_carlo import (
+from dialoop_learning.rl.monte_carlo import (
     step_advantages,
     trajectory_advantages,
     with_turn_advantages,
 )
-from dialoop_services.rl.selection import TopKWindow, best_of, with_best_alone
+from dialoop_learning.rl.selection import TopKWindow, best_of, with_best_alone
 
 VERSION = PolicyVersion(lineage="main", number=0)
 HALF_ROOT = math.sqrt(0.5)

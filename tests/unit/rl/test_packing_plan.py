@@ -2,7 +2,7 @@ import random
 
 import pytest
 from dialoop.errors import InvalidInput
-from dialoop_services.rl.packing_plan import RankPlan, plan_ranks, plan_rows, row_cost
+from dialoop_learning.rl.packing_plan import RankPlan, plan_ranks, plan_rows, row_cost
 from hypothesis import given
 from hypothesis import strategies as st
 

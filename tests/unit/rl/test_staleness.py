@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from dialoop.sequences import PolicyVersion
-from dialoop_services.rl.staleness import is_stale
+from dialoop_learning.rl.staleness import is_stale
 
 from tests.support.samples.staleness_samples import CASES, main
 

@@ -10,8 +10,8 @@ from dialoop import testing
 from dialoop.errors import InvalidInput
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Group, Reward, Trajectory, Turn
-from dialoop_services.rl.advantages import AdvantageSettings, with_advantages
-from dialoop_services.rl.monte_carlo import with_turn_advantages
+from dialoop_learning.rl.advantages import AdvantageSettings, with_advantages
+from dialoop_learning.rl.monte_carlo import with_turn_advantages
 
 VERSION = PolicyVersion(lineage="main", number=0)
 HALF_ROOT = math.sqrt(0.5)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dialoop.runs.forks import fork_tree
 from dialoop.testing import byte_tokenizer
+from dialoop_ops.runs.forks import fork_tree
 
 
 def sequence(prompt: list[int], sampled: list[int], turn: int, cause: str = "NONE") -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from dialoop.errors import InvalidInput, NotFound, Unavailable
-from dialoop.runs import Filters, RunIndex, TrajectorySummary
-from dialoop.runs.run_config import compare_configs, flat_config
-from dialoop.runs.summaries import summary_of, text_of, versions_by_step
-from dialoop.runs.token_numbers import token_page
+from dialoop_ops.runs import Filters, RunIndex, TrajectorySummary
+from dialoop_ops.runs.run_config import compare_configs, flat_config
+from dialoop_ops.runs.summaries import summary_of, text_of, versions_by_step
+from dialoop_ops.runs.token_numbers import token_page
 
 WORDS = ("Result=12", "<submit>", 'say "hi"', "ÄRGER", "% of it_", "print('x')\nline", "漢字かな")
 
@@ -367,7 +367,7 @@ def test_a_config_says_where_values_are_from_and_which_code_ran(tmp_path):
 
 
 def test_a_run_that_cannot_be_written_to_is_indexed_elsewhere(run_dir, monkeypatch):
-    monkeypatch.setattr("dialoop.runs.index._is_writable", lambda folder: False)
+    monkeypatch.setattr("dialoop_ops.runs.index._is_writable", lambda folder: False)
     index = RunIndex(run_dir)
     assert index.catch_up().num_trajectories == 300
     assert not (run_dir / "index.sqlite").exists()

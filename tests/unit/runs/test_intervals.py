@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from dialoop.runs.intervals import (
+from dialoop_ops.runs.intervals import (
     difference_of,
     mean_of,
     paired_difference,

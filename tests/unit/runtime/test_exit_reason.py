@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from dialoop.errors import InternalError, InvalidConfig, NotFound, Unavailable
 from dialoop.reasons import Reason
+from dialoop_ops.stack import __main__ as stack
 from dialoop_services.runtime.exit_reason import CONFIG_ERROR, ExitReason, known_error
-from dialoop_services.stack import __main__ as stack
 
 AWAY = Unavailable("The queue is away.")
 MISTAKE = InvalidConfig("`group_size` is 0.", remedy="Use 2 or more.")

@@ -17,9 +17,7 @@ EVIL = (FORGED, "\x1b[2J\x1b[31mred", "a\rb", "\u202etxt", "\x00", "\u2028x", "\
 @pytest.fixture
 def formatter() -> logging.Formatter:
     before = logging.root.handlers[:]
-    loggers = [
-        logging.getLogger(name) for name in ("root", "dialoop", "dialoop_services", "__main__")
-    ]
+    loggers = [logging.getLogger(name) for name in ("root", *logs._OURS)]
     levels = [logger.level for logger in loggers]
     configure_logs("replay", LogSettings(log="text"))
     (handler,) = logging.root.handlers

@@ -12,8 +12,8 @@ import pytest
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import DoneReason, Failure, Group, Owner, Reward, SamplingParams, Turn
+from dialoop_learning.rl.advantages import AdvantageSettings
 from dialoop_services.config.scorer_tables import RewardSpec
-from dialoop_services.rl.advantages import AdvantageSettings
 from dialoop_services.runtime import load
 from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.rewards import (

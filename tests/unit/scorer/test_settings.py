@@ -10,12 +10,12 @@ import pytest
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import Group, Reward, Turn
+from dialoop_ops.stack.layout import Layout, ports_of
+from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime import load
 from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.settings import ScorerSettings
-from dialoop_services.stack.layout import Layout, ports_of
-from dialoop_services.stack.run_dir import RunDir
 from pydantic import ValidationError
 
 from tests.support.samples.scorer_samples import MAIN_0, make_group

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from dialoop.agents import AgentConnection, AgentTask
 from dialoop.errors import InvalidConfig
+from dialoop_ops.stack import preflight
+from dialoop_ops.stack.layout import Layout, ports_of
+from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.config.file import parse_config
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.stack import preflight
-from dialoop_services.stack.layout import Layout, ports_of
-from dialoop_services.stack.run_dir import RunDir
 
 
 async def run(task: AgentTask, connection: AgentConnection) -> float:

@@ -9,13 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from dialoop.cli.running_stacks import read_announcement
+from dialoop_ops.cli.running_stacks import read_announcement
+from dialoop_ops.stack.layout import Layout, ports_of
+from dialoop_ops.stack.processes.log_stream import LogStream
+from dialoop_ops.stack.processes.supervisor import State
+from dialoop_ops.stack.run_dir import RunDir
+from dialoop_ops.stack.running import _announce
 from dialoop_services.config.job import JobConfig
-from dialoop_services.stack.layout import Layout, ports_of
-from dialoop_services.stack.processes.log_stream import LogStream
-from dialoop_services.stack.processes.supervisor import State
-from dialoop_services.stack.run_dir import RunDir
-from dialoop_services.stack.running import _announce
 from rich.console import Console
 
 

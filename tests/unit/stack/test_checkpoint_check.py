@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop_learning.model.checkpoint import require_whole
+from dialoop_learning.model.families import FAMILIES, make_family
+from dialoop_ops.stack import preflight
 from dialoop_services.config.job import JobConfig
-from dialoop_services.learning.model.checkpoint import require_whole
-from dialoop_services.learning.model.families import FAMILIES, make_family
-from dialoop_services.stack import preflight
 from safetensors.torch import load_file, save_file
 
 NORM = "model.norm.weight"

@@ -13,6 +13,11 @@ from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig
+from dialoop_ops.launch.compose import ComposeSettings, plan_service, read_job
+from dialoop_ops.launch.plan import PlannedProcess
+from dialoop_ops.stack.layout import Layout, rest_name
+from dialoop_ops.stack.processes.child import ServiceSpec
+from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.config.file import load_config
 from dialoop_services.environment.settings import EnvironmentSettings
@@ -22,11 +27,6 @@ from dialoop_services.runtime.logs import LogSettings
 from dialoop_services.runtime.relay import Passage
 from dialoop_services.runtime.settings import ServerSettings, load
 from dialoop_services.scorer.settings import ScorerSettings
-from dialoop_services.stack.launch.compose import ComposeSettings, plan_service, read_job
-from dialoop_services.stack.launch.plan import PlannedProcess
-from dialoop_services.stack.layout import Layout, rest_name
-from dialoop_services.stack.processes.child import ServiceSpec
-from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.trainer.settings import TrainerSettings
 
 from tests.support.containers import GPU, ROOT, compose_file, interpolate, targets
@@ -260,7 +260,7 @@ def test_inference_reads_the_policies_where_the_trainer_writes_them() -> None:
 
 @pytest.mark.parametrize("service", [*SETTINGS, "job"])
 def test_every_container_reads_the_one_job_file(service: str) -> None:
-    command = ["python", "-m", "dialoop_services.stack.launch.compose", service]
+    command = ["python", "-m", "dialoop_ops.launch.compose", service]
     assert SERVICES[service]["command"] == command
     [mount] = SERVICES[service]["configs"]
     assert mount == {"source": "job", "target": SERVICES[service]["environment"]["DIALOOP_CONFIG"]}
@@ -367,7 +367,7 @@ def test_the_door_outlives_its_environment_and_shows_whether_that_serves() -> No
 def test_an_image_installs_the_packages_of_others_before_our_source(service: str) -> None:
     target = TARGETS[SERVICES[service]["build"]["target"]]
     texts = [text for kind, text in target.instructions if kind in ("COPY", "RUN")]
-    assert texts[-1] == "pip install --no-deps --no-build-isolation ./client ."
+    assert texts[-1] == "pip install --no-deps --no-build-isolation ./client/* ./services/*"
     source = texts.index("client client")
     assert texts[source:-1] == ["client client", "services services"]
     assert any(text.startswith("pip install -r") or "dependencies.py" in text for text in texts)

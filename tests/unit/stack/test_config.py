@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import InvalidConfig
+from dialoop_ops.stack import preflight
+from dialoop_ops.stack.layout import Layout, ports_of
+from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.file import Override, load_config, load_with_origins, toml_of
 from dialoop_services.config.job import JobConfig, warnings_for_formats
 from dialoop_services.runtime.settings import load
-from dialoop_services.stack import preflight
-from dialoop_services.stack.layout import Layout, ports_of
-from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.trainer.settings import TrainerSettings
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings

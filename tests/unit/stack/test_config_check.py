@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import InvalidConfig
+from dialoop_ops.stack import preflight
+from dialoop_ops.stack.__main__ import main
+from dialoop_ops.stack.run_dir import open_run
 from dialoop_services.config.file import load_with_origins, toml_of
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.losses import LOSSES
 from dialoop_services.config.tables import InferenceSection
-from dialoop_services.stack import preflight
-from dialoop_services.stack.__main__ import main
-from dialoop_services.stack.run_dir import open_run
 
 ROOT = Path(__file__).parents[3]
 HEAD = 'run = "checked"\nengine = "transformers"\nstore = "memory"\n'
@@ -44,7 +44,7 @@ def broken():
     return 1 / 0
 
 def sayings():
-    from dialoop.text_environment import TextSetup, each
+    from dialoop_extras.text_environment import TextSetup, each
     reward = each(lambda text, truth: 0.0)
     return TextSetup(name="sayings", tasks=ArithmeticTasks(), reward=reward)
 
@@ -246,7 +246,7 @@ def test_a_redis_that_does_not_answer_is_named(
 def test_the_command_checks_without_importing_torch(folder: Path) -> None:
     (folder / "job.toml").write_text(f'{HEAD}[train]\nloss = "grop"\n')
     code = (
-        "import sys\nfrom dialoop_services.stack.__main__ import main\n"
+        "import sys\nfrom dialoop_ops.stack.__main__ import main\n"
         "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(code)\n"
     )
     path = f"{ROOT / 'client'}{os.pathsep}{ROOT / 'services'}"

@@ -13,13 +13,12 @@ import pytest
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from dialoop_services.config.file import parse_config
-from dialoop_services.learning.model.checkpoint import cuda_problem
-from dialoop_services.learning.model.families import make_family
-from dialoop_services.stack import gpus as gpus_module
-from dialoop_services.stack import preflight, running
-from dialoop_services.stack.__main__ import main
-from dialoop_services.stack.devices import (
+from dialoop_learning.model.checkpoint import cuda_problem
+from dialoop_learning.model.families import make_family
+from dialoop_ops.stack import gpus as gpus_module
+from dialoop_ops.stack import preflight, running
+from dialoop_ops.stack.__main__ import main
+from dialoop_ops.stack.devices import (
     Node,
     nodes_of,
     plan_devices,
@@ -27,11 +26,12 @@ from dialoop_services.stack.devices import (
     this_machine,
     with_data_plane,
 )
-from dialoop_services.stack.estimates import gpu_needs
-from dialoop_services.stack.gpus import driver_lists, hold
-from dialoop_services.stack.layout import Layout
-from dialoop_services.stack.preflight import mistakes_in
-from dialoop_services.stack.run_dir import open_run
+from dialoop_ops.stack.estimates import gpu_needs
+from dialoop_ops.stack.gpus import driver_lists, hold
+from dialoop_ops.stack.layout import Layout
+from dialoop_ops.stack.preflight import mistakes_in
+from dialoop_ops.stack.run_dir import open_run
+from dialoop_services.config.file import parse_config
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig

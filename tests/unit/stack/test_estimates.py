@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop_learning.model.families import make_family
+from dialoop_ops.stack import preflight
+from dialoop_ops.stack.estimates import estimate_of, require_memory
 from dialoop_services.config.file import parse_config
 from dialoop_services.config.memory import (
     LARGE_MODEL,
@@ -16,9 +19,6 @@ from dialoop_services.config.memory import (
     training_memory,
     training_products,
 )
-from dialoop_services.learning.model.families import make_family
-from dialoop_services.stack import preflight
-from dialoop_services.stack.estimates import estimate_of, require_memory
 
 SHAPE = ModelShape(
     num_parameters=1000,

@@ -12,12 +12,12 @@ from typing import Any
 import dialoop
 import pytest
 from dialoop.errors import InvalidConfig, NotFound
+from dialoop_ops.stack.branch import find_branch
+from dialoop_ops.stack.provenance import started_with
+from dialoop_ops.stack.report.compare import as_json, main, variants_of
+from dialoop_ops.stack.run_dir import open_run
+from dialoop_ops.stack.seeds import ended_with, for_seed, seeds_of
 from dialoop_services.config.file import load_with_origins, overrides_of_words
-from dialoop_services.stack.branch import find_branch
-from dialoop_services.stack.provenance import started_with
-from dialoop_services.stack.report.compare import as_json, main, variants_of
-from dialoop_services.stack.run_dir import open_run
-from dialoop_services.stack.seeds import ended_with, for_seed, seeds_of
 
 
 def job_file(folder: Path) -> Path:
@@ -109,8 +109,8 @@ def from_name(name):
 
 metadata.Distribution.from_name = from_name
 import dialoop_services.inference.outside_engine
-from dialoop_services.stack.provenance import started_with
-from dialoop_services.stack.report.summary import versions
+from dialoop_ops.stack.provenance import started_with
+from dialoop_ops.stack.report.summary import versions
 code = started_with(["train"], {}, branch_of=None)["code"]
 print(code["version"], versions("")["dialoop"])
 """
@@ -122,7 +122,7 @@ def test_a_source_tree_without_installed_packages_says_its_version() -> None:
     )
     assert done.stdout.split() == [dialoop.__version__] * 2
     root = Path(__file__).parents[3]
-    for file in (root / "pyproject.toml", root / "client" / "pyproject.toml"):
+    for file in root.glob("*/dialoop*/pyproject.toml"):
         assert tomllib.loads(file.read_text("utf-8"))["project"]["version"] == dialoop.__version__
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_ops.stack.learn import Suite, cases_of
+from dialoop_ops.stack.report.learn_report import AlgorithmResult, failures_of, table_of
+from dialoop_ops.stack.report.summary import gates_of
 from dialoop_services.config.file import load_config
 from dialoop_services.config.job import JobConfig, warnings_for_advantages
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.stack.learn import Suite, cases_of
-from dialoop_services.stack.report.learn_report import AlgorithmResult, failures_of, table_of
-from dialoop_services.stack.report.summary import gates_of
 from dialoop_services.trainer.settings import TrainerSettings
 from rich.console import Console
 

@@ -15,14 +15,14 @@ import pytest
 from dialoop.clients.replay import LedgerCounts
 from dialoop.clients.trainer import Phase, TrainerStatus
 from dialoop.sequences import PolicyVersion
+from dialoop_ops.stack import __main__ as stack
+from dialoop_ops.stack.job import rescoring_progress
+from dialoop_ops.stack.processes.log_stream import LogStream
+from dialoop_ops.stack.report import live
+from dialoop_ops.stack.report.live import LiveView, PhaseProgress
+from dialoop_ops.stack.report.observer import Snapshot
+from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.job import JobConfig
-from dialoop_services.stack import __main__ as stack
-from dialoop_services.stack.job import rescoring_progress
-from dialoop_services.stack.processes.log_stream import LogStream
-from dialoop_services.stack.report import live
-from dialoop_services.stack.report.live import LiveView, PhaseProgress
-from dialoop_services.stack.report.observer import Snapshot
-from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.trainer.records import rescore
 from rich.console import Console
 

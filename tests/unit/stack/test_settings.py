@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig
+from dialoop_ops.stack.layout import Layout, rest_name, settings_of
+from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.losses import LOSSES
 from dialoop_services.config.settings import JobSettings, field_at, is_table, overrides_of
 from dialoop_services.runtime.settings import ServerSettings, load
-from dialoop_services.stack.layout import Layout, rest_name, settings_of
-from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dialoop
+import dialoop_ops
 import pytest
 from dialoop.chat import Message
 from dialoop.environments import load_environment
@@ -17,8 +17,8 @@ from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.tasks.files import rows_of
 from dialoop.user_functions import call_now
+from dialoop_ops.stack.user_code import load_environments, working_in
 from dialoop_services.config.file import parse_config
-from dialoop_services.stack.user_code import load_environments, working_in
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -376,7 +376,7 @@ def test_rewards_of_a_job_are_those_of_the_functions_called_directly(
 ) -> None:
     table = write_documented_files(tmp_path, monkeypatch)[number]
     # The tiny model has a vocabulary for sums alone; its answers differ all the same.
-    result = dialoop.train({**JOB, "environment": table}, in_process=True, quiet=True)
+    result = dialoop_ops.train({**JOB, "environment": table}, in_process=True, quiet=True)
     assert result.summary["num_train_steps"] == 2
     assert result.summary["trajectories"]["trained"] >= 8
     options = table["options"]

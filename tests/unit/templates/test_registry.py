@@ -4,12 +4,12 @@ import re
 
 import pytest
 from dialoop.chat import History, Message
-from dialoop.compat import names as compat
 from dialoop.errors import AlreadyExists, InvalidInput, NotFound
 from dialoop.templates.declared_parser import TemplateParser
 from dialoop.templates.masks import encode_conversation
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_extras.compat import names as compat
 
 from tests.goldens.samples import SPECIAL, golden_tokenizer
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 from dialoop.chat import ChatHistory
-from dialoop.compat.trl_text import TrlTextEnvironment
 from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.episode import ContinuedText, Sample
 from dialoop.errors import InvalidConfig, InvalidInput, Unavailable
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.testing import byte_tokenizer
-from dialoop.text_environment.environment import TextEnvironment, TextLimits, each
-from dialoop.text_environment.history import TextHistory
 from dialoop.trajectory import Owner, SamplingParams, StopReason
+from dialoop_extras.compat.trl_text import TrlTextEnvironment
+from dialoop_extras.text_environment.environment import TextEnvironment, TextLimits, each
+from dialoop_extras.text_environment.history import TextHistory
 
 VERSION = PolicyVersion(lineage="main", number=3)
 TOKENIZER = byte_tokenizer()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from dialoop import rollout
-from dialoop.conformance.checks import check_environment
 from dialoop.environments import load_environment
 from dialoop.environments.episode import TaskData
 from dialoop.environments.modes import Text
@@ -19,10 +18,11 @@ from dialoop.errors import InvalidConfig
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.sequences import Source
 from dialoop.testing import ScriptedPolicy
-from dialoop.text_environment.environment import TextLimits, each
-from dialoop.text_environment.playing import play_text
-from dialoop.text_environment.setups import TextSetup, exact_result, load_text_setup
 from dialoop.trajectory import DoneReason, Owner, SamplingParams, StopReason, Trajectory
+from dialoop_extras.text_environment.environment import TextLimits, each
+from dialoop_extras.text_environment.playing import play_text
+from dialoop_extras.text_environment.setups import TextSetup, exact_result, load_text_setup
+from dialoop_ops.conformance.environment.checks import check_environment
 
 from tests.support.samples.scripted_tokens import (
     BYTES,

@@ -10,7 +10,7 @@ from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop_services.learning.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from dialoop_learning.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import tokenizers
 from dialoop.tokens.tokenizer import RunningText, Tokenizer
-from dialoop_services.learning.model.tiny import tiny_tokenizer
+from dialoop_learning.model.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers

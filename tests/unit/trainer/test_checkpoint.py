@@ -14,8 +14,8 @@ import torch
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.parallel.ranks import Ranks
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.parallel.ranks import Ranks
 from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.learner_state import LearnerState

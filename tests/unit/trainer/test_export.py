@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from dialoop.cli.main import main as dialoop
 from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFailed
-from dialoop_services.learning.model.tiny import make_tiny_model
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_ops.cli.main import main as dialoop
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.publish.export import RunPolicies, copy_with_bar, export_policy, main
 from dialoop_services.trainer.settings import TrainerSettings

@@ -13,11 +13,11 @@ import pytest
 import torch
 from dialoop import testing
 from dialoop.trajectory import Reward, StopReason, Turn
+from dialoop_learning.loss.corrections import Correction
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.loss.objective import combine_metrics
+from dialoop_learning.packing.rows import TokenRow
 from dialoop_services.config.losses import LOSSES
-from dialoop_services.learning.loss.corrections import Correction
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.loss.objective import combine_metrics
-from dialoop_services.learning.packing.rows import TokenRow
 from dialoop_services.trainer.data.batch_metrics import TrajectoryFigures, metrics_of
 from dialoop_services.trainer.job.evaluation import EvaluationResult
 
@@ -110,8 +110,8 @@ def test_every_metric_of_every_loss_is_explained() -> None:
 def test_no_name_is_explained_that_nothing_writes() -> None:
     source = "".join(
         path.read_text("utf-8")
-        for room in ("trainer", "learning")
-        for path in (ROOT / "services" / "dialoop_services" / room).rglob("*.py")
+        for room in ("dialoop_services/trainer", "dialoop_learning")
+        for path in (ROOT / "services" / room).rglob("*.py")
     )
     for names in names_in_docs().values():
         for name in names - names_of_losses():

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from dialoop.errors import InvalidConfig, PreconditionFailed, Unavailable
+from dialoop_ops.stack.layout import Layout, ports_of
+from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.file import parse_config
 from dialoop_services.runtime.device_lock import DeviceLock
 from dialoop_services.runtime.settings import load
-from dialoop_services.stack.layout import Layout, ports_of
-from dialoop_services.stack.run_dir import RunDir
 from dialoop_services.trainer.job.placement import Shared, Split
 from dialoop_services.trainer.learner.learner import policy_of
 from dialoop_services.trainer.settings import TrainerSettings

@@ -13,8 +13,8 @@ from dialoop import testing
 from dialoop.chat import History, Message
 from dialoop.sequences import Along, Column, PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Trajectory
-from dialoop.views.run_files import trajectory_files
-from dialoop_services.stack.report.summary import count_outcomes
+from dialoop_ops.runs.run_files import trajectory_files
+from dialoop_ops.stack.report.summary import count_outcomes
 from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations
 from dialoop_services.trainer.records import records
 from dialoop_services.trainer.records.records import RunRecords

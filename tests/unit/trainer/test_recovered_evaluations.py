@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop_services.stack.report.plot import read_metrics
+from dialoop_ops.stack.report.plot import read_metrics
 
 from tests.support.trainer_world import Killed, World, after, killed_after, worlds
 from tests.support.waiting import PATIENCE_S

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from dialoop.clients.replay import GroupLease, ReturnItem
 from dialoop.sequences import PolicyVersion
-from dialoop_services.stack.report.plot import read_metrics
+from dialoop_ops.stack.report.plot import read_metrics
 from dialoop_services.trainer.records.records import BATCH_KINDS
 from dialoop_services.trainer.recovery.journal import JournalEntry
 

@@ -19,11 +19,11 @@ from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Group, Reward, Turn
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.records import group_from_proto, group_to_proto
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.parallel.group_commands import RankGroup
+from dialoop_learning.parallel.ranks import Ranks
+from dialoop_learning.rl.advantages import with_advantages
 from dialoop_services.config.job import JobConfig
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.learning.parallel.group_commands import RankGroup
-from dialoop_services.learning.parallel.ranks import Ranks
-from dialoop_services.rl.advantages import with_advantages
 from dialoop_services.trainer.data.batches import Batch
 from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.job.status import StatusBoard

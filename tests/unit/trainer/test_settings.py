@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop_ops.stack.layout import Layout, ports_of
+from dialoop_ops.stack.run_dir import RunDir, open_run
 from dialoop_services.config.file import parse_config
 from dialoop_services.runtime.settings import load
-from dialoop_services.stack.layout import Layout, ports_of
-from dialoop_services.stack.run_dir import RunDir, open_run
 from dialoop_services.trainer import __main__ as trainer
 from dialoop_services.trainer.settings import TrainerSettings
 from pydantic import ValidationError

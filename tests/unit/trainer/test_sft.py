@@ -12,8 +12,8 @@ import pytest
 from dialoop.chat import History, Message
 from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
-from dialoop_services.learning.model.tiny import make_tiny_model
-from dialoop_services.stack.report.plot import draw_learning
+from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_ops.stack.report.plot import draw_learning
 from dialoop_services.trainer.__main__ import _builder, _warm_start, with_steps_of
 from dialoop_services.trainer.data.demonstration_set import DemonstrationSet, demonstration_set
 from dialoop_services.trainer.learner.learner import Learner

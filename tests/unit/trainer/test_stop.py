@@ -15,7 +15,7 @@ from dialoop.clients.trainer import Phase
 from dialoop.errors import DataLost, DeadlineExceeded, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
-from dialoop_services.stack.report.plot import draw_learning, read_metrics
+from dialoop_ops.stack.report.plot import draw_learning, read_metrics
 from dialoop_services.trainer.__main__ import _run_until_stopped
 from dialoop_services.trainer.job.checkpointer import DEAD_LETTERS_FORGOTTEN
 from dialoop_services.trainer.job.policy_versions import PUBLISH_WAITS, REPLICA_BEHIND

@@ -12,11 +12,11 @@ from dialoop.chat import History
 from dialoop.errors import Unavailable
 from dialoop.sequences import ForkCause, Source
 from dialoop.trajectory import DoneReason, Group, Owner, SamplingParams, StopReason, Trajectory
-from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
-from dialoop.trials.game import Move
-from dialoop.trials.playing import play_trial
-from dialoop.trials.trial import Action, MaskScope, TrialOptions
-from dialoop_services.rl.advantages import with_advantages
+from dialoop_extras.trials.agents import DirectOutputAgent, ScriptedAgent
+from dialoop_extras.trials.game import Move
+from dialoop_extras.trials.playing import play_trial
+from dialoop_extras.trials.trial import Action, MaskScope, TrialOptions
+from dialoop_learning.rl.advantages import with_advantages
 
 from tests.support.samples.scripted_tokens import (
     BYTES,

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 from dialoop.chat import ChatHistory, History, Message
-from dialoop.compat.trials import trial_keys
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnText
 from dialoop.environments.episode import Episode, Score, TaskData
-from dialoop.environments.games import Play, twenty_questions
 from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.environments.transform import Transform
 from dialoop.episode import Sample
@@ -28,9 +26,11 @@ from dialoop.trajectory import (
     Task,
     Trajectory,
 )
-from dialoop.trials.agents import DirectOutputAgent, ScriptedAgent
-from dialoop.trials.game import Move
-from dialoop.trials.trial import (
+from dialoop_extras.compat.trials import trial_keys
+from dialoop_extras.games import Play, twenty_questions
+from dialoop_extras.trials.agents import DirectOutputAgent, ScriptedAgent
+from dialoop_extras.trials.game import Move
+from dialoop_extras.trials.trial import (
     Action,
     MaskScope,
     PlayedEpisode,
@@ -39,7 +39,7 @@ from dialoop.trials.trial import (
     run_trial,
     split_reward,
 )
-from dialoop.trials.twenty_questions import Hidden, TwentyQuestions
+from dialoop_extras.trials.twenty_questions import Hidden, TwentyQuestions
 
 TOKENIZER = byte_tokenizer()
 VERSION = PolicyVersion(lineage="main", number=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dialoop.views.display import messages_of, visible
+from dialoop_ops.runs.display import messages_of, visible
 
 
 def test_escapes_of_a_model_are_shown_and_not_obeyed() -> None:

@@ -1,4 +1,4 @@
-"""Against the real packages, where they are installed: pip install 'dialoop[tensordict]'."""
+"""Against the real packages, where they are installed: pip install 'dialoop-extras[tensordict]'."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dialoop.episode import Sample
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
-from dialoop.views.torchrl import from_torchrl, to_torchrl
 from dialoop.views.views import LogProbs, TurnView
+from dialoop_extras.torchrl_view import from_torchrl, to_torchrl
 
 from tests.support.samples.chat_families import builder
 
@@ -83,5 +83,5 @@ def test_padded_rows_and_messages_with_calls_are_refused():
 
 @pytest.mark.skipif(not is_missing, reason="torchrl is installed")
 def test_without_the_extra_the_error_says_what_to_install():
-    with pytest.raises(InvalidConfig, match=r"dialoop\[tensordict\]"):
+    with pytest.raises(InvalidConfig, match=r"dialoop-extras\[tensordict\]"):
         to_torchrl([view("q", "a")])

@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 from dialoop import testing
 from dialoop.chat import ChatHistory, History, Message
-from dialoop.compat.names import masks_of
 from dialoop.episode import Sample
 from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
 from dialoop.sequences import ForkCause, PolicyVersion
 from dialoop.templates.registry import named_template
 from dialoop.trajectory import Distribution, SamplingParams, StopReason, Trajectory, Turn
-from dialoop.views.padding import pad_logprobs, pad_masks, pad_tokens, padded_rows
 from dialoop.views.views import (
     LogProbRow,
     LogProbs,
@@ -31,6 +29,8 @@ from dialoop.wire import (
     masks_from_proto,
     masks_to_proto,
 )
+from dialoop_extras.compat.names import masks_of
+from dialoop_extras.padding import pad_logprobs, pad_masks, pad_tokens, padded_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -8,8 +8,8 @@ from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.messages import chat_for_template, tool_for_template
 from dialoop.templates.parsing import split_calls
 from dialoop.tokens.special_tokens import _unescape
+from dialoop_learning.lora.adapter_config import AdapterConfig
 from dialoop_services.inference.requests import template_options_of
-from dialoop_services.learning.lora.adapter_config import AdapterConfig
 
 TEXTS = [
     pytest.param('{"a":' * 100_000 + "1" + "}" * 100_000, id="deep"),

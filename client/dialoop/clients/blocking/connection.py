@@ -10,7 +10,8 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dialoop.cli.running_stacks import require_addresses
+from dialoop_ops.cli.running_stacks import require_addresses
+
 from dialoop.clients.blocking.environment import BlockingEnvironmentClient
 from dialoop.clients.blocking.inference import BlockingInferenceClient
 from dialoop.clients.blocking.loop import BackgroundLoop

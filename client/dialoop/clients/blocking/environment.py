@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from typing import Any
 
+    from dialoop_extras.text_environment.environment import TextRun
+    from dialoop_extras.trials.trial import TrialOptions, TrialResult
+
     from dialoop.chat import ChatHistory
     from dialoop.clients.blocking.loop import BackgroundLoop
     from dialoop.clients.environment_records import EnvironmentInfo, ResetItem, StepItem
@@ -19,9 +22,7 @@ if TYPE_CHECKING:
     from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
     from dialoop.errors import DialoopError
     from dialoop.local.client import Environments
-    from dialoop.text_environment.environment import TextRun
     from dialoop.trajectory import SamplingParams, Trajectory
-    from dialoop.trials.trial import TrialOptions, TrialResult
 
 
 class BlockingEnvironmentClient:

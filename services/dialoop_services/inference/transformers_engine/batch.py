@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from dialoop_learning.model.experts import chosen_experts, watch_routers
 from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from dialoop_services.inference.transformers_engine.keys import RoomyLayer
-from dialoop_services.learning.model.experts import chosen_experts, watch_routers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

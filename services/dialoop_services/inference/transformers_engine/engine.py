@@ -21,6 +21,10 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import DataLost, InternalError, InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_learning.lora.base_weights import BaseWeights
+from dialoop_learning.memory import return_free_memory
+from dialoop_learning.model.checkpoint_names import from_checkpoint
+from dialoop_learning.model.experts import routers_of, routing_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -59,10 +63,6 @@ from dialoop_services.inference.weights.parameters import (
     model_shapes,
     require_same_parameters,
 )
-from dialoop_services.learning.lora.base_weights import BaseWeights
-from dialoop_services.learning.memory import return_free_memory
-from dialoop_services.learning.model.checkpoint_names import from_checkpoint
-from dialoop_services.learning.model.experts import routers_of, routing_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

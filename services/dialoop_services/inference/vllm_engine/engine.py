@@ -29,6 +29,7 @@ from dialoop.errors import InternalError, InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
+from dialoop_learning.lora.base_weights import BaseWeights
 from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -92,7 +93,6 @@ from dialoop_services.inference.weights.parameters import (
     model_shapes,
     require_same_parameters,
 )
-from dialoop_services.learning.lora.base_weights import BaseWeights
 
 _SHUTDOWN_S = 1.0
 _LOOK_FOR_BEGIN_S = 0.5

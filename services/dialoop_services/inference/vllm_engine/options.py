@@ -9,6 +9,7 @@ from typing import Any
 import vllm
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import SamplingParams
+from dialoop_learning.model.vllm_readings import require_same_reading
 from vllm import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -17,7 +18,6 @@ from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.vllm_engine.adapters import lora_arguments
 from dialoop_services.inference.vllm_engine.constraints import structured_outputs
 from dialoop_services.inference.vllm_engine.transfer import transfer_arguments
-from dialoop_services.learning.model.vllm_readings import require_same_reading
 
 _EXTENSION = "dialoop_services.inference.vllm_engine.weights.WeightsExtension"
 _LEAST_SHARE = 0.01

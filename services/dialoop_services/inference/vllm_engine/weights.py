@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dialoop_learning.lora.base_weights import BaseWeights
+from dialoop_learning.memory import return_free_memory
 from safetensors import safe_open
 from safetensors.torch import load_file
 from vllm.lora.layers import BaseLayerWithLoRA
@@ -24,8 +26,6 @@ from vllm.platforms import current_platform
 from dialoop_services.inference.vllm_engine.orphans import end_with_owner
 from dialoop_services.inference.vllm_engine.sleep import SharedDevice
 from dialoop_services.inference.vllm_engine.transfer import TransferWorker
-from dialoop_services.learning.lora.base_weights import BaseWeights
-from dialoop_services.learning.memory import return_free_memory
 
 HEAD = "lm_head.weight"
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
+from dialoop_learning.lora.adapter_config import AdapterConfig
 
 from dialoop_services.inference.weights.parameters import read_shapes
-from dialoop_services.learning.lora.adapter_config import AdapterConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

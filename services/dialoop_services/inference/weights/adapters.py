@@ -29,6 +29,7 @@ from dialoop.errors import (
     Unavailable,
 )
 from dialoop.reasons import Reason
+from dialoop_learning.lora.adapter_config import AdapterConfig
 
 from dialoop_services.inference.engine import LoadTimes, SupportsAdapters, VersionSpan
 from dialoop_services.inference.weights.adapter_files import (
@@ -37,7 +38,6 @@ from dialoop_services.inference.weights.adapter_files import (
     write_folder,
 )
 from dialoop_services.inference.weights.loadable import Adapter
-from dialoop_services.learning.lora.adapter_config import AdapterConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

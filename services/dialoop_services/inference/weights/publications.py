@@ -14,6 +14,7 @@ from dialoop.clients.weights import WeightsKind, WeightsManifest
 from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
+from dialoop_learning.lora.adapter_config import AdapterConfig
 
 from dialoop_services.inference.weights.adapter_files import (
     finite_tensors,
@@ -21,12 +22,11 @@ from dialoop_services.inference.weights.adapter_files import (
     modules_of,
 )
 from dialoop_services.inference.weights.loadable import PolicyAdapter
-from dialoop_services.learning.lora.adapter_config import AdapterConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from dialoop_services.learning.lora.base_weights import BaseWeights
+    from dialoop_learning.lora.base_weights import BaseWeights
 
 
 _LATEST = "latest.json"
@@ -129,7 +129,7 @@ class BaseDigest:
 
     async def require(self, expected: str) -> None:
         """Refuse an adapter of other weights with PreconditionFailed (BASE_MISMATCH)."""
-        from dialoop_services.learning.lora.base_weights import require_base
+        from dialoop_learning.lora.base_weights import require_base
 
         state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in self._base.files]
         if self._digest is None or self._digest[0] != state:
@@ -152,7 +152,7 @@ class ModelDigests:
     @classmethod
     async def of(cls, model_dir: Path) -> ModelDigests:
         """Read config and weights of a model directory, about a second per gigabyte."""
-        from dialoop_services.learning.lora.base_weights import BaseWeights
+        from dialoop_learning.lora.base_weights import BaseWeights
 
         config = json.loads((model_dir / "config.json").read_text("utf-8"))
         for name in ("_name_or_path", "transformers_version"):  # say nothing about the model

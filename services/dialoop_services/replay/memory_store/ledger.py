@@ -17,12 +17,12 @@ from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1.replay_service_pb2 import LedgerCounts
+from dialoop_learning.rl.staleness import is_stale
 
 from dialoop_services.replay.leases import Kind, format_lease, parse_lease
 from dialoop_services.replay.memory_store.assembly import Assembly, GroupClosing
 from dialoop_services.replay.memory_store.members import Members
 from dialoop_services.replay.store import MemberFacts, QueueLimits
-from dialoop_services.rl.staleness import is_stale
 
 KIND_OF_STAGE = {
     Stage.UNSCORED: Kind.UNSCORED,

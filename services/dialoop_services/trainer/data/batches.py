@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.reasons import DropReason
 from dialoop.sequences import ForkCause
+from dialoop_learning.rl.staleness import is_stale
 
-from dialoop_services.rl.staleness import is_stale
 from dialoop_services.trainer.data.batch_metrics import TrajectoryFigures, metrics_of
 
 if TYPE_CHECKING:

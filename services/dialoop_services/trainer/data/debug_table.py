@@ -1,6 +1,6 @@
 """The debug table: every number that a loss reads of a train step, one line for each sequence.
 
-It is `dialoop_services.learning.packing.seed_interface.debug_table` for sequences of
+It is `dialoop_extras.seed_interface.debug_table` for sequences of
 several turns.
 """
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from dialoop_learning.packing.rows import TokenRow
     from torch import Tensor
 
-    from dialoop_services.learning.packing.rows import TokenRow
     from dialoop_services.trainer.data.batches import Batch
 
 FILE = "debug_table.jsonl"

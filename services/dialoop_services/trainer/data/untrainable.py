@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Rows
 
     from dialoop.clients.replay import GroupLease
+    from dialoop_learning.packing.rows import TokenRow
 
-    from dialoop_services.learning.packing.rows import TokenRow
     from dialoop_services.trainer.data.batches import Batch, TrainedSequence
 
     ToRows = Callable[[Rows[TrainedSequence]], list[TokenRow]]

@@ -18,9 +18,9 @@ from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import DropReason, Reason, turns_spent
 from dialoop.trajectory import Stage
 from dialoop.waits import waiting_for
+from dialoop_learning.rl.depth import first_above
+from dialoop_learning.rl.lengths import length_bin
 
-from dialoop_services.rl.depth import first_above
-from dialoop_services.rl.lengths import length_bin
 from dialoop_services.trainer.data.batches import keep_for_step, metrics_of_candidates, sort_batch
 from dialoop_services.trainer.data.debug_table import write_debug_table
 from dialoop_services.trainer.data.leases import WORKER
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from dialoop.sequences import Sequence as TokenSequence
     from dialoop.trajectory import Group
     from dialoop.waits import OpenWait
+    from dialoop_learning.packing.rows import TokenRow
 
-    from dialoop_services.learning.packing.rows import TokenRow
     from dialoop_services.trainer.data.batches import Batch
     from dialoop_services.trainer.data.untrainable import Untrainable
     from dialoop_services.trainer.job.checkpointer import Checkpointer

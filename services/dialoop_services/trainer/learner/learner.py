@@ -20,35 +20,35 @@ import numpy as np
 import torch
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
-
-from dialoop_services.config.losses import DEMONSTRATION_LOSS, facts_of
-from dialoop_services.config.memory import LARGE_MODEL
-from dialoop_services.config.tables import ModelSection
-from dialoop_services.learning.lora.layers import add_lora
-from dialoop_services.learning.loss.corrections import Correction
-from dialoop_services.learning.loss.loss_loading import load_objective
-from dialoop_services.learning.loss.objective import k3, mean_metrics
-from dialoop_services.learning.memory import map_large_tensors
-from dialoop_services.learning.model.policy import DTYPES, load_policy
-from dialoop_services.learning.model.products import library_of
-from dialoop_services.learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_services.learning.packing.rows import TokenRow
-from dialoop_services.learning.packing.trainable import (
+from dialoop_learning.lora.layers import add_lora
+from dialoop_learning.loss.corrections import Correction
+from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.loss.objective import k3, mean_metrics
+from dialoop_learning.memory import map_large_tensors
+from dialoop_learning.model.policy import DTYPES, load_policy
+from dialoop_learning.model.products import library_of
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
+from dialoop_learning.packing.rows import TokenRow
+from dialoop_learning.packing.trainable import (
     fit_rows,
     keep_common_values,
     require_trainable,
 )
-from dialoop_services.learning.parallel.group_commands import RankGroup, collective
-from dialoop_services.learning.parallel.parallel_rows import own_packing, pack_own, score_rows
-from dialoop_services.learning.parallel.ranks import ALONE, Ranks, shard
-from dialoop_services.learning.training import (
+from dialoop_learning.parallel.group_commands import RankGroup, collective
+from dialoop_learning.parallel.parallel_rows import own_packing, pack_own, score_rows
+from dialoop_learning.parallel.ranks import ALONE, Ranks, shard
+from dialoop_learning.rl.bounds import BOUNDS, MAX_SIZE
+from dialoop_learning.rl.routed_experts import recorded_experts
+from dialoop_learning.training import (
     BackwardReport,
     UpdateReport,
     forward_backward,
     whiten_sequences,
 )
-from dialoop_services.rl.bounds import BOUNDS, MAX_SIZE
-from dialoop_services.rl.routed_experts import recorded_experts
+
+from dialoop_services.config.losses import DEMONSTRATION_LOSS, facts_of
+from dialoop_services.config.memory import LARGE_MODEL
+from dialoop_services.config.tables import ModelSection
 from dialoop_services.trainer.learner.learner_state import LearnerState, move_training
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.sequences import PolicyVersion, Sequence
+    from dialoop_learning.loss.objective import Objective
+    from dialoop_learning.model.policy import PolicyModel
+    from dialoop_learning.optim import StepReport
     from numpy.typing import NDArray
 
-    from dialoop_services.learning.loss.objective import Objective
-    from dialoop_services.learning.model.policy import PolicyModel
-    from dialoop_services.learning.optim import StepReport
     from dialoop_services.trainer.data.batches import TrainedSequence
     from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
     from dialoop_services.trainer.settings import TrainerSettings

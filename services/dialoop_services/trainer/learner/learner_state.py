@@ -16,10 +16,8 @@ import torch
 from dialoop.clients.weights import WeightsKind
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from safetensors.torch import load_file
-
-from dialoop_services.learning.lora.base_weights import BASE_DIGEST, BaseWeights, require_base
-from dialoop_services.learning.lora.layers import (
+from dialoop_learning.lora.base_weights import BASE_DIGEST, BaseWeights, require_base
+from dialoop_learning.lora.layers import (
     ADAPTER,
     ADAPTER_CONFIG,
     adapter_tensors,
@@ -28,8 +26,8 @@ from dialoop_services.learning.lora.layers import (
     merged_tensors,
     save_adapter_config,
 )
-from dialoop_services.learning.model.checkpoint_names import from_checkpoint, to_checkpoint
-from dialoop_services.learning.parallel.parallel_state import (
+from dialoop_learning.model.checkpoint_names import from_checkpoint, to_checkpoint
+from dialoop_learning.parallel.parallel_state import (
     cut,
     gather_optimizer,
     gather_weights,
@@ -39,7 +37,9 @@ from dialoop_services.learning.parallel.parallel_state import (
     load_weights,
     save_sharded,
 )
-from dialoop_services.learning.parallel.ranks import ALONE, Ranks, reshard
+from dialoop_learning.parallel.ranks import ALONE, Ranks, reshard
+from safetensors.torch import load_file
+
 from dialoop_services.runtime.durable import (
     named_failures,
     read_failed,
@@ -53,10 +53,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+    from dialoop_learning.model.policy import PolicyModel
+    from dialoop_learning.optim import GuardedOptimizer
     from torch import Tensor, nn
-
-    from dialoop_services.learning.model.policy import PolicyModel
-    from dialoop_services.learning.optim import GuardedOptimizer
 
 WEIGHTS, _STATE, _PARTS = "model.safetensors", "learner.pt", "parts"
 _DIGESTS = "digests.json"

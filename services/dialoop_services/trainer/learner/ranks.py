@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop_learning.parallel.group_commands import RankGroup
+from dialoop_learning.parallel.ranks import Ranks, join_ranks
 from pydantic import Field
 
-from dialoop_services.learning.parallel.group_commands import RankGroup
-from dialoop_services.learning.parallel.ranks import Ranks, join_ranks
 from dialoop_services.runtime.settings import StrictSettings
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings

@@ -19,9 +19,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.clients.weights import WeightsKind
+from dialoop_learning.rl.staleness import publish_order, version_of_name
 
 from dialoop_services.config.own_data_plane import load_data_plane
-from dialoop_services.rl.staleness import publish_order, version_of_name
 from dialoop_services.runtime.durable import write_json
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import rich.progress
 from dialoop.errors import AlreadyExists, DialoopError, InvalidConfig, InvalidInput, NotFound
 from dialoop.reasons import Reason
+from dialoop_learning.rl.staleness import publish_order, version_of_name
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
-from dialoop_services.rl.staleness import publish_order, version_of_name
 from dialoop_services.runtime.process import end_command
 
 if TYPE_CHECKING:
@@ -193,9 +193,8 @@ def _write_adapter(policy: Path, model_dir: Path, out: Path) -> None:
 
 def _write_merged(policy: Path, model_dir: Path, base: Path | None, out: Path) -> None:
     """Write the model with the adapter added, by the arithmetic of the replicas that served it."""
+    from dialoop_learning.lora.base_weights import BaseWeights, adapted_tensors
     from safetensors.torch import save_file
-
-    from dialoop_services.learning.lora.base_weights import BaseWeights, adapted_tensors
 
     weights = BaseWeights.of(model_dir)
     if base is not None:

@@ -17,9 +17,9 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
+from dialoop_learning.lora.layers import ADAPTER
+from dialoop_learning.rl.staleness import publish_order, version_of_name
 
-from dialoop_services.learning.lora.layers import ADAPTER
-from dialoop_services.rl.staleness import publish_order, version_of_name
 from dialoop_services.runtime.durable import sync_tree, write_json
 from dialoop_services.trainer.job.placement import Split
 from dialoop_services.trainer.learner.learner_state import WEIGHTS

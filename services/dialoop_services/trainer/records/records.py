@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from dialoop.runs.rows import as_row
 from dialoop.sequences import PolicyVersion
-from dialoop.views.run_files import TRAJECTORIES, number_of, trajectory_files
+from dialoop_ops.runs.rows import as_row
+from dialoop_ops.runs.run_files import TRAJECTORIES, number_of, trajectory_files
 
 from dialoop_services.runtime.durable import write_json
 

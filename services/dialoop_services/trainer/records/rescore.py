@@ -27,17 +27,17 @@ import torch
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidInput
 from dialoop.sequences import Along, Column
-from dialoop.views.run_files import trajectory_files
+from dialoop_learning.lora.base_weights import BaseWeights, adapted_tensors
+from dialoop_learning.lora.layers import ADAPTER
+from dialoop_learning.model.checkpoint_names import from_checkpoint
+from dialoop_learning.model.policy import PolicyModel, load_policy
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.rl.depth import mismatch_by_depth
+from dialoop_learning.rl.routed_experts import COLUMN, Routing, experts_of
+from dialoop_ops.runs.run_files import trajectory_files
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from dialoop_services.learning.lora.base_weights import BaseWeights, adapted_tensors
-from dialoop_services.learning.lora.layers import ADAPTER
-from dialoop_services.learning.model.checkpoint_names import from_checkpoint
-from dialoop_services.learning.model.policy import PolicyModel, load_policy
-from dialoop_services.learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.rl.depth import mismatch_by_depth
-from dialoop_services.rl.routed_experts import COLUMN, Routing, experts_of
 from dialoop_services.trainer.publish.export import WEIGHTS, RunPolicies
 
 _MAX_PER_VERSION = 256

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop.runs.metric_rows import numbers_of
 from dialoop.user_functions import loop_of_users, raised_at, resolve
+from dialoop_ops.runs.metric_rows import numbers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

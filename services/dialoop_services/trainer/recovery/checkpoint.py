@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
+from dialoop_learning.rl.staleness import publish_order, version_of_name
 from safetensors import SafetensorError
 
-from dialoop_services.rl.staleness import publish_order, version_of_name
 from dialoop_services.runtime.durable import named_failures, named_reads, sync_tree, write_json
 from dialoop_services.trainer.job.state import JobState
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dialoop.runs.rows import as_row
-from dialoop.views.run_files import trajectory_files
+from dialoop_ops.runs.rows import as_row
+from dialoop_ops.runs.run_files import trajectory_files
 
 from dialoop_services.trainer.step_replay.columns import ValuePlace
 from dialoop_services.trainer.step_replay.trace import bits_of

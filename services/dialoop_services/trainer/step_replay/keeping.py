@@ -24,11 +24,11 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.records import group_from_proto, group_to_proto
+from dialoop_learning.model.products import library_of
 from google.protobuf.message import DecodeError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from dialoop_services.learning.model.products import library_of
 from dialoop_services.runtime.durable import named_failures, sync_tree, write_json
 from dialoop_services.runtime.settings import ServerSettings
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints

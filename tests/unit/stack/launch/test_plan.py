@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop_services.config.file import load_config, parse_config
-from dialoop_services.runtime.exit_reason import CONFIG_ERROR
-from dialoop_services.stack.devices import Node, plan_devices
-from dialoop_services.stack.launch.plan import HEAD, REPLICAS, LaunchPlan, Needs
-from dialoop_services.stack.layout import (
+from dialoop_ops.launch.plan import HEAD, REPLICAS, LaunchPlan, Needs
+from dialoop_ops.stack.devices import Node, plan_devices
+from dialoop_ops.stack.layout import (
     STOP_ORDER,
     Layout,
     replica_names,
@@ -21,7 +19,9 @@ from dialoop_services.stack.layout import (
     service_of,
     settings_of,
 )
-from dialoop_services.stack.run_dir import RunDir
+from dialoop_ops.stack.run_dir import RunDir
+from dialoop_services.config.file import load_config, parse_config
+from dialoop_services.runtime.exit_reason import CONFIG_ERROR
 
 ROOT = Path(__file__).parents[4]
 CASES: dict[str, dict[str, Any]] = json.loads(

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 from dialoop.errors import Unavailable
-from dialoop_services.config.file import parse_config
-from dialoop_services.stack.__main__ import main
-from dialoop_services.stack.launch.commands import has_moved
-from dialoop_services.stack.launch.ray import (
+from dialoop_ops.launch.commands import has_moved
+from dialoop_ops.launch.ray import (
     MovedError,
     bundles_of,
     needs_this_machine,
     ray_site,
 )
-from dialoop_services.stack.launch.ray_worker import RayWorker
+from dialoop_ops.launch.ray_worker import RayWorker
+from dialoop_ops.stack.__main__ import main
+from dialoop_services.config.file import parse_config
 
 CONFIG: dict[str, Any] = {
     "train": {"device": "cuda", "num_processes": 4},
@@ -65,7 +65,7 @@ def test_without_ray_nothing_starts_and_the_remedy_is_said() -> None:
     ):
         pass
     assert caught.value.reason == "NO_RAY"
-    assert 'pip install "dialoop-services[ray]"' in caught.value.remedy
+    assert 'pip install "dialoop-ops[ray]"' in caught.value.remedy
 
 
 def test_a_process_that_moved_is_told_from_other_failures() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 from dialoop.errors import InvalidConfig
+from dialoop_ops.launch import skypilot
+from dialoop_ops.stack.__main__ import main
 from dialoop_services.config.file import parse_config
-from dialoop_services.stack.__main__ import main
-from dialoop_services.stack.launch import skypilot
 
 SKYPILOT = "skypilot==0.14.1"
 VENV = "DIALOOP_TEST_SKYPILOT_VENV"

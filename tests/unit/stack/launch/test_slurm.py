@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
-from dialoop_services.config.file import parse_config
-from dialoop_services.stack.__main__ import main
-from dialoop_services.stack.launch import slurm
-from dialoop_services.stack.launch.cluster import (
+from dialoop_ops.launch import slurm
+from dialoop_ops.launch.cluster import (
     ClusterNode,
     Component,
     components_of,
     require_room,
 )
-from dialoop_services.stack.launch.plan import Needs
-from dialoop_services.stack.launch.slurm import SlurmStep
+from dialoop_ops.launch.plan import Needs
+from dialoop_ops.launch.slurm import SlurmStep
+from dialoop_ops.stack.__main__ import main
+from dialoop_services.config.file import parse_config
 
 CONFIG: dict[str, Any] = {
     "run": "golden",
@@ -69,7 +69,7 @@ def test_each_component_asks_for_what_its_processes_need(tmp_path: Path) -> None
     ]
     each = ["--job-name=dialoop-golden", "--time=60", *common, "--cpus-per-task=8", "--gres=gpu:2"]
     assert replicas == [each, each]
-    assert script.index("module load cuda") < script.index("-m dialoop_services.stack train 'a b'")
+    assert script.index("module load cuda") < script.index("-m dialoop_ops.stack train 'a b'")
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
@@ -230,7 +230,7 @@ def test_print_shows_the_script_and_the_local_plan_and_starts_nothing(
     assert main([*words, "--on", "slurm"]) == 0
     script = capsys.readouterr().out
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=dialoop-default\n")
-    assert "dialoop_services.stack train job.toml --on slurm &\n" in script, "without --print"
+    assert "dialoop_ops.stack train job.toml --on slurm &\n" in script, "without --print"
     assert main(words) == 0
     printed = capsys.readouterr().out
     heads = [line for line in printed.splitlines() if line.startswith("# ")]

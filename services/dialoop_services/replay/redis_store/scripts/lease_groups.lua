@@ -1,7 +1,7 @@
 local stage, ready = call.stage, key('ready:' .. call.stage)
 local lineage, number = meta('lineage'), tonumber(meta('number'))
 
--- The same rule as services/dialoop_services/rl/staleness.py.
+-- The same rule as services/dialoop_learning/rl/staleness.py.
 local function is_stale(rec)
   if stage ~= 'scored' or not call.max_staleness or not number then return false end
   for sampled_in, span in pairs(rec.v) do

@@ -1,0 +1,28 @@
+"""What installed extras offer: the entry points of the group `dialoop.extras`, by name.
+
+Core, learning and services reach no extra in any other way. Each name is a seam with a type of its
+own, which its reader gives:
+
+    agents               mapping of names to `module:attribute`     dialoop.agents
+    environments         the same                                   environments.loading
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Final
+
+GROUP: Final = "dialoop.extras"
+
+
+@cache
+def offered(name: str) -> tuple[Any, ...]:
+    """Return what each installed package offers under a name; empty without extras."""
+    return tuple(point.load() for point in entry_points(group=GROUP, name=name))
+
+
+@cache
+def offered_paths(name: str) -> dict[str, str]:
+    """Return the mappings that are offered under a name as one: names to `module:attribute`."""
+    return {key: path for mapping in offered(name) for key, path in mapping.items()}

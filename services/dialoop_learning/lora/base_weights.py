@@ -1,0 +1,155 @@
+"""The weights that a LoRA run starts from, with an adapter added: W + alpha / rank B A.
+
+base = BaseWeights.of(model_dir)
+base.digest()                                              # "sha256:9f86d08...", for any copy
+dict(base.with_adapter(load_file(path), scaling=2.0))      # the same policy as `merged_tensors`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import InvalidConfig, PreconditionFailed
+from dialoop.reasons import Reason
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from dialoop_learning.lora.adapter_config import AdapterConfig
+from dialoop_learning.lora.layers import ADAPTER, ADAPTER_CONFIG, factors_of, merged_weight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+HEAD = "lm_head.weight"
+BASE_DIGEST = "base_digest"
+"""Key under which an adapter's file holds the digest of its base weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseWeights:
+    """The safetensors files of one model; with `tied` the head is the embedding, and left out."""
+
+    files: tuple[Path, ...]
+    tied: bool
+
+    @classmethod
+    def of(cls, model_dir: Path) -> BaseWeights:
+        """Return all files of a model directory; raise InvalidConfig (NO_WEIGHTS) without any."""
+        files = tuple(sorted(model_dir.glob("*.safetensors")))
+        if not files:
+            raise InvalidConfig(
+                f"{model_dir} holds no .safetensors file.",
+                reason=Reason.NO_WEIGHTS,
+                remedy="Save the model with save_pretrained.",
+            )
+        config = json.loads((model_dir / "config.json").read_text("utf-8"))
+        tied = config.get("tie_word_embeddings")
+        names = (name for file in files for name in _header(file))
+        return cls(files=files, tied=HEAD not in names if tied is None else bool(tied))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor by name, from the files' headers."""
+        headers = (_header(file).items() for file in self.files)
+        return {name: tuple(t["shape"]) for header in headers for name, t in header}
+
+    def digest(self) -> str:
+        """Return the SHA-256 of names, types, shapes and bytes in the order of names.
+
+        How the tensors are divided into files does not matter. It reads all bytes, which takes
+        about a second per gigabyte.
+        """
+        places: dict[str, tuple[Path, dict[str, Any], int]] = {}
+        for file in self.files:
+            start = 8 + _header_size(file)
+            places |= {name: (file, tensor, start) for name, tensor in _header(file).items()}
+        summed = hashlib.sha256()
+        for name in sorted(places):
+            if not (self.tied and name == HEAD):
+                file, tensor, start = places[name]
+                header = json.dumps([name, tensor["dtype"], tensor["shape"]])
+                summed.update(header.encode())
+                _add_bytes(summed, file, start, tensor["data_offsets"])
+        return f"sha256:{summed.hexdigest()}"
+
+    def with_adapter(
+        self, adapter: Mapping[str, Tensor], *, scaling: float, device: str = "cpu"
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of the model by name, with the adapter added, in the adapter's dtype.
+
+        Tensors come one at a time, on `device`, so that no device has to hold them all.
+        """
+        dtype = next(iter(adapter.values())).dtype
+        for file in self.files:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # not a mapping
+                    if self.tied and name == HEAD:
+                        continue
+                    tensor: Tensor = opened.get_tensor(name)
+                    # The trainer holds the base in this dtype, and replicas must serve its sum.
+                    tensor = tensor.to(device, dtype if tensor.is_floating_point() else None)
+                    if factors := factors_of(adapter, name):
+                        down, up = (factor.to(device) for factor in factors)
+                        tensor = merged_weight(tensor, down, up, scaling)
+                    yield name, tensor
+
+
+def adapted_tensors(
+    directory: Path, base: BaseWeights, *, digest: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Return the policy that a PEFT directory makes of its base, as it was served.
+
+    Its tensors come one at a time, by name, so that nobody has to hold a second copy of the model.
+    Raises PreconditionFailed (BASE_MISMATCH) where the adapter's file names another base than
+    `digest`, and InvalidInput or Unsupported for a config that is not plain LoRA's.
+    """
+    path = directory / ADAPTER
+    with safe_open(path, framework="pt") as file:
+        base_digest = (file.metadata() or {}).get(BASE_DIGEST, "")
+    if base_digest:  # files that PEFT wrote have none
+        require_base(digest, base_digest)
+    config = AdapterConfig.from_json((directory / ADAPTER_CONFIG).read_text("utf-8"))
+    return base.with_adapter(load_file(path), scaling=config.scaling)
+
+
+def require_base(digest: str, expected: str) -> None:
+    """Raise PreconditionFailed (BASE_MISMATCH) when an adapter belongs to other weights."""
+    if digest != expected:
+        raise PreconditionFailed(
+            f"The adapter was trained on weights {_short(expected)}, these are {_short(digest)}.",
+            reason=Reason.BASE_MISMATCH,
+            remedy="Start with the model directory that the adapter's run began with.",
+        )
+
+
+def _header_size(file: Path) -> int:
+    with file.open("rb") as opened:
+        return int.from_bytes(opened.read(8), "little")
+
+
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    with file.open("rb") as opened:
+        header: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    header.pop("__metadata__", None)
+    return header
+
+
+def _add_bytes(summed: Any, file: Path, start: int, offsets: Iterable[int]) -> None:
+    first, last = offsets
+    with (
+        file.open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as held,
+        memoryview(held) as view,
+        view[start + first : start + last] as part,
+    ):
+        summed.update(part)
+
+
+def _short(digest: str) -> str:
+    return digest[:19] or "without a digest"

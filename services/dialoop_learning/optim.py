@@ -1,0 +1,232 @@
+"""AdamW, Muon or your own, with a schedule, gradient clipping, and no step on what is not finite.
+
+def sgd(parameters, *, lr, weight_decay):        # [train] optimizer = "my_optimizers:sgd"
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=weight_decay)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from dialoop.errors import InvalidConfig
+from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
+from dialoop_services.config.tables import OPTIMIZERS
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """An optimiser and its schedule.
+
+    name: AdamW (arXiv 1711.05101), or Muon (Jordan et al., 2024) for the matrices between embedding
+    and head with AdamW for the rest. Muon's updates are scaled to AdamW's size (arXiv 2502.16982),
+    so both take one learning rate. Otherwise the import path of a function that is called as
+    torch's optimisers are, `make(parameters, lr=..., weight_decay=...)`. betas, eps: AdamW's.
+
+    The rate rises linearly to `learning_rate` over `warmup_steps`, then falls (schedule "linear" or
+    "cosine") to `final_share` of it at `total_steps`. Without total_steps it stays constant after
+    the warm-up.
+    """
+
+    name: str = "adamw"
+    learning_rate: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    final_share: float = 0.1
+    schedule: Literal["linear", "cosine"] = "linear"
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of update number `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.total_steps is None:
+            return self.learning_rate
+        span = max(1, self.total_steps - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / span)
+        if self.schedule == "cosine":
+            progress = (1 - math.cos(math.pi * progress)) / 2
+        return self.learning_rate * (1 - (1 - self.final_share) * progress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """The result of one update; grad_norm is the norm before clipping."""
+
+    applied: bool
+    grad_norm: float
+    learning_rate: float
+
+
+class GuardedOptimizer:
+    """An optimiser that clips, follows the schedule, and refuses a step that is not finite.
+
+    `matrices` are the parameters that Muon updates, if the settings name Muon. num_steps counts
+    applied updates, which the schedule follows. num_refused counts the others.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        settings: OptimizerSettings,
+        *,
+        matrices: Iterable[nn.Parameter] = (),
+    ) -> None:
+        self.settings = settings
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self._optimizers = list(_optimizers(self.parameters, list(matrices), settings))
+        self.num_steps = 0
+        self.num_refused = 0
+        self._has_whole_state = False
+
+    @property
+    def torch_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """Return torch's optimisers, in the order of `state_dict`."""
+        return tuple(self._optimizers)
+
+    def step(self, loss: float) -> StepReport:
+        """Apply the gradients (already summed over rows and ranks), then clear them.
+
+        `loss` is the value that they are of. No weight changes when it or the norm is not finite.
+        """
+        grad_norm = self._clip()
+        rate = self.settings.learning_rate_at(self.num_steps)
+        applied = math.isfinite(grad_norm) and math.isfinite(loss)
+        if applied:
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                optimizer.step()
+            self.num_steps += 1
+            self._require_whole_state()
+        else:
+            self.num_refused += 1
+        for parameter in self.parameters:
+            parameter.grad = None
+        return StepReport(applied=applied, grad_norm=grad_norm, learning_rate=rate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the optimisers and the counts."""
+        return {
+            "name": self.settings.name,
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "num_steps": self.num_steps,
+            "num_refused": self.num_refused,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint; raise InvalidConfig when it is of another optimiser."""
+        states = state["optimizers"]
+        own = self.settings.name
+        name = state.get("name", own)  # checkpoints of earlier versions have none
+        if name != own or len(states) != len(self._optimizers):
+            raise InvalidConfig(
+                f"The checkpoint was written by another optimiser than {own}"
+                f"{'' if name == own else f', by {name}'}.",
+                reason=Reason.OPTIMIZER_MISMATCH,
+                remedy="Resume with the optimiser the run was started with.",
+            )
+        for optimizer, saved in zip(self._optimizers, states, strict=True):
+            optimizer.load_state_dict(saved)
+        self.num_steps = int(state["num_steps"])
+        self.num_refused = int(state["num_refused"])
+
+    @property
+    def is_built_in(self) -> bool:
+        """Return whether the optimiser is one of `OPTIMIZERS`."""
+        return self.settings.name in OPTIMIZERS
+
+    def _require_whole_state(self) -> None:
+        """Refuse state of a user's optimiser that a checkpoint could not hold for all ranks."""
+        if self.is_built_in or self._has_whole_state:
+            return
+        for optimizer in self._optimizers:
+            for parameter, values in optimizer.state.items():
+                wrong = [key for key, value in values.items() if not _is_storable(value, parameter)]
+                if wrong:
+                    raise _unfit(
+                        self.settings.name,
+                        f"keeps a state '{wrong[0]}' that is neither a number, a text nor a tensor "
+                        "(with several processes: nor a tensor that is sharded as its parameter)",
+                    )
+        self._has_whole_state = True
+
+    def _clip(self) -> float:
+        norm: Any = clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+        # Under FSDP2 the norm is a DTensor, which full_tensor sums over the ranks.
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def _optimizers(
+    parameters: list[nn.Parameter], matrices: list[nn.Parameter], settings: OptimizerSettings
+) -> Iterator[torch.optim.Optimizer]:
+    if settings.name not in OPTIMIZERS:
+        yield _own_optimizer(parameters, settings)
+        return
+    for_muon = {id(matrix) for matrix in matrices} if settings.name == "muon" else set()
+    rest = [p for p in parameters if id(p) not in for_muon]
+    if rest:
+        yield torch.optim.AdamW(
+            rest,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+    if for_muon:
+        yield torch.optim.Muon(
+            [p for p in parameters if id(p) in for_muon],
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        )
+
+
+def _own_optimizer(
+    parameters: list[nn.Parameter], settings: OptimizerSettings
+) -> torch.optim.Optimizer:
+    make: Any = load_attribute(
+        settings.name, what="optimiser", reason=Reason.OPTIMIZER_NOT_FOUND, built_in=OPTIMIZERS
+    )
+    try:
+        optimizer = make(parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    except Exception as error:
+        raise _unfit(settings.name, f"raised {type(error).__name__}: {error}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise _unfit(settings.name, "returned no torch.optim.Optimizer")
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if sorted(held) != sorted(map(id, parameters)):
+        raise _unfit(
+            settings.name, f"holds {len(held)} parameters, not the {len(parameters)} it was given"
+        )
+    return optimizer
+
+
+def _is_storable(value: object, parameter: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, (int, float, str, type(None)))
+    if value.ndim == 0 or not isinstance(parameter, DTensor):
+        return True
+    return isinstance(value, DTensor) and value.shape == parameter.shape
+
+
+def _unfit(name: str, problem: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"The optimiser {name} {problem}.",
+        reason=Reason.OPTIMIZER_NOT_FOUND,
+        remedy="Name a function that takes (parameters, lr=..., weight_decay=...) and returns a "
+        "torch.optim.Optimizer over all of them.",
+    )

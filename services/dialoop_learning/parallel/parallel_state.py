@@ -1,0 +1,234 @@
+"""Weights and optimiser state of a policy that is sharded over ranks.
+
+Gathered, they are byte for byte what one process would write. Any number of ranks can load them:
+
+    weights = gather_weights(policy, ranks)         # on the first rank's host; empty on the others
+    state = gather_optimizer(optimizer, ranks)      # as GuardedOptimizer.state_dict
+    load_weights(policy, load_file(path))           # every rank reads the file
+    load_optimizer(optimizer, torch.load(path, mmap=True, weights_only=True))
+
+Sharded (`save_sharded`, `load_sharded`), every rank writes its own part. This is for models whose
+optimiser state does not fit on one host. torch.distributed.checkpoint divides the parts anew for
+another number of ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dialoop_learning.parallel.ranks import reshard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from dialoop_learning.model.policy import PolicyModel
+    from dialoop_learning.optim import GuardedOptimizer
+    from dialoop_learning.parallel.ranks import Ranks
+
+_OPTIMIZER, _COUNTS = "optimizer", "counts"
+
+
+def policy_tensors(policy: PolicyModel) -> dict[str, Tensor]:
+    """Return parameters by their Hugging Face names, as they are sharded, without a tied head."""
+    reshard(policy)
+    model = policy.causal_lm
+    tied = model.config.tie_word_embeddings
+    return {
+        name: tensor.detach()
+        for name, tensor in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+
+
+def gather_weights(policy: PolicyModel, ranks: Ranks) -> dict[str, Tensor]:
+    """Return the whole policy on the first rank's host, {} on the others."""
+    return gather_whole(policy_tensors(policy), ranks)
+
+
+def gather_whole(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """Return whole tensors on the first rank's host, {} on the others; also of adapters.
+
+    It gathers one tensor at a time, so a device holds its shards and one whole tensor.
+    """
+    whole = ((name, _whole(tensor, ranks)) for name, tensor in tensors.items())
+    return {name: tensor for name, tensor in whole if tensor is not None}
+
+
+@torch.no_grad()
+def load_weights(
+    policy: PolicyModel,
+    tensors: Mapping[str, Tensor],
+    *,
+    complaint: str = "These weights are of another model",
+) -> None:
+    """Load whole weights, of which each rank keeps its part; raise InvalidConfig for other models.
+
+    `complaint` begins the error's text.
+    """
+    own = policy_tensors(policy)
+    theirs, ours = ({k: tuple(v.shape) for k, v in of.items()} for of in (tensors, own))
+    if theirs != ours:
+        name = min(n for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n))
+        raise InvalidConfig(
+            f"{complaint}: {name} is {theirs.get(name, 'missing')}, not {ours.get(name, 'there')}.",
+            reason=Reason.WEIGHTS_MISMATCH,
+            remedy="Resume with the model directory the run was started with.",
+        )
+    for name, tensor in own.items():
+        tensor.copy_(cut(tensors[name], tensor))
+
+
+def gather_optimizer(optimizer: GuardedOptimizer, ranks: Ranks) -> dict[str, Any]:
+    """Return the whole `optimizer.state_dict()` on the first rank's host, {} on the others."""
+    state = optimizer.state_dict()
+    for part in state["optimizers"]:
+        part["state"] = {
+            index: {name: _whole(value, ranks) for name, value in values.items()}
+            for index, values in part["state"].items()
+        }
+    return state if ranks.is_first else {}
+
+
+def load_optimizer(optimizer: GuardedOptimizer, state: Mapping[str, Any]) -> None:
+    """Continue from a whole state, of which each rank keeps its part."""
+    if len(state["optimizers"]) != len(optimizer.torch_optimizers):
+        optimizer.load_state_dict(dict(state))  # raises InvalidConfig
+    parts = []
+    for part, parameters in zip(state["optimizers"], _parameters(optimizer), strict=True):
+        values = {
+            index: {name: cut(value, parameters[index]) for name, value in of_parameter.items()}
+            for index, of_parameter in part["state"].items()
+        }
+        parts.append({**part, "state": values})
+    optimizer.load_state_dict({**state, "optimizers": parts})
+
+
+def save_sharded(
+    directory: Path,
+    policy: PolicyModel,
+    optimizers: Mapping[str, GuardedOptimizer],
+    ranks: Ranks,
+) -> None:
+    """Write this rank's part into `directory`, which all ranks must reach.
+
+    Frozen weights, such as those under adapters, are left out.
+    """
+    _require_sizes_known(optimizers)
+    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+    with _quiet_alone(ranks):
+        save(_flat(policy, states), checkpoint_id=directory, no_dist=ranks.size == 1)
+
+
+def load_sharded(
+    directory: Path,
+    policy: PolicyModel,
+    optimizers: Mapping[str, GuardedOptimizer],
+    ranks: Ranks,
+) -> None:
+    """Continue from what any number of ranks wrote with `save_sharded`."""
+    _require_sizes_known(optimizers)
+    names: dict[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
+    states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+    for name, optimizer in optimizers.items():
+        for number, parameters in enumerate(_parameters(optimizer)):
+            rooms = _rooms(names, f"{_OPTIMIZER}/{name}/{number}", parameters)
+            states[name]["optimizers"][number]["state"] = rooms
+    tensors = _flat(policy, states)
+    sizes = {name: tuple(value.shape) for name, value in tensors.items()}
+    if sizes != {name: tuple(kept.size) for name, kept in names.items()}:
+        raise InvalidConfig(
+            f"{directory} is a checkpoint of another model or optimiser.",
+            reason=Reason.CHECKPOINT_MISMATCH,
+            remedy="Resume with the model and optimiser the run was started with.",
+        )
+    with _quiet_alone(ranks):
+        load(tensors, checkpoint_id=directory, no_dist=ranks.size == 1)
+    for name, optimizer in optimizers.items():
+        counts = (int(count) for count in tensors[f"{_OPTIMIZER}/{name}/{_COUNTS}"])
+        states[name]["num_steps"], states[name]["num_refused"] = counts
+        optimizer.load_state_dict(states[name])
+
+
+def _require_sizes_known(optimizers: Mapping[str, GuardedOptimizer]) -> None:
+    """Refuse a user's optimiser, of whose state nobody knows how its parts fit together."""
+    for optimizer in optimizers.values():
+        if not optimizer.is_built_in:
+            raise InvalidConfig(
+                f"The optimiser {optimizer.settings.name} is your own, and a sharded checkpoint "
+                "holds the state of built-in ones only.",
+                reason=Reason.OPTIMIZER_MISMATCH,
+                remedy="Set sharded_checkpoints = false in [train], and resume with the optimiser "
+                "the run was started with.",
+            )
+
+
+@contextmanager
+def _quiet_alone(ranks: Ranks) -> Iterator[None]:
+    """Silence torch's warning that a single process is not distributed."""
+    with warnings.catch_warnings():
+        if ranks.size == 1:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _rooms(
+    names: Mapping[str, Any], prefix: str, parameters: list[Tensor]
+) -> dict[int, dict[str, Tensor]]:
+    """Return empty state, sharded as the parameters are, for all that the checkpoint holds."""
+    rooms: dict[int, dict[str, Tensor]] = {}
+    for index, parameter in enumerate(parameters):
+        start = f"{prefix}/{index}/"
+        for name in (key for key in names if key.startswith(start)):
+            like = torch.zeros_like(parameter.detach()) if names[name].size else torch.zeros(())
+            rooms.setdefault(index, {})[name.removeprefix(start)] = like
+    return rooms
+
+
+def _flat(policy: PolicyModel, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all state as tensors by name, which torch.distributed.checkpoint takes."""
+    frozen = {name for name, p in policy.causal_lm.named_parameters() if not p.requires_grad}
+    kept = ((k, v) for k, v in policy_tensors(policy).items() if k not in frozen)
+    flat: dict[str, Any] = {f"model/{name}": tensor for name, tensor in kept}
+    for name, state in states.items():
+        start = f"{_OPTIMIZER}/{name}"
+        for number, part in enumerate(state["optimizers"]):
+            for index, values in part["state"].items():
+                flat |= {f"{start}/{number}/{index}/{k}": v for k, v in values.items()}
+        flat[f"{start}/{_COUNTS}"] = torch.tensor([state["num_steps"], state["num_refused"]])
+    return flat
+
+
+def _parameters(optimizer: GuardedOptimizer) -> Iterator[list[Tensor]]:
+    """Yield each torch optimiser's parameters, in the order in which its state numbers them."""
+    for torch_optimizer in optimizer.torch_optimizers:
+        yield list(chain.from_iterable(g["params"] for g in torch_optimizer.param_groups))
+
+
+def _whole(value: Any, ranks: Ranks) -> Any:
+    """Return the value on the first rank's host, None on the others; do not copy host tensors."""
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    if not ranks.is_first:
+        return None
+    return full.detach().cpu().contiguous() if isinstance(full, torch.Tensor) else full
+
+
+def cut(value: Any, like: Tensor | None) -> Any:
+    """Return this rank's part of a whole tensor, sharded as `like` is; other values as they are."""
+    if not isinstance(like, DTensor) or getattr(value, "shape", None) != like.shape:
+        return value
+    whole = value.to(device=like.device, dtype=value.dtype)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,82 @@
+"""What an audit says: findings with evidence, and what could not be checked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dialoop_ops.audit.records import Rollout
+
+ERROR, WARNING = "error", "warning"
+
+
+class NotCheckable(Exception):
+    """A check lacks what it needs; its text says what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Where a fault shows. What does not apply is None; tokens and turns count from 0.
+
+    step: the train step; version: the policy version that sampled it; sequence: the trajectory's
+    token row.
+    """
+
+    trajectory: str = ""
+    step: int | None = None
+    version: int | None = None
+    turn: int | None = None
+    sequence: int | None = None
+    token: int | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        names = ("trajectory", "step", "version", "turn", "sequence", "token")
+        values = ((name, getattr(self, name)) for name in names)
+        place = ", ".join(f"{name} {value}" for name, value in values if value not in (None, ""))
+        return ": ".join(filter(None, (place, self.detail)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditFinding:
+    """One fault of one path. count: how often it shows, of `total` places that were looked at."""
+
+    fault: str
+    severity: str
+    message: str
+    remedy: str
+    evidence: tuple[Evidence, ...]
+    count: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditReport:
+    """The findings of one path.
+
+    checked: faults that were looked for; limits: fault -> what of it could not be; not_checked:
+    fault -> why it could not be looked for at all; notes: what of
+    the path could not be read.
+    """
+
+    path: Path
+    kind: str
+    num_rollouts: int
+    findings: tuple[AuditFinding, ...]
+    checked: tuple[str, ...]
+    not_checked: dict[str, str]
+    limits: dict[str, str]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON."""
+        return asdict(self) | {"path": str(self.path)}
+
+
+def evidence_of(rollout: Rollout, **fields: Any) -> Evidence:
+    """Return evidence in a rollout; `fields` are further fields of Evidence."""
+    place = {"trajectory": rollout.name, "step": rollout.step, "version": rollout.version}
+    return Evidence(**(place | fields))

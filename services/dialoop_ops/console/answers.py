@@ -1,0 +1,159 @@
+"""What the console says of a run, as values for JSON: routes send them, an export keeps them.
+
+`series_of(index, "train/reward")` is a curve. `to_json` spells numbers that are not finite as the
+texts "NaN", "Infinity" and "-Infinity", because JSON has none.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import math
+from collections import defaultdict
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from dialoop_ops.runs.intervals import wilson_interval
+from dialoop_ops.runs.publishes import proof_bound, publishes_of
+from dialoop_ops.runs.run_config import read_run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dialoop_ops.runs.index import Point, RunIndex
+    from dialoop_ops.runs.summaries import TrajectorySummary
+
+_PER_STEP = "train/reward"
+"""A number that each train step has."""
+_LENGTHS = {"lengths/generated": 1, "lengths/trained": 2}
+"""Mean sampled tokens of all trajectories of a train step, and of those that it trained; each with
+its place in `RunIndex.trained_by_step`. If long ones are lost on the way, the second is lower."""
+_THROUGHPUT = "throughput/trained_tokens_per_s"
+"""Tokens with a gradient per second of a train step, its wait and its publish."""
+_EVALUATION, _MEAN_REWARD, _NUM_TRAJECTORIES = "evaluation/", "mean_reward", "num_trajectories"
+
+
+def describe_run(name: str, index: RunIndex) -> dict[str, Any]:
+    """Return what a run is, and how far its index is."""
+    facts = read_run(index.run_dir)
+    return {
+        "name": name,
+        "path": str(index.run_dir),
+        "run_id": facts.get("run_id", ""),
+        "started": facts.get("started"),
+        "progress": asdict(index.progress()),
+    }
+
+
+def describe_trajectory(summary: TrajectorySummary, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a trajectory without its tokens."""
+    return {
+        "summary": asdict(summary),
+        **{k: v for k, v in row.items() if k != "sequences"},
+        "sequences": [
+            {
+                "num_tokens": len(sequence["token_ids"]),
+                "fork_cause": sequence.get("fork_cause", "NONE"),
+                "advantage": sequence.get("advantage"),
+            }
+            for sequence in row["sequences"]
+        ],
+    }
+
+
+def describe_publishes(index: RunIndex) -> dict[str, Any]:
+    """Return the policies that a run published, and the bound of their proof."""
+    rows = [asdict(publish) for publish in publishes_of(index)]
+    return {"bound": proof_bound(index), "publishes": rows}
+
+
+def series_of(index: RunIndex, name: str, *, has_samples: bool) -> dict[str, Any]:
+    """Return a series as a column per number; `samples` counts the trajectories trained so far."""
+    points = points_of(index, name)
+    columns = ("time", "train_step", "policy_version", "value")
+    values: dict[str, Any] = {c: [getattr(p, c) for p in points] for c in columns}
+    if has_samples:
+        values["samples"] = num_samples_of(index, points)
+    values["low"], values["high"] = bands_of(index, name) or (None, None)
+    return {"name": name, **values}
+
+
+def names_of(index: RunIndex) -> list[str]:
+    """Return the names of a run's curves: those of metrics.jsonl, and those made of them."""
+    names = index.metric_names()
+    made = (*_LENGTHS, _THROUGHPUT) if _PER_STEP in names else ()
+    return sorted((*names, *made))
+
+
+def points_of(index: RunIndex, name: str) -> Sequence[Point]:
+    """Return a curve's points: of metrics.jsonl, or made of those and of the trajectories."""
+    if name in _LENGTHS:
+        by_step = index.trained_by_step()
+        lengths = {step: facts[_LENGTHS[name]] for step, facts in by_step.items()}
+        return [
+            replace(point, value=length)
+            for point in index.points(_PER_STEP)
+            if (length := lengths.get(point.train_step)) is not None
+        ]
+    if name == _THROUGHPUT:
+        seconds: dict[int, float] = defaultdict(float)
+        for part in ("lease", "train", "publish"):
+            for point in index.points(f"train/{part}_s"):
+                seconds[point.row] += point.value
+        return [
+            replace(point, value=point.value / seconds[point.row])
+            for point in index.points("train/num_trained_tokens")
+            if seconds[point.row]
+        ]
+    return index.points(name)
+
+
+def bands_of(index: RunIndex, name: str) -> tuple[list[float | None], list[float | None]] | None:
+    """Return the 95 % interval around each point of an evaluation's mean reward; None for others.
+
+    It is Wilson's interval for a share. Rewards between 0 and 1 have at most a share's variance, so
+    for them it is no narrower than it has to be. A mean outside 0..1 has no interval.
+    """
+    if not (name.startswith(_EVALUATION) and name.endswith(f"/{_MEAN_REWARD}")):
+        return None
+    counts = {
+        point.row: point.value
+        for point in index.points(f"{name[: -len(_MEAN_REWARD)]}{_NUM_TRAJECTORIES}")
+    }
+    lows: list[float | None] = []
+    highs: list[float | None] = []
+    for point in index.points(name):
+        count = counts.get(point.row, 0.0)
+        is_share = 0.0 <= point.value <= 1.0 and count >= 1.0 and math.isfinite(count)
+        low, high = wilson_interval(point.value, count) if is_share else (None, None)
+        lows.append(low)
+        highs.append(high)
+    return lows, highs
+
+
+def num_samples_of(index: RunIndex, points: Sequence[Point]) -> list[int]:
+    """Return for each point how many trajectories were trained up to its train step."""
+    by_step = sorted((step, count) for step, (count, *_) in index.trained_by_step().items())
+    steps = [step for step, _ in by_step]
+    sums = [0, *itertools.accumulate(count for _, count in by_step)]
+    return [sums[bisect.bisect_right(steps, point.train_step)] for point in points]
+
+
+def to_json(value: Any) -> bytes:
+    """Return compact JSON in ASCII."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_spelled_out(value), separators=(",", ":")).encode()
+
+
+def _spelled_out(value: Any) -> Any:
+    """Return the value with numbers that are not finite as texts that JavaScript reads."""
+    if isinstance(value, dict):
+        return {key: _spelled_out(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelled_out(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,0 +1,226 @@
+"""A run as a folder that any browser opens, from a disk or from any web server: no service runs.
+
+`export_runs({"demo": RunIndex(Path("runs/demo"))}, Path("out"))` writes the console's page and what
+its routes would answer, packed into script files, since a page that is opened from a disk may load
+nothing else. The page asks them as it asks the routes (`console/src/exported.ts`).
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import itertools
+import time
+from dataclasses import asdict, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import AlreadyExists
+from dialoop.reasons import Reason
+
+from dialoop_ops.console.answers import (
+    describe_publishes,
+    describe_run,
+    describe_trajectory,
+    names_of,
+    series_of,
+    to_json,
+)
+from dialoop_ops.console.app import page_files
+from dialoop_ops.runs import Filters
+from dialoop_ops.runs.forks import fork_tree
+from dialoop_ops.runs.index import MAX_LIMIT
+from dialoop_ops.runs.run_config import flat_config, tokenizer_of
+from dialoop_ops.runs.summaries import TrajectorySummary, text_of
+from dialoop_ops.runs.token_numbers import MAX_TOKENS, token_page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from dialoop.tokens.tokenizer import Tokenizer
+
+    from dialoop_ops.runs import RunIndex
+
+FORMAT = 1
+_PART_BYTES = 1 << 20
+"""About so much JSON is in one part; the page loads the parts that it shows."""
+_HEAD = "data/head.js"
+# A page from a disk has no headers. 'self' is the folder of a web server, file: that of a disk.
+_POLICY = (
+    "default-src 'none'; script-src 'self' file:; style-src 'self' file:; img-src 'self' file:; "
+    "base-uri 'none'; form-action 'none'"
+)
+
+
+def export_runs(
+    indexes: Mapping[str, RunIndex],
+    folder: Path,
+    *,
+    show: Callable[[str, int, int], object] = lambda *_: None,
+) -> int:
+    """Write runs into a new or empty folder, and return its size in bytes; AlreadyExists otherwise.
+
+    `show` is called with a run's name, how many of its trajectories are written, and all of them.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise AlreadyExists(
+            f"{folder} exists already.", reason=Reason.EXPORT_EXISTS, remedy="Name a new directory."
+        )
+    writer = _Writer(folder)
+    runs = []
+    for number, (name, index) in enumerate(indexes.items()):
+        index.catch_up()
+        runs.append(_export_run(name, index, writer, f"{number}/", partial(show, name)))
+    head = {"format": FORMAT, "time": time.time(), "runs": runs}
+    for path, (content, _) in page_files().items():
+        if path != "/":
+            writer.write(path.removeprefix("/"), content)
+    # The head goes last, so that a folder that has one is whole.
+    writer.write("index.html", _page_of(page_files()["/"][0]))
+    writer.write(_HEAD, b'window.dialoopExport="' + _pack(to_json(head)) + b'";\n')
+    return writer.num_bytes
+
+
+def _page_of(page: bytes) -> bytes:
+    """Return the page with the policy that its headers would set, and the export's head."""
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}" />'
+    text = page.decode().replace('<meta charset="utf-8" />', f'<meta charset="utf-8" />\n{policy}')
+    script = '<script defer src="./assets/console.js">'
+    return text.replace(script, f'<script src="./{_HEAD}"></script>\n{script}').encode()
+
+
+def _pack(text: bytes) -> bytes:
+    return base64.b64encode(gzip.compress(text, 6, mtime=0))
+
+
+class _Writer:
+    """Files below a folder, and how large they are together."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.num_bytes = 0
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a file, and the folders above it."""
+        place = self._folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+        self.num_bytes += len(content)
+
+    def write_part(self, name: str, text: bytes) -> None:
+        """Write JSON that the page loads by its name."""
+        self.write(f"data/{name}.js", b'dialoopPart("%b","%b");\n' % (name.encode(), _pack(text)))
+
+
+class _Parts:
+    """Values in the order of trajectories, in parts; `firsts`: the number each part begins with."""
+
+    def __init__(self, writer: _Writer, name: str) -> None:
+        self._writer = writer
+        self._name = name
+        self._values: list[bytes] = []
+        self._num_bytes = 0
+        self.firsts: list[int] = []
+
+    def add(self, number: int, value: Any) -> None:
+        """Add the value of a trajectory."""
+        if not self._values:
+            self.firsts.append(number)
+        self._values.append(to_json(value))
+        self._num_bytes += len(self._values[-1])
+        if self._num_bytes >= _PART_BYTES:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._values:
+            text = b"[%b]" % b",".join(self._values)
+            self._writer.write_part(f"{self._name}{len(self.firsts) - 1}", text)
+        self._values, self._num_bytes = [], 0
+
+
+def _export_run(
+    name: str, index: RunIndex, writer: _Writer, folder: str, show: Callable[[int, int], object]
+) -> dict[str, Any]:
+    """Write the parts of a run, and return what the head says of it."""
+    tokenizer = tokenizer_of(index.run_dir)
+    kinds = ("summaries", "texts", "rows")
+    parts = {kind: _Parts(writer, f"{folder}{kind}-") for kind in kinds}
+    total = index.progress().num_trajectories
+    for done, summary in enumerate(_summaries(index), start=1):
+        row = index.row(summary.number)
+        debug_rows = index.debug_rows(summary.trajectory_id)
+        # Fields that are asked for by their place take half of the room.
+        parts["summaries"].add(summary.number, list(asdict(summary).values()))
+        parts["texts"].add(summary.number, text_of(row))
+        parts["rows"].add(summary.number, _whole_row(summary, row, debug_rows, tokenizer))
+        show(done, total)
+    for kind in kinds:
+        parts[kind].close()
+    names = names_of(index)
+    curves = [series_of(index, each, has_samples=True) for each in names]
+    writer.write_part(f"{folder}curves", to_json(curves))
+    return {
+        **describe_run(name, index),
+        "path": "",  # where the run was is nothing for others to know
+        "folder": folder,
+        "fields": [field.name for field in fields(TrajectorySummary)],
+        "parts": {kind: parts[kind].firsts for kind in kinds},
+        "choices": index.choices(),
+        "metrics": names,
+        "publishes": describe_publishes(index),
+        "config": flat_config(index.run_dir),
+    }
+
+
+def _summaries(index: RunIndex) -> Iterator[TrajectorySummary]:
+    for offset in itertools.count(0, MAX_LIMIT):
+        page = index.page(Filters(), sort="number", offset=offset, limit=MAX_LIMIT)
+        yield from page.summaries
+        if len(page.summaries) < MAX_LIMIT:
+            return
+
+
+def _whole_row(
+    summary: TrajectorySummary,
+    row: Mapping[str, Any],
+    debug_rows: list[dict[str, Any]],
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """Return all that the page shows of a trajectory."""
+    described = describe_trajectory(summary, row)
+    del described["summary"]
+    num_sequences = len(row["sequences"])
+    forks = fork_tree(row, tokenizer=tokenizer) if num_sequences > 1 else []
+    return {
+        "trajectory": described,
+        "tokens": [_all_tokens(row, n, debug_rows, tokenizer) for n in range(num_sequences)],
+        "forks": [asdict(fork) for fork in forks],
+    }
+
+
+def _all_tokens(
+    row: Mapping[str, Any],
+    sequence: int,
+    debug_rows: list[dict[str, Any]],
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    """Return a sequence's tokens as one page of any length."""
+    count = len(row["sequences"][sequence]["token_ids"])
+    whole: dict[str, Any] = {}
+    for start in range(0, max(1, count), MAX_TOKENS):
+        page = token_page(
+            row,
+            sequence=sequence,
+            start=start,
+            limit=MAX_TOKENS,
+            tokenizer=tokenizer,
+            debug_rows=debug_rows,
+        )
+        for name, value in asdict(page).items():
+            if isinstance(value, list):
+                whole.setdefault(name, []).extend(value)
+            else:
+                whole.setdefault(name, value)
+    return whole

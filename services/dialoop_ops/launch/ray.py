@@ -1,0 +1,387 @@
+"""Run a job on Ray: one placement group, and an actor for each process, which starts it.
+
+`ray_site` connects and reserves room for everything at once. The supervisor of the local stack
+stays what it is: it starts, watches and restarts processes by the plan, through the actors. Logs
+and status are those of the local stack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import Unavailable
+from dialoop.reasons import Reason
+from dialoop_services.runtime.access.principals import TOKEN, without_tokens
+
+from dialoop_ops.launch.cluster import ClusterNode, components_of, require_room
+from dialoop_ops.launch.plan import Needs
+from dialoop_ops.launch.ray_worker import RayWorker
+from dialoop_ops.launch.site import Site
+from dialoop_ops.stack.devices import needs_elsewhere
+from dialoop_ops.stack.layout import replica_names, service_of
+from dialoop_ops.stack.processes.child import Room
+
+if TYPE_CHECKING:
+    from dialoop_services.config.job import JobConfig
+
+    from dialoop_ops.stack.processes.guardian import Guardian
+
+_OBJECT_STORE_BYTES = 80 << 20
+_POLL_S = 0.25
+_ANSWER_S = 60.0
+_FORWARDED = ("DIALOOP_", "HF_", "VLLM_", "NCCL_", "GLOO_", "OMP_", "TOKENIZERS_", "REDIS_URL")
+"""Prefixes of this process's variables that its processes get on other nodes too."""
+_LOST = -signal.SIGKILL
+"""Exit code of a process whose node, or whose actor, is gone."""
+
+
+@contextmanager
+def ray_site(config: JobConfig) -> Iterator[Site]:
+    """Connect to Ray, reserve room for all processes, and yield where they are.
+
+    Raises Unavailable (NO_RAY) without Ray or without an answer of the cluster, and InvalidConfig
+    (PLAN_TOO_LARGE) with the arithmetic where it is too small.
+    """
+    ray = _import_ray()
+    options = config.launch.ray
+    _connect(ray, options.address)
+    try:
+        require_room(components_of(config), _nodes_of(ray))
+        group = _reserve(ray, config)
+        os.environ[TOKEN] = os.environ.get(TOKEN) or secrets.token_urlsafe(32)  # empty is none
+        yield _place(ray, config, group)
+    finally:
+        ray.shutdown()
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise Unavailable(
+            "Ray is not installed.",
+            reason=Reason.NO_RAY,
+            remedy='Run pip install "dialoop-ops[ray]" here and on all nodes, or leave --on out.',
+        ) from error
+    return ray
+
+
+def _connect(ray: Any, address: str) -> None:
+    """Connect to a running cluster, or start one here."""
+    own = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    try:
+        ray.init(
+            address=address or "local",
+            log_to_driver=False,
+            configure_logging=False,
+            **({} if address else own),
+        )
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        raise Unavailable(
+            f"No Ray cluster answers at {address or 'this machine'}: {error}.",
+            reason=Reason.NO_RAY,
+            remedy="Start it with `ray start --head`, or correct address in [launch.ray].",
+        ) from error
+
+
+def _nodes_of(ray: Any) -> list[ClusterNode]:
+    """Return the living nodes of the cluster."""
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [
+        ClusterNode(
+            processors=int(each.get("CPU", 0)),
+            memory_gib=each.get("memory", 0) / 2**30,
+            gpus=int(each.get("GPU", 0)),
+        )
+        for each in resources
+    ]
+
+
+def bundles_of(config: JobConfig) -> list[dict[str, float]]:
+    """Return the resources of the head's bundle and of each replica's."""
+    return [_bundle(component.needs) for component in components_of(config)]
+
+
+def needs_this_machine(config: JobConfig, environment: Mapping[str, str]) -> bool:
+    """Return whether the head has to be here: with a folder, or a Redis, that no other reaches."""
+    starts_redis = config.store == "redis" and not environment.get("REDIS_URL")
+    return starts_redis or not config.launch.shared_folder
+
+
+def _reserve(ray: Any, config: JobConfig) -> Any:
+    """Return a placement group with a bundle for the head and one for each replica."""
+    bundles = bundles_of(config)
+    if needs_this_machine(config, os.environ):
+        bundles[0] |= _this_node(ray)
+    group = ray.util.placement_group(bundles, strategy="PACK")
+    limit_s = config.launch.ray.place_within_s
+    if not group.wait(limit_s):
+        raise _no_room(
+            bundles,
+            limit_s,
+            "The trainer runs on this machine, unless there is a shared folder and a Redis that "
+            "REDIS_URL names.",
+        )
+    return group
+
+
+def _this_node(ray: Any) -> dict[str, float]:
+    """Return the resource that only the node of this process has."""
+    return {f"node:{ray.util.get_node_ip_address()}": 0.001}
+
+
+def _no_room(bundles: Sequence[Mapping[str, float]], limit_s: float, more: str) -> Unavailable:
+    return Unavailable(
+        f"Ray had no room within {limit_s:g} s for what was asked for at once: "
+        f"{json.dumps(bundles)}.",
+        reason=Reason.NO_RAY,
+        remedy=f"Wait for other jobs, or raise place_within_s in [launch.ray]. {more}",
+    )
+
+
+def _bundle(needs: Needs) -> dict[str, float]:
+    # A bundle of nothing is refused; without [resources] nothing is kept for a process.
+    bundle: dict[str, float] = {"CPU": needs.processors or 0.01}
+    if needs.gpus:
+        bundle["GPU"] = needs.gpus
+    if needs.memory_gib:
+        bundle["memory"] = int(needs.memory_gib * 2**30)
+    return bundle
+
+
+def _place(ray: Any, config: JobConfig, group: Any) -> Site:
+    """Start an actor for each process, and return the site with the address of each node."""
+    needs, replicas = needs_elsewhere(config), replica_names(config)
+    starters: dict[str, RayStarter] = {}
+    for name in needs:
+        index = replicas.index(name) + 1 if name in replicas else 0
+        place = BundlePlace(name=name, needs=needs[name], group=group, bundle=index)
+        starters[name] = RayStarter(ray, place)
+    return Site(
+        hosts={name: starter.host() for name, starter in starters.items()},
+        starters={name: starter.start for name, starter in starters.items()},
+        devices={name: _threads_of(name, each) for name, each in needs.items()},
+        needs=needs,
+        grow=partial(_grow, ray, config),
+    )
+
+
+def _threads_of(name: str, needs: Needs) -> dict[str, str]:
+    if not needs.processors or service_of(name) != "inference":
+        return {}
+    return {"OMP_NUM_THREADS": str(needs.processors)}
+
+
+async def _grow(ray: Any, config: JobConfig, name: str, on_moved: Callable[[], None]) -> Room:
+    """Reserve room for one process more, in a placement group of its own."""
+    needs, limit_s = needs_elsewhere(config)[service_of(name)], config.launch.ray.place_within_s
+    bundle = _bundle(needs)
+    if service_of(name) != "inference" and not config.launch.shared_folder:
+        bundle |= _this_node(ray)  # it writes into the run's folder
+    group = ray.util.placement_group([bundle])
+    starter = RayStarter(
+        ray, BundlePlace(name=name, needs=needs, group=group, bundle=0), on_moved=on_moved
+    )
+    give_back = partial(ray.util.remove_placement_group, group)
+    try:
+        async with asyncio.timeout(limit_s):
+            while not await asyncio.to_thread(group.wait, _POLL_S):
+                pass
+        host = await asyncio.to_thread(starter.host)
+    except ray.exceptions.RayError as error:
+        give_back()
+        raise Unavailable(
+            f"Ray could not start {name}: {error}",
+            reason=Reason.NO_RAY,
+            remedy="Ask again, or look at the cluster with `ray status`.",
+        ) from error
+    except TimeoutError as error:
+        give_back()
+        raise _no_room([bundle], limit_s, "Or ask for fewer.") from error
+    return Room(
+        host=host,
+        starter=starter.start,
+        variables=_threads_of(name, needs),
+        needs=needs,
+        give_back=give_back,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundlePlace:
+    """Where Ray keeps room for a process: a bundle of the placement group."""
+
+    name: str
+    needs: Needs
+    group: Any
+    bundle: int
+
+
+class RayStarter:
+    """Starts a process again and again in its bundle, with a new actor each time.
+
+    When the bundle has moved to another machine, it calls `on_moved`; without one, a start raises
+    MovedError.
+    """
+
+    def __init__(
+        self, ray: Any, place: BundlePlace, *, on_moved: Callable[[], None] | None = None
+    ) -> None:
+        self._ray = ray
+        self._place = place
+        self._on_moved = on_moved
+        self._host = ""
+        self._next: Any = None
+
+    def host(self) -> str:
+        """Return the address of the node on which the process will be."""
+        if not self._host:
+            self._next = self._actor()
+            self._host = self._ray.get(self._next.host.remote(), timeout=_ANSWER_S)
+        return self._host
+
+    async def start(
+        self,
+        command: tuple[str, ...],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        guardian: Guardian,
+        folder: Path | None = None,
+    ) -> RayProcess:
+        """Start the command in the bundle; what it writes is appended to `log`."""
+        actor, self._next = self._next or self._actor(), None
+        log.parent.mkdir(parents=True, exist_ok=True)
+        process = RayProcess(self._ray, actor, log)
+        try:
+            host = await asyncio.wait_for(_answer(actor.host.remote()), _ANSWER_S)
+            if self._host and host != self._host:
+                moved = MovedError(self._place.name, self._host, host)
+                if self._on_moved is None:
+                    raise moved
+                process.lose(str(moved))
+                self._on_moved()
+                return process
+            await process.start(command, _variables_to_forward() | dict(environment), folder)
+        except (self._ray.exceptions.RayError, TimeoutError) as error:
+            why = str(error) or f"it has had no room for it for {_ANSWER_S:g} s."
+            process.lose(f"Ray could not start {self._place.name}: {why}")
+        return process
+
+    def _actor(self) -> Any:
+        needs = self._place.needs
+        strategies = self._ray.util.scheduling_strategies
+        return (
+            self._ray.remote(RayWorker)
+            .options(
+                num_cpus=needs.processors,
+                num_gpus=needs.gpus,
+                max_restarts=0,  # the supervisor's rule says when it is started again
+                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
+                    self._place.group, placement_group_bundle_index=self._place.bundle
+                ),
+            )
+            .remote()
+        )
+
+
+class MovedError(Unavailable):
+    """A process came back on another machine, where the others do not look for it."""
+
+    def __init__(self, name: str, before: str, now: str) -> None:
+        super().__init__(
+            f"{name} was on {before}, and Ray has room for it on {now} only.",
+            reason=Reason.MOVED,
+            remedy="The job starts again from its checkpoint.",
+        )
+
+
+class RayProcess:
+    """A process on a node of Ray, as the supervisor sees it."""
+
+    def __init__(self, ray: Any, actor: Any, log: Path) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._log = log
+        self._code: int | None = None
+        self.pid = 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return None while it runs; the code is negative when a signal ended it."""
+        return self._code
+
+    async def start(
+        self, command: tuple[str, ...], environment: Mapping[str, str], folder: Path | None
+    ) -> None:
+        """Start the command through the actor."""
+        ports = [int(environment[name]) for name in environment if _is_port(name)]
+        place = None if folder is None else str(folder)
+        self.pid = await _answer(
+            self._actor.start.remote(list(command), dict(environment), place, ports)
+        )
+
+    async def wait(self) -> int:
+        """Pass its output on until it has ended, and return its exit code."""
+        while self._code is None:
+            try:
+                code, output = await _answer(self._actor.poll.remote())
+            except self._ray.exceptions.RayError as error:
+                self.lose(f"Its node, or Ray's actor of it, is gone: {type(error).__name__}.")
+                break
+            self._write(output)
+            if code is not None:
+                self._code = code
+                break
+            await asyncio.sleep(_POLL_S)
+        with suppress(Exception):  # it may be gone already
+            self._ray.kill(self._actor)
+        assert self._code is not None
+        return self._code
+
+    async def stop(self, grace_s: float) -> int:
+        """Ask it to end, and kill it after `grace_s`."""
+        self._actor.send.remote(int(signal.SIGTERM))
+        try:
+            async with asyncio.timeout(grace_s):
+                return await self.wait()
+        except TimeoutError:
+            self.kill()
+            return await self.wait()
+
+    def kill(self) -> None:
+        """Kill it and all that it started."""
+        self._actor.send.remote(int(signal.SIGKILL))
+
+    def lose(self, why: str) -> None:
+        """Note that it has ended without a word of its own."""
+        self._write(f"{why}\n".encode())
+        self._code = _LOST
+
+    def _write(self, output: bytes) -> None:
+        if output:
+            with self._log.open("ab") as file:
+                file.write(output)
+
+
+async def _answer(reference: Any) -> Any:
+    return await reference
+
+
+def _is_port(name: str) -> bool:
+    return name.startswith("DIALOOP_") and name.endswith("_PORT")
+
+
+def _variables_to_forward() -> dict[str, str]:
+    mine = without_tokens(os.environ)
+    return {name: value for name, value in mine.items() if name.startswith(_FORWARDED)}

@@ -1,0 +1,73 @@
+"""Say where a stack's processes run: all on this machine, or some on others.
+
+A launcher makes a Site; the layout takes addresses and variables from it, the supervisor what
+starts a process that runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dialoop_services.runtime.access.principals import TOKEN
+
+from dialoop_ops.launch.plan import Needs
+from dialoop_ops.stack.devices import needs_elsewhere, plan_devices, plan_here, this_machine
+
+if TYPE_CHECKING:
+    from dialoop_services.config.job import JobConfig
+
+    from dialoop_ops.stack.processes.child import Grow, Starter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where the processes of a stack run.
+
+    `hosts` has the address of each process's machine, where that is not this machine's loopback.
+    `starters` start the processes that run elsewhere. `devices` and `needs` are each process's
+    variables for its devices and what is kept for it. `grow` makes room for a process that is added
+    while the job runs; None: those are added on this machine only.
+    """
+
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    starters: Mapping[str, Starter] = field(default_factory=dict)
+    devices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    needs: Mapping[str, Needs] = field(default_factory=dict)
+    grow: Grow | None = None
+
+
+def this_site(config: JobConfig) -> Site:
+    """Return this machine for all processes; InvalidConfig (PLAN_TOO_LARGE) if it is too small."""
+    processes = plan_here(config, os.environ).processes
+    return Site(
+        devices={each.name: each.variables for each in processes},
+        needs={each.name: each.needs for each in processes},
+    )
+
+
+def spread_site(
+    config: JobConfig, hosts: Mapping[str, str], starters: Mapping[str, Starter]
+) -> Site:
+    """Return a site whose replicas run elsewhere, and all other processes on this machine.
+
+    The launcher that starts the replicas gives them their devices. Processes of several machines
+    need a token to reach each other: without one in the environment, a new one is put there.
+    """
+    os.environ[TOKEN] = os.environ.get(TOKEN) or secrets.token_urlsafe(32)  # empty is none
+    elsewhere = needs_elsewhere(config)
+    here = plan_devices(config, (this_machine(os.environ),), without=("inference",)).processes
+    threads = {
+        name: {"OMP_NUM_THREADS": str(needs.processors)}
+        for name, needs in elsewhere.items()
+        if needs.processors
+    }
+    return Site(
+        hosts=hosts,
+        starters=starters,
+        devices=threads | {each.name: each.variables for each in here},
+        needs=elsewhere | {each.name: each.needs for each in here},
+    )

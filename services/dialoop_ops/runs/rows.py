@@ -1,0 +1,74 @@
+"""Lines of trajectories.jsonl: a trajectory as plain JSON, token by token.
+
+A run writes each with `outcome`, `label` and `train_step` in front; `dialoop_ops.runs` reads them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dialoop.episode import UpdateMode
+
+if TYPE_CHECKING:
+    from dialoop.sequences import Sequence
+    from dialoop.trajectory import Trajectory
+
+
+def as_row(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory as plain JSON, as `trajectories.jsonl` holds it."""
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "group_id": trajectory.group_id,
+        "task_key": trajectory.task_key,
+        "environment": trajectory.environment,
+        "reward": trajectory.reward,
+        "done_reason": trajectory.done_reason.name,
+        "num_tool_calls": trajectory.num_tool_calls,
+        "temperature": trajectory.sampling.temperature,
+        "update_mode": trajectory.labels.get("update_mode", UpdateMode.RECOMPUTE.name),
+        "messages": trajectory.history.to_chats(),
+        "turns": [
+            {
+                "message_start": turn.message_start,
+                "num_messages": turn.num_messages,
+                "rewards": {r.name: r.value * r.weight for r in turn.rewards},
+                "stop_reason": turn.stop_reason.name,
+            }
+            for turn in trajectory.turns
+        ],
+        "sequences": [_sequence_row(sequence) for sequence in trajectory.sequences],
+        "failures": [
+            {"owner": f.owner.name, "reason": f.reason, "message": f.message}
+            for f in trajectory.failures
+        ],
+    }
+
+
+def _sequence_row(sequence: Sequence) -> dict[str, Any]:
+    return {
+        "token_ids": sequence.token_ids.tolist(),
+        "segments": [
+            {
+                "start": s.start,
+                "length": s.length,
+                "source": s.source.name,
+                "turn": s.turn,
+                "message_index": s.message_index,
+                "lineage": None if s.policy_version is None else s.policy_version.lineage,
+                "policy_version": None if s.policy_version is None else s.policy_version.number,
+            }
+            for s in sequence.segments
+        ],
+        "inference_logprobs": sequence.inference_logprobs.tolist(),
+        "advantage": sequence.advantage,
+        "token_advantages": sequence.token_advantages.tolist(),
+        "fork_cause": sequence.fork_cause.name,
+        "columns": {
+            name: {
+                "data_type": column.values.dtype.name,
+                "along": column.along.name,
+                "data": column.values.tolist(),
+            }
+            for name, column in sequence.columns.items()
+        },
+    }

@@ -1,0 +1,138 @@
+"""Start a run from a policy of another: `dialoop train CONFIG --from RUN@STEP --run NAME`.
+
+The new run begins at step 0 with the weights that the other run published after that train step.
+Its optimizer state and its position in the data are new. A LoRA adapter is merged into its model.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.reasons import Reason
+from dialoop_services.config.file import Override
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_BEFORE = ("heldout_greedy_before_at_most", "heldout_sampled_gain_at_least")
+"""Gates that compare with an untrained policy, which a branch does not start from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A policy of another run to start from. `train_step`: the step that made it."""
+
+    run_dir: Path
+    train_step: int
+    policy: str
+
+    @property
+    def model_dir(self) -> Path:
+        """Return where the policy lies as a model directory once `export` has run."""
+        return self.run_dir / "branches" / self.policy
+
+    def export(self) -> None:
+        """Write the policy as a model directory, unless an earlier branch did."""
+        if self.model_dir.is_dir():
+            return
+        adapter = self.run_dir / "policies" / self.policy / "adapter_model.safetensors"
+        export_policy(self.run_dir, self.policy, self.model_dir, merged=adapter.is_file())
+
+    def overrides(self) -> list[Override]:
+        """Return what a job that starts here changes in its config."""
+        values = {
+            "model.directory": str(self.model_dir.resolve()),
+            "warm_start.num_steps": 0,
+            **{f"gates.{name}": None for name in _BEFORE},
+        }
+        origin = f"--from {self.run_dir.name}@{self.train_step}"
+        return [Override(path=path, value=value, origin=origin) for path, value in values.items()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what run.json says about it."""
+        mark = json.loads((self.run_dir / "run.json").read_text("utf-8"))
+        return {
+            "run": self.run_dir.name,
+            "run_id": mark["run_id"],
+            "train_step": self.train_step,
+            "policy": self.policy,
+        }
+
+
+def find_branch(text: str, root: Path) -> Branch:
+    """Return the branch point that RUN@STEP names; RUN is a name under `root`, or a directory.
+
+    Raises InvalidConfig for another form, and (RUN_NOT_FOUND, POLICY_NOT_FOUND, POLICY_GONE) where
+    there is no such run, step or policy.
+    """
+    name, at, step = text.rpartition("@")
+    if not (name and at and step.isdecimal()):
+        raise InvalidConfig(f"--from {text} is not RUN@STEP.", remedy="Write it as --from demo@20.")
+    run_dir = Path(name) if (Path(name) / "run.json").is_file() else root / name
+    if not (run_dir / "run.json").is_file():
+        raise InvalidConfig(
+            f"{run_dir} is not a run of Dialoop (it has no run.json).",
+            reason=Reason.RUN_NOT_FOUND,
+            remedy="Name a run, such as demo@20 for step 20 of runs/demo.",
+        )
+    # A restore leaves several rows of one step; the last belongs to the weights that went on.
+    published = {row["train_step"]: row for row in _read_publishes(run_dir)}
+    number = int(step)
+    kept = {step: row for step, row in published.items() if _is_on_disk(run_dir, row)}
+    others = ", ".join(str(step) for step in sorted(kept)) or "none"
+    if number not in published:
+        raise InvalidConfig(
+            f"{run_dir} published no policy after step {number}.",
+            reason=Reason.POLICY_NOT_FOUND,
+            remedy=f"Its steps with a policy on disk: {others}.",
+        )
+    if number not in kept:
+        raise InvalidConfig(
+            f"The policy after step {number} of {run_dir} was deleted to save disk space.",
+            reason=Reason.POLICY_GONE,
+            remedy=f"Use one of the steps {others}. To keep all policies of a later run, set "
+            "keep_policies = 0 in [train].",
+        )
+    return Branch(run_dir=run_dir, train_step=number, policy=_policy_of(kept[number]))
+
+
+def export_policy(run_dir: Path, version: str, target: Path, *, merged: bool = False) -> None:
+    """Write a published policy as a model directory, with the trainer's export.
+
+    Raises Unavailable (EXPORT_FAILED) where that fails; its reason is on the standard error.
+    """
+    # In a process of its own: the stack imports neither torch nor safetensors.
+    module = "dialoop_services.trainer.publish.export"
+    words = [sys.executable, "-m", module, str(run_dir), version, str(target)]
+    if subprocess.run([*words, *(["--merged"] if merged else [])], check=False).returncode:
+        raise Unavailable(
+            f"{version} of {run_dir} could not be exported.",
+            reason=Reason.EXPORT_FAILED,
+            remedy="The line above says why.",
+        )
+
+
+def _read_publishes(run_dir: Path) -> Iterator[dict[str, Any]]:
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.is_file():
+        return
+    with metrics.open(encoding="utf-8", newline="\n") as lines:
+        for line in lines:
+            # A run that is being written may end in half a line.
+            if '"kind": "publish"' in line and line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _policy_of(row: dict[str, Any]) -> str:
+    return f"{row['lineage']}-{row['policy_version']}"
+
+
+def _is_on_disk(run_dir: Path, row: dict[str, Any]) -> bool:
+    folder = run_dir / "policies" / _policy_of(row)
+    return any(folder.glob("*.safetensors"))

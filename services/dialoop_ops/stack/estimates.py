@@ -1,0 +1,279 @@
+"""What a job will need, said before it starts: memory of each process, bytes of a publish, time.
+
+`estimate_of` returns None where the model's sizes are not known; `dialoop config check` prints the
+estimate's `lines`.
+
+The formulas are in `config/memory.py`. They count a CPU's memory; of processes on GPUs the same
+bytes lie on the device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
+from dialoop_services.config.memory import (
+    BYTES_OF,
+    PROCESS_BYTES,
+    VLLM_BYTES,
+    ModelShape,
+    Parts,
+    Training,
+    engine_memory,
+    key_bytes,
+    training_memory,
+    training_products,
+)
+from dialoop_services.inference.weights.parameters import model_shapes, num_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dialoop_services.config.job import JobConfig
+
+    from dialoop_ops.stack.devices import DevicePlan
+    from dialoop_ops.stack.gpus import Gpu
+
+_NUM_PUBLISHED = 2  # in shared memory: the newest, and the one that is being written
+_GIB, _MIB = 2**30, 2**20
+_CONTEXT_BYTES, _SURE = 0.4 * _GIB, 0.8
+"""What CUDA itself takes of a GPU for a process, and the part of an estimate that a process
+surely takes: trainers took .85 to 1.05 of theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Bytes of each process by its name, of a publish, and the products of a train step.
+
+    publish_bytes: of the file. published_bytes: of what lies in the machine's memory of them.
+    step_products: floating-point operations of one train step on one process, if every trajectory
+    is as long as the context, max_model_len. row_tokens: of the longest row. on_gpus: processes
+    beside the trainer whose model lies on a GPU.
+    """
+
+    processes: Mapping[str, Parts]
+    publish_bytes: int
+    published_bytes: int
+    step_products: float
+    row_tokens: int
+    max_model_len: int
+    training: Training
+    shape: ModelShape
+    on_gpus: frozenset[str]
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all processes and of the published policies."""
+        return sum(parts.total for parts in self.processes.values()) + self.published_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes that a job whose trainer is on the CPU needs of the machine's memory."""
+        on_gpus = sum(self.processes[name].total - PROCESS_BYTES for name in self.on_gpus)
+        return self.total - on_gpus
+
+    def lines(self, *, gflops: float = 0.0) -> list[str]:
+        """Return the estimate as text; the time with the rate of this machine, if it is given."""
+        width = max(map(len, self.processes))
+        lines = [
+            f"memory   {name:<{width}}  {parts.total / _GIB:6.2f} GiB = {parts}"
+            for name, parts in self.processes.items()
+        ]
+        shared = f" + {self.published_bytes / _GIB:.2f} published" if self.published_bytes else ""
+        lines.append(
+            f"memory   {'all':<{width}}  {self.total / _GIB:6.2f} GiB{shared and ', of these'}"
+            f"{shared.removeprefix(' +')}"
+        )
+        lines.append(
+            f"publish  {self.publish_bytes / _MIB:.1f} MiB each time ({self.what_is_published})"
+        )
+        products = f"{self.step_products / 1e12:.1f} Tflop of the trainer"
+        time = ""
+        if gflops:
+            time = f", {self.step_products / gflops / 1e9:.0f} s at {gflops:.0f} Gflop/s"
+        lines.append(
+            f"step     at most {products}{time}, if every trajectory has {self.max_model_len} "
+            "tokens"
+        )
+        return lines
+
+    @property
+    def what_is_published(self) -> str:
+        """Return how many numbers a publish has."""
+        count = self.training.num_trained
+        whole = self.shape.num_parameters if count is None else count
+        what = "parameters" if count is None else "of an adapter"
+        return f"{whole / 1e6:.1f} million {what} in {self.training.dtype}"
+
+
+def estimate_of(config: JobConfig) -> Estimate | None:
+    """Return what the job needs; None for the demo's tiny model, or one of unknown sizes."""
+    directory = Path(config.model.directory)
+    if not config.model.directory or not any(directory.glob("*.safetensors")):
+        return None
+    fields = _fields_in(directory)
+    shape = ModelShape.of(fields, num_parameters=num_parameters(directory))
+    if shape is None:
+        return None
+    train, inference = config.train, config.inference
+    longest = inference.max_model_len
+    row_tokens = max(longest, train.row_tokens(longest))
+    num_trajectories = train.groups_per_train_step * config.collector.group_size
+    rows = max(1, num_trajectories * longest // row_tokens)
+    training = Training(
+        num_tokens=row_tokens,
+        num_rows=-(-rows // (train.num_minibatches * train.num_processes)),
+        dtype=config.dtype,
+        autocast=train.autocast,
+        num_trained=_num_of_adapter(config, directory) if config.model.lora_rank else None,
+        recomputes=train.activation_checkpointing,
+        num_processes=train.num_processes,
+        is_cpu=train.device == "cpu",
+    )
+    adapts = config.model.publishes_adapters(inference.data_plane)
+    sent = training.num_trained if adapts else None
+    publish = (shape.num_parameters if sent is None else sent) * BYTES_OF[config.dtype]
+    trainer = training_memory(shape, training)
+    copied = publish if train.pipeline_depth else 0  # then a publish runs beside the next step
+    capture = Parts(parts={**trainer.parts, "publish": copied})
+    processes = {"trainer": capture}
+    processes |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}
+    num_replicas = inference.num_replicas if train.mode == "rl" else 0
+    engine = _memory_of_replica(config, shape, is_tied=bool(fields.get("tie_word_embeddings")))
+    replicas = {f"inference-{n}": engine for n in range(num_replicas)}
+    processes |= replicas
+    on_gpus = [*replicas] * (inference.device == "cuda")
+    on_gpus += ["scorer"] * (config.scorer.device != "cpu")
+    if config.scorer.needs_reference and config.scorer.reference_server is None:
+        processes["scorer"] = engine_memory(
+            _shape_of_reference(config, shape),
+            process=PROCESS_BYTES,
+            dtype=config.scorer.dtype,
+            key_bytes=0,
+        )
+    return Estimate(
+        processes=processes,
+        publish_bytes=publish,
+        published_bytes=_NUM_PUBLISHED * publish if inference.data_plane == "shared_memory" else 0,
+        step_products=rows * training_products(shape, training) / train.num_processes,
+        row_tokens=row_tokens,
+        max_model_len=longest,
+        training=training,
+        shape=shape,
+        on_gpus=frozenset(on_gpus) & processes.keys(),
+    )
+
+
+def gpu_needs(
+    config: JobConfig, plan: DevicePlan, gpus: Sequence[Gpu]
+) -> dict[str, dict[str, float]]:
+    """Return for each GPU that a plan names the bytes that each process surely needs there.
+
+    A process by turns needs none of its own: the largest of them counts.
+    """
+    directory = Path(config.model.directory)
+    has_model = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+    estimate = estimate_of(config) if config.model.directory and has_model else None
+    needs: dict[str, dict[str, float]] = {}
+    for process in plan.processes:
+        for rank, entry in enumerate(process.gpus):
+            total = next((gpu.total for gpu in gpus if gpu.is_called(entry)), None)
+            size = _on_device(config, estimate, process.name, rank=rank, total=total or 0)
+            needs.setdefault(entry, {})[process.name] = size
+    if config.placement == "shared":
+        needs = {
+            entry: dict([max(sizes.items(), key=lambda item: item[1])])
+            for entry, sizes in needs.items()
+        }
+    return needs
+
+
+def _on_device(
+    config: JobConfig, estimate: Estimate | None, process: str, *, rank: int, total: int
+) -> float:
+    """Return the bytes of a process on one of its GPUs."""
+    share = config.inference.engine.get("gpu_memory_utilization")
+    if process.startswith("inference") and config.engine == "vllm" and share:
+        return float(share) * total  # vLLM demands so much when it starts
+    name = f"{process}-{rank}" if process == "trainer" and rank else process
+    name = "inference-0" if name == "inference" else name
+    parts = estimate.processes.get(name) if estimate else None
+    model_bytes = parts.total - parts.parts["process"] if parts else 0
+    return _CONTEXT_BYTES + _SURE * model_bytes
+
+
+def _fields_in(directory: Path) -> dict[str, Any]:
+    """Return the fields of a model's config.json that describe its decoder."""
+    content: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    fields: dict[str, Any] = content.get("text_config", content)
+    return fields
+
+
+def _shape_of_reference(config: JobConfig, policy: ModelShape) -> ModelShape:
+    """Return the shape of the scorer's model; the policy's where that is it, or not known."""
+    directory = Path(config.scorer.reference_model)
+    if not config.scorer.reference_model or not any(directory.glob("*.safetensors")):
+        return policy
+    count = num_parameters(directory)
+    return ModelShape.of(_fields_in(directory), num_parameters=count) or policy
+
+
+def _memory_of_replica(config: JobConfig, shape: ModelShape, *, is_tied: bool) -> Parts:
+    """Return the memory of one inference replica."""
+    inference, is_vllm = config.inference, config.engine == "vllm"
+    dtype = inference.dtype or config.dtype
+    concurrent = config.collector.max_groups_in_flight * config.collector.group_size
+    num_tokens = inference.max_model_len * min(inference.max_num_seqs, concurrent)
+    keys = key_bytes(shape, dtype=dtype, num_tokens=num_tokens)
+    memory = engine_memory(
+        shape,
+        process=VLLM_BYTES if is_vllm else PROCESS_BYTES,
+        dtype=dtype,
+        key_bytes=inference.kv_cache_mib << 20 if is_vllm else keys,
+        num_devices=inference.num_devices,
+        packs_head=is_vllm and config.train.device == "cpu" and is_tied,
+    )
+    if config.engine != "transformers" or not config.model.publishes_adapters(inference.data_plane):
+        return memory
+    added = shape.num_parameters * BYTES_OF[config.dtype]
+    return Parts(parts={**memory.parts, "next policy": added})
+
+
+def _num_of_adapter(config: JobConfig, directory: Path) -> int:
+    """Return how many numbers the LoRA adapter has: rank x (inputs + outputs) of each layer."""
+    outer = {"embed_tokens", "lm_head"}
+    total = 0
+    for name, shape in model_shapes(directory).items():
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        is_target = module in config.model.lora_targets if config.model.lora_targets else True
+        if len(shape) == 2 and name.endswith(".weight") and module not in outer and is_target:
+            total += config.model.lora_rank * sum(shape)
+    return total
+
+
+def require_memory(config: JobConfig, available: float) -> None:
+    """Raise InvalidConfig (ROW_LARGER_THAN_MEMORY) where the job needs more memory than there is.
+
+    available: bytes of the machine. A trainer on a GPU is not checked.
+    """
+    estimate = estimate_of(config)
+    if estimate is None or config.train.device != "cpu" or estimate.host_bytes <= available:
+        return
+    trainer = estimate.processes["trainer"]
+    remedies = ["a shorter max_model_len in [inference]", "a smaller model"]
+    if not estimate.training.recomputes:
+        remedies.insert(0, "activation_checkpointing = true in [train]")
+    if not config.model.lora_rank:
+        remedies.append("lora_rank in [model]")
+    raise InvalidConfig(
+        f"The job needs {estimate.host_bytes / _GIB:.1f} GiB of memory, and this machine has "
+        f"{available / _GIB:.1f}. For rows of {estimate.row_tokens} tokens the trainer takes "
+        f"{trainer.total / _GIB:.1f} GiB ({trainer}); one sequence is never split over processes.",
+        reason=Reason.ROW_LARGER_THAN_MEMORY,
+        remedy=f"Set {', '.join(remedies)}, or take a larger machine.",
+    )

@@ -1,0 +1,162 @@
+"""Run a job: start everything, train to the end, check and sum up what happened, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dialoop.clients.trainer import Phase
+from dialoop_services.config.job import (
+    warnings_for_advantages,
+    warnings_for_cache,
+    warnings_for_formats,
+)
+
+from dialoop_ops.stack.layout import service_of
+from dialoop_ops.stack.report import summary
+from dialoop_ops.stack.report.live import LiveView, PhaseProgress
+from dialoop_ops.stack.report.observer import PhaseClock, observing
+from dialoop_ops.stack.report.plot import draw_learning
+from dialoop_ops.stack.report.report import report
+from dialoop_ops.stack.running import running_stack
+
+if TYPE_CHECKING:
+    from dialoop.clients.replay import ReplayStats
+    from dialoop_services.config.job import JobConfig
+    from rich.console import Console
+
+    from dialoop_ops.stack.processes.log_stream import LogStream
+    from dialoop_ops.stack.processes.supervisor import Supervisor
+    from dialoop_ops.stack.report.observer import Observer, Snapshot
+    from dialoop_ops.stack.running import Plan, RunningStack
+
+_POLL_S = 1.0
+
+
+async def train(plan: Plan, log: LogStream, console: Console) -> int:
+    """Run the job and return 0 when every gate holds, else 1. The stack has ended by then."""
+    clock = PhaseClock()
+    config = plan.layout.config
+    log.say("stack", f"run {config.run}, engine {config.engine}")
+    for warning in warnings_for(config):
+        log.say("stack", warning, style="yellow")
+    async with running_stack(plan, log) as stack:
+        log.say("stack", "all services are ready")
+        async with observing(plan.layout) as observer:
+            last = await _until_done(observer, stack.supervisor, clock, LiveView(console, log))
+            stats = await _final_stats(stack, observer)
+        await stack.supervisor.stop_all()
+        clock.record("stopping")
+        rescoring = await _rescore(stack, log, LiveView(console, log))
+        clock.record("re-scoring")
+        restarts = {s.spec.name: s.num_restarts for s in stack.supervisor.services}
+    findings = _findings(plan, stats, last, clock, rescoring, restarts)
+    return _conclude(findings, plan, console)
+
+
+def warnings_for(config: JobConfig) -> tuple[str, ...]:
+    """Return a warning for each setting that works but may be a mistake."""
+    return (
+        *warnings_for_advantages(config),
+        *warnings_for_formats(config),
+        *warnings_for_cache(config),
+    )
+
+
+async def _until_done(
+    observer: Observer, supervisor: Supervisor, clock: PhaseClock, live: LiveView
+) -> Snapshot:
+    """Watch until training is done; a trainer that fails is started again by the supervisor."""
+    clock.record("starting")
+    with live:
+        while True:
+            snapshot = replace(await observer.snapshot(), alarms=supervisor.alarms)
+            clock.record(snapshot.phase.name.lower())
+            live.show(snapshot)
+            if snapshot.phase is Phase.DONE:
+                return snapshot
+            await asyncio.sleep(_POLL_S)
+
+
+async def _final_stats(stack: RunningStack, observer: Observer) -> ReplayStats:
+    """Return the queue's counts after the services that write to it have stopped."""
+    names = [service.spec.name for service in stack.supervisor.services]
+    collectors = [name for name in names if service_of(name) == "collector"]
+    await stack.supervisor.stop(*collectors, "scorer")
+    return await observer.final_stats()
+
+
+async def _rescore(stack: RunningStack, log: LogStream, live: LiveView) -> dict[str, Any]:
+    """Score a sample of the trajectories again under the policy versions that sampled them."""
+    layout = stack.layout
+    run_dir, model = layout.run_dir.path, layout.run_dir.model(layout.config)
+    options = summary.rescoring_options(layout.config)
+    if not options:
+        return dict(summary.NOT_RESCORED)
+    command = (sys.executable, "-m", "dialoop_services.trainer.records.rescore", str(run_dir))
+    # As many threads as the trainer has: more would spin while they wait for each other.
+    options["num_threads"] = layout.config.train.num_threads
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    words = [*command, f"--model-dir={model}", *words]
+    with live:
+        showing = asyncio.create_task(_show_rescoring(log, live))
+        try:
+            code = await stack.supervisor.run_once("rescore", tuple(words))
+        finally:
+            showing.cancel()
+    line = log.last_line("rescore")
+    if code:
+        log.say("stack", f"Trajectories were not re-scored: {line}", style="yellow")
+        return {**summary.NOT_RESCORED, "failure": line}
+    result: dict[str, Any] = json.loads(line)
+    return result
+
+
+async def _show_rescoring(log: LogStream, live: LiveView) -> None:
+    """Show how far the re-scoring is, until cancelled."""
+    while True:
+        await asyncio.sleep(_POLL_S)
+        if progress := rescoring_progress(log.last_line("rescore")):
+            live.show_progress(progress, {})
+
+
+def rescoring_progress(line: str) -> PhaseProgress | None:
+    """Return the progress that a line of the re-scoring tells of; None for other lines."""
+    try:
+        counts = json.loads(line)
+        done, total = int(counts["num_done"]), int(counts["num_total"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return PhaseProgress(name="re-scoring", num_done=done, num_total=total)
+
+
+def _findings(
+    plan: Plan,
+    stats: ReplayStats,
+    last: Snapshot,
+    clock: PhaseClock,
+    rescoring: dict[str, Any],
+    restarts: dict[str, int],
+) -> summary.Findings:
+    return summary.Findings.of_run(
+        plan.layout.run_dir.path,
+        config=plan.layout.config,
+        stats=stats,
+        rescoring=rescoring,
+        seconds_by_phase=clock.seconds,
+        num_sampled_tokens=last.num_sampled_tokens,
+        redis_version=plan.redis_version,
+        num_restarts=restarts,
+        is_resumed=plan.layout.run_dir.is_resumed,
+    )
+
+
+def _conclude(findings: summary.Findings, plan: Plan, console: Console) -> int:
+    run_dir, config = plan.layout.run_dir, plan.layout.config
+    result = summary.conclude(findings, run_dir.path)
+    draw_learning(run_dir.path / "metrics.jsonl", run_dir.path / "learning.png")
+    report(result, run_dir.path, run_dir.model(config), console)
+    return 0 if all(result["gates"].values()) else 1

@@ -1,0 +1,371 @@
+"""Turn a job config into the launch plan: each process's command, variables, address and order."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from dialoop_services.config.settings import CONFIG_VARIABLE, overrides_of
+from dialoop_services.runtime.access.principals import TICKET
+from dialoop_services.runtime.device_lock import DEVICE_LOCK, is_owned
+
+from dialoop_ops.launch.plan import (
+    HEAD,
+    REPLICAS,
+    LaunchPlan,
+    Needs,
+    PlannedProcess,
+)
+from dialoop_ops.stack.processes.child import ServiceSpec
+from dialoop_ops.stack.processes.ports import HOST, choose_ports
+from dialoop_ops.stack.processes.readiness import grpc_alive, grpc_ready
+from dialoop_ops.stack.processes.redis_server import redis_command, redis_service
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dialoop_services.config.file import Override
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.config.settings import JobSettings
+    from dialoop_services.runtime.access.tickets import Authority
+
+    from dialoop_ops.stack.processes.child import Grow, Starter
+    from dialoop_ops.stack.run_dir import RunDir
+
+STOP_ORDER = (
+    "collector",
+    "trainer",
+    "scorer",
+    "inference",
+    "environment",
+    "replay",
+    "redis",
+)
+"""Order in which services stop: producers of work first, the queue's store last."""
+
+FIXED_PORTS = MappingProxyType(
+    {
+        name + door: first + number
+        for door, first in (("", 7000), ("_rest", 8000))
+        for number, name in enumerate(
+            ("environment", "inference", "replay", "scorer", "trainer", "collector"), start=1
+        )
+    }
+)
+"""Ports of a stack without a config, and in containers: gRPC from 7001 on, REST from 8001 on."""
+
+_SEED_STRIDE = 7919
+_EVERYWHERE = "0.0.0.0"
+_READY_TIMEOUT_S = {"inference": 300.0}
+_STOP_GRACE_S = {"trainer": 45.0, "inference": 30.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The processes of a stack: the address of each, and the settings that it gets."""
+
+    config: JobConfig
+    run_dir: RunDir
+    ports: Mapping[str, int]
+    redis_url: str = ""
+    authority: Authority | None = None
+    """Who signs the tickets of the processes; None where the job has no token."""
+    memory: Path | None = None
+    devices: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Variables of each process that the plan of the devices gives it."""
+    needs: Mapping[str, Needs] = field(default_factory=dict)
+    """What the plan of the devices keeps for each process."""
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    """Address of each process's machine, where others than this one have to reach it."""
+    starters: Mapping[str, Starter] = field(default_factory=dict)
+    """What starts the processes that run elsewhere."""
+    grow: Grow | None = None
+    """What makes room elsewhere for a process that is added; None: it is added here."""
+    config_file: str = ""
+    """Job file that the processes read by themselves; empty: variables have all its values."""
+    redis_program: str = ""
+    """The Redis that the stack starts itself; empty: none."""
+    folder: Path | None = None
+    """Where the services work, so where relative paths and modules of the config are; None: here.
+    """
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Return the names of the inference processes."""
+        return replica_names(self.config)
+
+    def model_to_make(self) -> Path | None:
+        """Return where to make the tiny model; None if it is there, or the config names another."""
+        directory = self.run_dir.model(self.config)
+        is_there = self.config.model.directory or (directory / "model.safetensors").is_file()
+        return None if is_there else directory
+
+    def address(self, name: str) -> str:
+        """Return host:port of a process."""
+        return f"{self._host(name)}:{self.ports[name]}"
+
+    def rest_address(self, name: str) -> str:
+        """Return host:port of the REST door of a process."""
+        return f"{self._host(name)}:{self.ports[rest_name(name)]}"
+
+    def _host(self, name: str) -> str:
+        return self.hosts.get(name, HOST)
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Return the names of the processes that are Dialoop's services, in any order."""
+        return tuple(name for name in self.ports if rest_name(name) in self.ports)
+
+    def launch_plan(self) -> LaunchPlan:
+        """Return the plan of all processes, which every launcher starts them from."""
+        first = ("redis",) if self.redis_program else ()
+        processes = (self.process(name) for name in (*first, *self.services))
+        return LaunchPlan(run=self.config.run, processes=tuple(processes))
+
+    def process(self, name: str) -> PlannedProcess:
+        """Return the plan of the process `name` (`inference-1` is the second replica)."""
+        if name == "redis":
+            return self._redis()
+        service = service_of(name)
+        return PlannedProcess(
+            name=name,
+            role=service,
+            command=(sys.executable, "-m", *self._program(service)),
+            variables=self._variables_of(name),
+            address=self.address(name),
+            rest_address=self.rest_address(name),
+            needs=self.needs.get(name, Needs()),
+            group=REPLICAS if service == "inference" else HEAD,
+            after=self._after(service),
+            needs_model=service == "inference",
+            ready_timeout_s=_READY_TIMEOUT_S.get(service, 120.0),
+            hang_timeout_s=self.config.hang_timeout_s,
+            stop_grace_s=_STOP_GRACE_S.get(service, 20.0),
+            stop_rank=STOP_ORDER.index(service),
+        )
+
+    def _redis(self) -> PlannedProcess:
+        return PlannedProcess(
+            name="redis",
+            role="redis",
+            command=redis_command(self.redis_program, **self._redis_place),
+            address=self.address("redis"),
+            ready_timeout_s=30.0,
+            hang_timeout_s=self.config.hang_timeout_s,
+            stop_rank=STOP_ORDER.index("redis"),
+        )
+
+    @property
+    def _redis_place(self) -> dict[str, Any]:
+        return {"port": self.ports["redis"], "directory": self.run_dir.path / "redis"}
+
+    def _after(self, service: str) -> tuple[str, ...]:
+        """Return the processes that must be ready before one of the service starts.
+
+        Each starts as early as it can: vLLM takes half a minute, and the trainer warms up.
+        """
+        if service == "replay" and self.redis_program:
+            return ("redis",)
+        if service == "scorer":
+            return ("replay", "environment", "trainer", *self.replicas)
+        return ("scorer",) if service == "collector" else ()
+
+    def _variables_of(self, name: str) -> dict[str, str]:
+        """Return all variables that a process gets beside those of its machine."""
+        service = service_of(name)
+        variables = (
+            self.environment_of(name)
+            | dict(self.devices.get(name, {}))
+            | {
+                f"DIALOOP_{service.upper()}_PORT": str(self.ports[name]),
+                f"DIALOOP_{service.upper()}_REST_PORT": str(self.ports[rest_name(name)]),
+                "DIALOOP_RUN": self.run_dir.run_id,
+                # Empty: the variables already hold all values of the file.
+                CONFIG_VARIABLE: self.config_file,
+            }
+        )
+        if name in self.hosts:  # of several machines, so it listens to all; a token is required
+            variables[f"DIALOOP_{service.upper()}_HOST"] = _EVERYWHERE
+        if self.folder is not None:
+            # Modules are looked up in the config's folder first, then where the command started.
+            path = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH109
+            variables["PYTHONPATH"] = os.pathsep.join(str(Path(p).resolve()) for p in path if p)
+        if service == "trainer":  # replace the variables of a torchrun that may run this stack
+            variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        return variables
+
+    def spec(self, name: str) -> ServiceSpec:
+        """Return how the supervisor starts the process `name` and tells that it is well."""
+        process = self.process(name)
+        if name == "redis":
+            password = urlsplit(self.redis_url).password or ""
+            spec = redis_service(self.redis_program, **self._redis_place, password=password)
+        else:
+            spec = ServiceSpec(
+                name=name,
+                command=process.command,
+                environment={**process.variables, **self._ticket_of(name)},
+                folder=self.folder,
+                address=process.address,
+                rest_address=process.rest_address,
+                is_ready=grpc_ready(process.address),
+                is_held_up=self._held_up(process.role),
+                starter=self.starters.get(name),
+                is_alive=grpc_alive(process.address),
+            )
+        return replace(
+            spec,
+            ready_timeout_s=process.ready_timeout_s,
+            hang_timeout_s=process.hang_timeout_s,
+            stop_grace_s=process.stop_grace_s,
+            stop_rank=process.stop_rank,
+            restart=process.restart,
+        )
+
+    def _ticket_of(self, name: str) -> dict[str, str]:
+        """Return the variable with the ticket of a process; none where the job has no token."""
+        if self.authority is None:
+            return {}
+        role = service_of(name)
+        # Collectors choose their names themselves, a new one at each start.
+        own = "" if role == "collector" else name
+        ticket = self.authority.issue(run=self.run_dir.run_id, role=role, name=own)
+        return {TICKET: ticket.text()}
+
+    def _program(self, service: str) -> tuple[str, ...]:
+        """Return the module to run, with its arguments."""
+        num_processes = self.config.train.num_processes
+        if service == "trainer" and num_processes > 1:
+            return ("dialoop_services.trainer.learner.launch", str(num_processes))
+        return (f"dialoop_services.{service}",)
+
+    def environment_of(self, name: str) -> dict[str, str]:
+        """Return the variables of a process, without its ports."""
+        prefix = f"DIALOOP_{service_of(name).upper()}_"
+        return {f"{prefix}{key.upper()}": _text(v) for key, v in self.values_of(name).items()}
+
+    def values_of(self, name: str) -> dict[str, object]:
+        """Return the settings of a process without its ports: the job's, and addresses and files.
+
+        Settings without a value, as `stop_at`, are left out.
+        """
+        job = {} if self.config_file else settings_of(service_of(name)).of_job(self.config)
+        values = job | self._places_of(name)
+        return {key: value for key, value in values.items() if value is not None}
+
+    def _places_of(self, name: str) -> dict[str, object]:
+        """Return the addresses, files and names that a process needs."""
+        of_run = {"run": self.run_dir.run_id, "replay_address": self.address("replay")}
+        model = {"model_dir": self.run_dir.model(self.config).resolve()}
+        service = service_of(name)
+        if service == "replay":
+            redis = {"redis_url": self.redis_url} if self.config.store == "redis" else {}
+            return {**model, **redis}
+        if service == "environment":
+            return {**model, "inference_address": self.address("inference")}
+        if service == "inference":
+            # Whatever brings the policies, a replica that starts reads the newest one from here.
+            weights: dict[str, object] = {
+                "weights_root": self.memory or self.run_dir.policies.resolve()
+            }
+            if name in self.hosts and not self.config.launch.shared_folder:
+                weights = {"awaits_policy": True}
+            own = {**of_run, "name": name, "seed": self._seed_of(name)}
+            if name in self.hosts:
+                own["advertised_address"] = self.address(name)
+            return {**model, **weights, **self._device_lock(), **own}
+        if service == "scorer":
+            reference = self.config.scorer.reference_model
+            return {**of_run, **({"model_dir": Path(reference).resolve()} if reference else model)}
+        common: dict[str, object] = {
+            **of_run,
+            "run_dir": self.run_dir.path.resolve(),
+            "environment_address": self.address("environment"),
+            "inference_addresses": [self.address(replica) for replica in self.replicas],
+        }
+        if service == "trainer":
+            memory = {"shared_memory_dir": self.memory} if self.memory else {}
+            made = {} if self.config.model.directory else {"tiny_model_seed": self.config.seed}
+            return {**common, **model, **made, **self._device_lock(), **memory}
+        sections = self.config.all_environments
+        if any(section.play != "chat" for section in sections):
+            common |= model
+        if any(section.agent for section in sections):
+            common["inference_rest_addresses"] = [self.rest_address(r) for r in self.replicas]
+        return common
+
+    def _seed_of(self, replica: str) -> int:
+        """Return a seed for the replica: replicas with one seed would sample the same."""
+        return self.config.seed + _SEED_STRIDE * int(replica.partition("-")[2] or 0)
+
+    def _held_up(self, service: str) -> Callable[[], bool] | None:
+        """Return whether a starting replica must wait because the trainer has the device."""
+        lock = self._device_lock().get("device_lock")
+        if service != "inference" or not isinstance(lock, Path):
+            return None
+        return partial(is_owned, lock)
+
+    def _device_lock(self) -> dict[str, object]:
+        """Return the lock file by which trainer and replicas share a device."""
+        if self.config.placement == "split":
+            return {}
+        return {"device_lock": self.run_dir.path.resolve() / DEVICE_LOCK}
+
+
+def settings_of(service: str) -> type[JobSettings]:
+    """Return the settings class of a service, imported by name since a stack imports no service."""
+    module = import_module(f"dialoop_services.{service}.settings")
+    kind: type[JobSettings] = getattr(module, f"{service.title()}Settings")
+    return kind
+
+
+def variables_of_tables(environment: Mapping[str, str]) -> list[Override]:
+    """Return the keys of the job file that variables of its services override."""
+    services = {name.split("_")[1].lower() for name in environment if name.startswith("DIALOOP_")}
+    return overrides_of(environment, [settings_of(name) for name in STOP_ORDER if name in services])
+
+
+def service_of(name: str) -> str:
+    """Return the service of a process: `inference` of `inference-1`."""
+    return name.partition("-")[0]
+
+
+def replica_names(config: JobConfig) -> tuple[str, ...]:
+    """Return inference, inference-1, inference-2, ...: a name for each replica."""
+    more = (f"inference-{index}" for index in range(1, config.inference.num_replicas))
+    return ("inference", *more)
+
+
+def rest_name(name: str) -> str:
+    """Return the name under which the REST port of a process is kept: `inference-1_rest`."""
+    return f"{name}_rest"
+
+
+def ports_of(config: JobConfig, *, with_redis: bool) -> dict[str, int]:
+    """Choose every port before anything starts; InvalidConfig when a fixed one is taken."""
+    wanted = config.ports.model_dump()
+    for door in (str, rest_name):
+        first = wanted[door("inference")]
+        for index, name in enumerate(replica_names(config)):
+            wanted[door(name)] = first + index if first else 0
+    if not with_redis:
+        del wanted["redis"]
+    if not config.console:
+        del wanted["console"]
+    return choose_ports(wanted)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (dict, list, tuple)):
+        return json.dumps(value)
+    return str(value)

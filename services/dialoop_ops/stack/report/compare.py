@@ -1,0 +1,192 @@
+"""Compare finished runs: means over seeds with intervals, and differences of variants.
+
+`python -m dialoop_ops.stack.report.compare RUN_DIR... [--json]`
+
+Runs whose configs differ in `seed`, `run` and `[ports]` alone are the seeds of one variant. The
+first variant is the baseline. A difference is paired by seed where both variants ran the same seeds
+(two or more), else it is Welch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import DialoopError, NotFound
+from dialoop.reasons import Reason
+from dialoop_services.runtime.process import end_command
+from rich.console import Console
+from rich.table import Table
+
+from dialoop_ops.runs.intervals import Interval, difference_of, mean_of, paired_difference
+from dialoop_ops.runs.run_config import compare_configs, flat_config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+FIGURES = (
+    "heldout_greedy_before",
+    "heldout_greedy_after",
+    "heldout_sampled_before",
+    "heldout_sampled_after",
+    "heldout_sampled_gain",
+    "tool_call_rate_after",
+    "num_train_steps",
+    "num_trained_tokens",
+    "wall_s",
+    "cpu_s",
+)
+"""Figures of summary.json that are compared."""
+_OWN, _OWN_TABLES = ("run", "seed"), ("ports.", "versions.", "started_with.")
+"""Keys, and tables, in which seeds of one variant may differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """Runs with one config, `#1` the first. `settings`: what another variant has otherwise."""
+
+    name: str
+    runs: tuple[str, ...]
+    settings: Mapping[str, str]
+    by_seed: Mapping[str, Mapping[str, float]]
+    """Figure -> seed -> value; figures that a run does not have are left out."""
+
+    def mean(self, figure: str) -> Interval | None:
+        """Return the figure's mean over the seeds; None where no run has it."""
+        values = self.by_seed.get(figure, {})
+        return mean_of(list(values.values())) if values else None
+
+    def minus(self, baseline: Variant, figure: str) -> Interval | None:
+        """Return by how much the figure's mean is above the baseline's."""
+        own, other = self.by_seed.get(figure, {}), baseline.by_seed.get(figure, {})
+        if not own or not other:
+            return None
+        if len(own) > 1 and own.keys() == other.keys():
+            return paired_difference(own, other)
+        return difference_of(list(own.values()), list(other.values()))
+
+
+def variants_of(run_dirs: Sequence[Path]) -> tuple[Variant, ...]:
+    """Return the variants in the order of their first runs.
+
+    Raises NotFound (RUN_NOT_FOUND) for a run that has not ended, and for what is no run.
+    """
+    summaries = [_summary_of(run_dir) for run_dir in run_dirs]
+    configs = [_settings_of(run_dir) for run_dir in run_dirs]
+    differing = [line.key for line in compare_configs(configs) if line.differs]
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for number, config in enumerate(configs):
+        settings = tuple((key, config.get(key, "-")) for key in differing)
+        groups.setdefault(settings, []).append(number)
+    return tuple(
+        Variant(
+            name=f"#{place}",
+            runs=tuple(run_dirs[number].name for number in numbers),
+            settings=dict(settings),
+            by_seed=_figures([summaries[number] for number in numbers]),
+        )
+        for place, (settings, numbers) in enumerate(groups.items(), start=1)
+    )
+
+
+def compare(run_dirs: Sequence[Path], console: Console) -> None:
+    """Print the comparison as tables."""
+    variants = variants_of(run_dirs)
+    for variant in variants:
+        changed = ", ".join(f"{key} = {value}" for key, value in variant.settings.items())
+        console.print(f"{variant.name}: {', '.join(variant.runs)}", soft_wrap=True)
+        if changed:
+            console.print(f"  {changed}", soft_wrap=True, highlight=False)
+    table = Table("", *(variant.name for variant in variants), box=None, padding=(0, 2, 0, 0))
+    baseline, *others = variants
+    for other in others:
+        table.add_column(f"{other.name} - {baseline.name}")
+    for figure in FIGURES:
+        cells = [variant.mean(figure) for variant in variants]
+        cells += [other.minus(baseline, figure) for other in others]
+        if any(cells):
+            table.add_row(figure, *("-" if cell is None else str(cell) for cell in cells))
+    console.print(table)
+    console.print("Means with 95 % confidence intervals over seeds, by Student's t.")
+
+
+def as_json(run_dirs: Sequence[Path]) -> dict[str, Any]:
+    """Return the comparison as `--json` prints it."""
+    variants = variants_of(run_dirs)
+    baseline, *others = variants
+    return {
+        "variants": [
+            asdict(variant) | {"means": _numbers({name: variant.mean(name) for name in FIGURES})}
+            for variant in variants
+        ],
+        "differences": [
+            {"of": other.name, "minus": baseline.name}
+            | _numbers({name: other.minus(baseline, name) for name in FIGURES})
+            for other in others
+        ],
+    }
+
+
+def _numbers(intervals: Mapping[str, Interval | None]) -> dict[str, Any]:
+    return {name: asdict(value) for name, value in intervals.items() if value is not None}
+
+
+def _summary_of(run_dir: Path) -> dict[str, Any]:
+    try:
+        summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text("utf-8"))
+        summary["gates"], summary["seed"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise NotFound(
+            f"{run_dir} is no run that has ended: it has no whole summary.json.",
+            reason=Reason.RUN_NOT_FOUND,
+            remedy="Wait for its end, or go on with it by `dialoop train`. `dialoop console` "
+            "compares running ones.",
+        ) from None
+    return summary
+
+
+def _settings_of(run_dir: Path) -> dict[str, str]:
+    config = flat_config(run_dir)
+    return {k: v for k, v in config.items() if k not in _OWN and not k.startswith(_OWN_TABLES)}
+
+
+def _figures(summaries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    figures: dict[str, dict[str, float]] = {}
+    for summary in summaries:
+        for name in FIGURES:
+            if summary.get(name) is not None:
+                figures.setdefault(name, {})[_key_of(summary, figures.get(name, {}))] = float(
+                    summary[name]
+                )
+    return figures
+
+
+def _key_of(summary: Mapping[str, Any], taken: Mapping[str, float]) -> str:
+    """Return the run's seed, or its name too where another run had the same seed."""
+    seed = str(summary["seed"])
+    return seed if seed not in taken else f"{seed} ({summary['run']})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return 0, or 2 for an error in the arguments."""
+    parser = argparse.ArgumentParser(prog="dialoop compare", description=__doc__)
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(arguments)
+    try:
+        if options.json:
+            sys.stdout.write(json.dumps(as_json(options.run_dirs), indent=2) + "\n")
+        else:
+            compare(options.run_dirs, Console())
+    except DialoopError as error:
+        sys.stderr.write(f"dialoop: {error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    end_command(main)

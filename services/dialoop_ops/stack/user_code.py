@@ -1,0 +1,284 @@
+"""Check what a config names of the user's own code: environments, agents, rewards, the loss ...
+
+Environments, agents, rewards and the advantage estimator are imported, as the services import them.
+A loss, an optimiser, a data plane and trackers are looked up in their source instead, since
+importing them may import torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dialoop.agents import load_agent
+from dialoop.environments import ChatEnv, load_environment
+from dialoop.errors import InvalidConfig
+from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
+from dialoop_extras.text_environment.setups import load_text_setup
+from dialoop_services.collector.token_episodes import load_token_play
+from dialoop_services.config.losses import LOSSES, facts_of
+from dialoop_services.config.tables import DATA_PLANES, OPTIMIZERS
+from dialoop_services.config.values import did_you_mean
+from dialoop_services.scorer.estimator import load_estimator
+from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from importlib.machinery import ModuleSpec
+
+    from dialoop.environments import Environment
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.config.tables import EnvironmentSection
+
+_LOSSES = "dialoop_learning.loss.losses"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a name in the config is of: how errors call it, and the names that need no path."""
+
+    what: str
+    reason: Reason
+    built_in: Collection[str] = ()
+
+
+_LOSS = _Kind("loss", Reason.UNKNOWN_LOSS, LOSSES)
+_OPTIMIZER = _Kind("optimiser", Reason.OPTIMIZER_NOT_FOUND, OPTIMIZERS)
+_DATA_PLANE = _Kind("data plane", Reason.DATA_PLANE_NOT_FOUND, DATA_PLANES)
+_TRACKER = _Kind("tracker", Reason.TRACKER_NOT_FOUND)
+
+
+@contextmanager
+def working_in(folder: Path | None) -> Iterator[None]:
+    """Import and read files as a service does that works in `folder`; None changes nothing."""
+    if folder is None:
+        yield
+        return
+    before, path = Path.cwd(), list(sys.path)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+
+
+def load_environments(config: JobConfig) -> tuple[Environment, ...]:
+    """Return the config's environments; raise InvalidConfig for one that cannot do its part."""
+    environments = []
+    for section in config.all_environments:
+        environment = load_environment(section.kind, section.arguments)
+        if section.name and section.name != environment.name:
+            raise InvalidConfig(
+                f"name is {section.name!r} in [environment], and the environment that "
+                f"{section.kind} makes is called {environment.name!r}.",
+                reason=Reason.ENVIRONMENT_NOT_FOUND,
+                remedy="Leave name out, or set it to that.",
+            )
+        _check_splits(config, section, environment)
+        if isinstance(environment, ChatEnv):
+            environment.rehearse()
+        if config.train.mode == "rl":
+            load_token_play(section, environment)
+        environments.append(environment)
+    names = [environment.name for environment in environments]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InvalidConfig(
+            f"Two environments are called {twice!r}.",
+            remedy="Leave one out, or give it another name where it is made.",
+        )
+    return tuple(environments)
+
+
+def _check_splits(config: JobConfig, section: EnvironmentSection, environment: Environment) -> None:
+    trains = config.train.num_steps or config.warm_start.num_steps
+    wanted = [section.train_split] if trains else []
+    if config.evaluation.num_tasks and section is config.environment and config.train.mode == "rl":
+        wanted.append(section.heldout_split)
+    splits = environment.tasks.splits
+    for split in wanted:
+        if split not in splits:
+            raise InvalidConfig(
+                f"The environment {environment.name} has no split {split!r}.",
+                reason=Reason.SPLIT_NOT_FOUND,
+                remedy=f"Choose one of {', '.join(splits)}, or set heldout_file, or set "
+                "evaluation.num_tasks to 0.",
+            )
+
+
+def check_demonstrations(config: JobConfig, environment: Environment) -> None:
+    """Raise InvalidConfig where the demonstrations to train on are missing or malformed."""
+    is_sft, warm_start = config.train.mode == "sft", config.warm_start
+    files = (config.sft.file, config.sft.heldout_file) if is_sft else (warm_start.file,)
+    is_needed = config.train.num_steps if is_sft else warm_start.num_steps
+    if not is_needed:
+        return
+    for file in filter(None, files):
+        numbered_demonstrations(file)
+    demonstrates = isinstance(environment, ChatEnv) and environment.demonstrate is not None
+    if not files[0] and not demonstrates:
+        raise InvalidConfig(
+            f"The environment {environment.name} has no demonstrations.",
+            reason=Reason.NO_DEMONSTRATIONS,
+            remedy="Name a file in [sft]."
+            if is_sft
+            else "Name a file in [warm_start], or set its num_steps to 0.",
+        )
+
+
+def check_functions(config: JobConfig) -> None:
+    """Raise InvalidConfig for an agent, reward or text environment that cannot be imported."""
+    for section in config.all_environments:
+        if section.agent:
+            load_agent(section.agent, section.options)
+        for use in section.text_environments:
+            load_text_setup(use)
+    for reward in config.scorer.rewards:
+        function = load_attribute(
+            reward.use, what="reward function", reason=Reason.REWARD_NOT_FOUND
+        )
+        if not callable(function):
+            raise InvalidConfig(
+                f"The reward '{reward.use}' is not a function.",
+                reason=Reason.REWARD_NOT_FOUND,
+                remedy="Name a function that takes a group and returns a value per trajectory.",
+            )
+    load_estimator(config.scorer.advantage_estimator)
+
+
+def check_sources(config: JobConfig) -> None:
+    """Raise InvalidConfig for an optimiser, data plane or tracker that its module does not have."""
+    names = [
+        (_OPTIMIZER, config.train.optimizer),
+        (_DATA_PLANE, config.inference.data_plane),
+        *((_TRACKER, name) for name in config.trackers.use),
+    ]
+    for kind, name in names:
+        if name not in kind.built_in:
+            _parameters_of(kind, name)
+
+
+def check_loss(config: JobConfig) -> None:
+    """Raise InvalidConfig for a loss that does not exist, or an option that it does not take."""
+    name = config.train.loss
+    is_built_in = name in LOSSES
+    path = f"{_LOSSES}:{facts_of(name).formula or name}" if is_built_in else name
+    parameters = _parameters_of(_LOSS, path)
+    if parameters is None:
+        return  # only running the module tells which function this is
+    options = parameters[1:]  # after the loss inputs
+    for option in config.train.loss_options:
+        if option not in options:
+            raise InvalidConfig(
+                f"The loss {name} has no option {option!r}.",
+                reason=Reason.UNKNOWN_LOSS_OPTION,
+                remedy=f"{did_you_mean(option, options).capitalize()}"
+                f"It takes {', '.join(options) or 'none'}.",
+            )
+
+
+def _parameters_of(kind: _Kind, path: str) -> tuple[str, ...] | None:
+    """Return the names of a function's parameters; None where its source does not tell."""
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise _cannot_load(kind, path, "it is no import path")
+    loaded = getattr(sys.modules.get(module), attribute, None)
+    if inspect.isfunction(loaded):
+        return tuple(inspect.signature(loaded).parameters)
+    tree = _source_of(kind, path, module)
+    if tree is None or "." in attribute:
+        return None
+    names: list[str] = []
+    for statement in _top_level(tree.body):
+        if isinstance(statement, ast.FunctionDef) and statement.name == attribute:
+            return _names_of(statement.args)
+        names += _bound_by(statement)
+    if attribute in names or "*" in names or "__getattr__" in names:
+        return None
+    hint = did_you_mean(attribute, names).capitalize()
+    raise _cannot_load(kind, path, f"{module} has no {attribute}", hint=hint)
+
+
+def _source_of(kind: _Kind, path: str, module: str) -> ast.Module | None:
+    spec = find_module(module)
+    if spec is None:
+        raise _cannot_load(kind, path, f"there is no module {module}")
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    try:
+        return ast.parse(Path(spec.origin).read_text("utf-8"))
+    except SyntaxError as error:
+        raise InvalidConfig(
+            f"The {kind.what} '{path}' cannot be loaded: {spec.origin}, line {error.lineno}: "
+            f"{error.msg}.",
+            reason=kind.reason,
+            remedy="Correct that line.",
+        ) from error
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Return where a module lies, without importing the packages that it lies in."""
+    parts = name.split(".")
+    try:
+        spec = importlib.util.find_spec(parts[0])
+    except ValueError:  # of a module that was made by hand
+        return None
+    for number in range(2, len(parts) + 1):
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        path = ".".join(parts[:number])
+        spec = PathFinder.find_spec(path, spec.submodule_search_locations)
+    return spec
+
+
+def _cannot_load(kind: _Kind, path: str, why: str, *, hint: str = "") -> InvalidConfig:
+    built_in = "".join(f"{name}, " for name in kind.built_in)
+    return InvalidConfig(
+        f"The {kind.what} '{path}' cannot be loaded: {why}.",
+        reason=kind.reason,
+        remedy=f"{hint}Use {built_in}{built_in and 'or '}module:attribute; the module must lie "
+        "beside the config, in the current folder or on PYTHONPATH.",
+    )
+
+
+def _top_level(body: Collection[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, also those inside `if` and `try`."""
+    for statement in body:
+        yield statement
+        for name in ("body", "orelse", "finalbody", "handlers"):
+            if isinstance(statement, (ast.If, ast.Try, ast.ExceptHandler)):
+                yield from _top_level(getattr(statement, name, []))
+
+
+def _bound_by(statement: ast.stmt) -> list[str]:
+    """Return the names that a statement of a module binds; "*" for all names of another module."""
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [statement.name]
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return [alias.asname or alias.name for alias in statement.names]
+    targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+    return [
+        node.id
+        for target in targets
+        if target
+        for node in ast.walk(target)
+        if isinstance(node, ast.Name)
+    ]
+
+
+def _names_of(arguments: ast.arguments) -> tuple[str, ...] | None:
+    if arguments.kwarg is not None:
+        return None
+    groups = (arguments.posonlyargs, arguments.args, arguments.kwonlyargs)
+    return tuple(argument.arg for group in groups for argument in group)
