@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.clients.channel import Channel
@@ -178,7 +179,9 @@ class World:
                 await asyncio.sleep(0.02)
 
     @asynccontextmanager
-    async def collecting(self, policy, *, players=(), **overrides) -> AsyncIterator[Counters]:
+    async def collecting(
+        self, policy, *, players=MappingProxyType({}), **overrides
+    ) -> AsyncIterator[Counters]:
         """A collector at work until leaving; `players` play where they are named."""
         settings = CollectorSettings(
             **{"run": RUN, "worker": "w", "group_size": 2, "page_size": 4, "wait_s": 0.2}

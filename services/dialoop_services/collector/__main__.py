@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import zip_longest
+from types import MappingProxyType
 
 from dialoop.agents import AgentHost
 from dialoop.clients.channel import Channel
@@ -19,19 +20,22 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.tls import rest_scheme
 
-from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
+from dialoop_services.collector.agents import AgentPlayer, RecordingReplicas, load_agents
 from dialoop_services.collector.collector import Beside, Collector
 from dialoop_services.collector.counters import Counters, path_of_counts, read_training_turns
-from dialoop_services.collector.player import GroupPlayer
-from dialoop_services.collector.replicas import CautiousGroups, Replicas, RetryingSessions
+from dialoop_services.collector.player import GroupPlayer, MakePlayer, TaskPlayer
+from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.routing import RoutingCounts
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
-from dialoop_services.collector.token_episodes import TokenEpisodes
+from dialoop_services.collector.token_episodes import TokenPlayer
 from dialoop_services.runtime import Connect, Host, OwnProcess, load, run
 from dialoop_services.runtime.fleet import Fleet, follow, membership, reachable_address
 
 ENVIRONMENT, REPLAY = "environment", "replay"
+TOKEN_PLAYERS: Mapping[str, MakePlayer] = MappingProxyType(
+    {"trial": TokenPlayer.of, "text": TokenPlayer.of}
+)
 
 
 async def serve() -> None:
@@ -66,8 +70,12 @@ async def make_collector(
     connect: Connect,
     exits: AsyncExitStack,
     routing: RoutingCounts | None = None,
+    makers: Mapping[str, MakePlayer] = TOKEN_PLAYERS,
 ) -> Collector:
-    """Return a collector; `exits` closes its connections."""
+    """Return a collector; `exits` closes its connections.
+
+    `makers` make the players of the kinds of tasks that `play` names in [environment].
+    """
 
     async def channel(address: str, role: str, retry: RetryPolicy | None = None) -> Channel:
         return await exits.enter_async_context(connect(address, role, retry=retry))
@@ -75,12 +83,11 @@ async def make_collector(
     retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
     environment = EnvironmentClient(await channel(settings.environment_address, ENVIRONMENT))
     replay = ReplayClient(await channel(settings.replay_address, REPLAY))
-    # One attempt per replica: the second one goes to the next replica. And the groups' player tries
-    # again itself, so its channel must not add attempts to what may end the service.
+    # RetryingSessions try again themselves: their channel must not add attempts to what may end the
+    # service.
     once = RetryPolicy(max_attempts=1)
-    groups = EnvironmentClient(await channel(settings.environment_address, ENVIRONMENT, once))
-    sessions = RetryingSessions(environment, retry_policy)
-    agents = load_agents(settings)
+    tried_once = EnvironmentClient(await channel(settings.environment_address, ENVIRONMENT, once))
+    sessions = RetryingSessions(tried_once, retry_policy)
     policy = Replicas((), retry_policy, routing)
     recordings = RecordingReplicas((), retry_policy)
     registry = RegistryClient(await channel(settings.replay_address, REPLAY))
@@ -98,8 +105,7 @@ async def make_collector(
         member_retries=settings.member_retries,
         max_turns=settings.max_turns,
         retry_policy=retry_policy,
-        players=(Agents(agents, host), TokenEpisodes.of(settings, policy)),
-        groups=CautiousGroups(groups),
+        players=_task_players(settings, host, makers),
     )
     return Collector(
         settings,
@@ -112,6 +118,19 @@ async def make_collector(
     )
 
 
+def _task_players(
+    settings: CollectorSettings, host: AgentHost, makers: Mapping[str, MakePlayer]
+) -> dict[str, TaskPlayer]:
+    """Return the player of each environment whose tasks are not played as chats."""
+    players = {
+        section.served_name: makers[section.play](section, settings)
+        for section in settings.sections
+        if section.play != "chat"
+    }
+    agents = load_agents(settings)
+    return players | {name: AgentPlayer(agent, host) for name, agent in agents.items()}
+
+
 async def _follow_replicas(
     settings: CollectorSettings,
     policy: Replicas,
@@ -121,7 +140,7 @@ async def _follow_replicas(
     exits: AsyncExitStack,
 ) -> tuple[Beside, ...]:
     """Send requests to the replicas of the settings; return what follows the registry instead."""
-    once = RetryPolicy(max_attempts=1)
+    once = RetryPolicy(max_attempts=1)  # the second attempt goes to the next replica
     fleet = Fleet(lambda m: connect(m.address, m, retry=once), _clients_of)
     exits.push_async_callback(fleet.close)
 

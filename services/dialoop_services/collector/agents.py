@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.agents import Agent, AgentConnection, AgentHost, Recordings
+    from dialoop.episode import Policy
     from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
 
     from dialoop_services.collector.settings import CollectorSettings
 
 
-class Agents:
-    """The agents by the environment whose tasks they play."""
+@dataclass(frozen=True, slots=True)
+class AgentPlayer:
+    """Plays an environment's tasks with its agent. Satisfies `player.TaskPlayer`."""
 
-    def __init__(self, agents: Mapping[str, Agent], host: AgentHost) -> None:
-        self._agents = dict(agents)
-        self._host = host
+    agent: Agent
+    host: AgentHost
 
-    def __contains__(self, environment: str) -> bool:
-        return environment in self._agents
-
-    async def play(self, task: Task, *, group_id: str, sampling: SamplingParams) -> Trajectory:
-        """Run the environment's agent once and return the recorded trajectory."""
+    async def play(
+        self, task: Task, *, policy: Policy, group_id: str, sampling: SamplingParams
+    ) -> Trajectory:
+        """Run the agent once and return the recorded trajectory; it asks by its recording."""
         return await play_agent(
             task,
-            agent=self._agents[task.environment],
-            host=self._host,
+            agent=self.agent,
+            host=self.host,
             group_id=group_id,
             # An environment's stop strings mean nothing to an agent.
             sampling=replace(sampling, stop=task.sampling.stop),

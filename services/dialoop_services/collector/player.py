@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from dialoop.clients.errors import DEATHS
 from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy
@@ -12,19 +14,18 @@ from dialoop.reasons import DropReason, Reason
 from dialoop.rollout import play, sampling_of_member
 from dialoop.trajectory import Failure, Owner, SamplingParams, Task, Trajectory
 
-from dialoop_services.collector.batched_group import BatchedGroup
 from dialoop_services.collector.replicas import policy_of_group
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Mapping
 
     from dialoop.clients.replay import TaskLease
     from dialoop.episode import Policy, Sessions
 
-    from dialoop_services.collector.batched_group import Groups
     from dialoop_services.collector.counters import Counters
+    from dialoop_services.collector.settings import CollectorSettings
+    from dialoop_services.config.tables import EnvironmentSection
 
-_SEVERAL = 2
 _NAMED = frozenset({Reason.ANSWER_TIMED_OUT, Reason.DEADLINE_EXCEEDED, *DEATHS})
 
 
@@ -81,19 +82,21 @@ class PlayedMember:
 
 
 class TaskPlayer(Protocol):
-    """Plays whole episodes of some environments: agents, or trials and text episodes."""
+    """Plays the tasks of an environment in a way of its own: with an agent, as trials, as texts."""
 
-    def __contains__(self, environment: str) -> bool:
-        """Return whether it plays this environment's tasks."""
-        ...
-
-    async def play(self, task: Task, *, group_id: str, sampling: SamplingParams) -> Trajectory:
+    async def play(
+        self, task: Task, *, policy: Policy, group_id: str, sampling: SamplingParams
+    ) -> Trajectory:
         """Play a task once; what goes wrong is a failure of the trajectory."""
         ...
 
 
+MakePlayer: TypeAlias = Callable[["EnvironmentSection", "CollectorSettings"], TaskPlayer]
+"""A function that makes the player of an environment's section."""
+
+
 class GroupPlayer:
-    """Plays rounds on an environment and a policy."""
+    """Plays rounds on an environment and a policy; `players` by the environment they play."""
 
     def __init__(  # noqa: PLR0913 - its parts
         self,
@@ -104,11 +107,9 @@ class GroupPlayer:
         member_retries: int,
         max_turns: int,
         retry_policy: RetryPolicy,
-        players: Iterable[TaskPlayer] = (),
-        groups: Groups | None = None,
+        players: Mapping[str, TaskPlayer] = MappingProxyType({}),
     ) -> None:
-        self._players = tuple(players)
-        self._groups = groups
+        self._players = players
         self._sessions = sessions
         self._policy = policy
         self._counters = counters
@@ -128,14 +129,16 @@ class GroupPlayer:
         could not bring into the queue.
         """
         members = round_.lease.members
-        policy = policy_of_group(self._policy, round_.group_id)
-        batched = self._batched_group(round_, policy)
+        # Only the members of a chat begin with the same question.
+        is_chat = round_.task.environment not in self._players
+        num_alike = len(members) if is_chat else 0
+        policy = policy_of_group(self._policy, round_.group_id, num_members=num_alike)
         num_playing, failed = len(members), dict[int, FailedMember]()
 
         async def play_one(member: int) -> None:
             nonlocal num_playing
             own_sampling = sampling_of_member(sampling, member)
-            ended = await self._play_member(round_, member, own_sampling, policy, batched)
+            ended = await self._play_member(round_, member, own_sampling, policy)
             num_playing -= 1
             round_.is_ending = not num_playing
             failure = await deliver(ended) if isinstance(ended, PlayedMember) else ended
@@ -150,26 +153,15 @@ class GroupPlayer:
             raise errors.exceptions[0] from None
         return failed
 
-    def _batched_group(self, round_: Round, policy: Policy) -> BatchedGroup | None:
-        """Return the requests that members share, or None where each makes its own."""
-        task, num_members = round_.task, len(round_.lease.members)
-        is_alone = num_members < _SEVERAL or self._player_of(task) is not None
-        if self._groups is None or is_alone:
-            return None
-        return BatchedGroup(task, self._groups, policy, self._retry_policy, num_members)
-
     async def _play_member(
         self,
         round_: Round,
         member: int,
         sampling: SamplingParams,
         policy: Policy,
-        batched: BatchedGroup | None,
     ) -> PlayedMember | FailedMember:
         for attempt in range(1, self._member_retries + 2):
-            # A later attempt shares no requests: the other members do not repeat theirs.
-            joined = batched if attempt == 1 else None
-            trajectory = await self._play_episode(round_, sampling, policy, joined)
+            trajectory = await self._play_episode(round_.task, sampling, policy, round_.group_id)
             round_.num_played += 1
             self._counters.count_trajectory(trajectory, round_.task.purpose)
             failure = _blameless_failure(trajectory)
@@ -184,28 +176,20 @@ class GroupPlayer:
         raise AssertionError("unreachable: the last attempt returns")
 
     async def _play_episode(
-        self,
-        round_: Round,
-        sampling: SamplingParams,
-        policy: Policy,
-        batched: BatchedGroup | None,
+        self, task: Task, sampling: SamplingParams, policy: Policy, group_id: str
     ) -> Trajectory:
         """Play one episode with the environment's player, or else as a chat with the policy."""
-        task, group_id = round_.task, round_.group_id
-        player = self._player_of(task)
+        player = self._players.get(task.environment)
         if player is not None:
-            return await player.play(task, group_id=group_id, sampling=sampling)
+            return await player.play(task, policy=policy, group_id=group_id, sampling=sampling)
         return await play(
             task,
-            sessions=batched or self._sessions,
-            policy=batched or policy,
+            sessions=self._sessions,
+            policy=policy,
             group_id=group_id,
             sampling=sampling,
             max_turns=self._max_turns,
         )
-
-    def _player_of(self, task: Task) -> TaskPlayer | None:
-        return next((player for player in self._players if task.environment in player), None)
 
 
 def _failed_member(failure: Failure, *, is_outage: bool) -> FailedMember:

@@ -5,37 +5,39 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dialoop.clients.errors import DEATHS, is_worth_retrying
+from dialoop.clients.errors import DEATHS, is_worth_retrying, require_count
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError, Unavailable, Unsupported
 from dialoop.reasons import Reason
+from dialoop.sequences import Source, sequence_of
 from dialoop.waits import waiting_for
 
-from dialoop_services.collector.partial_answer import PartialAnswer, is_worth_streaming
 from dialoop_services.collector.routing import RoutingCounts, choose
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from dialoop.chat import ChatHistory, History
-    from dialoop.clients.environment import StepItem
     from dialoop.clients.inference import SampleChunk
-    from dialoop.environments.tasks.choosing import TaskChoice
-    from dialoop.episode import GroupOpening, Policy, ResetResult, Sample, Sessions, StepResult
+    from dialoop.episode import Policy, ResetResult, Sample, Sessions, StepResult
     from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams
-
-    from dialoop_services.collector.batched_group import Groups
 
 T = TypeVar("T")
 P = TypeVar("P")
 
 _WAIT_FOR_ONE_S = 10.0
+# Members of a group are opened at the same time: their first turn waits this long for the last one.
+_OPENING_S = 0.5
+# An answer that may have so many tokens is asked for alone, and streamed where that can be.
+_LONG_ANSWER = 256
+# So many tokens and those on their way are lost with a replica: 2 % of an answer of 2,000.
+_CHUNK_TOKENS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -50,25 +52,54 @@ class _Suspects:
 
     One of them may end the service again. At first each goes alone, and every success makes room
     for one more. A death beside others blames nobody: those try again, one at a time at first, and
-    there are at most about half as many as before.
+    there are at most about half as many as before. Requests for one `work` share the verdict.
     """
 
     def __init__(self) -> None:
         self._num_places = 1
         self._running: list[_Place] = []
         self._changed = asyncio.Event()
+        self._verdicts: dict[Hashable, DialoopError] = {}
 
-    async def watch(self, call: Callable[[], Awaitable[T]], *, is_suspect: bool) -> T:
-        """Return the call's result; a suspect waits for a place, and goes again as said above."""
+    async def retry(
+        self,
+        call: Callable[[], Awaitable[T]],
+        policy: RetryPolicy,
+        *,
+        work: Hashable = None,
+        wait_s: Callable[[int], float] | None = None,
+    ) -> T:
+        """Return the call's result; it is tried again as `retry` does, a suspect as said above."""
+        is_suspect = False
+
+        async def watch() -> T:
+            nonlocal is_suspect
+            try:
+                result = await self._try(call, work, is_suspect=is_suspect)
+            except DialoopError as error:
+                is_suspect |= error.reason in DEATHS
+                raise
+            self._verdicts.pop(work, None)
+            return result
+
+        return await retry(watch, policy, wait_s=wait_s)
+
+    async def _try(
+        self, call: Callable[[], Awaitable[T]], work: Hashable, *, is_suspect: bool
+    ) -> T:
         while True:
             place = await self._enter() if is_suspect else _Place()
             try:
+                if is_suspect and work in self._verdicts:
+                    raise self._verdicts[work]
                 result = await call()
                 self._num_places += is_suspect
                 return result
             except DialoopError as error:
                 if error.reason in DEATHS:
                     self._num_places = 1
+                    if is_suspect and place.is_alone and work is not None:
+                        self._verdicts[work] = error
                 if error.reason not in DEATHS or place.is_alone:
                     raise
             finally:
@@ -103,6 +134,64 @@ class _Replica:
     def stream(self) -> Callable[..., AsyncIterator[SampleChunk]] | None:
         """Return what streams an answer; None where the policy or its engine does not."""
         return getattr(self.policy, "generate_stream", None) if self.streams else None
+
+
+def _may_be_long(sampling: SamplingParams | None) -> bool:
+    """Return whether the answer may have so many tokens that others should not wait for it."""
+    return sampling is not None and (sampling.max_new_tokens or 0) >= _LONG_ANSWER
+
+
+def _is_worth_streaming(sampling: SamplingParams | None) -> bool:
+    """Return whether another replica may finish the answer, and losing it would cost much.
+
+    A seeded answer is sampled again as a whole, since its seed names all its tokens. A constrained
+    one has a state that its tokens alone do not give back.
+    """
+    if sampling is None or sampling.seed is not None:
+        return False
+    return _may_be_long(sampling) and not sampling.constraint and not sampling.top_logprobs
+
+
+class _PartialAnswer:
+    """The tokens of one answer so far, with the log-probs and versions of who sampled them."""
+
+    def __init__(self) -> None:
+        self._chunks: list[SampleChunk] = []
+        self._began_at = time.perf_counter()
+
+    def __len__(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self._chunks)
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """Return the tokens as a sequence of the policy's own; None where there are none."""
+        if not self._chunks:
+            return None
+        return sequence_of(
+            (
+                (chunk.token_ids, {"source": Source.MODEL, "policy_version": chunk.policy_version})
+                for chunk in self._chunks
+            ),
+            logprobs=(value for chunk in self._chunks for value in chunk.inference_logprobs),
+        )
+
+    async def finish(self, stream: Callable[..., AsyncIterator[SampleChunk]]) -> tuple[Sample, ...]:
+        """Ask a replica for the rest and return the whole answer, alone in a tuple.
+
+        What arrives is kept, also where the replica fails.
+        """
+        before = self.sequence
+        samples: tuple[Sample, ...] = ()
+        async for chunk in stream(partial_answer=before, chunk_tokens=_CHUNK_TOKENS):
+            if chunk.token_ids:
+                self._chunks.append(chunk)
+            samples = chunk.samples or samples
+        require_count(len(samples), 1, "samples")
+        if before is None:
+            return samples
+        # The first replica's time counts too.
+        elapsed_s = time.perf_counter() - self._began_at
+        return tuple(replace(sample, generate_s=elapsed_s) for sample in samples)
 
 
 class Replicas:
@@ -140,9 +229,9 @@ class Replicas:
         else:
             self._joined.clear()
 
-    def of_group(self, group_id: str) -> GroupPolicy:
+    def of_group(self, group_id: str, num_members: int = 0) -> GroupPolicy:
         """Return the replicas as the policy of one group, whose calls keep to one of them."""
-        return GroupPolicy(self, group_id)
+        return GroupPolicy(self, group_id, num_members)
 
     async def generate(self, history: History | None = None, **question: Any) -> tuple[Sample, ...]:
         """Answer one question that continues no other, as `GroupPolicy.generate` does."""
@@ -152,19 +241,16 @@ class Replicas:
         self, asker: GroupPolicy, prompt: tuple[History, ...], question: Mapping[str, Any]
     ) -> tuple[Sample, ...]:
         """Ask the asker's replica, or the next one that can."""
-        is_suspect = False
-        is_streamed = question["num_samples"] == 1 and is_worth_streaming(question["sampling"])
-        answer = PartialAnswer() if is_streamed else None
+        is_streamed = question["num_samples"] == 1 and _is_worth_streaming(question["sampling"])
+        answer = _PartialAnswer() if is_streamed else None
 
         async def ask_once() -> tuple[Sample, ...]:
-            nonlocal is_suspect
             replica = await self._next_replica(asker, question["num_samples"])
             self._counts.num_samples[replica.name] += question["num_samples"]
             replica.num_running += question["num_samples"]
             try:
                 samples = await self._answer(replica, prompt, question, answer)
             except DialoopError as error:
-                is_suspect |= error.reason in DEATHS
                 if is_worth_retrying(error):
                     self._set_aside(replica)
                 raise
@@ -175,18 +261,14 @@ class Replicas:
 
         with waiting_for("inference", "Generate"):
             # No wait between attempts here: `_next_replica` waits until a replica is back.
-            return await retry(
-                lambda: self._suspects.watch(ask_once, is_suspect=is_suspect),
-                self._retry_policy,
-                wait_s=lambda _: 0.0,
-            )
+            return await self._suspects.retry(ask_once, self._retry_policy, wait_s=lambda _: 0.0)
 
     async def _answer(
         self,
         replica: _Replica,
         prompt: tuple[History, ...],
         question: Mapping[str, Any],
-        answer: PartialAnswer | None,
+        answer: _PartialAnswer | None,
     ) -> tuple[Sample, ...]:
         """Ask one replica; what arrives of a long answer is kept, and is not asked for again.
 
@@ -247,13 +329,19 @@ class Replicas:
 class GroupPolicy:
     """The replicas as the policy of one group's members, who share a prompt and so a replica.
 
-    `home` is the replica that has their prefix. Satisfies `dialoop.episode.Policy`.
+    `home` is the replica that has their prefix. The first turn of `num_members` is one request with
+    a sample for each. It goes once all have asked, or after a while without those that have not
+    been opened, which ask together then. Members with seeds of their own ask alone. So do those
+    whose answers may be long, so that nobody waits for the longest one. Satisfies
+    `dialoop.episode.Policy`.
     """
 
-    def __init__(self, replicas: Replicas, group_id: str) -> None:
+    def __init__(self, replicas: Replicas, group_id: str, num_members: int = 0) -> None:
         self.group_id = group_id
         self.home: _Replica | None = None
         self._replicas = replicas
+        self._num_missing = num_members
+        self._first = _SharedRequest()
 
     async def generate(  # noqa: PLR0913 - a policy's question
         self,
@@ -271,6 +359,10 @@ class GroupPolicy:
         Raise Unavailable: SERVICE_AWAY if none can, and ENGINE_DIED or SERVICE_DIED for a request
         under which two replicas died.
         """
+        is_first = self._num_missing > 0 and turn == 0 and context is None and num_samples == 1
+        has_seed = sampling is not None and sampling.seed is not None
+        if is_first and history is not None and not has_seed and not _may_be_long(sampling):
+            return (await self._share(history, sampling),)
         question: dict[str, Any] = {
             "context": context,
             "num_context_messages": num_context_messages,
@@ -283,94 +375,117 @@ class GroupPolicy:
         prompt = () if history is None else (history,)
         return await self._replicas.ask(self, prompt, question)
 
-
-def policy_of_group(policy: P, group_id: str) -> P | GroupPolicy:
-    """Return what a group's members ask: the policy, or a view of its replicas."""
-    return policy.of_group(group_id) if isinstance(policy, Replicas) else policy
-
-
-class CautiousGroups:
-    """Groups of an environment service; what it died under is opened again a few at a time.
-
-    Whoever opens a group again gives it the same id. Satisfies `batched_group.Groups`.
-    """
-
-    def __init__(self, groups: Groups) -> None:
-        self._groups = groups
-        self._suspects = _Suspects()
-        self._suspect_ids: set[str] = set()
-
-    async def create_group(
-        self, group_id: str, environment: str, *, num_sessions: int, choice: TaskChoice
-    ) -> GroupOpening:
-        """Open sessions at the start of one task, all or none."""
-        is_suspect = group_id in self._suspect_ids
-        opening = partial(
-            self._groups.create_group,
-            group_id,
-            environment,
-            num_sessions=num_sessions,
-            choice=choice,
-        )
+    async def _share(self, history: History, sampling: SamplingParams | None) -> Sample:
+        """Return the sample of a member in its first turn, from the request of all."""
+        request = self._first
+        member = request.join(history)
         try:
-            opened = await self._suspects.watch(opening, is_suspect=is_suspect)
-        except DialoopError as error:
-            if error.reason in DEATHS:
-                self._suspect_ids.add(group_id)
-            raise
-        self._suspect_ids.discard(group_id)
-        return opened
+            if len(request.histories) < self._num_missing:
+                await asyncio.wait((request.sent,), timeout=_OPENING_S)
+            if not request.sent.done():
+                self._first = _SharedRequest()
+                self._num_missing -= len(request.histories)
+                request.sent.set_result(asyncio.ensure_future(self._ask(request, sampling)))
+            # Shielded: a member that is cancelled must not cancel the request of the others.
+            return (await asyncio.shield(request.sent.result()))[member]
+        finally:
+            request.leave()
 
-    async def batch_step(self, items: Iterable[StepItem]) -> tuple[StepResult | DialoopError, ...]:
-        """Step many sessions."""
-        return await self._groups.batch_step(items)
+    async def _ask(
+        self, request: _SharedRequest, sampling: SamplingParams | None
+    ) -> tuple[Sample, ...]:
+        question = {"context": None, "num_context_messages": 0, "sampling": sampling, "turn": 0}
+        first, *others = request.histories
+        if all(history == first for history in others):
+            question["num_samples"] = num_samples = 1 + len(others)
+            samples = await self._replicas.ask(self, (first,), question)
+            require_count(len(samples), num_samples, "samples")
+            return samples
+        # An environment may word the same task differently in each session.
+        question["num_samples"] = 1
+        calls = (self._replicas.ask(self, (history,), question) for history in request.histories)
+        return tuple(sample for (sample,) in await asyncio.gather(*calls))
 
-    async def close_session(self, session_id: str) -> bool:
-        """Forget the session."""
-        return await self._groups.close_session(session_id)
+
+class _SharedRequest:
+    """A request for several members: `histories` fills until `sent`, and has one of each."""
+
+    def __init__(self) -> None:
+        self.histories: list[History] = []
+        self.sent: asyncio.Future[asyncio.Future[tuple[Sample, ...]]] = asyncio.Future()
+        self._num_left = 0
+
+    def join(self, history: History) -> int:
+        """Add a member and return its number."""
+        self.histories.append(history)
+        return len(self.histories) - 1
+
+    def leave(self) -> None:
+        """Take a member out, with its answer or cancelled; the last one cancels the request."""
+        self._num_left += 1
+        if self.sent.done() and self._num_left == len(self.histories):
+            self.sent.result().cancel()
+
+
+def policy_of_group(policy: P, group_id: str, *, num_members: int) -> P | GroupPolicy:
+    """Return what a group's members ask: the policy, or a view of its replicas."""
+    return policy.of_group(group_id, num_members) if isinstance(policy, Replicas) else policy
 
 
 class RetryingSessions:
     """Sessions of an environment whose calls are retried while it is away.
 
-    Every call there may be repeated. Satisfies `dialoop.episode.Sessions`.
+    Every call there may be repeated. A task that its service died under is opened again a few at a
+    time. Satisfies `dialoop.episode.Sessions`.
     """
 
     def __init__(self, sessions: Sessions, retry_policy: RetryPolicy) -> None:
         self._sessions = sessions
         self._retry_policy = retry_policy
+        self._suspects = _Suspects()
+        self._environment_of: dict[str, str] = {}
 
     async def create_session(self, session_id: str, environment: str) -> float:
         """Open a session; also wait while all sessions are in use."""
-        with waiting_for("environment", "CreateSession"):
-            return await retry(
-                lambda: self._sessions.create_session(session_id, environment), self._retry_policy
-            )
+        self._environment_of[session_id] = environment
+        creating = partial(self._sessions.create_session, session_id, environment)
+        return await self._retry("CreateSession", creating)
 
     async def reset(
         self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
     ) -> ResetResult:
         """Start an episode."""
-        with waiting_for("environment", "Reset"):
-            return await retry(
-                lambda: self._sessions.reset(
-                    session_id, episode=episode, split=split, task_key=task_key, seed=seed
-                ),
-                self._retry_policy,
-            )
+        resetting = partial(
+            self._sessions.reset,
+            session_id,
+            episode=episode,
+            split=split,
+            task_key=task_key,
+            seed=seed,
+        )
+        task = (self._environment_of.get(session_id), split, task_key, seed)
+        return await self._retry("Reset", resetting, work=task)
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: ChatHistory
     ) -> StepResult:
         """Take a step with the policy's message; a repeated step gets the first result."""
-        with waiting_for("environment", "Step"):
-            return await retry(
-                lambda: self._sessions.step(
-                    session_id, episode=episode, step_index=step_index, history=history
-                ),
-                self._retry_policy,
-            )
+        stepping = partial(
+            self._sessions.step,
+            session_id,
+            episode=episode,
+            step_index=step_index,
+            history=history,
+        )
+        return await self._retry("Step", stepping)
 
     async def close_session(self, session_id: str) -> bool:
         """Close the session without retrying: the environment reaps abandoned ones."""
+        self._environment_of.pop(session_id, None)
         return await self._sessions.close_session(session_id)
+
+    async def _retry(
+        self, rpc: str, call: Callable[[], Awaitable[T]], *, work: Hashable = None
+    ) -> T:
+        with waiting_for("environment", rpc):
+            return await self._suspects.retry(call, self._retry_policy, work=work)

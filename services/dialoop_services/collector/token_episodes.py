@@ -25,14 +25,9 @@ from dialoop_extras.trials.agents import DirectOutputAgent
 from dialoop_extras.trials.playing import play_trial
 from dialoop_extras.trials.trial import MaskScope, TrialOptions
 
-from dialoop_services.collector.replicas import policy_of_group
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dialoop.environments import Environment
     from dialoop.trajectory import SamplingParams, Task
-    from dialoop_extras.text_environment.environment import TextPolicy
     from dialoop_extras.trials.game import Game
     from dialoop_extras.trials.playing import MakeAgent
 
@@ -115,55 +110,38 @@ def _load_maker(use: str) -> MakeAgent:
     return maker
 
 
-class TokenEpisodes:
-    """Plays the tasks of the environments whose `play` is "trial" or "text"."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPlayer:
+    """Plays the tasks of an environment whose `play` is "trial" or "text"."""
 
-    def __init__(
-        self,
-        plays: Mapping[str, TokenPlay],
-        policy: TextPolicy,
-        tokenizer: Tokenizer | None,
-        *,
-        time_limit_s: float,
-    ) -> None:
-        self._plays = dict(plays)
-        self._policy = policy
-        self._tokenizer = tokenizer
-        self._time_limit_s = time_limit_s
+    token_play: TokenPlay
+    tokenizer: Tokenizer
+    time_limit_s: float
 
     @classmethod
-    def of(cls, settings: CollectorSettings, policy: TextPolicy) -> TokenEpisodes:
-        """Load what the settings name; InvalidConfig where it cannot be played or has no model."""
-        plays = {}
-        for section in settings.sections:
-            if section.play == "chat":
-                continue
-            environment = load_environment(section.kind, section.arguments)
-            play = load_token_play(section, environment)
-            assert play is not None
-            plays[environment.name] = play
-        if plays and settings.model_dir is None:
+    def of(cls, section: EnvironmentSection, settings: CollectorSettings) -> TokenPlayer:
+        """Load what a section names; InvalidConfig where it cannot be played or has no model."""
+        token_play = load_token_play(section, load_environment(section.kind, section.arguments))
+        assert token_play is not None
+        if settings.model_dir is None:
             raise InvalidConfig(
-                f"The tasks of {', '.join(plays)} are played by token ids, and the collector has "
-                "no model_dir.",
+                f"The tasks of {section.served_name} are played by token ids, and the collector "
+                "has no model_dir.",
                 reason=Reason.TOKENIZER_MISSING,
                 remedy="Set DIALOOP_COLLECTOR_MODEL_DIR to the directory of the model that is "
                 'served, or set play = "chat".',
             )
-        tokenizer = None
-        if plays and settings.model_dir is not None:
-            tokenizer = Tokenizer.from_directory(settings.model_dir)
-        return cls(plays, policy, tokenizer, time_limit_s=settings.agent_time_limit_s)
+        return cls(
+            token_play=token_play,
+            tokenizer=Tokenizer.from_directory(settings.model_dir),
+            time_limit_s=settings.agent_time_limit_s,
+        )
 
-    def __contains__(self, environment: str) -> bool:
-        return environment in self._plays
-
-    async def play(self, task: Task, *, group_id: str, sampling: SamplingParams) -> Trajectory:
+    async def play(
+        self, task: Task, *, policy: Any, group_id: str, sampling: SamplingParams
+    ) -> Trajectory:
         """Play the task once and return its trajectory."""
-        play, tokenizer = self._plays[task.environment], self._tokenizer
-        assert tokenizer is not None
-        environment = play.environment
-        policy = policy_of_group(self._policy, group_id)
+        play, environment = self.token_play, self.token_play.environment
         try:
             data = environment.tasks.get(task.split, task.key)
         except Exception as error:
@@ -176,21 +154,21 @@ class TokenEpisodes:
                 setup=environment.setup,
                 data=data,
                 policy=policy,
-                tokenizer=tokenizer,
+                tokenizer=self.tokenizer,
                 group_id=group_id,
                 sampling=sampling,
-                time_limit_s=self._time_limit_s,
+                time_limit_s=self.time_limit_s,
             )
         return await play_trial(
             task,
             game=play.game,
             inputs=inputs_of(data),
             policy=policy,
-            tokenizer=tokenizer,
+            tokenizer=self.tokenizer,
             make_agent=play.make_agent,
             options=play.options,
             group_id=group_id,
             sampling=sampling,
             environment_version=environment.version,
-            time_limit_s=self._time_limit_s,
+            time_limit_s=self.time_limit_s,
         )

@@ -27,7 +27,7 @@ from dialoop_learning.model.policy import load_policy
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.training import update
-from dialoop_services.collector.agents import Agents, RecordingReplicas, load_agents
+from dialoop_services.collector.agents import AgentPlayer, RecordingReplicas, load_agents
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.scorer.scoring import Scoring
 
@@ -240,9 +240,9 @@ async def test_a_collector_plays_a_group_with_an_agent_and_the_group_trains(dire
             recordings=RecordingReplicas([_Away(), served.recordings], patience),
             sessions=w.environment,
         )
-        agents = Agents({"arithmetic": guess}, host)
+        agent = AgentPlayer(guess, host)
         await w.allow(1)
-        async with w.collecting(None, players=[agents], group_size=2):
+        async with w.collecting(None, players={"arithmetic": agent}, group_size=2):
             await w.until(lambda c: c.num_groups_unscored == 1)
         leased = await w.replay.lease_groups(RUN, Stage.UNSCORED, worker="s", max_groups=1)
     (lease,) = leased.leases
@@ -273,9 +273,9 @@ async def test_a_member_whose_agent_fails_is_played_again(directory):
 
     engine = ScriptedEngine(directory, ["75"] * 20, policy_version=MAIN_0)
     async with agent_world(directory, engine) as served, collector_world.world() as w:
-        agents = Agents({"arithmetic": flaky}, AgentHost(recordings=served.recordings))
+        agent = AgentPlayer(flaky, AgentHost(recordings=served.recordings))
         await w.allow(1)
-        async with w.collecting(None, players=[agents], group_size=2) as counters:
+        async with w.collecting(None, players={"arithmetic": agent}, group_size=2) as counters:
             await w.until(lambda c: c.num_groups_unscored == 1)
         counts = await w.training()
     assert counters.to_json()["num_failures"] == {"agent/agent_failed": 1}

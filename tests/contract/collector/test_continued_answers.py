@@ -19,7 +19,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import Source
 from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import SamplingParams
-from dialoop_services.collector import partial_answer
+from dialoop_services.collector import replicas
 from dialoop_services.collector.replicas import Replicas
 from dialoop_services.collector.routing import RoutingCounts, rank
 
@@ -45,8 +45,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_answers_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_answer, "_LONG_ANSWER", 100)
-    monkeypatch.setattr(partial_answer, "_CHUNK_TOKENS", CHUNK)
+    monkeypatch.setattr(replicas, "_LONG_ANSWER", 100)
+    monkeypatch.setattr(replicas, "_CHUNK_TOKENS", CHUNK)
 
 
 class Mortal:

@@ -13,12 +13,11 @@ import pytest
 from dialoop.agents import AgentConnection
 from dialoop.chat import History, Message
 from dialoop.clients.replay import TaskLease
-from dialoop.clients.retry import RetryPolicy, retry
-from dialoop.environments.tasks.choosing import TaskChoice
-from dialoop.episode import GroupOpening
+from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
 from dialoop.testing import ScriptedPolicy as AnsweringPolicy
 from dialoop.trajectory import Purpose, SamplingParams, Task
+from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import (
     EnvironmentServiceServicer,
     add_EnvironmentServiceServicer_to_server,
@@ -27,7 +26,7 @@ from dialoop_services.collector.__main__ import make_collector
 from dialoop_services.collector.agents import RecordingReplicas
 from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import Round
-from dialoop_services.collector.replicas import CautiousGroups, Replicas
+from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.runtime.in_process import InProcessNetwork
 
@@ -56,9 +55,11 @@ class Mortal:
         await self.work_on(history[-1].content)
         return await self.policy.generate(history, **named)
 
-    async def create_group(self, group_id, environment, *, num_sessions, choice):
-        await self.work_on(choice.task_key)
-        return GroupOpening(session_ids=(group_id,), openings=(), ttl_s=1.0)
+    async def create_session(self, session_id, environment):
+        return 60.0
+
+    async def reset(self, session_id, *, episode, split, task_key, seed=0):
+        await self.work_on(task_key)
 
     async def work_on(self, text: str) -> None:
         dying = asyncio.get_running_loop().create_future()
@@ -124,7 +125,10 @@ async def test_a_group_that_kills_the_environment_is_opened_once_more_and_not_by
     class Dying(EnvironmentServiceServicer):
         num_deaths = 0
 
-        async def CreateGroup(self, request, context):  # noqa: N802
+        async def CreateSession(self, request, context):  # noqa: N802
+            return pb.CreateSessionResponse(ttl_s=60)
+
+        async def Reset(self, request, context):  # noqa: N802
             self.num_deaths += 1
             raise Unavailable("dead", reason="SERVICE_DIED")
 
@@ -133,7 +137,7 @@ async def test_a_group_that_kills_the_environment_is_opened_once_more_and_not_by
     name = "dialoop.v1.EnvironmentService"
     server.add(add_EnvironmentServiceServicer_to_server, servicer, name)
     task = Task(task_id="t", environment="e", split="train", key="0", purpose=Purpose.TRAINING)
-    lease = TaskLease(lease_id="l", task=task, attempt=1, expires_in_s=60, members=(0, 1))
+    lease = TaskLease(lease_id="l", task=task, attempt=1, expires_in_s=60, members=(0, 1, 2))
     settings = CollectorSettings(
         worker="w",
         environment_address="environment",
@@ -145,24 +149,46 @@ async def test_a_group_that_kills_the_environment_is_opened_once_more_and_not_by
         playing = collector._player.play(Round(lease=lease), SamplingParams(), AsyncMock())
         failed = await asyncio.wait_for(playing, PATIENCE_S)
     assert {failure.reason for failure in failed.values()} == {"service_died"}
-    assert servicer.num_deaths == 2
+    # The members that died together once, and one of them alone, whose verdict is that of all.
+    assert servicer.num_deaths == len(lease.members) + 1
 
 
-async def test_groups_beside_one_that_kills_the_environment_are_opened():
+async def test_tasks_beside_one_that_kills_the_environment_are_opened():
+    """Each by three members."""
     mortal = Mortal(None, is_poison=lambda key: key == "poison")
-    groups, keys = CautiousGroups(mortal), ["poison", *map(str, range(12))]
+    sessions, keys = RetryingSessions(mortal, POLICY), ["poison", *map(str, range(6))] * 3
 
-    def open_group(key: str):
-        choice = TaskChoice(split="train", task_key=key)
-        opening = partial(groups.create_group, key, "e", num_sessions=1, choice=choice)
-        return retry(opening, POLICY)
+    async def open_task(number: int, key: str):
+        await sessions.create_session(str(number), "e")
+        await sessions.reset(str(number), episode=1, split="train", task_key=key)
 
     async with asyncio.timeout(PATIENCE_S):
-        outcomes = await asyncio.gather(*map(open_group, keys), return_exceptions=True)
+        opened = [open_task(number, key) for number, key in enumerate(keys)]
+        outcomes = await asyncio.gather(*opened, return_exceptions=True)
     assert [key for key, o in zip(keys, outcomes, strict=True) if isinstance(o, Exception)] == [
         "poison"
-    ]
-    assert mortal.num_deaths <= 2 + math.log2(len(keys))
+    ] * 3
+    assert mortal.num_deaths <= 3 * (2 + math.log2(len(keys)))
+
+
+async def test_a_task_that_opened_after_all_carries_no_verdict():
+    class Once:
+        def __init__(self) -> None:
+            self.outcomes = iter([True, True, False, True, False])
+
+        async def create_session(self, session_id, environment):
+            return 60.0
+
+        async def reset(self, session_id, **choice):
+            if next(self.outcomes):
+                raise Unavailable("dead", reason="SERVICE_DIED")
+
+    sessions = RetryingSessions(Once(), POLICY)
+    opening = partial(sessions.reset, "s", episode=1, split="train", task_key="k")
+    with pytest.raises(Unavailable):
+        await opening()  # died twice
+    await opening()
+    await opening()  # died once
 
 
 async def test_a_task_that_kills_the_engine_is_closed_by_name_and_the_run_goes_on():

@@ -31,7 +31,7 @@ from dialoop_ops.conformance.environment.checks import check_environment
 from dialoop_ops.stack.in_process import in_process
 from dialoop_services.collector.replicas import Replicas
 from dialoop_services.collector.settings import CollectorSettings
-from dialoop_services.collector.token_episodes import TokenEpisodes
+from dialoop_services.collector.token_episodes import TokenPlayer
 from dialoop_services.config.file import parse_config
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
@@ -91,7 +91,8 @@ async def collect(
         fields = {"environment": {**section, "name": loaded.name}, "model_dir": folder / "model"}
         collecting = CollectorSettings(run=RUN, worker="w", **fields)
         retry_policy = RetryPolicy(max_attempts=3, first_wait_s=0.01, total_s=5.0)
-        players = [TokenEpisodes.of(collecting, Replicas([policy], retry_policy))]
+        players = {loaded.name: TokenPlayer.of(collecting.environment, collecting)}
+        replicas = Replicas([policy], retry_policy)
         is_training = purpose is Purpose.TRAINING
         stage = Stage.UNSCORED if is_training else Stage.EVALUATION
         await world.replay.advance_policy(RUN, MAIN_7, max_outstanding_groups=int(is_training))
@@ -105,7 +106,7 @@ async def collect(
                 num_trajectories=2,
             )
             await world.replay.offer_tasks(RUN, [task])
-        async with world.collecting(None, players=players, max_new_tokens=6, **fields):
+        async with world.collecting(replicas, players=players, max_new_tokens=6, **fields):
             leases = await world.replay.lease_groups(
                 RUN, stage, worker="w", max_groups=1, wait_s=20
             )
@@ -192,7 +193,7 @@ def refusal(folder: Path | None = None, **section: Any) -> InvalidConfig:
     """Why a collector with this config does not start."""
     settings = CollectorSettings(environment=section, model_dir=folder and folder / "model")
     with pytest.raises(InvalidConfig) as caught:
-        TokenEpisodes.of(settings, ScriptedTokens(str))
+        TokenPlayer.of(settings.environment, settings)
     return caught.value
 
 

@@ -1,4 +1,4 @@
-"""A group shares its requests, turn by turn: how many there are, and that nobody hangs."""
+"""A group shares the request of its first turn: how many there are, and that nobody hangs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from dialoop import rollout
-from dialoop.chat import History
+from dialoop.chat import History, as_history
 from dialoop.clients.replay import TaskLease
 from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import arithmetic
 from dialoop.episode import Sample
-from dialoop.errors import DialoopError, InternalError
+from dialoop.errors import InternalError
 from dialoop.local.client import LocalEnvironmentClient
+from dialoop.rollout import play_group
 from dialoop.sequences import Sequence
 from dialoop.tasks.column_addition import column_addition
 from dialoop.testing import ScriptedPolicy
@@ -29,10 +29,15 @@ from dialoop.trajectory import (
     Task,
     Trajectory,
 )
-from dialoop_services.collector import batched_group
-from dialoop_services.collector.batched_group import JoinedCall, JoinedSteps
+from dialoop_services.collector import replicas
 from dialoop_services.collector.counters import Counters
-from dialoop_services.collector.player import FailedMember, GroupPlayer, PlayedMember, Round
+from dialoop_services.collector.player import (
+    FailedMember,
+    GroupPlayer,
+    PlayedMember,
+    Round,
+)
+from dialoop_services.collector.replicas import Replicas
 
 from tests.support.waiting import PATIENCE_S
 
@@ -99,7 +104,6 @@ async def _play_all(
     seed: int | None = None,
     max_new_tokens: int = 64,
     top_logprobs: int = 0,
-    shares: bool = True,
     name: str = "column_addition",
     key: str = "35+47",
 ) -> tuple[Group, dict[int, FailedMember]]:
@@ -114,12 +118,11 @@ async def _play_all(
     )
     player = GroupPlayer(
         environment,
-        policy,
+        Replicas([policy], PATIENCE),
         Counters("w"),
         member_retries=1,
         max_turns=8,
         retry_policy=PATIENCE,
-        groups=environment if shares else None,
     )
     lease = TaskLease(
         lease_id="l", task=task, attempt=1, expires_in_s=60, members=tuple(range(NUM))
@@ -137,11 +140,10 @@ async def _play_all(
     return Group(group_id="t", task=task, trajectories=trajectories), failed
 
 
-async def test_members_of_one_turn_ask_with_three_requests(environment: Counting) -> None:
+async def test_the_first_turn_of_a_group_is_one_request(environment: Counting) -> None:
     policy = Policy()
     group = await _play(environment, policy)
     assert policy.asked == [NUM]
-    assert environment.calls == {"create_group": 1, "batch_step": 1, "close_session": NUM}
     assert len({member.trajectory_id for member in group.trajectories}) == NUM
     for trajectory in group.trajectories:
         assert trajectory.reward == 1.0
@@ -150,7 +152,14 @@ async def test_members_of_one_turn_ask_with_three_requests(environment: Counting
 
 async def test_they_record_what_members_that_ask_alone_record(environment: Counting) -> None:
     together = await _play(environment, Policy())
-    alone = await _play(environment, Policy(), shares=False)
+    task = together.task
+    alone = await play_group(
+        task,
+        sessions=environment,
+        policy=Policy(),
+        group_id="t",
+        sampling=SamplingParams(max_new_tokens=64),
+    )
     assert list(map(_content_of, together.trajectories)) == list(
         map(_content_of, alone.trajectories)
     )
@@ -166,7 +175,6 @@ async def test_members_with_seeds_of_their_own_ask_alone(environment: Counting) 
     policy = Policy()
     group = await _play(environment, policy, seed=5)
     assert policy.asked == [1] * NUM
-    assert environment.calls == {"create_group": 1, "batch_step": 1, "close_session": NUM}
     assert [t.sampling.seed for t in group.trajectories] == [5, 6, 7, 8]
 
 
@@ -210,29 +218,14 @@ async def _play_tools(tools: Counting, policy: ToolCalls, **options: Any) -> Gro
     return await _play(tools, policy, name="arithmetic", key=page.tasks[0].key, **options)
 
 
-async def test_a_group_of_many_turns_shares_its_requests_turn_by_turn(
-    tools: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(batched_group, "_LEAST_WAIT_S", PATIENCE_S)
-    monkeypatch.setattr(batched_group, "_SLOW_STEP_S", PATIENCE_S)
+async def test_in_later_turns_each_member_asks_for_itself(tools: Counting) -> None:
     policy = ToolCalls()
-    together = await _play_tools(tools, policy, seed=0)
-    num_turns = [len(t.turns) for t in together.trajectories]
-    assert num_turns == [1, 2, 3, 3]
-    assert tools.calls == {"create_group": 1, "batch_step": max(num_turns), "close_session": NUM}
-    assert len(policy.asked) == sum(num_turns)
-    alone = await _play_tools(tools, ToolCalls(), seed=0, shares=False)
-    assert tools.calls["step"] == sum(num_turns)
-    assert list(map(_content_of, together.trajectories)) == list(
-        map(_content_of, alone.trajectories)
-    )
-    unseeded = ToolCalls()
-    await _play_tools(tools, unseeded)
-    assert unseeded.asked == [(0, NUM), *((turn, 1) for turn in (1, 2) for _ in range(NUM))]
-    assert tools.calls == {"create_group": 1, "batch_step": 3, "close_session": NUM}
+    group = await _play_tools(tools, policy)
+    assert [len(t.turns) for t in group.trajectories] == [3] * NUM
+    assert policy.asked == [(0, NUM), *((turn, 1) for turn in (1, 2) for _ in range(NUM))]
 
 
-async def test_nobody_waits_long_for_a_straggler(tools: Counting) -> None:
+async def test_nobody_waits_for_a_straggler(tools: Counting) -> None:
     goes_on = asyncio.Event()
     policy = ToolCalls(answers_after={1: goes_on})  # its first answer takes until the others ended
     playing = asyncio.create_task(_play_tools(tools, policy, seed=0))
@@ -242,15 +235,9 @@ async def test_nobody_waits_long_for_a_straggler(tools: Counting) -> None:
     goes_on.set()
     group = await playing
     assert [len(t.turns) for t in group.trajectories] == [1, 2, 3, 3]
-    assert tools.calls["batch_step"] <= 1 + 3 + 3 + 2  # each in a call of its own at most
 
 
-async def test_nobody_waits_for_the_longest_of_the_first_answers(
-    environment: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others take their steps in one call while the first answer is still being sampled."""
-    monkeypatch.setattr(batched_group, "_LEAST_WAIT_S", 0.5)
-    monkeypatch.setattr(batched_group, "_SLOW_STEP_S", PATIENCE_S)
+async def test_nobody_waits_for_the_longest_of_the_first_answers(environment: Counting) -> None:
     ends = asyncio.Event()
 
     class Slow(Policy):
@@ -265,22 +252,33 @@ async def test_nobody_waits_for_the_longest_of_the_first_answers(
     async with asyncio.timeout(PATIENCE_S):
         while environment.calls["close_session"] < NUM - 1:
             await asyncio.sleep(0.002)
-    assert environment.calls["batch_step"] == 1
     ends.set()
     group = await playing
     assert [t.reward for t in group.trajectories] == [1.0] * NUM
     assert policy.asked == [1] * NUM
-    assert environment.calls == {"create_group": 1, "batch_step": 2, "close_session": NUM}
 
 
-async def test_where_steps_are_slow_each_member_steps_alone(
-    tools: Counting, monkeypatch: pytest.MonkeyPatch
+async def test_members_that_open_late_ask_together_and_hold_up_nobody(
+    environment: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batched_group, "_LEAST_WAIT_S", PATIENCE_S)
-    monkeypatch.setattr(batched_group, "_SLOW_STEP_S", 0.0)
-    group = await _play_tools(tools, ToolCalls(), seed=0)
-    assert [len(t.turns) for t in group.trajectories] == [1, 2, 3, 3]
-    assert tools.calls["batch_step"] == 1 + (3 + 2)
+    """Where the sessions are all in use, say: the first ones have to end before others open."""
+    monkeypatch.setattr(replicas, "_OPENING_S", 0.05)
+    reset, num_opened = environment.reset, 0
+
+    async def late(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_opened
+        num_opened += 1
+        if num_opened > NUM // 2:
+            async with asyncio.timeout(PATIENCE_S):
+                while environment.calls["close_session"] < NUM // 2:
+                    await asyncio.sleep(0.002)
+        return await reset(*arguments, **options)
+
+    environment.reset = late  # type: ignore[attr-defined]  # what __getattr__ stands for
+    policy = Policy()
+    group = await _play(environment, policy)
+    assert policy.asked == [NUM // 2] * 2
+    assert [t.reward for t in group.trajectories] == [1.0] * NUM
 
 
 async def test_a_sample_that_was_cancelled_keeps_nobody_waiting(environment: Counting) -> None:
@@ -297,94 +295,70 @@ async def test_what_fails_for_all_is_asked_again_by_each(environment: Counting) 
     assert [t.reward for t in group.trajectories] == [1.0] * NUM
 
 
-async def test_an_item_of_a_batch_that_fails_is_its_members_own_failure(
-    environment: Counting,
-) -> None:
-    batch_step = environment.batch_step
+async def test_a_step_that_fails_is_its_members_own_failure(environment: Counting) -> None:
+    step = environment.step
 
-    async def losing(items: Any) -> tuple[Any, ...]:
-        _, *others = await batch_step(items)
-        return (InternalError("lost"), *others)
+    async def losing(*arguments: Any, **options: Any) -> Any:
+        environment.step = step  # type: ignore[attr-defined]
+        raise InternalError("lost")
 
-    environment.batch_step = losing  # type: ignore[attr-defined]  # what __getattr__ stands for
+    environment.step = losing  # type: ignore[attr-defined]  # what __getattr__ stands for
     policy = Policy()
     group = await _play(environment, policy)
     assert policy.asked == [NUM, 1]
     assert len(group.trajectories) == NUM
 
 
-async def test_a_step_that_is_left_without_an_answer_fails_and_nobody_waits_for_it() -> None:
-    async def short(items: list[Any]) -> tuple[Any, ...]:
-        return ()
-
-    steps = JoinedSteps(1, short)
-    item: Any = object()
-    with pytest.raises(ValueError, match="shorter"):
-        await asyncio.wait_for(steps.join(item, wait_s=0.0), PATIENCE_S)
-
-
 async def test_an_environment_that_is_not_there_fails_the_members(environment: Counting) -> None:
     async def refusing(*_: Any, **__: Any) -> Any:
         raise InternalError("no")
 
-    environment.create_group = refusing  # type: ignore[attr-defined]
     environment.create_session = refusing  # type: ignore[attr-defined]
     group, failed = await _play_all(environment, Policy())
     assert (len(group.trajectories), sorted(failed)) == (0, list(range(NUM)))
     assert {failure.reason for failure in failed.values()} == {"member_failed"}
 
 
-@pytest.mark.parametrize("is_awaited", [True, False])
 async def test_a_group_called_off_while_it_is_opened_leaves_no_session_open(
-    environment: Counting, monkeypatch: pytest.MonkeyPatch, is_awaited: bool
+    environment: Counting,
 ) -> None:
-    """Whether or not whoever called it off waits for as long as that takes."""
-    create_group = environment.create_group
-    begun, goes_on = asyncio.Event(), asyncio.Event()
+    begun = asyncio.Event()
 
     async def slow(*args: Any, **options: Any) -> Any:
         begun.set()
-        await goes_on.wait()
-        return await create_group(*args, **options)
+        await asyncio.sleep(PATIENCE_S)
 
-    environment.create_group = slow  # type: ignore[attr-defined]
-    if not is_awaited:
-        monkeypatch.setattr(rollout, "_CLOSE_S", 0.01)
+    environment.reset = slow  # type: ignore[attr-defined]
     playing = asyncio.create_task(_play(environment, Policy()))
     await begun.wait()
+    assert len(environment._client._sessions) == NUM
     playing.cancel()
-    await asyncio.wait({playing}, timeout=0.2 if is_awaited else PATIENCE_S)
-    assert playing.done() != is_awaited
-    goes_on.set()
     await asyncio.wait({playing}, timeout=PATIENCE_S)
     assert playing.cancelled()
-    async with asyncio.timeout(PATIENCE_S):
-        while environment.calls["close_session"] < NUM or _num_open(environment):
-            await asyncio.sleep(0.002)
     assert environment.calls["close_session"] == NUM
+    assert not environment._client._sessions
 
 
-def _num_open(environment: Counting) -> int:
-    return len(environment._client._sessions)
+async def test_a_request_that_all_have_left_is_called_off_and_one_that_others_wait_for_is_not() -> (
+    None
+):
+    begun, ended = asyncio.Event(), asyncio.Event()
 
+    class Endless:
+        async def generate(self, history: History, **question: Any) -> tuple[Sample, ...]:
+            begun.set()
+            try:
+                await asyncio.sleep(600)
+            finally:
+                ended.set()
+            return ()
 
-async def test_a_joined_call_that_all_have_left_calls_its_question_off() -> None:
-    was_called, ended = asyncio.Event(), asyncio.Event()
-
-    async def ask(questions: list[str]) -> tuple[str | DialoopError, ...]:
-        was_called.set()
-        try:
-            await asyncio.sleep(600)
-        finally:
-            ended.set()
-        return tuple(questions)
-
-    call: JoinedCall[str, str] = JoinedCall(2, ask)
-    members = [asyncio.create_task(call.join(name)) for name in ("a", "b")]
-    await was_called.wait()
-    for member in members:
-        member.cancel()
-        call.leave()
-    await asyncio.wait(members)
+    shared = Replicas([Endless()], PATIENCE).of_group("g", 2)
+    members = [asyncio.create_task(shared.generate(as_history("q"))) for _ in range(2)]
+    await begun.wait()
+    members[0].cancel()
+    await asyncio.wait(members, timeout=0.05)
+    assert (members[0].cancelled(), ended.is_set()) == (True, False)
+    members[1].cancel()
     async with asyncio.timeout(PATIENCE_S):
         await ended.wait()
