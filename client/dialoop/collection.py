@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.clients.channel import Channel
@@ -23,7 +24,7 @@ from dialoop.episode import Sessions
 from dialoop.errors import InvalidConfig, InvalidInput, NotFound, PreconditionFailed
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
-from dialoop.rollout import EpisodePlayer, sampling_of_member
+from dialoop.rollout import EpisodePlayer, require, require_policy, sampling_of_member
 from dialoop.trajectory import Group, SamplingParams, Task
 from dialoop.user_functions import call
 
@@ -93,194 +94,7 @@ class CollectedBatch:
         return tuple(dict.fromkeys(v for group in self.groups for v in group.policy_versions))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rules:
-    """The options of `collect` that say what a batch is and how it is played."""
-
-    turns_per_batch: int | None
-    total_turns: int
-    completed_only: bool
-    last_turn_only: bool
-    flatten: bool
-    reset_each_batch: bool
-    play_ahead: bool
-    num_sessions: int
-    group_size: int
-    sampling: SamplingParams | None
-    max_turns: int
-
-    def __post_init__(self) -> None:
-        self._require_types()
-        for option in ("turns_per_batch", "num_sessions", "group_size", "max_turns"):
-            number = getattr(self, option)
-            if number is not None and number < 1:
-                raise _bad_options(f"{option} is {number}.", "Give 1 or more.")
-        if self.total_turns < 1 and self.total_turns != -1:
-            raise _bad_options(
-                f"total_turns is {self.total_turns}.", "Give 1 or more, or -1 to go on for ever."
-            )
-        if self.turns_per_batch is None and not self.completed_only:
-            raise _bad_options(
-                "completed_only is False, and turns_per_batch is absent.",
-                "Say with turns_per_batch when a batch is full.",
-            )
-        excluded = {
-            "completed_only=False": not self.completed_only,
-            "flatten": self.flatten,
-            "reset_each_batch": self.reset_each_batch,
-        }
-        conflicts = [option for option, is_set in excluded.items() if is_set]
-        if self.last_turn_only and conflicts:
-            raise _bad_options(
-                f"last_turn_only was set together with {' and '.join(conflicts)}.",
-                "Set one of them: last turns are those of completed trajectories.",
-            )
-
-    def _require_types(self) -> None:
-        for rule in fields(self):
-            value = getattr(self, rule.name)
-            if value is None and rule.name in ("turns_per_batch", "sampling"):
-                continue
-            if rule.name == "sampling":
-                _require(isinstance(value, SamplingParams), rule.name, value, "SamplingParams")
-            elif rule.type == "bool":
-                _require(isinstance(value, bool), rule.name, value, "True or False")
-            else:
-                _require(_is_whole(value), rule.name, value, "a whole number")
-
-    def quota(self, num_turns: int) -> int:
-        """Return the turns of the next batch, after `num_turns` in all."""
-        quota = self.turns_per_batch or 1
-        return quota if self.total_turns < 0 else min(quota, self.total_turns - num_turns)
-
-    def parts(self, trajectory: Trajectory, start: int) -> Iterator[Trajectory]:
-        """Yield what a batch holds of a trajectory whose turns from `start` on are new."""
-        end = len(trajectory.turns)
-        if self.last_turn_only:
-            start = max(0, end - 1)
-        if not self.flatten or end - start <= 1:
-            yield trajectory.part(start, end)
-            return
-        for turn in range(start, end):
-            yield trajectory.part(turn, turn + 1)
-
-
-def _bad_options(message: str, remedy: str) -> InvalidConfig:
-    return InvalidConfig(message, reason=Reason.BAD_OPTIONS, remedy=remedy)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _require(is_sound: bool, name: str, value: object, expected: str) -> None:
-    """Raise InvalidInput (WRONG_TYPE) for something else in a value's place."""
-    if not is_sound:
-        raise InvalidInput(
-            f"{name} is {value!r:.40}.", reason=Reason.WRONG_TYPE, remedy=f"Give {expected}."
-        )
-
-
-def _require_parts(environment: object, policy: object) -> None:
-    """Raise InvalidInput (WRONG_TYPE) for something else in their place, or for their class."""
-    is_environment = isinstance(environment, TaskSessions) or hasattr(environment, "tasks")
-    _require(
-        is_environment and not isinstance(environment, type),
-        "environment",
-        environment,
-        "an environment, an EnvironmentClient or a LocalEnvironmentClient",
-    )
-    _require(
-        callable(getattr(policy, "generate", None)) and not isinstance(policy, type),
-        "policy",
-        policy,
-        "an InferenceClient or a ScriptedPolicy",
-    )
-
-
-class _Tasks:
-    """The next tasks of a split, or of the caller's; the position outlives a loop over them."""
-
-    def __init__(
-        self,
-        name: str,
-        split: str,
-        shuffle_seed: int,
-        group_size: int,
-        tasks: Iterable[Task] | None,
-    ) -> None:
-        _require(isinstance(name, str), "name", name, "the environment's name")
-        _require(isinstance(split, str), "split", split, "the split's name")
-        _require(_is_whole(shuffle_seed), "shuffle_seed", shuffle_seed, "a whole number")
-        _require(
-            tasks is None or isinstance(tasks, Iterable), "tasks", tasks, "Tasks in their order"
-        )
-        if tasks is not None and (group_size != 1 or name or split or shuffle_seed):
-            raise _bad_options(
-                "Both tasks and a name, group_size, split or shuffle_seed were given.",
-                "Set environment and num_trajectories of each task, and give the tasks in order.",
-            )
-        self._name = name
-        self._split = split
-        self._shuffle_seed = shuffle_seed
-        self._group_size = group_size
-        self._tasks = None if tasks is None else iter(tasks)
-        self._refs: deque[TaskRef] = deque()
-        self._page_token = ""
-        self._infos: dict[str, EnvironmentInfo] = {}
-
-    async def take(self, sessions: TaskSessions) -> Task | None:
-        """Return the next task; None after the last one of the caller's."""
-        if self._tasks is not None:
-            task = next(self._tasks, None)
-            _require(task is None or isinstance(task, Task), "A task", task, "Tasks")
-            return task
-        if not self._refs:
-            await self._read_page(sessions)
-        return self._refs.popleft().task(self._name, self._split, num_trajectories=self._group_size)
-
-    async def sampling_of(
-        self, task: Task, sampling: SamplingParams | None, sessions: TaskSessions
-    ) -> SamplingParams:
-        """Return how to sample: the environment's stop texts where there are no others."""
-        if task.environment not in self._infos:
-            self._infos[task.environment] = await call(sessions.get_environment, task.environment)
-        sampling = sampling or task.sampling
-        return replace(sampling, stop=sampling.stop or self._infos[task.environment].stop)
-
-    async def _read_page(self, sessions: TaskSessions) -> None:
-        if not self._page_token:
-            self._name = self._name or await _only_environment(sessions)
-            info: EnvironmentInfo = await call(sessions.get_environment, self._name)
-            splits = [split.name for split in info.splits]
-            if not self._split:
-                self._split = splits[0] if len(splits) == 1 else "train"
-        page: TaskPage = await call(
-            sessions.list_tasks,
-            self._name,
-            split=self._split,
-            page_size=_PAGE_SIZE,
-            page_token=self._page_token,
-            shuffle_seed=self._shuffle_seed,
-        )
-        if not page.tasks:
-            raise NotFound(f"Split {self._split} of {self._name} is empty.", reason=Reason.NO_TASKS)
-        self._refs.extend(page.tasks)
-        self._page_token = page.next_page_token
-
-
-async def _only_environment(sessions: TaskSessions) -> str:
-    """Return the name of a client's environment; InvalidInput where it has several."""
-    infos: tuple[EnvironmentInfo, ...] = await call(sessions.list_environments)
-    names = [info.name for info in infos]
-    if len(names) != 1:
-        raise InvalidInput(
-            f"The client has {len(names)} environments.",
-            remedy=f"Give the name of one of them: {', '.join(names)}.",
-        )
-    return names[0]
-
-
+@dataclass(eq=False)
 class Collection:
     """Batches of played turns, for `for` or `async for`: what `dialoop.collect` returns.
 
@@ -332,47 +146,32 @@ class Collection:
     environment or split; a task that does not exist is a failure of its trajectories.
     """
 
-    def __init__(  # noqa: PLR0913 - what a batch is, and what is played
-        self,
-        environment: Environment | TaskSessions,
-        policy: Policy,
-        *,
-        turns_per_batch: int | None = None,
-        total_turns: int = -1,
-        completed_only: bool = True,
-        last_turn_only: bool = False,
-        flatten: bool = False,
-        reset_each_batch: bool = False,
-        play_ahead: bool = False,
-        num_sessions: int = 1,
-        group_size: int = 1,
-        name: str = "",
-        split: str = "",
-        shuffle_seed: int = 0,
-        tasks: Iterable[Task] | None = None,
-        sampling: SamplingParams | None = None,
-        max_turns: int = 64,
-    ) -> None:
-        self._rules = _Rules(
-            turns_per_batch=turns_per_batch,
-            total_turns=total_turns,
-            completed_only=completed_only,
-            last_turn_only=last_turn_only,
-            flatten=flatten,
-            reset_each_batch=reset_each_batch,
-            play_ahead=play_ahead,
-            num_sessions=num_sessions,
-            group_size=group_size,
-            sampling=sampling,
-            max_turns=max_turns,
-        )
-        _require_parts(environment, policy)
-        self._environment = environment
-        self._policy = policy
-        self._tasks = _Tasks(name, split, shuffle_seed, group_size, tasks)
+    environment: Environment | TaskSessions
+    policy: Policy
+    _: KW_ONLY
+    turns_per_batch: int | None = None
+    total_turns: int = -1
+    completed_only: bool = True
+    last_turn_only: bool = False
+    flatten: bool = False
+    reset_each_batch: bool = False
+    play_ahead: bool = False
+    num_sessions: int = 1
+    group_size: int = 1
+    name: str = ""
+    split: str = ""
+    shuffle_seed: int = 0
+    tasks: Iterable[Task] | None = None
+    sampling: SamplingParams | None = None
+    max_turns: int = 64
+    num_turns: int = field(default=0, init=False)
+    """Turns that count towards `total_turns`."""
+
+    def __post_init__(self) -> None:
+        self._require_types()
+        self._require_sense()
+        self._next_tasks = _Tasks(self)
         self._loops: list[AsyncGenerator[CollectedBatch]] | None = None
-        self.num_turns = 0
-        """Turns that count towards `total_turns`."""
 
     def __iter__(self) -> Iterator[CollectedBatch]:
         if asyncio._get_running_loop() is not None:
@@ -382,7 +181,7 @@ class Collection:
                 reason=Reason.EVENT_LOOP_RUNNING,
                 remedy="Write `async for batch in ...`.",
             )
-        for service in (self._environment, self._policy):
+        for service in (self.environment, self.policy):
             if isinstance(getattr(service, "_channel", None), Channel):
                 raise PreconditionFailed(
                     "The clients of services belong to an event loop, and this thread has none.",
@@ -410,35 +209,154 @@ class Collection:
             yield from loop.iterate(self._batches())
 
     async def _batches(self) -> AsyncGenerator[CollectedBatch]:
-        async with self._running() as run:
-            upcoming: asyncio.Task[CollectedBatch | None] | None = None
-            try:
-                while True:
-                    batch = await (upcoming or run.next_batch())
-                    if batch is None:
-                        return
-                    if self._rules.play_ahead:
-                        upcoming = asyncio.create_task(run.next_batch())
-                    yield batch
-            finally:
-                if upcoming is not None:
-                    upcoming.cancel()
-                    await asyncio.gather(upcoming, return_exceptions=True)
-
-    @asynccontextmanager
-    async def _running(self) -> AsyncIterator[_Run]:
-        """Open the environment if it is of this process; at the end close what was opened."""
         async with AsyncExitStack() as exits:
-            environment = self._environment
-            if not isinstance(environment, TaskSessions):
-                environment = await exits.enter_async_context(LocalEnvironmentClient(environment))
-            run = _Run(self, environment, self._policy, self._rules, self._tasks)
+            sessions = self.environment
+            if not isinstance(sessions, TaskSessions):
+                sessions = await exits.enter_async_context(LocalEnvironmentClient(sessions))
+            run = _Run(self, sessions, self._next_tasks)
             exits.push_async_callback(run.close)
-            yield run
+            while (batch := await (run.ahead or run.next_batch())) is not None:
+                if self.play_ahead:
+                    run.ahead = asyncio.create_task(run.next_batch())
+                yield batch
+
+    def _require_types(self) -> None:
+        """Raise InvalidInput (WRONG_TYPE) for something else in an option's place."""
+        is_environment = isinstance(self.environment, TaskSessions) or hasattr(
+            self.environment, "tasks"
+        )
+        require(
+            is_environment and not isinstance(self.environment, type),
+            "environment",
+            self.environment,
+            "an environment, an EnvironmentClient or a LocalEnvironmentClient",
+        )
+        require_policy(self.policy)
+        for option in fields(self)[2:]:
+            kind, _, optional = str(option.type).partition(" | ")
+            sound, expected = _KINDS[kind]
+            value = getattr(self, option.name)
+            is_absent = value is None and optional == "None"
+            require(is_absent or sound(value), option.name, value, expected)
+
+    def _require_sense(self) -> None:
+        """Raise InvalidConfig (BAD_OPTIONS) for numbers and options that contradict each other."""
+        for option in ("turns_per_batch", "num_sessions", "group_size", "max_turns"):
+            number = getattr(self, option)
+            if number is not None and number < 1:
+                raise _bad_options(f"{option} is {number}.", "Give 1 or more.")
+        if self.total_turns < 1 and self.total_turns != -1:
+            raise _bad_options(
+                f"total_turns is {self.total_turns}.", "Give 1 or more, or -1 to go on for ever."
+            )
+        if self.turns_per_batch is None and not self.completed_only:
+            raise _bad_options(
+                "completed_only is False, and turns_per_batch is absent.",
+                "Say with turns_per_batch when a batch is full.",
+            )
+        excluded = {
+            "completed_only=False": not self.completed_only,
+            "flatten": self.flatten,
+            "reset_each_batch": self.reset_each_batch,
+        }
+        conflicts = [option for option, is_set in excluded.items() if is_set]
+        if self.last_turn_only and conflicts:
+            raise _bad_options(
+                f"last_turn_only was set together with {' and '.join(conflicts)}.",
+                "Set one of them: last turns are those of completed trajectories.",
+            )
+        is_chosen = self.group_size != 1 or self.name or self.split or self.shuffle_seed
+        if self.tasks is not None and is_chosen:
+            raise _bad_options(
+                "Both tasks and a name, group_size, split or shuffle_seed were given.",
+                "Set environment and num_trajectories of each task, and give the tasks in order.",
+            )
 
 
 collect = Collection
 """The name to call it by: `for batch in dialoop.collect(...)`."""
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
+    {
+        "int": (_is_whole, "a whole number"),
+        "bool": (lambda value: isinstance(value, bool), "True or False"),
+        "str": (lambda value: isinstance(value, str), "a name"),
+        "SamplingParams": (lambda value: isinstance(value, SamplingParams), "SamplingParams"),
+        "Iterable[Task]": (lambda value: isinstance(value, Iterable), "Tasks in their order"),
+    }
+)
+"""What an option of each type has to be: how that is told, and in words."""
+
+
+def _bad_options(message: str, remedy: str) -> InvalidConfig:
+    return InvalidConfig(message, reason=Reason.BAD_OPTIONS, remedy=remedy)
+
+
+class _Tasks:
+    """The next tasks of a split, or of the caller's; the position outlives a loop over them."""
+
+    def __init__(self, options: Collection) -> None:
+        self._options = options
+        self._given = None if options.tasks is None else iter(options.tasks)
+        self._name, self._split = options.name, options.split
+        self._refs: deque[TaskRef] = deque()
+        self._page_token = ""
+        self._stops: dict[str, tuple[str, ...]] = {}
+
+    async def take(self, sessions: TaskSessions) -> Task | None:
+        """Return the next task; None after the last one of the caller's."""
+        if self._given is not None:
+            task = next(self._given, None)
+            require(task is None or isinstance(task, Task), "A task", task, "Tasks")
+            return task
+        if not self._refs:
+            await self._read_page(sessions)
+        group_size = self._options.group_size
+        return self._refs.popleft().task(self._name, self._split, num_trajectories=group_size)
+
+    async def sampling_of(self, task: Task, sessions: TaskSessions) -> SamplingParams:
+        """Return how to sample: the environment's stop texts where there are no others."""
+        sampling = self._options.sampling or task.sampling
+        if task.environment not in self._stops:
+            info = await call(sessions.get_environment, task.environment)
+            self._stops[task.environment] = info.stop
+        return replace(sampling, stop=sampling.stop or self._stops[task.environment])
+
+    async def _read_page(self, sessions: TaskSessions) -> None:
+        if not self._page_token:
+            self._name = self._name or await _only_environment(sessions)
+            info: EnvironmentInfo = await call(sessions.get_environment, self._name)
+            splits = [split.name for split in info.splits]
+            self._split = self._split or (splits[0] if len(splits) == 1 else "train")
+        page: TaskPage = await call(
+            sessions.list_tasks,
+            self._name,
+            split=self._split,
+            page_size=_PAGE_SIZE,
+            page_token=self._page_token,
+            shuffle_seed=self._options.shuffle_seed,
+        )
+        if not page.tasks:
+            raise NotFound(f"Split {self._split} of {self._name} is empty.", reason=Reason.NO_TASKS)
+        self._refs.extend(page.tasks)
+        self._page_token = page.next_page_token
+
+
+async def _only_environment(sessions: TaskSessions) -> str:
+    """Return the name of a client's environment; InvalidInput where it has several."""
+    infos: tuple[EnvironmentInfo, ...] = await call(sessions.list_environments)
+    names = [info.name for info in infos]
+    if len(names) != 1:
+        raise InvalidInput(
+            f"The client has {len(names)} environments.",
+            remedy=f"Give the name of one of them: {', '.join(names)}.",
+        )
+    return names[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -446,9 +364,8 @@ class _Episode:
     """An episode of a group, and how much of it earlier batches hold."""
 
     player: EpisodePlayer
-    task: Task
-    num_collected_turns: int = 0
-    num_collected_failures: int = 0
+    num_turns: int = 0
+    num_failures: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -457,56 +374,56 @@ class _Run:
 
     `waiting` fills with members of a new group and with episodes between two turns; `_next` drains
     it. Nobody waits for it: a batch is over when nothing is to begin and nothing is at work.
+    `ahead` plays the next batch.
     """
 
-    collection: Collection
+    options: Collection
     sessions: TaskSessions
-    policy: Policy
-    rules: _Rules
     tasks: _Tasks
     waiting: deque[_Episode] = field(default_factory=deque)
     working: dict[asyncio.Task[None], _Episode] = field(default_factory=dict)
+    ahead: asyncio.Task[CollectedBatch | None] | None = None
 
     async def next_batch(self) -> CollectedBatch | None:
         """Play the next batch; None when the turns or the tasks are at their end."""
-        quota = self.rules.quota(self.collection.num_turns)
-        if quota < 1:
-            return None
-        episodes, num_turns = await self._play(quota)
+        quota = self._quota()
+        episodes, num_turns = await self._play(quota) if quota > 0 else ({}, 0)
         if not episodes:
             return None
-        self.collection.num_turns += num_turns
-        is_last = self.rules.quota(self.collection.num_turns) < 1
-        if self.rules.reset_each_batch or is_last:
+        self.options.num_turns += num_turns
+        if self.options.reset_each_batch or self._quota() < 1:
             await self._cut_off()
-        groups: dict[int, list[Trajectory]] = {}
-        tasks: dict[int, Task] = {}
+        groups: dict[int, tuple[Task, list[Trajectory]]] = {}
         for episode in episodes:
-            tasks[id(episode.task)] = episode.task
-            groups.setdefault(id(episode.task), []).extend(self._new_parts(episode))
+            task = episode.player.task
+            groups.setdefault(id(task), (task, []))[1].extend(self._new_parts(episode))
         return CollectedBatch(
             groups=tuple(
-                Group(group_id=task.task_id, task=task, trajectories=tuple(groups[number]))
-                for number, task in tasks.items()
+                Group(group_id=task.task_id, task=task, trajectories=tuple(parts))
+                for task, parts in groups.values()
             )
         )
 
     async def close(self) -> None:
         """End the episodes under way and close their sessions."""
-        working = list(self.working)
-        for task in working:
+        tasks = [*self.working, *([self.ahead] if self.ahead is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*working, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self.waiting.extend(self.working.values())
-        self.working.clear()
         await self._cut_off()
 
-    async def _play(self, quota: int) -> tuple[list[_Episode], int]:
+    def _quota(self) -> int:
+        """Return the turns of the next batch."""
+        quota, total = self.options.turns_per_batch or 1, self.options.total_turns
+        return quota if total < 0 else min(quota, total - self.options.num_turns)
+
+    async def _play(self, quota: int) -> tuple[dict[_Episode, None], int]:
         """Play a batch; return its episodes in the order they joined it, and its turns."""
         episodes: dict[_Episode, None] = {}
         num_begun = 0
         while True:
-            while len(self.working) < self.rules.num_sessions:
+            while len(self.working) < self.options.num_sessions:
                 counted = self._count(episodes, num_begun)
                 episode = await self._next(has_room=counted < quota)
                 if episode is None:
@@ -515,7 +432,7 @@ class _Run:
                 episodes[episode] = None
                 self.working[asyncio.create_task(self._advance(episode.player))] = episode
             if not self.working:
-                return list(episodes), self._count(episodes, num_begun)
+                return episodes, self._count(episodes, num_begun)
             finished, _ = await asyncio.wait(self.working, return_when=asyncio.FIRST_COMPLETED)
             played = []
             for task in [task for task in self.working if task in finished]:
@@ -526,13 +443,13 @@ class _Run:
 
     def _count(self, episodes: Iterable[_Episode], num_begun: int) -> int:
         """Return the batch's turns: those begun, or of whole episodes one at least for each."""
-        if not self.rules.completed_only:
+        if not self.options.completed_only:
             return num_begun
         return sum(max(1, episode.player.num_turns) for episode in episodes)
 
     async def _next(self, *, has_room: bool) -> _Episode | None:
         """Return the episode that plays next: one that waits, or the first of a new group."""
-        if self.rules.completed_only and self.waiting:
+        if self.options.completed_only and self.waiting:
             return self.waiting.popleft()  # the group was begun
         if not has_room:
             return None
@@ -544,19 +461,18 @@ class _Run:
         task = await self.tasks.take(self.sessions)
         if task is None:
             return
-        sampling = await self.tasks.sampling_of(task, self.rules.sampling, self.sessions)
+        sampling = await self.tasks.sampling_of(task, self.sessions)
         task = replace(task)  # a task may come twice: each time it is a group of its own
         self.waiting.extend(
             _Episode(
                 EpisodePlayer(
                     task,
                     sessions=self.sessions,
-                    policy=self.policy,
+                    policy=self.options.policy,
                     group_id=task.task_id,
                     sampling=sampling_of_member(sampling, member),
-                    max_turns=self.rules.max_turns,
-                ),
-                task,
+                    max_turns=self.options.max_turns,
+                )
             )
             for member in range(task.num_trajectories)
         )
@@ -564,18 +480,21 @@ class _Run:
     async def _advance(self, player: EpisodePlayer) -> None:
         """Play one turn, or to the end where only completed trajectories count."""
         while await player.play_turn():
-            if not self.rules.completed_only:
+            if not self.options.completed_only:
                 return
         await player.close()
 
-    def _new_parts(self, episode: _Episode) -> tuple[Trajectory, ...]:
-        """Return what this batch has of the episode."""
+    def _new_parts(self, episode: _Episode) -> Iterator[Trajectory]:
+        """Yield what this batch has of the episode."""
         whole = episode.player.trajectory()
-        start, num_failures = episode.num_collected_turns, len(whole.failures)
-        new = replace(whole, failures=whole.failures[episode.num_collected_failures :])
-        episode.num_collected_turns = len(whole.turns)
-        episode.num_collected_failures = num_failures
-        return tuple(self.rules.parts(new, start))
+        start, end = episode.num_turns, len(whole.turns)
+        new = replace(whole, failures=whole.failures[episode.num_failures :])
+        episode.num_turns, episode.num_failures = end, len(whole.failures)
+        if self.options.last_turn_only:
+            start = max(0, end - 1)
+        length = 1 if self.options.flatten else max(1, end - start)
+        for turn in range(start, max(end, start + 1), length):
+            yield new.part(turn, min(turn + length, end))
 
     async def _cut_off(self) -> None:
         """Close the episodes that are not over, which are truncated then."""

@@ -316,26 +316,29 @@ async def play(
     return player.trajectory()
 
 
+def require(is_sound: bool, name: str, value: object, expected: str) -> None:
+    """Raise InvalidInput (WRONG_TYPE) for something else in a value's place."""
+    if not is_sound:
+        raise InvalidInput(
+            f"{name} is {value!r:.40}.", reason=Reason.WRONG_TYPE, remedy=f"Give {expected}."
+        )
+
+
+def require_policy(policy: object) -> None:
+    """Raise InvalidInput (WRONG_TYPE) for something else in a policy's place, or for its class."""
+    is_policy = callable(getattr(policy, "generate", None)) and not isinstance(policy, type)
+    require(is_policy, "policy", policy, "an InferenceClient or a ScriptedPolicy")
+
+
 def _require_parts(task: Task, sessions: Sessions, policy: Policy) -> None:
-    """Raise InvalidInput (WRONG_TYPE) for something else in their place."""
-    sound = {
-        "task": (task, isinstance(task, Task), "a Task"),
-        "sessions": (
-            sessions,
-            callable(getattr(sessions, "create_session", None)) and not isinstance(sessions, type),
-            "an EnvironmentClient, or LocalEnvironmentClient(environment)",
-        ),
-        "policy": (
-            policy,
-            callable(getattr(policy, "generate", None)) and not isinstance(policy, type),
-            "an InferenceClient or a ScriptedPolicy",
-        ),
-    }
-    for name, (value, is_sound, expected) in sound.items():
-        if not is_sound:
-            raise InvalidInput(
-                f"{name} is {value!r:.40}.", reason=Reason.WRONG_TYPE, remedy=f"Give {expected}."
-            )
+    require(isinstance(task, Task), "task", task, "a Task")
+    require(
+        callable(getattr(sessions, "create_session", None)) and not isinstance(sessions, type),
+        "sessions",
+        sessions,
+        "an EnvironmentClient, or LocalEnvironmentClient(environment)",
+    )
+    require_policy(policy)
 
 
 async def play_group(
