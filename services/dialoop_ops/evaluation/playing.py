@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dialoop.environments.tasks.source import first_refs
 from dialoop.errors import NotFound
 from dialoop.reasons import Reason
 from dialoop.rollout import play
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from dialoop.trajectory import Trajectory
 
     from dialoop_ops.evaluation.records import EvaluationRecords, EvaluationSpec
-
-_PAGE = 1000
 
 
 async def evaluate(
@@ -77,28 +77,19 @@ async def evaluate(
 async def _tasks(spec: EvaluationSpec, sessions: TaskSessions) -> list[Task]:
     info = await sessions.get_environment(spec.environment)
     sampling = replace(spec.sampling, stop=info.stop)
-    tasks: list[Task] = []
-    token = ""
-    while not spec.num_tasks or len(tasks) < spec.num_tasks:
-        size = min(_PAGE, spec.num_tasks - len(tasks)) if spec.num_tasks else _PAGE
-        page = await sessions.list_tasks(
-            spec.environment, split=spec.split, page_size=size, page_token=token, one_epoch=True
+    listing = partial(sessions.list_tasks, spec.environment, split=spec.split, one_epoch=True)
+    tasks = [
+        Task(
+            task_id=f"evaluation/{ref.key}",
+            environment=spec.environment,
+            split=spec.split,
+            key=ref.key,
+            seed=ref.seed,
+            purpose=Purpose.EVALUATION,
+            sampling=sampling,
         )
-        tasks.extend(
-            Task(
-                task_id=f"evaluation/{ref.key}",
-                environment=spec.environment,
-                split=spec.split,
-                key=ref.key,
-                seed=ref.seed,
-                purpose=Purpose.EVALUATION,
-                sampling=sampling,
-            )
-            for ref in page.tasks
-        )
-        token = page.next_page_token
-        if not token:
-            break
+        for ref in await first_refs(listing, spec.num_tasks or None)
+    ]
     if not tasks:
         raise NotFound(
             f"Split {spec.split} of {spec.environment} is empty.",

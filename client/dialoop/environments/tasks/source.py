@@ -8,7 +8,7 @@ tasks.page("train", page_token=page.next_page_token)      # goes on, through epo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -18,6 +18,7 @@ from dialoop.reasons import Reason
 from dialoop.trajectory import Task
 
 MAX_PAGE_SIZE = 10_000
+_PAGE_SIZE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,25 @@ class TaskPage:
 
     tasks: tuple[TaskRef, ...]
     next_page_token: str
+
+
+async def first_refs(
+    list_tasks: Callable[..., Awaitable[TaskPage]], num_tasks: int | None
+) -> list[TaskRef]:
+    """Return the first references of pages, all without a number.
+
+    `list_tasks` gets `page_size` and `page_token`.
+    """
+    refs: list[TaskRef] = []
+    token = ""
+    while num_tasks is None or len(refs) < num_tasks:
+        size = _PAGE_SIZE if num_tasks is None else min(_PAGE_SIZE, num_tasks - len(refs))
+        page = await list_tasks(page_size=size, page_token=token)
+        refs.extend(page.tasks)
+        token = page.next_page_token
+        if not token:
+            break
+    return refs
 
 
 class TaskSource(ABC):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dialoop.clients.retry import RetryPolicy, retry
+from dialoop.environments.tasks.source import first_refs
 from dialoop.reasons import DropReason
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
 from dialoop.waits import waiting_for
@@ -17,7 +19,7 @@ from dialoop_services.trainer.data.leases import WORKER
 if TYPE_CHECKING:
     from typing import Self
 
-    from dialoop.clients.environment import EnvironmentClient, TaskPage
+    from dialoop.clients.environment import EnvironmentClient
     from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import PolicyVersion
 
@@ -141,40 +143,26 @@ class Evaluator:
         await retry(lambda: self._replay.offer_tasks(self._run, tasks), self._retry_policy)
 
     async def _tasks(self, plan: EvaluationPlan, prefix: str) -> list[Task]:
-        tasks: list[Task] = []
-        token = ""
-        while len(tasks) < plan.num_tasks:
-            page = await self._page(plan, token, min(1000, plan.num_tasks - len(tasks)))
-            tasks.extend(
-                Task(
-                    task_id=f"{prefix}{ref.key}",
-                    environment=plan.environment,
-                    split=plan.split,
-                    key=ref.key,
-                    seed=ref.seed,
-                    purpose=Purpose.EVALUATION,
-                    num_trajectories=plan.num_trajectories,
-                    min_trajectories=1,
-                    sampling=plan.sampling,
-                )
-                for ref in page.tasks
-            )
-            token = page.next_page_token
-            if not token:
-                break
-        return tasks
-
-    async def _page(self, plan: EvaluationPlan, token: str, size: int) -> TaskPage:
-        return await retry(
-            lambda: self._environment.list_tasks(
-                plan.environment,
-                split=plan.split,
-                page_size=size,
-                page_token=token,
-                one_epoch=True,
-            ),
-            self._retry_policy,
+        listing = partial(
+            self._environment.list_tasks, plan.environment, split=plan.split, one_epoch=True
         )
+        refs = await first_refs(
+            lambda **page: retry(partial(listing, **page), self._retry_policy), plan.num_tasks
+        )
+        return [
+            Task(
+                task_id=f"{prefix}{ref.key}",
+                environment=plan.environment,
+                split=plan.split,
+                key=ref.key,
+                seed=ref.seed,
+                purpose=Purpose.EVALUATION,
+                num_trajectories=plan.num_trajectories,
+                min_trajectories=1,
+                sampling=plan.sampling,
+            )
+            for ref in refs
+        ]
 
     async def _take(self, prefix: str) -> list[Group]:
         """Return the groups that arrived for one evaluation; drop those of ended evaluations."""
