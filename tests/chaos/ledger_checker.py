@@ -38,7 +38,9 @@ class Queue:
     @property
     def training(self) -> dict[str, Mapping[str, Any]]:
         """The records of training tasks."""
-        return {name: record for name, record in self.records.items() if record["p"] == TRAINING}
+        return {
+            name: record for name, record in self.records.items() if record["purpose"] == TRAINING
+        }
 
 
 def read_queue(folder: Path, program: str) -> Queue:
@@ -137,7 +139,7 @@ def _problems_of_tasks(queue: Queue) -> Iterable[str]:
 
 def _problems_of_counts(queue: Queue) -> Iterable[str]:
     """The ledger's counts are those of its records, and no finished member was played again."""
-    states = Counter(record["s"] for record in queue.training.values())
+    states = Counter(record["state"] for record in queue.training.values())
     for state in ("offered", "leased", "unscored", "scored", "training", "trained", "consumed"):
         if states[state] != queue.counts.get(f"1:{state}", 0):
             yield (
@@ -146,15 +148,18 @@ def _problems_of_counts(queue: Queue) -> Iterable[str]:
             )
     if states["training"] or states["trained"]:
         yield "groups are still leased by a trainer that has ended"
-    num_finished = sum(record["c"] for record in queue.training.values())
-    num_generated = queue.counts.get("1:t:generated", 0)
+    num_finished = sum(record["num_finished"] for record in queue.training.values())
+    num_generated = queue.counts.get("1:trajectories:generated", 0)
     given_up = sum(
         count
         for name, count in queue.counts.items()
-        if name.startswith("1:t:dropped:") and f"1:dropped:{name[12:]}" not in queue.counts
+        if name.startswith("1:trajectories:dropped:")
+        and f"1:dropped:{name.removeprefix('1:trajectories:dropped:')}" not in queue.counts
     )
     if num_generated != num_finished + given_up:
-        dropped = {n: c for n, c in queue.counts.items() if n.startswith("1:t:dropped:") and c}
+        dropped = {
+            n: c for n, c in queue.counts.items() if n.startswith("1:trajectories:dropped:") and c
+        }
         yield (
             f"{num_generated} members were finished, and the groups have {num_finished}; "
             f"dropped: {dropped}"
@@ -163,18 +168,18 @@ def _problems_of_counts(queue: Queue) -> Iterable[str]:
 
 def _problems_of_trained(queue: Queue, trained: Mapping[str, list[Row]]) -> Iterable[str]:
     """What the queue calls consumed is what the trainer trained, member for member."""
-    consumed = {name for name, record in queue.training.items() if record["s"] == "consumed"}
+    consumed = {name for name, record in queue.training.items() if record["state"] == "consumed"}
     for group in consumed - trained.keys():
         yield f"{group} is consumed and was never trained"
     for group in trained.keys() - consumed:
-        state = queue.training.get(group, {}).get("s", "unknown")
+        state = queue.training.get(group, {}).get("state", "unknown")
         yield f"{group} was trained, and the queue says {state}"
     groups_of = defaultdict(set)
     for group, members in trained.items():
         ids = {row["trajectory_id"] for row in members}
         for trajectory_id in ids:
             groups_of[trajectory_id].add(group)
-        num_finished = queue.training.get(group, {}).get("c", len(ids))
+        num_finished = queue.training.get(group, {}).get("num_finished", len(ids))
         if len(ids) > num_finished:
             yield f"{group} has {num_finished} members, and {len(ids)} were trained"
     for trajectory_id, groups in groups_of.items():

@@ -16,6 +16,11 @@ from tests.chaos.ledger_checker import Queue, problems_of
 MAX_STALENESS = 2
 
 
+def record_of(state: str) -> dict[str, Any]:
+    num_finished = 0 if state == "offered" else 2
+    return {"purpose": 1, "state": state, "num_members": 2, "num_finished": num_finished}
+
+
 class Books:
     """A run of three steps with two groups each, one group dropped and one left."""
 
@@ -23,16 +28,15 @@ class Books:
         names = [f"arithmetic/train/0/{n}+1" for n in range(8)]
         states = ["consumed"] * 6 + ["dropped", "offered"]
         self.records: dict[str, dict[str, Any]] = {
-            name: {"p": 1, "s": state, "n": 2, "c": 0 if state == "offered" else 2}
-            for name, state in zip(names, states, strict=True)
+            name: record_of(state) for name, state in zip(names, states, strict=True)
         }
         self.counts = {
             "1:offered": 1,
             "1:consumed": 6,
             "1:dropped:uniform_reward": 1,
-            "1:t:generated": 14,
-            "1:t:consumed": 12,
-            "1:t:dropped:uniform_reward": 2,
+            "1:trajectories:generated": 14,
+            "1:trajectories:consumed": 12,
+            "1:trajectories:dropped:uniform_reward": 2,
         }
         self.cursor = "0:8"
         self.rows = [
@@ -76,7 +80,7 @@ def lose_a_task(books: Books) -> None:
 
 
 def offer_a_task_twice(books: Books) -> None:
-    books.records["again/arithmetic/train/0/0+1"] = {"p": 1, "s": "offered", "n": 2, "c": 0}
+    books.records["again/arithmetic/train/0/0+1"] = record_of("offered")
     books.counts["1:offered"], books.cursor = 2, "0:9"
 
 
@@ -85,12 +89,12 @@ def miscount(books: Books) -> None:
 
 
 def leave_a_lease(books: Books) -> None:
-    books.records[first(books)]["s"] = "trained"
+    books.records[first(books)]["state"] = "trained"
     books.counts |= {"1:consumed": 5, "1:trained": 1}
 
 
 def play_a_member_again(books: Books) -> None:
-    books.counts["1:t:generated"] += 1
+    books.counts["1:trajectories:generated"] += 1
 
 
 def forget_a_trained_group(books: Books) -> None:
@@ -98,7 +102,7 @@ def forget_a_trained_group(books: Books) -> None:
 
 
 def train_what_was_dropped(books: Books) -> None:
-    books.records[first(books)]["s"] = "dropped"
+    books.records[first(books)]["state"] = "dropped"
     books.counts["1:consumed"] = 5
 
 

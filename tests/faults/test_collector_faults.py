@@ -21,7 +21,6 @@ from dialoop.errors import Unavailable
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.collector.replicas import Replicas
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 
 from tests.support.collector_world import (
@@ -34,6 +33,7 @@ from tests.support.collector_world import (
     serving_replay,
     world,
 )
+from tests.support.queue_model.store import ModelStore
 from tests.support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ async def test_a_killed_collectors_tasks_are_issued_again_and_nothing_is_doubled
         assert adds_up(counts)
 
 
-class Spy(MemoryStore):
+class Spy(ModelStore):
     """A queue that knows which members are finished, and was asked to play."""
 
     def __init__(self, limits: QueueLimits) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import Answer, QueueLimits
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.recorded_world import (
     GROUPS_PER_STEP,
     Recorded,
@@ -26,7 +26,7 @@ NUM_STEPS = 4
 SETTINGS: dict[str, Any] = {"num_steps": NUM_STEPS, "checkpoint_every": 100, "lease_s": 60}
 
 
-class HoldingStore(MemoryStore):
+class HoldingStore(ModelStore):
     """Keeps a trainer waiting for ever at a point of the test's choice, so that it dies there."""
 
     def __init__(self, clock: Clock) -> None:

@@ -17,9 +17,9 @@ from dialoop.trajectory import Group, Purpose, Stage
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.recorded_world import (
     GROUPS_PER_STEP,
     Recorded,
@@ -102,7 +102,7 @@ async def test_an_evaluation_under_way_at_a_kill_is_in_the_records_once_and_whol
             serving(EnvironmentSettings(), Catalogue([arithmetic()]))
         )
         world = await exits.enter_async_context(
-            recorded_world(tmp_path / "world", model_dir, MemoryStore(QueueLimits()), groups)
+            recorded_world(tmp_path / "world", model_dir, ModelStore(QueueLimits()), groups)
         )
         start = exits.enter_context(trainers(are_forked=True))
         collector = Collector(world, groups[0])

@@ -14,12 +14,12 @@ from dialoop.clients.trainer import Phase, TrainerClient
 from dialoop.errors import PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.trainer.__main__ import serve_in
 from dialoop_services.trainer.settings import TrainerSettings
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.recorded_world import recorded_world
 from tests.support.waiting import PATIENCE_S
 
@@ -39,7 +39,7 @@ async def test_failed_writes_are_named_and_the_next_publish_and_checkpoint_work(
     tmp_path: Path,
 ) -> None:
     model_dir = make_tiny_model(tmp_path / "model", seed=0)
-    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), []) as world:
+    async with recorded_world(tmp_path, model_dir, ModelStore(QueueLimits()), []) as world:
         settings = TrainerSettings(
             port=0,
             run=world.run,

@@ -22,11 +22,11 @@ from dialoop.clients.trainer import Phase, TrainerClient
 from dialoop.errors import DialoopError
 from dialoop.trajectory import Group
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime.exit_reason import EXIT_REASON_VARIABLE
 from safetensors.torch import load_file
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.recorded_world import ROOT, Recorded, record_groups, recorded_world
 
 pytestmark = [
@@ -124,7 +124,7 @@ async def run_of(
     folder: Path, model_dir: Path, groups: list[Group], *parts: dict[str, Any]
 ) -> Recorded:
     """A world in which one trainer after the other has trained."""
-    async with recorded_world(folder, model_dir, MemoryStore(QueueLimits()), groups) as world:
+    async with recorded_world(folder, model_dir, ModelStore(QueueLimits()), groups) as world:
         for part in parts:
             await train(world, **part)
         return world
@@ -204,7 +204,7 @@ async def test_two_processes_publish_the_same_merged_adapters_as_one(
 async def test_a_killed_rank_ends_all_and_the_next_trainer_goes_on(
     tmp_path: Path, model_dir: Path, groups: list[Group], alone: Recorded, victim: int
 ) -> None:
-    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), groups) as world:
+    async with recorded_world(tmp_path, model_dir, ModelStore(QueueLimits()), groups) as world:
         trainer = Trainer(world, size=2, num_steps=NUM_STEPS, checkpoint_every=5)
         await trainer.until(lambda: len(world.train_rows) >= 7)
         ranks = trainer.ranks()
@@ -222,7 +222,7 @@ async def test_a_killed_rank_ends_all_and_the_next_trainer_goes_on(
 
 
 async def test_torchrun_starts_it_too(tmp_path: Path, model_dir: Path, groups: list[Group]) -> None:
-    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), groups) as world:
+    async with recorded_world(tmp_path, model_dir, ModelStore(QueueLimits()), groups) as world:
         trainer = Trainer(world, size=2, under_torchrun=True, num_steps=3)
         try:
             await trainer.until((world.run_dir / "trainer.json").is_file)
@@ -241,7 +241,7 @@ async def test_ranks_that_are_out_of_step_after_a_failed_write_end_with_its_reas
     tmp_path: Path, model_dir: Path
 ) -> None:
     """The first rank cannot write, so the others wait for it in vain: all end, and say why."""
-    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), []) as world:
+    async with recorded_world(tmp_path, model_dir, ModelStore(QueueLimits()), []) as world:
         reason = tmp_path / "reason.json"
         trainer = Trainer(world, size=2, num_steps=0, reason=reason)
         try:

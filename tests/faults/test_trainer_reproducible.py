@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_ops.stack.report.plot import read_metrics
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits, QueueStore
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.recorded_world import (
     GROUPS_PER_STEP,
     Recorded,
@@ -51,7 +51,7 @@ def is_saving(world: Recorded, num_saved: int) -> bool:
 
 
 def memory_store() -> QueueStore:
-    return MemoryStore(QueueLimits())
+    return ModelStore(QueueLimits())
 
 
 def read_rows(world: Recorded) -> list[dict[str, object]]:

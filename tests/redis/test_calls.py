@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 import redis
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2 as pb
-from dialoop_services.replay.redis_store.store import RedisStore, ShrinkingPool
+from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits
 
 from tests.support.redis_server import RedisServer, new_run, own_redis  # noqa: F401
 from tests.support.samples.replay_samples import (
     announce,
     append,
-    append_member,
     bare_group,
     lease_tasks,
     make_task,
@@ -51,49 +49,6 @@ async def lease_all(store: RedisStore, run: str) -> list[pb.TaskLease]:
     return list((await lease_tasks(store, run, NUM_GROUPS)).leases)
 
 
-async def test_appends_that_wait_go_to_redis_in_one_call(
-    store: RedisStore,
-    own_redis: RedisServer,
-) -> None:
-    """Two calls are under way at most; each concurrent append was a call of its own."""
-    run = new_run()
-    leases = await lease_all(store, run)
-    await append_member(store, run, leases[0].lease_id, 0)  # loads the script
-    calls_of(own_redis)
-    wanted = [(lease.lease_id, member) for lease in leases[1:] for member in (0, 1, 1)]
-    outcomes = await asyncio.gather(*(append_member(store, run, *item) for item in wanted))
-    appended, duplicate = pb.APPEND_STATUS_APPENDED, pb.APPEND_STATUS_DUPLICATE
-    assert [o.status for o in outcomes] == [appended, appended, duplicate] * (NUM_GROUPS - 1)
-    assert calls_of(own_redis)["evalsha"] <= 3
-
-
-async def test_appends_are_packed_while_redis_applies_others(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The service waited for Redis, and Redis for the service."""
-    run = new_run()
-    leases = await lease_all(store, run)
-    sizes, may_go = list[int](), asyncio.Event()
-    append_batch = store._append_batch
-
-    async def record(run: str, batch: Sequence[Any]) -> None:
-        sizes.append(len(batch))
-        await may_go.wait()
-        await append_batch(run, batch)
-
-    monkeypatch.setattr(store, "_append_batch", record)
-    appends = []
-    for lease in leases:
-        appends.append(asyncio.create_task(append_member(store, run, lease.lease_id, 0)))
-        await asyncio.sleep(0.01)
-    assert sizes == [1, 1]
-    may_go.set()
-    outcomes = await asyncio.gather(*appends)
-    assert {outcome.status for outcome in outcomes} == {pb.APPEND_STATUS_APPENDED}
-    assert sizes == [1, 1, NUM_GROUPS - 2]
-    assert (store._appends, store._appending) == ({}, {})
-
-
 async def test_a_whole_group_is_written_once(
     store: RedisStore,
     own_redis: RedisServer,
@@ -110,31 +65,14 @@ async def test_a_whole_group_is_written_once(
     assert (calls["hset"], calls["xadd"]) == (2, NUM_GROUPS - 1)
 
 
-async def test_connections_that_only_a_burst_needed_are_closed(
-    store: RedisStore, own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ShrinkingPool, "IDLE_S", 0.3)
-    request = pb.GetStatsRequest(run=new_run())
-
-    def num_clients() -> int:
-        with redis.Redis.from_url(own_redis.url) as client:
-            return len(client.client_list()) - 1
-
-    await asyncio.gather(*(store.apply(request, pb.GetStatsResponse) for _ in range(20)))
-    assert num_clients() > 5
-    for _ in range(5):
-        await asyncio.sleep(0.1)
-        await store.apply(request, pb.GetStatsResponse)
-    assert num_clients() == 1
-    await asyncio.gather(*(store.apply(request, pb.GetStatsResponse) for _ in range(20)))
-
-
-async def test_more_calls_at_once_than_redis_py_has_connections_by_default(
-    store: RedisStore,
+async def test_a_burst_of_calls_opens_few_connections(
+    store: RedisStore, own_redis: RedisServer
 ) -> None:
     """All who wait for a change of a run look again at the same moment."""
     request = pb.GetStatsRequest(run=new_run())
-    await asyncio.gather(*(store.apply(request, pb.GetStatsResponse) for _ in range(150)))
+    await asyncio.gather(*(store.apply(request, pb.GetStatsResponse) for _ in range(300)))
+    with redis.Redis.from_url(own_redis.url) as client:
+        assert len(client.client_list()) - 1 <= 32
 
 
 async def test_a_call_that_was_given_up_leaves_no_answer_for_the_next(store: RedisStore) -> None:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import pytest
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as pb
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits, QueueStore
 from hypothesis import settings
@@ -27,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
 from tests.support.replay_store_world import ack, lease, return_
 from tests.support.samples.replay_samples import (
@@ -264,7 +264,7 @@ class LedgerMachine(RuleBasedStateMachine):
 def test_queue_and_ledger_are_as_the_model_says(kind: str, request: pytest.FixtureRequest) -> None:
     def make_store(limits: QueueLimits, clock: Clock) -> QueueStore:
         if kind == "memory":
-            return MemoryStore(limits, clock=clock)
+            return ModelStore(limits, clock=clock)
         return RedisStore(request.getfixturevalue("redis_url"), limits, clock=clock)
 
     few = settings(max_examples=50, stateful_step_count=30, deadline=None)

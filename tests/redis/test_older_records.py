@@ -8,13 +8,11 @@ import pytest
 import pytest_asyncio
 import redis
 from dialoop.errors import PreconditionFailed
-from dialoop.trajectory import Stage
-from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits
 
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
-from tests.support.replay_store_world import lease, lease_task, names_of, ready_to_train
+from tests.support.replay_store_world import lease_task
 from tests.support.samples.replay_samples import (
     Clock,
     announce,
@@ -63,10 +61,6 @@ class OldRecords:
     def damage(self, task_id: str) -> None:
         self._client.hset(f"{self._prefix}ledger", task_id, "no record")
 
-    def forget_priorities(self) -> None:
-        """Delete the index that versions before it did not write."""
-        assert self._client.delete(f"{self._prefix}ranked") == 1
-
     def keys(self) -> list[bytes]:
         return list(self._client.keys(self._prefix.replace("{", "?").replace("}", "?") + "*"))
 
@@ -78,7 +72,7 @@ def old(redis_url: str) -> Iterator[OldRecords]:
     made.close()
 
 
-@pytest.mark.parametrize("written", [None, "2", "4"])
+@pytest.mark.parametrize("written", [None, "3", "5"])
 async def test_a_run_in_another_format_is_refused_and_can_be_purged(
     store: RedisStore, old: OldRecords, written: str | None
 ) -> None:
@@ -97,18 +91,6 @@ async def test_a_run_in_another_format_is_refused_and_can_be_purged(
     await offer(store, run, "a")
     assert (await lease_task(store, run)).task == make_task("a")
     await purge(store, run)
-
-
-async def test_groups_that_an_older_version_appended_are_leased_by_priority(
-    store: RedisStore, old: OldRecords
-) -> None:
-    await ready_to_train(store, old.run, "a", "b")
-    old.forget_priorities()
-    await ready_to_train(store, old.run, "c")
-    for wanted in ("a", "b", "c"):
-        held = await lease(store, old.run, Stage.SCORED, selection=pb.SELECTION_PRIORITY)
-        assert names_of(held.leases) == [wanted]
-    await purge(store, old.run)
 
 
 async def test_purge_reads_no_record(store: RedisStore, old: OldRecords, clock: Clock) -> None:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import pytest
 from dialoop.errors import DialoopError
 from dialoop.v1 import registry_service_pb2 as pb
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits, QueueStore
 from hypothesis import settings
@@ -26,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
 from tests.support.samples.replay_samples import Clock
 
@@ -149,7 +149,7 @@ class RegistryMachine(RuleBasedStateMachine):
 def test_a_registry_is_as_the_model_says(kind: str, request: pytest.FixtureRequest) -> None:
     def make_store(clock: Clock) -> QueueStore:
         if kind == "memory":
-            return MemoryStore(QueueLimits(), clock=clock)
+            return ModelStore(QueueLimits(), clock=clock)
         return RedisStore(request.getfixturevalue("redis_url"), QueueLimits(), clock=clock)
 
     few = settings(max_examples=40, stateful_step_count=30, deadline=None)

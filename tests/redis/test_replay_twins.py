@@ -13,11 +13,11 @@ from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from dialoop_services.config.tables import Overflow
-from dialoop_services.replay.memory_store.ledger import GroupState
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits, QueueStore
 
+from tests.support.queue_model.ledger import GroupState
+from tests.support.queue_model.store import ModelStore
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
 from tests.support.samples.replay_samples import (
     Clock,
@@ -252,7 +252,7 @@ async def play_out(seed: int, redis_url: str, *, overflow: Overflow, most: int) 
         max_waiting_groups=most,
         overflow=overflow,
     )
-    twin, real = MemoryStore(limits, clock=clock), RedisStore(redis_url, limits, clock=clock)
+    twin, real = ModelStore(limits, clock=clock), RedisStore(redis_url, limits, clock=clock)
     schedule = Schedule(seed, run)
     # The first lease fixes the tokens, so that lease ids are the same from here on.
     first = pb.OfferTasksRequest(run=run, tasks=[make_task("t/0", purpose=Purpose.EVALUATION)])

@@ -24,6 +24,7 @@ from dialoop.v1.inference_service_pb2_grpc import (
     add_InferenceServiceServicer_to_server,
 )
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
+from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 from dialoop.wire import (
     chat_history_from_proto,
     chat_history_to_proto,
@@ -40,12 +41,12 @@ from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.registry_servicer import RegistryServicer
-from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
+from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.waiting import PATIENCE_S
 
 MAIN_0 = PolicyVersion(lineage="main", number=0)
@@ -135,13 +136,13 @@ def serving_policy(policy: ScriptedPolicy, port: int = 0) -> GrpcServer:
 
 @asynccontextmanager
 async def serving_replay(
-    limits: QueueLimits | None = None, port: int = 0, store: MemoryStore | None = None
+    limits: QueueLimits | None = None, port: int = 0, store: ModelStore | None = None
 ) -> AsyncIterator[GrpcServer]:
     """A replay service in memory."""
-    store = store or MemoryStore(limits or QueueLimits(lease_s=60))
+    store = store or ModelStore(limits or QueueLimits(lease_s=60))
     servicer = ReplayServicer(store, poll_s=0.02)
     server = GrpcServer(ServerSettings(port=port, drain_s=0))
-    server.add(add_replay_to_server, servicer, "dialoop.v1.ReplayService")
+    server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
     registry = RegistryServicer(store)
     server.add(add_RegistryServiceServicer_to_server, registry, "dialoop.v1.RegistryService")
     async with server:
@@ -222,7 +223,7 @@ class World:
 
 @asynccontextmanager
 async def world(
-    limits: QueueLimits | None = None, store: MemoryStore | None = None
+    limits: QueueLimits | None = None, store: ModelStore | None = None
 ) -> AsyncIterator[World]:
     """Replay and environment, and clients of both."""
     async with AsyncExitStack() as exits:

@@ -21,9 +21,10 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.replay import AppendItem, ReplayClient
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 from dialoop.trajectory import Group, Stage, Trajectory
+from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
+from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueStore
 from dialoop_services.runtime import GrpcServer, ServerSettings
 from transformers import Qwen2ForCausalLM
@@ -180,7 +181,7 @@ async def recorded_world(
     """A world of its own in `directory`."""
     servicer = ReplayServicer(store, poll_s=0.05)
     server = GrpcServer(ServerSettings(drain_s=1))
-    server.add(add_replay_to_server, servicer, "dialoop.v1.ReplayService")
+    server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
     run_dir = directory / "run"
     run_dir.mkdir(parents=True)
     async with AsyncExitStack() as exits:

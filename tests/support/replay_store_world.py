@@ -10,10 +10,10 @@ import pytest_asyncio
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.config.tables import Overflow
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.store import QueueLimits, QueueStore
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.redis_server import new_run
 from tests.support.samples.replay_samples import (
     Clock,
@@ -51,7 +51,7 @@ def clock() -> Clock:
 @pytest_asyncio.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
 async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[QueueStore]:
     if request.param == "memory":
-        yield MemoryStore(LIMITS, clock=clock)
+        yield ModelStore(LIMITS, clock=clock)
         return
     made = RedisStore(request.getfixturevalue("redis_url"), LIMITS, clock=clock)
     yield made
@@ -60,7 +60,7 @@ async def store(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[Q
 
 def set_overflow(store: QueueStore, overflow: Overflow, *, most: int) -> None:
     """Bound how many groups may wait, and say what happens to one more."""
-    assert isinstance(store, MemoryStore | RedisStore)
+    assert isinstance(store, ModelStore | RedisStore)
     store.limits = replace(store.limits, max_waiting_groups=most, overflow=overflow)
 
 

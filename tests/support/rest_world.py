@@ -43,7 +43,6 @@ from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.weights.adapter_files import AdapterLimits, AdapterSpace
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.rest.routes import Route, routes_of
@@ -59,6 +58,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.waiting import PATIENCE_S
 
 MAIN_3 = PolicyVersion(lineage="main", number=3)
@@ -206,7 +206,7 @@ async def rest_door(name: str, server: Server, settings: ServerSettings) -> Asyn
 
 def _replay(server: Server, exits: AsyncExitStack) -> None:
     limits = QueueLimits(lease_s=60, max_waiting_groups=1, overflow="reject")
-    servicer = ReplayServicer(MemoryStore(limits), vocab_size=lambda: 100)
+    servicer = ReplayServicer(ModelStore(limits), vocab_size=lambda: 100)
     register = replay_service_pb2_grpc.add_ReplayServiceServicer_to_server
     server.add(register, servicer, "dialoop.v1.ReplayService")
     exits.callback(servicer.stop_waiting)

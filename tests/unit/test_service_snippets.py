@@ -261,13 +261,13 @@ def of_a_pack(_: Path) -> Names:
 @context("dialoop_services.replay.store.QueueStore.apply", "dialoop_services.replay.validation")
 def of_the_queue(_: Path) -> Names:
     from dialoop.v1 import replay_service_pb2 as pb
-    from dialoop_services.replay.memory_store.store import MemoryStore
     from dialoop_services.replay.store import QueueLimits
 
+    from tests.support.queue_model.store import ModelStore
     from tests.support.samples.replay_samples import make_group, make_task
 
     group = make_group(make_task("a"))
-    return {"pb": pb, "apply": MemoryStore(QueueLimits()).apply, "group": group}
+    return {"pb": pb, "apply": ModelStore(QueueLimits()).apply, "group": group}
 
 
 @context(

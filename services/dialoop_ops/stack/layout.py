@@ -264,11 +264,12 @@ class Layout:
     def _places_of(self, name: str) -> dict[str, object]:
         """Return the addresses, files and names that a process needs."""
         of_run = {"run": self.run_dir.run_id, "replay_address": self.address("replay")}
-        model = {"model_dir": self.run_dir.model(self.config).resolve()}
+        model: dict[str, object] = {"model_dir": self.run_dir.model(self.config).resolve()}
         service = service_of(name)
         if service == "replay":
-            redis = {"redis_url": self.redis_url} if self.config.store == "redis" else {}
-            return {**model, **redis}
+            redis = {"redis_url": self.redis_url}
+            own = {"run_dir": self.run_dir.path.resolve()}
+            return model | (redis if self.config.store == "redis" else own)
         if service == "environment":
             return {**model, "inference_address": self.address("inference")}
         if service == "inference":

@@ -32,6 +32,7 @@ from dialoop_services.config.engines import (
 )
 from dialoop_services.config.memory import BYTES_OF
 from dialoop_services.config.tables import DEVICE_PLANES
+from dialoop_services.replay.redis_program import redis_program
 
 from dialoop_ops.stack.devices import needs_elsewhere, nodes_of, plan_devices
 from dialoop_ops.stack.estimates import gpu_needs, require_memory
@@ -129,6 +130,8 @@ class _Checks:
 def _check_queue_and_ports(config: JobConfig) -> None:
     # The stack looks for both again when it starts. By then it may have deleted an old run.
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
+    if config.store == "memory":
+        redis_program(os.environ)  # which the replay service starts
     if redis.url and not _answers(redis.url):
         raise InvalidConfig(
             "No server answers at REDIS_URL.",

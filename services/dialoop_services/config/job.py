@@ -187,7 +187,7 @@ class JobConfig(Section):
     """Number format of the trainer's weights: "float32" or "bfloat16". Log-probs of engine and
     trainer agree to 1e-4 in float32 only."""
     store: Literal["redis", "memory"] = "redis"
-    """Where the queue is kept: "redis", or "memory" of the replay service, lost when it ends."""
+    """Where the queue is kept: "redis", or "memory", which is saved at a clean stop alone."""
     placement: Literal["split", "shared"] = "split"
     """Devices: "split" for engines and trainer apart, "shared" for turns on the same devices."""
     discovery: Literal["addresses", "registry"] = "addresses"

@@ -10,13 +10,14 @@ from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
+from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.registry_servicer import RegistryServicer
-from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
+from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.replay.store import QueueStore
+from dialoop_services.replay.unsaved_redis import unsaved_redis
 from dialoop_services.runtime.hosting import Host, OwnProcess
 from dialoop_services.runtime.logs import LogSettings
 from dialoop_services.runtime.process import run
@@ -38,6 +39,10 @@ async def serve_in(host: Host, settings: ReplaySettings) -> None:
     """Serve until the host stops the service."""
     server = host.server
     async with AsyncExitStack() as exits:
+        if settings.store == "memory":
+            redis = unsaved_redis(settings.run_dir, on_end=server.stop)
+            url = await exits.enter_async_context(redis)
+            settings = settings.model_copy(update={"redis_url": url})
         store = await open_store(settings)
         exits.push_async_callback(store.close)
         servicer = ReplayServicer(
@@ -60,7 +65,7 @@ async def serve_in(host: Host, settings: ReplaySettings) -> None:
         if run_id := LogSettings().run:
             measuring = asyncio.create_task(_keep_depth(store, run_id, depth))
             exits.callback(measuring.cancel)
-        server.add(add_replay_to_server, servicer, "dialoop.v1.ReplayService")
+        server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
         registry = RegistryServicer(store)
         server.add(add_RegistryServiceServicer_to_server, registry, "dialoop.v1.RegistryService")
         async with server:
@@ -87,9 +92,6 @@ async def open_store(settings: ReplaySettings) -> QueueStore:
 
     Raise InvalidConfig (STORE_UNAVAILABLE) when Redis does not answer.
     """
-    if settings.store == "memory":
-        log.warning("The queue is kept in memory: it is gone when this process ends.")
-        return MemoryStore(settings.limits)
     store = _redis_store(settings)
     try:
         await store.check()

@@ -13,11 +13,9 @@ import re
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Iterable,
     Iterator,
-    Mapping,
     MutableSequence,
     Sequence,
 )
@@ -32,17 +30,8 @@ from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import replay_service_pb2_grpc as rpc
 from dialoop.v1 import trajectory_pb2
 
-from dialoop_services.replay.leases import Kind, parse_lease
 from dialoop_services.replay.refusals import APPEND_MESSAGES
-from dialoop_services.replay.serialised import MemberSummary
-from dialoop_services.replay.store import (
-    Answer,
-    FinishedMembers,
-    GroupsHandedOut,
-    MembersAppended,
-    QueueStore,
-    append_outcome,
-)
+from dialoop_services.replay.store import Answer, Kind, QueueStore, parse_lease
 from dialoop_services.replay.validation import check_group, check_trajectory
 from dialoop_services.runtime.access.principals import require_run
 
@@ -56,11 +45,13 @@ LEAST_INTERVAL_S = 0.05
 _MAX_VERSION = 10**12
 _DEFAULT_PAGE = 20
 
+# Of the outcomes of a group's members, the one that is told of the group.
+_FIRST_TOLD = (pb.APPEND_STATUS_REJECTED, pb.APPEND_STATUS_APPENDED, pb.APPEND_STATUS_DUPLICATE)
 _STAGES = frozenset(map(int, Stage))
 _SELECTIONS = frozenset(pb.Selection.values())
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Leases = TypeVar("_Leases", pb.LeaseTasksResponse, GroupsHandedOut)
+_Leases = TypeVar("_Leases", pb.LeaseTasksResponse, pb.LeaseGroupsResponse)
 _Item = TypeVar("_Item")
 
 
@@ -100,9 +91,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         self._check_lease_s(request)
         _check_worker(request.worker)
         _check_count("max_tasks", request.max_tasks)
-        return await self._lease(
-            request, lambda: self._apply(request, pb.LeaseTasksResponse), lambda answer: answer
-        )
+        return await self._lease(request, pb.LeaseTasksResponse)
 
     async def AppendMembers(
         self, request: pb.AppendMembersRequest, context: _Context
@@ -111,27 +100,24 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         for item in request.items:
             _check_count("num_discarded", item.num_discarded, least=0)
         vocab_size = self._vocab_size()
-        summaries: list[list[MemberSummary]] = [[] for _ in request.items]
         rejections = [
             check_trajectory(
                 item.trajectory,
                 group_id=_group_of(item),
                 stage=Stage.UNSCORED,
                 vocab_size=vocab_size,
-                summaries=of_item,
             )
-            for item, of_item in zip(request.items, summaries, strict=True)
+            for item in request.items
         ]
-        members = map(FinishedMembers.of, request.items, summaries)
-        valid = _valid(members, rejections)
-        appended = await self._append_members(request.run, valid)
-        response = appended.response()
-        outcomes = await self._outcomes(request.run, rejections, response.outcomes)
+        valid = _valid(request.items, rejections)
+        appended = await self._append_members(
+            pb.AppendMembersRequest(run=request.run, items=valid) if any(rejections) else request
+        )
+        outcomes = await self._outcomes(request.run, rejections, appended.outcomes)
         return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=appended.num_overflowed)
 
-    async def _append_members(self, run: str, items: Sequence[FinishedMembers]) -> MembersAppended:
-        appended = await self.store.append_members(run, items)
-        self._changes.signal(run)
+    async def _append_members(self, request: pb.AppendMembersRequest) -> pb.AppendMembersResponse:
+        appended = await self._change(request, pb.AppendMembersResponse)
         self.num_overflowed.update(appended.num_overflowed)
         return appended
 
@@ -144,11 +130,10 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             _check_num_discarded(item, stage)
             _check_priority(item, stage)
         vocab_size = self._vocab_size()
-        summaries: list[list[MemberSummary]] = [[] for _ in request.items]
         rejections = [
             _check_played(item, stage)
-            or check_group(item.group, stage=stage, vocab_size=vocab_size, summaries=of_item)
-            for item, of_item in zip(request.items, summaries, strict=True)
+            or check_group(item.group, stage=stage, vocab_size=vocab_size)
+            for item in request.items
         ]
         valid = _valid(request.items, rejections)
         if stage is Stage.SCORED:
@@ -157,10 +142,8 @@ class ReplayServicer(rpc.ReplayServiceServicer):
                 append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
             appended = list((await self._change(append, pb.AppendGroupsResponse)).outcomes)
         else:
-            members = await self._append_members(
-                request.run, members_of_groups(valid, _valid(summaries, rejections))
-            )
-            appended = list(outcomes_of_groups(valid, members.reasons))
+            members = await self._append_members(members_of_groups(request.run, valid))
+            appended = list(outcomes_of_groups(valid, members.outcomes))
         outcomes = await self._outcomes(request.run, rejections, appended)
         return pb.AppendGroupsResponse(outcomes=outcomes)
 
@@ -183,17 +166,9 @@ class ReplayServicer(rpc.ReplayServiceServicer):
     async def LeaseGroups(
         self, request: pb.LeaseGroupsRequest, context: _Context
     ) -> pb.LeaseGroupsResponse:
-        return pb.LeaseGroupsResponse.FromString(await self.lease_serialised(request, context))
-
-    async def lease_serialised(self, request: pb.LeaseGroupsRequest, context: _Context) -> bytes:
-        """Return LeaseGroups' serialised answer, with the groups as they were stored."""
         self._check_lease_s(request)
         _check_query(request)
-        check_run(request.run)
-        leased = await self._lease(
-            request, lambda: self.store.lease_groups(request), lambda leased: leased.answer
-        )
-        return leased.serialize()
+        return await self._lease(request, pb.LeaseGroupsResponse)
 
     async def Acknowledge(
         self, request: pb.AcknowledgeRequest, context: _Context
@@ -302,21 +277,16 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         self._changes.signal(request.run)
         return response
 
-    async def _lease(
-        self,
-        request: Any,
-        attempt: Callable[[], Awaitable[_Leases]],
-        answer_of: Callable[[_Leases], pb.LeaseTasksResponse | pb.LeaseGroupsResponse],
-    ) -> _Leases:
+    async def _lease(self, request: Any, answer: type[_Leases]) -> _Leases:
         """Lease as soon as there is enough, or return the reason why not after `wait_s`."""
         check_seconds("wait_s", request.wait_s)
         clock = asyncio.get_running_loop().time
         end = clock() + request.wait_s
         while True:
             change = self._changes.next_of(request.run)
-            response = await attempt()
+            response = await self._apply(request, answer)
             remaining = end - clock()
-            if answer_of(response).empty_reason == pb.EMPTY_REASON_NOT_EMPTY:
+            if response.empty_reason == pb.EMPTY_REASON_NOT_EMPTY:
                 # A lease changes the stats that Watch calls wait for.
                 self._changes.signal(request.run)
                 return response
@@ -337,34 +307,6 @@ def _without_ages(stats: pb.ReplayStats) -> pb.ReplayStats:
     counts.training.ClearField("oldest_s")
     counts.evaluation.ClearField("oldest_s")
     return counts
-
-
-def add_replay_to_server(servicer: ReplayServicer, server: Any) -> None:
-    """Register the servicer as the generated function does, with leases that are not parsed."""
-    register: Callable[[ReplayServicer, Any], None] = rpc.add_ReplayServiceServicer_to_server
-    register(servicer, _Serialised(servicer, server))
-
-
-class _Serialised:
-    """A server for the generated function, at which LeaseGroups answers with bytes."""
-
-    def __init__(self, servicer: ReplayServicer, server: Any) -> None:
-        self._servicer = servicer
-        self._server = server
-
-    def add_generic_rpc_handlers(self, _: Any) -> None:
-        """Do nothing: the same methods are registered by name."""
-
-    def add_registered_method_handlers(self, service: str, methods: Mapping[str, Any]) -> None:
-        """Register the methods of the service."""
-        lease_groups = grpc.unary_unary_rpc_method_handler(
-            self._servicer.lease_serialised,
-            request_deserializer=pb.LeaseGroupsRequest.FromString,
-            response_serializer=bytes,
-        )
-        self._server.add_registered_method_handlers(
-            service, {**methods, "LeaseGroups": lease_groups}
-        )
 
 
 class _Changes:
@@ -400,27 +342,29 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
 
 
-def members_of_groups(
-    items: Sequence[pb.AppendItem], summaries: Sequence[Sequence[MemberSummary]] = ()
-) -> list[FinishedMembers]:
-    """Return the members of played groups; `summaries` where a check has read them."""
-    return [
-        FinishedMembers(item.lease_id, 0, item.group.trajectories, item.num_discarded, of_item)
-        for item, of_item in zip(items, summaries or [()] * len(items), strict=True)
-    ]
+def members_of_groups(run: str, items: Iterable[pb.AppendItem]) -> pb.AppendMembersRequest:
+    """Return the request that appends each member of played groups."""
+    request = pb.AppendMembersRequest(run=run)
+    for item in items:
+        for member, trajectory in enumerate(item.group.trajectories):
+            request.items.add(
+                lease_id=item.lease_id,
+                member=member,
+                trajectory=trajectory,
+                num_discarded=0 if member else item.num_discarded,
+            )
+    return request
 
 
 def outcomes_of_groups(
-    items: Iterable[pb.AppendItem], reasons: Iterable[str]
+    items: Iterable[pb.AppendItem], outcomes: Iterable[pb.AppendOutcome]
 ) -> Iterator[pb.AppendOutcome]:
     """Yield each group's outcome: the rejection of a member if there is one; else what is new."""
-    rest = iter(reasons)
+    rest = iter(outcomes)
     for item in items:
-        own = dict.fromkeys(itertools.islice(rest, len(item.group.trajectories)))
-        refused = next((reason for reason in own if reason not in ("", "DUPLICATE")), None)
-        if refused is None and own:
-            refused = "" if "" in own else "DUPLICATE"
-        yield append_outcome(Reason.WRONG_SIZE if refused is None else refused)
+        own = list(itertools.islice(rest, len(item.group.trajectories)))
+        own.sort(key=lambda outcome: _FIRST_TOLD.index(outcome.status))
+        yield own[0] if own else _rejection(Reason.WRONG_SIZE)
 
 
 def _valid(items: Iterable[_Item], rejections: Iterable[pb.AppendOutcome | None]) -> list[_Item]:
@@ -448,6 +392,10 @@ def _check_played(item: pb.AppendItem, stage: Stage) -> pb.AppendOutcome | None:
         reason = Reason.WRONG_SIZE
     else:
         return None
+    return _rejection(reason)
+
+
+def _rejection(reason: Reason) -> pb.AppendOutcome:
     return pb.AppendOutcome(status=pb.APPEND_STATUS_REJECTED, reason=reason)
 
 

@@ -23,7 +23,10 @@ class ReplaySettings(JobSettings, ReplaySection):
     TABLE = "replay"
 
     store: Literal["redis", "memory"] = job_key("store")
-    """Where the queue is kept: "redis", or "memory", which is lost when the process ends."""
+    """Where the queue is kept: "redis", or "memory", which only a clean stop keeps."""
+    run_dir: Path | None = None
+    """Folder of the run, where store = "memory" leaves its queue at a clean stop; absent: nowhere.
+    """
     redis_url: str = "redis://127.0.0.1:6379/0"
     """URL of Redis 6.2 or later: redis://, rediss:// or unix://."""
     full_at: float = Field(default=0.8, gt=0, le=1)

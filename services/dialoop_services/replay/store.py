@@ -1,12 +1,12 @@
 """The interface of the queue's stores, and the facts that a store keeps of members and groups.
 
-There are two implementations: `memory_store` (readable, not durable) and `redis_store`. The same
-tests run on both. Every request is atomic; expired leases are taken back before it.
+`redis_store` is the queue; the tests compare it with a readable model of it. Every request is
+atomic; expired leases are taken back before it.
 
 The ledger's unit is the member: one trajectory of a task's group. A member is open, finished (its
 trajectory is in the queue) or given up (after `max_attempts` failed attempts). A task lease is for
-the open members of one task. The group closes when no member is open (`memory_store/assembly.py`
-has the rule). A group's states:
+the open members of one task. The group closes when no member is open: it is whole; short, where the
+task allows that; or dropped (`close` in `redis_store/scripts/ledger.lua`). A group's states:
 
     offered <-> leased -> unscored -> scored -> training -> trained -> consumed
        |          |          |          |          |
@@ -20,34 +20,24 @@ its task, so a task that is played again after a loss gives a group of the same 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from dialoop.v1 import replay_service_pb2 as pb
-from dialoop.v1 import trajectory_pb2
+from dialoop.v1 import trajectory_pb2 as pb
 from google.protobuf.message import Message
 
-from dialoop_services.replay.serialised import (
-    TRAJECTORIES,
-    MemberSummary,
-    digests_of,
-    fields_in,
-    number_of,
-    summary_of,
-    varint,
-)
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from dialoop_services.config.tables import Overflow
 
 Answer = TypeVar("Answer", bound=Message)
 
-# Tags of messages inside a serialised one.
-_LEASES = varint(number_of(pb.LeaseGroupsResponse, "leases") << 3 | 2)
-_GROUP = varint(number_of(pb.GroupLease, "group") << 3 | 2)
-_LEASE_ID = varint(number_of(pb.GroupLease, "lease_id") << 3 | 2)
-_MEMBER = varint(TRAJECTORIES << 3 | 2)
+# What scoring may change, besides rewards and advantages.
+_SCORED_COLUMNS = frozenset(("ref_logprobs", "token_advantages", "teacher_logprobs"))
+# Hexadecimal digits of the two digests.
+_KEPT, _WHOLE = 24, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +78,6 @@ class QueueStore(Protocol):
         """
         ...
 
-    async def append_members(self, run: str, items: Sequence[FinishedMembers]) -> MembersAppended:
-        """Apply an append of members, as `AppendMembers` in the proto says."""
-        ...
-
-    async def lease_groups(self, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
-        """Apply a lease of groups, whose bytes stay as they were stored."""
-        ...
-
     async def count_rejected(self, run: str, num_groups: int) -> None:
         """Count groups that the servicer rejected before they reached the store."""
         ...
@@ -109,87 +91,44 @@ class QueueStore(Protocol):
         ...
 
 
-class LeasedGroup(NamedTuple):
-    """A lease of a group, and the bytes of the group in parts, as they were stored."""
+class Kind(StrEnum):
+    """What is leased: a task, or a group in one of the stages."""
 
-    lease_id: str
-    num_deliveries: int
-    parts: Sequence[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupsHandedOut:
-    """The answer to LeaseGroups, but for its leases, which last `lease_s`."""
-
-    answer: pb.LeaseGroupsResponse
-    lease_s: float
-    leases: Sequence[LeasedGroup]
-
-    def serialize(self) -> bytes:
-        """Return the serialised answer; no group is parsed for it."""
-        written: list[bytes] = []
-        rests: dict[int, bytes] = {}
-        for lease_id, num_deliveries, parts in self.leases:
-            rest = rests.get(num_deliveries)
-            if rest is None:
-                bare = pb.GroupLease(num_deliveries=num_deliveries, expires_in_s=self.lease_s)
-                rest = rests[num_deliveries] = bare.SerializeToString()
-            name, size = lease_id.encode(), sum(map(len, parts))
-            head = b"".join((_LEASE_ID, varint(len(name)), name, rest, _GROUP, varint(size)))
-            written += (_LEASES, varint(len(head) + size), head, *parts)
-        written.append(self.answer.SerializeToString())
-        return b"".join(written)
+    TASK = "task"
+    UNSCORED = "unscored"
+    SCORED = "scored"
+    EVALUATION = "evaluation"
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedMembers:
-    """Trajectories that were played under one lease: members `first`, `first` + 1, ... of a group.
+_KINDS = {str(kind): kind for kind in Kind}
 
-    num_discarded: trajectories that the player gave up before these. summaries: those of the
-    trajectories, where a check has read them.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseName:
+    """The parts of a lease id."""
+
+    kind: Kind
+    task_id: str
+
+
+def parse_lease(lease_id: str) -> LeaseName | None:
+    """Return the kind and task of a lease, "<kind>/<token>/<task_id>"; None for other text.
+
+    parse_lease("scored/1700000000000001/arithmetic/0").task_id  # "arithmetic/0"
     """
-
-    lease_id: str
-    first: int
-    trajectories: Sequence[trajectory_pb2.Trajectory]
-    num_discarded: int
-    summaries: Sequence[MemberSummary] = ()
-
-    def pack(self) -> list[tuple[MemberFacts, bytes]]:
-        """Return the facts and the bytes of each member."""
-        summaries = self.summaries or [summary_of(trajectory) for trajectory in self.trajectories]
-        return [pack_member(*pair) for pair in zip(self.trajectories, summaries, strict=True)]
-
-    @classmethod
-    def of(cls, item: pb.MemberItem, summaries: Sequence[MemberSummary] = ()) -> FinishedMembers:
-        """Return the one member of an item."""
-        return cls(item.lease_id, item.member, [item.trajectory], item.num_discarded, summaries)
-
-
-@dataclass(frozen=True, slots=True)
-class MembersAppended:
-    """What came of an append of members.
-
-    reasons: for each member in order "" where it was appended, "DUPLICATE", or why it was not.
-    num_overflowed: groups that were dropped for want of room, by reason.
-    """
-
-    reasons: Sequence[str]
-    num_overflowed: Mapping[str, int]
-
-    def response(self) -> pb.AppendMembersResponse:
-        """Return the answer to AppendMembers."""
-        return pb.AppendMembersResponse(
-            outcomes=map(append_outcome, self.reasons), num_overflowed=self.num_overflowed
-        )
+    name, _, rest = lease_id.partition("/")
+    token, slash, task_id = rest.partition("/")
+    kind = _KINDS.get(name)
+    if kind is None or not token.isdigit() or not slash:
+        return None
+    return LeaseName(kind=kind, task_id=task_id)
 
 
 class MemberFacts(NamedTuple):
     """The facts that the ledger keeps of a finished member.
 
-    `digest` has two parts, "kept.scored": of what scoring keeps, and of what it may change, such as
-    rewards. `versions` has, for each lineage that tokens were sampled in, the oldest and the newest
-    policy version.
+    `digest` has two parts, "kept.whole": of what scoring keeps, and of all. `versions` has
+    the oldest and the newest policy version of each lineage that tokens were sampled in.
     """
 
     digest: str
@@ -208,50 +147,49 @@ class GroupFacts:
     digest: str
 
 
-def group_head(task: trajectory_pb2.Task) -> bytes:
+def group_head(task: pb.Task) -> bytes:
     """Return the beginning of a serialised group: its name and task; members follow it.
 
     Protobuf reads serialised messages that follow each other as one.
     """
-    head = trajectory_pb2.Group()
+    head = pb.Group()
     head.group_id = task.task_id
     head.task.CopyFrom(task)
     return head.SerializeToString()
 
 
-def pack_member(
-    trajectory: trajectory_pb2.Trajectory, summary: MemberSummary | None = None
-) -> tuple[MemberFacts, bytes]:
+def pack_member(trajectory: pb.Trajectory) -> tuple[MemberFacts, bytes]:
     """Return what the ledger keeps of a trajectory, and its bytes as part of a serialised group."""
-    raw = trajectory.SerializeToString(deterministic=True)
-    summary = summary or summary_of(trajectory)
-    digest = ".".join(digests_of(trajectory, raw, summary))
-    facts = MemberFacts(digest, summary.versions, trajectory.trajectory_id)
-    return facts, _MEMBER + varint(len(raw)) + raw
+    versions: dict[str, tuple[int, int]] = {}
+    for sequence in trajectory.sequences:
+        for version in sequence.policy_versions:
+            number = version.number
+            low, high = versions.get(version.lineage, (number, number))
+            versions[version.lineage] = min(low, number), max(high, number)
+    raw = pb.Group(trajectories=[trajectory]).SerializeToString(deterministic=True)
+    whole = sha256(raw).hexdigest()[:_WHOLE]
+    digest = f"{_digest_without_scores(trajectory)}.{whole}"
+    return MemberFacts(digest, versions, trajectory.trajectory_id), raw
 
 
-def pack_group(group: trajectory_pb2.Group) -> tuple[GroupFacts, bytes]:
+def pack_group(group: pb.Group) -> tuple[GroupFacts, bytes]:
     """Return the facts that the ledger compares of a scored group, and the group's bytes."""
-    raw = group.SerializeToString(deterministic=True)
-    places = (
-        (value, end)
-        for number, _, value, end in fields_in(raw, 0, len(raw))
-        if number == TRAJECTORIES
-    )
-    digests = (
-        digests_of(trajectory, raw[value:end])[0]
-        for trajectory, (value, end) in zip(group.trajectories, places, strict=True)
-    )
-    return GroupFacts(group_id=group.group_id, digest=",".join(digests)), raw
+    digest = ",".join(map(_digest_without_scores, group.trajectories))
+    facts = GroupFacts(group_id=group.group_id, digest=digest)
+    return facts, group.SerializeToString(deterministic=True)
 
 
-def append_outcome(reason: str) -> pb.AppendOutcome:
-    """Return the outcome of an append: no reason is appended, "DUPLICATE" was there before."""
-    if not reason:
-        return pb.AppendOutcome(status=pb.APPEND_STATUS_APPENDED)
-    if reason == "DUPLICATE":
-        return pb.AppendOutcome(status=pb.APPEND_STATUS_DUPLICATE)
-    return pb.AppendOutcome(status=pb.APPEND_STATUS_REJECTED, reason=reason)
+def _digest_without_scores(trajectory: pb.Trajectory) -> str:
+    kept = pb.Trajectory()
+    kept.CopyFrom(trajectory)
+    for turn in kept.turns:
+        turn.ClearField("rewards")
+    for sequence in kept.sequences:
+        sequence.ClearField("advantage")
+        for place in reversed(range(len(sequence.columns))):
+            if sequence.columns[place].name in _SCORED_COLUMNS:
+                del sequence.columns[place]
+    return sha256(kept.SerializeToString(deterministic=True)).hexdigest()[:_KEPT]
 
 
 def digest_without_scores(member_digest: str) -> str:

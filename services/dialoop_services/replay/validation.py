@@ -26,8 +26,6 @@ from dialoop_learning.rl import routed_experts
 from dialoop_learning.rl.bounds import BOUNDS, MAX_SIZE
 from numpy.typing import NDArray
 
-from dialoop_services.replay.serialised import PER_TOKEN, MemberSummary, floats_of
-
 _Rejection = replay_service_pb2.AppendOutcome
 
 _FINITE = (-sys.float_info.max, sys.float_info.max)
@@ -60,21 +58,14 @@ def check_group(
     *,
     stage: Stage,
     vocab_size: int,
-    summaries: list[MemberSummary] | None = None,
 ) -> _Rejection | None:
-    """Return one thing that is wrong with the group, or None; `vocab_size` 0 means unknown.
-
-    What was read of its trajectories is added to `summaries`.
-    """
+    """Return one thing that is wrong with the group, or None; `vocab_size` 0 means unknown."""
     group_id, num_sampled = group.group_id, 0
     numbers: _Numbers = defaultdict(list)
     ids = set[str]()
     try:
         for trajectory in group.trajectories[:]:
-            num_here, summary = _check_form(trajectory, group_id, stage, numbers)
-            num_sampled += num_here
-            if summaries is not None:
-                summaries.append(summary)
+            num_sampled += _check_form(trajectory, group_id, stage, numbers)
             trajectory_id = trajectory.trajectory_id
             if trajectory_id in ids:
                 message = f"Two trajectories have the trajectory_id '{trajectory_id}'."
@@ -96,13 +87,11 @@ def check_trajectory(
     group_id: str,
     stage: Stage,
     vocab_size: int,
-    summaries: list[MemberSummary],
 ) -> _Rejection | None:
     """Return one thing that is wrong with the trajectory, or None, as `check_group` does."""
     numbers: _Numbers = defaultdict(list)
     try:
-        _, summary = _check_form(trajectory, group_id, stage, numbers)
-        summaries.append(summary)
+        _check_form(trajectory, group_id, stage, numbers)
         _check_numbers(numbers, vocab_size)
     except _Unfit as unfit:
         return unfit.rejection()
@@ -153,10 +142,8 @@ def _lies_in(values: NDArray[Any], low: float, high: float) -> bool:
     return not values.size or (low <= float(values.min()) and float(values.max()) <= high)
 
 
-def _check_form(
-    trajectory: pb.Trajectory, group_id: str, stage: Stage, numbers: _Numbers
-) -> tuple[int, MemberSummary]:
-    """Raise _Unfit where parts do not fit each other; return the number of samples and a summary.
+def _check_form(trajectory: pb.Trajectory, group_id: str, stage: Stage, numbers: _Numbers) -> int:
+    """Raise _Unfit where parts do not fit each other; return the number of samples.
 
     What columns hold is added to `numbers`, for the caller to check.
     """
@@ -168,12 +155,11 @@ def _check_form(
         )
     # Asking for an absent history or list would make an empty one.
     num_sampled = num_messages = num_turns = 0
-    summary = MemberSummary(set(), {})
     if trajectory.HasField("history"):
         num_messages = len(trajectory.history.messages)
     if turns := trajectory.turns:
         num_turns = len(turns)
-        _check_turns(trajectory, num_messages, summary)
+        _check_turns(trajectory, num_messages)
     for index, sequence in enumerate(trajectory.sequences[:]):
         try:
             num_tokens, num_here = _check_segments(sequence, num_turns, num_messages)
@@ -184,13 +170,12 @@ def _check_form(
                 _place(trajectory, index)
             ) from None
         num_sampled += num_here
-        summary.read(sequence, columns)
         for name, (char, data) in columns.items():
             numbers[name, char].append((trajectory, index, data))
-    return num_sampled, summary
+    return num_sampled
 
 
-def _check_turns(trajectory: pb.Trajectory, num_messages: int, summary: MemberSummary) -> None:
+def _check_turns(trajectory: pb.Trajectory, num_messages: int) -> None:
     """Raise _Unfit for turns of messages that are not there, and for unfit rewards."""
     for index, turn in enumerate(trajectory.turns[:]):
         start, num = turn.message_start, turn.num_messages
@@ -201,7 +186,6 @@ def _check_turns(trajectory: pb.Trajectory, num_messages: int, summary: MemberSu
                 f"and num_messages {num}, of {num_messages} messages.",
             )
         for reward in turn.rewards[:]:
-            summary.note_rewards()
             if not _is_trainable(reward):
                 where = f"Trajectory {trajectory.trajectory_id}, turn {index}"
                 raise _unfit_reward(reward).within(f"{where}, reward '{reward.name}'")
@@ -212,7 +196,7 @@ def _is_trainable(reward: pb.Reward) -> bool:
         return False
     if not reward.per_token:
         return True
-    return _lies_in(floats_of(reward.SerializeToString(), PER_TOKEN), -MAX_SIZE, MAX_SIZE)
+    return _lies_in(np.array(reward.per_token, np.float32), -MAX_SIZE, MAX_SIZE)
 
 
 def _unfit_reward(reward: pb.Reward) -> _Unfit:

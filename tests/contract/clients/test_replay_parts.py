@@ -7,16 +7,16 @@ from typing import Any
 
 from dialoop.trajectory import Stage
 from dialoop.wire import group_to_proto
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 
 from tests.support.collector_world import RUN, ScriptedPolicy, world
+from tests.support.queue_model.store import ModelStore
 
 NUM_GROUPS = 5
 MAX_BYTES = 2500
 
 
-class Counting(MemoryStore):
+class Counting(ModelStore):
     """A queue that counts its calls."""
 
     def __init__(self, limits: QueueLimits) -> None:

@@ -15,12 +15,12 @@ from dialoop.clients.registry import RegistryClient, ServiceMember
 from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
 from dialoop.sequences import PolicyVersion
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
 from tests.support.waiting import PATIENCE_S
 
@@ -39,7 +39,7 @@ GPU_0 = ServiceMember(
 @pytest_asyncio.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
 async def registry(request: pytest.FixtureRequest) -> AsyncIterator[RegistryClient]:
     store = (
-        MemoryStore(QueueLimits())
+        ModelStore(QueueLimits())
         if request.param == "memory"
         else RedisStore(request.getfixturevalue("redis_url"), QueueLimits())
     )
@@ -149,7 +149,7 @@ async def test_a_bad_lease_is_refused(registry: RegistryClient, lease_s: float) 
 
 
 async def test_who_watches_without_a_pause_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, num_looks = MemoryStore(QueueLimits()), 0
+    store, num_looks = ModelStore(QueueLimits()), 0
     apply = store.apply
 
     async def apply_and_count(request: Any, answer: Any) -> Any:

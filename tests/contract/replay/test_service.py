@@ -19,16 +19,17 @@ from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from dialoop.v1.replay_service_pb2_grpc import (
     ReplayServiceStub,
+    add_ReplayServiceServicer_to_server,
 )
 from dialoop.wire import column_to_proto
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
-from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
+from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
 from tests.support.samples.replay_samples import make_group, make_task, set_values, with_advantages
 from tests.support.waiting import PATIENCE_S
@@ -38,14 +39,14 @@ from tests.support.waiting import PATIENCE_S
 async def replay(request: pytest.FixtureRequest) -> AsyncIterator[ReplayServiceStub]:
     limits = QueueLimits(lease_s=60)
     store = (
-        MemoryStore(limits)
+        ModelStore(limits)
         if request.param == "memory"
         else RedisStore(request.getfixturevalue("redis_url"), limits)
     )
     servicer = ReplayServicer(store, vocab_size=lambda: 100)
     server = GrpcServer(ServerSettings(drain_s=1))
     server.add(
-        add_replay_to_server,
+        add_ReplayServiceServicer_to_server,
         servicer,
         "dialoop.v1.ReplayService",
     )

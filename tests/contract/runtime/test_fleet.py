@@ -16,13 +16,13 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import InvalidInput, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings, fleet
 from dialoop_services.runtime.fleet import Fleet, Incarnation, announce, follow, reachable_address
 from dialoop_services.runtime.in_process import InProcessNetwork
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.waiting import PATIENCE_S, until
 
 RUN = "fleet"
@@ -34,7 +34,7 @@ GPU_1 = ServiceMember(role="inference", name="gpu-1", address="127.0.0.1:2")
 @asynccontextmanager
 async def serving(name: str = "gpu-0", epoch: int = 0) -> AsyncIterator[ServiceMember]:
     """A registry that is itself a member: any service with a call that can be held would do."""
-    servicer = RegistryServicer(MemoryStore(QueueLimits()))
+    servicer = RegistryServicer(ModelStore(QueueLimits()))
     server = GrpcServer(ServerSettings(drain_s=1))
     server.incarnation.epoch = epoch
     server.add(add_RegistryServiceServicer_to_server, servicer, "dialoop.v1.RegistryService")
@@ -216,7 +216,7 @@ async def test_a_service_answers_no_call_to_another_incarnation(
     network = InProcessNetwork()
     server = network.server("gpu-0")
     server.incarnation.epoch = 2
-    servicer = RegistryServicer(MemoryStore(QueueLimits()))
+    servicer = RegistryServicer(ModelStore(QueueLimits()))
     server.add(add_RegistryServiceServicer_to_server, servicer, "dialoop.v1.RegistryService")
     async with server, serving(epoch=2) as member:
         for channel in (

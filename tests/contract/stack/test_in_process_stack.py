@@ -53,7 +53,7 @@ async def test_a_group_is_played_scored_and_weights_are_published() -> None:
         assert policy.policy_version == published.policy_version
         scored = await dialoop.scorer.score(group)
         assert scored.group_id == group.group_id
-        assert (await dialoop.replay.get_stats("mine")).store.startswith("memory")
+        assert (await dialoop.replay.get_stats("mine")).store.endswith("(not durable)")
         with pytest.raises(NotFound) as caught:
             await dialoop.task("nope")
         assert caught.value.reason == "ENVIRONMENT_NOT_FOUND"

@@ -86,6 +86,24 @@ async def test_agents_play_in_this_process_too(tmp_path: Path) -> None:
     assert result.summary["trajectories"]["trained"] >= 2
 
 
+async def test_a_finished_job_that_is_resumed_accounts_for_what_was_played_before(
+    tmp_path: Path,
+) -> None:
+    """Its queue was lost with the process, and the run failed its own gate."""
+    config = {
+        "run": "resumed",
+        "collector": {"group_size": 4},
+        "environment": {"agent": f"{__name__}:ask_once"},
+        "train": {"num_steps": 1, "groups_per_train_step": 2, "pipeline_depth": 0},
+        "evaluation": {"num_tasks": 0},
+    }
+    for _ in range(2):
+        result = await dialoop.train_async(config, in_process=True, folder=tmp_path, quiet=True)
+        assert result.summary["num_train_steps"] == 1
+        assert result.summary["gates"]["every trajectory is accounted for"], result.summary
+    assert (result.run_dir / "queue.rdb").is_file()
+
+
 async def test_a_blocking_call_inside_an_event_loop_is_refused() -> None:
     with pytest.raises(PreconditionFailed, match="train_async"):
         dialoop_ops.train(TINY, in_process=True)

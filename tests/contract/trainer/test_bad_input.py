@@ -19,7 +19,6 @@ from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.trajectory import Group, SamplingParams, Stage
 from dialoop_learning.model.tiny import make_tiny_model, tiny_config
 from dialoop_services.replay import servicer
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.trainer.__main__ import serve_in
@@ -29,6 +28,7 @@ from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from transformers import Qwen2ForCausalLM
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.recorded_world import FIRST, Recorded, record_groups, recorded_world
 
 Spoil = Callable[[Sequence], Sequence]
@@ -141,7 +141,7 @@ async def test_bad_groups_are_set_aside_with_their_data_and_the_others_are_train
         change_sequences(group, BAD[spoilt[number]][0], member=1) if number in spoilt else group
         for number, group in enumerate(groups[:12])
     ]
-    store = MemoryStore(QueueLimits())
+    store = ModelStore(QueueLimits())
     async with recorded_world(tmp_path, model_dir, store, changed) as world:
         async with training(world, num_steps=4):
             await until_done(world)
@@ -206,7 +206,7 @@ async def test_numbers_of_a_queue_without_checks_are_set_aside_and_again_after_a
     reasons = {group.group_id: poison[2] for group, poison in zip(spoilt, POISON, strict=True)}
     whole = groups[len(spoilt) : len(spoilt) + 4]
     queue = [*spoilt[:3], *whole[:2], *spoilt[3:], *whole[2:]]
-    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), queue) as world:
+    async with recorded_world(tmp_path, model_dir, ModelStore(QueueLimits()), queue) as world:
         async with training(world, num_steps=2):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
@@ -227,7 +227,7 @@ async def test_a_scorer_that_never_gives_what_the_loss_needs_fails_the_job_by_na
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
     changed = [change_sequences(group, without_reference) for group in groups[:8]]
-    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), changed) as world:
+    async with recorded_world(tmp_path, model_dir, ModelStore(QueueLimits()), changed) as world:
         settings = settings_of(world, num_steps=1, max_bad_groups=1)
         async with asyncio.timeout(60):
             with pytest.raises(ExceptionGroup) as caught:
@@ -247,7 +247,7 @@ async def test_bad_groups_in_a_row_do_not_fail_a_job_of_one_group_a_step(
         for group, (spoil, _) in zip(groups[:4], BAD.values(), strict=True)
     ]
     changed = [*bad, *groups[4:6]]
-    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), changed) as world:
+    async with recorded_world(tmp_path, model_dir, ModelStore(QueueLimits()), changed) as world:
         async with training(world, num_steps=2, groups_per_train_step=1):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
@@ -260,7 +260,7 @@ async def test_what_the_loss_does_not_need_may_be_missing_from_some(
 ) -> None:
     """A loss that needs no reference takes groups with one and groups without."""
     changed = [change_sequences(groups[0], without_reference), groups[1]]
-    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), changed) as world:
+    async with recorded_world(tmp_path, model_dir, ModelStore(QueueLimits()), changed) as world:
         async with training(world, num_steps=1, objective={}):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
@@ -272,7 +272,7 @@ async def test_a_sequence_too_long_is_dropped_alone_and_counted_where_that_is_as
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
     changed = [change_sequences(groups[0], too_long, member=1), groups[1]]
-    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), changed) as world:
+    async with recorded_world(tmp_path, model_dir, ModelStore(QueueLimits()), changed) as world:
         async with training(world, num_steps=1, oversize="drop"):
             await until_done(world)
         letters = await world.replay.list_dead_letters(world.run)
@@ -304,7 +304,7 @@ async def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_touched(
     tmp_path: Path, model_dir: Path, groups: list[Group]
 ) -> None:
     async with recorded_world(
-        tmp_path / "w", model_dir, MemoryStore(QueueLimits()), groups[:4]
+        tmp_path / "w", model_dir, ModelStore(QueueLimits()), groups[:4]
     ) as world:
         async with training(world, num_steps=1):
             await until_done(world)
@@ -355,7 +355,7 @@ async def test_uniform_and_bad_groups_give_their_credits_back_so_that_nothing_st
     # Two batches, and half of one; the others replace them.
     changed[:5] = [change_sequences(group, flat) for group in changed[:5]]
     changed[7] = change_sequences(changed[7], too_long)
-    async with recorded_world(tmp_path, model_dir, MemoryStore(QueueLimits()), []) as world:
+    async with recorded_world(tmp_path, model_dir, ModelStore(QueueLimits()), []) as world:
         async with training(world, num_steps=2, pipeline_depth=0):
             async with asyncio.timeout(60):
                 await play(world, changed[:10])

@@ -22,7 +22,6 @@ from dialoop.sequences import PolicyVersion
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, ServerSettings
@@ -34,6 +33,7 @@ from dialoop_services.trainer.settings import TrainerSettings
 
 from tests.support.connections import connection_to, copy, serving_connections
 from tests.support.inference_world import World, make_endless_model, world
+from tests.support.queue_model.store import ModelStore
 from tests.support.waiting import until
 
 RUN = "rotation"
@@ -100,7 +100,7 @@ class Fleet:
 
 @asynccontextmanager
 async def trainer(model_dir: Path, folder: Path, **settings: Any) -> AsyncIterator[Fleet]:
-    servicer = RegistryServicer(MemoryStore(QueueLimits()))
+    servicer = RegistryServicer(ModelStore(QueueLimits()))
     server = GrpcServer(ServerSettings(drain_s=1))
     server.add(add_RegistryServiceServicer_to_server, servicer, "dialoop.v1.RegistryService")
     async with AsyncExitStack() as exits:

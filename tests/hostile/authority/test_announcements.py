@@ -18,7 +18,6 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import DialoopError, PermissionDenied, PreconditionFailed
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from dialoop.wire.scopes import SCOPES
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.settings import ReplaySettings
@@ -26,6 +25,7 @@ from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime import GrpcServer, load
 from dialoop_services.runtime.access.tickets import ROLE_SCOPES, Authority, Proofs
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.redis_server import new_run, redis_url  # noqa: F401
 
 OWN = "the-own-token-of-the-job"
@@ -67,7 +67,7 @@ class World:
 @pytest_asyncio.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
 async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
     store = (
-        MemoryStore(QueueLimits())
+        ModelStore(QueueLimits())
         if request.param == "memory"
         else RedisStore(request.getfixturevalue("redis_url"), QueueLimits())
     )

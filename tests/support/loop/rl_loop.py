@@ -22,17 +22,18 @@ from dialoop.episode import Sample
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, StopReason
+from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
-from dialoop_services.replay.memory_store.store import MemoryStore
-from dialoop_services.replay.servicer import ReplayServicer, add_replay_to_server
+from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.trainer.publish.publisher import Published
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.trainer_world import FakeLearner, FakePublisher, World
 
 RUN = "r"
@@ -164,10 +165,10 @@ async def run_loop(
 ) -> Outcome:
     """Train `num_steps` steps and return what came of it."""
     network = InProcessNetwork()
-    store = MemoryStore(QueueLimits(lease_s=60), clock=asyncio.get_running_loop().time)
+    store = ModelStore(QueueLimits(lease_s=60), clock=asyncio.get_running_loop().time)
     server = network.server("replay", drain_s=0)
     servicer = ReplayServicer(store)
-    server.add(add_replay_to_server, servicer, "dialoop.v1.ReplayService")
+    server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
     policy, counters = TimedPolicy(num_tokens, seed), ListingCounters()
     async with server, network.connect("replay") as channel:
         replay = ReplayClient(channel)

@@ -180,8 +180,9 @@ async def append(
 ) -> Sequence[rep.AppendOutcome]:
     """Append groups, those that were played by their members: as the servicer does."""
     if stage is not Stage.SCORED:
-        members = await store.append_members(run, members_of_groups(items))
-        return list(outcomes_of_groups(items, members.reasons))
+        members = members_of_groups(run, items)
+        appended = await store.apply(members, rep.AppendMembersResponse)
+        return list(outcomes_of_groups(items, appended.outcomes))
     request = rep.AppendGroupsRequest(run=run, stage=stage_name(stage), items=items)
     return (await store.apply(request, rep.AppendGroupsResponse)).outcomes
 

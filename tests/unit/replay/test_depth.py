@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from dialoop.errors import Unavailable
-from dialoop_services.replay.__main__ import _keep_depth, open_store
-from dialoop_services.replay.settings import ReplaySettings
+from dialoop_services.replay.__main__ import _keep_depth
+from dialoop_services.replay.store import QueueLimits
+
+from tests.support.queue_model.store import ModelStore
 
 
 async def test_the_depth_of_the_queue_is_shown_and_an_unknown_one_is_not() -> None:
-    store = await open_store(ReplaySettings(store="memory"))
+    store = ModelStore(QueueLimits())
     depth: dict[str, float] = {}
     showing = asyncio.create_task(_keep_depth(store, "run", depth))
     await asyncio.sleep(0.05)

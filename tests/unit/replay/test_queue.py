@@ -14,11 +14,10 @@ from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.trajectory import Purpose
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
-from dialoop_services.replay.leases import Kind, LeaseName, format_lease, parse_lease
-from dialoop_services.replay.memory_store.store import MemoryStore
 from dialoop_services.replay.servicer import ReplayServicer
-from dialoop_services.replay.store import QueueLimits
+from dialoop_services.replay.store import Kind, LeaseName, QueueLimits, parse_lease
 
+from tests.support.queue_model.store import ModelStore
 from tests.support.samples.replay_samples import (
     announce,
     make_group,
@@ -36,7 +35,7 @@ CONTEXT: Any = None
 @pytest.fixture
 def queue() -> ReplayServicer:
     # Polling is out of the way: who wakes in time was woken.
-    return ReplayServicer(MemoryStore(QueueLimits()), poll_s=100.0)
+    return ReplayServicer(ModelStore(QueueLimits()), poll_s=100.0)
 
 
 async def lease(queue: ReplayServicer, wait_s: float, num: int = 1) -> pb.LeaseTasksResponse:
@@ -204,7 +203,7 @@ async def test_a_drop_and_a_return_need_a_reason_and_fit_their_lease(
 
 
 def test_a_lease_id_says_what_it_holds() -> None:
-    lease_id = format_lease(Kind.SCORED, 17, "arithmetic/train/3")
+    lease_id = "scored/17/arithmetic/train/3"
     assert parse_lease(lease_id) == LeaseName(kind=Kind.SCORED, task_id="arithmetic/train/3")
     assert parse_lease("other/1/a") is None
     assert parse_lease("task/x/a") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,15 +11,11 @@ from dialoop.sequences import Along
 from dialoop.trajectory import Stage
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire import column_to_proto
-from dialoop_services.replay.serialised import PER_TOKEN, digests_of, floats_of
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.replay.store import digest_without_scores, pack_group, pack_member
 from dialoop_services.replay.validation import check_group
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.support.samples.replay_samples import (
-    column,
     make_group,
     make_sequence,
     make_task,
@@ -341,42 +336,3 @@ def test_the_vocabulary_is_that_of_the_model_once_it_is_there(tmp_path: Path) ->
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 151936}}')
     assert settings.read_vocab_size() == 151936
     assert ReplaySettings(model_dir=tmp_path, vocab_size=7).read_vocab_size() == 7
-
-
-NUMBERS = st.lists(st.floats(width=32, allow_nan=False), max_size=5)
-
-
-@given(
-    ids=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=300),
-    columns=st.tuples(NUMBERS, NUMBERS, NUMBERS),
-    rewards=st.lists(NUMBERS, max_size=4),
-    labels=st.dictionaries(st.text(max_size=3), st.text(max_size=200), max_size=3),
-)
-def test_a_digest_is_over_what_protobuf_writes_without_the_scores(
-    ids: list[int],
-    columns: tuple[list[float], list[float], list[float]],
-    rewards: list[list[float]],
-    labels: dict[str, str],
-) -> None:
-    scored = ("ref_logprobs", "token_advantages")
-    sequence = pb.Sequence(
-        columns=map(column, ("token_ids", "inference_logprobs", *scored), (ids, *columns)),
-        segments=[pb.Segment(length=len(ids), source=pb.SOURCE_PROMPT)],
-        fork_cause=pb.FORK_CAUSE_NONE,
-    )
-    turns = [
-        pb.Turn(message_start=7, step_s=1.5, rewards=[pb.Reward(name="r", per_token=r)])
-        for r in rewards
-    ]
-    for turn, numbers in zip(turns, rewards, strict=True):
-        assert floats_of(turn.rewards[0].SerializeToString(), PER_TOKEN).tolist() == numbers
-    whole = pb.Trajectory(sequences=[sequence, sequence], turns=turns, labels=labels, seed=3)
-    digest, _ = digests_of(whole, whole.SerializeToString(deterministic=True))
-    for turn in whole.turns:
-        turn.ClearField("rewards")
-    for member in whole.sequences:
-        kept = [each for each in member.columns if each.name not in scored]
-        member.ClearField("columns")
-        member.columns.extend(kept)
-    bare = whole.SerializeToString(deterministic=True)
-    assert digest == hashlib.sha256(bare).hexdigest()[:24]

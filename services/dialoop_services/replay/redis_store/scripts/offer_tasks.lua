@@ -11,12 +11,13 @@ for i, task in ipairs(call.tasks) do ids[i] = task.task_id end
 preload(ids)
 for i, task in ipairs(call.tasks) do
   if not load(task.task_id) then
-    local rec = {id = task.task_id, p = task.purpose, n = task.num_trajectories,
-                 k = task.min_trajectories, o = next_order(), s = 'offered', a = 1, l = '',
-                 t = now, m = {}, f = {}, x = {}, c = 0, b = 0, v = {}, e = {}}
-    for member = 1, rec.n do rec.m[member], rec.f[member] = '', 0 end
+    local rec = {id = task.task_id, purpose = task.purpose, num_members = task.num_trajectories,
+                 fewest = task.min_trajectories, order = next_order(), state = 'offered',
+                 attempt = 1, lease = '', offered_at = now, digests = {}, failures = {},
+                 expired = {}, num_finished = 0, num_bytes = 0, versions = {}, entries = {}}
+    for member = 1, rec.num_members do rec.digests[member], rec.failures[member] = '', 0 end
     redis.call('HSET', key('tasks'), rec.id, ARGV[2 + i])
-    count(rec.p .. ':offered', 1)
+    count(rec.purpose .. ':offered', 1)
     push_task(rec)
     save(rec)
     num_new = num_new + 1

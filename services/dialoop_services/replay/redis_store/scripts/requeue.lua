@@ -10,7 +10,7 @@ for _, rec in ipairs(records) do
   local payload = read('dead', dead.id)
   redis.call('XDEL', key('dead'), dead.id)
   uncount_dead(rec)
-  count(rec.p .. ':t:live', rec.c)
+  count(rec.purpose .. ':trajectories:live', rec.num_finished)
   move(rec, dead.stage == 'unscored' and 'unscored' or 'scored')
   add_entry(rec, dead.stage, payload)
   save(rec)

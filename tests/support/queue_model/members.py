@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from dialoop.reasons import Reason
 from dialoop.v1 import registry_service_pb2 as pb
-
 from dialoop_services.replay.refusals import refusal
 
 REMEMBERED_S = 24 * 3600.0

@@ -1,4 +1,4 @@
-"""The queue in memory, which ends with the process: the readable twin of `redis_store`.
+"""The queue as a readable model in memory, which the store in Redis is tested against.
 
 Each request has one function here, and one script in `redis_store`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,33 +17,29 @@ from dialoop.v1 import registry_service_pb2 as registry_pb
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from dialoop.wire import policy_version_from_proto, policy_version_to_proto
+from dialoop_services.replay.refusals import refusal
+from dialoop_services.replay.store import (
+    Answer,
+    Kind,
+    QueueLimits,
+    group_head,
+    pack_group,
+    pack_member,
+    parse_lease,
+)
 from google.protobuf.message import Message
 
-from dialoop_services.replay.leases import Kind, parse_lease
-from dialoop_services.replay.memory_store.assembly import Assembly
-from dialoop_services.replay.memory_store.ledger import (
+from tests.support.queue_model.assembly import Assembly
+from tests.support.queue_model.ledger import (
     KIND_OF_STAGE,
     GroupState,
     Ledger,
     Record,
     StagedGroup,
 )
-from dialoop_services.replay.refusals import refusal
-from dialoop_services.replay.store import (
-    Answer,
-    FinishedMembers,
-    GroupsHandedOut,
-    LeasedGroup,
-    MembersAppended,
-    QueueLimits,
-    append_outcome,
-    group_head,
-    pack_group,
-    pack_member,
-)
 
 
-class MemoryStore:
+class ModelStore:
     """A QueueStore in plain dicts. No method awaits, so each is atomic on one event loop."""
 
     def __init__(self, limits: QueueLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,14 +55,6 @@ class MemoryStore:
         response = _TRANSITIONS[type(request)](self._ledger(request.run), request)
         assert isinstance(response, answer)
         return response
-
-    async def append_members(self, run: str, items: Sequence[FinishedMembers]) -> MembersAppended:
-        """Apply an append of members, as `QueueStore.append_members` says."""
-        return _append_members(self._ledger(run), items)
-
-    async def lease_groups(self, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
-        """Apply a lease of groups, as `QueueStore.lease_groups` says."""
-        return _lease_groups(self._ledger(request.run), request)
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
         """Count groups that the servicer rejected."""
@@ -145,38 +133,31 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
     return answer
 
 
-def _append_members(ledger: Ledger, items: Iterable[FinishedMembers]) -> MembersAppended:
+def _append_members(ledger: Ledger, request: pb.AppendMembersRequest) -> pb.AppendMembersResponse:
     ledger.num_overflowed.clear()
-    reasons = [
-        _count_outcome(ledger, _append_member(ledger, item, item.first + place, trajectory))
-        for item in items
-        for place, trajectory in enumerate(item.trajectories)
-    ]
-    return MembersAppended(reasons, dict(ledger.num_overflowed))
+    outcomes = [_outcome(ledger, _append_member(ledger, item)) for item in request.items]
+    return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=ledger.num_overflowed)
 
 
 def _append_groups(ledger: Ledger, request: pb.AppendGroupsRequest) -> pb.AppendGroupsResponse:
     """Append scored groups; the servicer appends those that were played member by member."""
     return pb.AppendGroupsResponse(
-        outcomes=[
-            append_outcome(_count_outcome(ledger, _append_scored(ledger, item)))
-            for item in request.items
-        ]
+        outcomes=[_outcome(ledger, _append_scored(ledger, item)) for item in request.items]
     )
 
 
-def _count_outcome(ledger: Ledger, refusal_reason: str) -> str:
-    """Count the outcome of an append unless it was appended (no reason); return the reason."""
-    if refusal_reason == "DUPLICATE":
+def _outcome(ledger: Ledger, reason: str) -> pb.AppendOutcome:
+    """Count the outcome of an append unless it was appended (no reason); return it."""
+    if not reason:
+        return pb.AppendOutcome(status=pb.APPEND_STATUS_APPENDED)
+    if reason == "DUPLICATE":
         ledger.num_duplicates += 1
-    elif refusal_reason:
-        ledger.num_rejected += 1
-    return refusal_reason
+        return pb.AppendOutcome(status=pb.APPEND_STATUS_DUPLICATE)
+    ledger.num_rejected += 1
+    return pb.AppendOutcome(status=pb.APPEND_STATUS_REJECTED, reason=reason)
 
 
-def _append_member(
-    ledger: Ledger, item: FinishedMembers, number: int, trajectory: trajectory_pb2.Trajectory
-) -> str:
+def _append_member(ledger: Ledger, item: pb.MemberItem) -> str:
     """Append a finished member; return an empty string, or why it is not appended."""
     name = parse_lease(item.lease_id)
     if name is None or name.kind is not Kind.TASK:
@@ -184,7 +165,8 @@ def _append_member(
     record = ledger.records.get(name.task_id)
     if record is None:
         return Reason.UNKNOWN_TASK
-    (facts, payload), members = pack_member(trajectory), record.assembly.members
+    number, members = item.member, record.assembly.members
+    facts, payload = pack_member(item.trajectory)
     if not 0 <= number < len(members):
         return Reason.WRONG_SIZE
     if record.is_refused:
@@ -204,8 +186,7 @@ def _append_member(
         return Reason.TRAJECTORY_REPEATED
     if record.assembly.num_bytes + len(payload) > ledger.limits.max_lease_bytes:
         return Reason.TOO_LARGE
-    num_discarded = item.num_discarded * (number == item.first)
-    ledger.count_wasted(record, num_discarded, DropReason.MEMBER_RETRIED)
+    ledger.count_wasted(record, item.num_discarded, DropReason.MEMBER_RETRIED)
     ledger.finish_member(record, number, facts, payload)
     return Reason.NO_ROOM if record.is_refused else ""
 
@@ -238,7 +219,7 @@ def _append_scored(ledger: Ledger, item: pb.AppendItem) -> str:
     return ""
 
 
-def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> GroupsHandedOut:
+def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> pb.LeaseGroupsResponse:
     stage = Stage(request.stage)
     max_staleness = request.max_staleness if request.HasField("max_staleness") else None
     ready, ready_now = ledger.ready[stage], list[Record]()
@@ -254,10 +235,9 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> GroupsHande
     answer = pb.LeaseGroupsResponse(empty_reason=pb.EMPTY_REASON_NOT_EMPTY, num_ready=len(ready))
     if len(ready_now) < max(1, request.min_groups):
         answer.empty_reason = pb.EMPTY_REASON_TOO_FEW if ready_now else pb.EMPTY_REASON_NO_GROUPS
-        return GroupsHandedOut(answer, request.lease_s, [])
+        return answer
     fitting = ledger.fitting([record.entries[stage] for record in ready_now])
     answer.is_cut = len(fitting) < len(ready_now)
-    leases = list[LeasedGroup]()
     for record in ready_now[: len(fitting)]:
         entry = record.entries[stage]
         del ready[entry.order]
@@ -268,9 +248,9 @@ def _lease_groups(ledger: Ledger, request: pb.LeaseGroupsRequest) -> GroupsHande
         ledger.num_redelivered += entry.num_deliveries > 1
         if stage is not Stage.UNSCORED:
             ledger.move(record, GroupState.TRAINING)
-        leases.append(LeasedGroup(entry.lease_id, entry.num_deliveries, [entry.payload]))
+        answer.leases.append(_group_lease(entry, request.lease_s))
     answer.num_ready = len(ready)
-    return GroupsHandedOut(answer, request.lease_s, leases)
+    return answer
 
 
 def _group_lease(entry: StagedGroup, lease_s: float) -> pb.GroupLease:
@@ -416,7 +396,7 @@ def _get_stats(ledger: Ledger, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
         num_duplicate_appends=ledger.num_duplicates,
         num_rejected_appends=ledger.num_rejected,
         cursor=ledger.cursor,
-        store="memory (not durable)",
+        store="model",
     )
     stats.training.oldest_s.update(ledger.oldest_s(Purpose.TRAINING))
     stats.evaluation.oldest_s.update(ledger.oldest_s(Purpose.EVALUATION))
@@ -460,13 +440,9 @@ _TRANSITIONS: Mapping[type[Message], Callable[[Ledger, Any], Message]] = Mapping
     {
         pb.OfferTasksRequest: _offer_tasks,
         pb.LeaseTasksRequest: _lease_tasks,
-        pb.AppendMembersRequest: lambda ledger, request: _append_members(
-            ledger, map(FinishedMembers.of, request.items)
-        ).response(),
+        pb.AppendMembersRequest: _append_members,
         pb.AppendGroupsRequest: _append_groups,
-        pb.LeaseGroupsRequest: lambda ledger, request: pb.LeaseGroupsResponse.FromString(
-            _lease_groups(ledger, request).serialize()
-        ),
+        pb.LeaseGroupsRequest: _lease_groups,
         pb.AcknowledgeRequest: _acknowledge,
         pb.ReturnRequest: _return,
         pb.ExtendRequest: _extend,

@@ -18,11 +18,10 @@ from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1.replay_service_pb2 import LedgerCounts
 from dialoop_learning.rl.staleness import is_stale
+from dialoop_services.replay.store import Kind, MemberFacts, QueueLimits, parse_lease
 
-from dialoop_services.replay.leases import Kind, format_lease, parse_lease
-from dialoop_services.replay.memory_store.assembly import Assembly, GroupClosing
-from dialoop_services.replay.memory_store.members import Members
-from dialoop_services.replay.store import MemberFacts, QueueLimits
+from tests.support.queue_model.assembly import Assembly, GroupClosing
+from tests.support.queue_model.members import Members
 
 KIND_OF_STAGE = {
     Stage.UNSCORED: Kind.UNSCORED,
@@ -201,7 +200,7 @@ class Ledger:
     def new_lease(self, kind: Kind, task_id: str, lease_s: float) -> str:
         """Return a new lease that runs for `lease_s`."""
         self.token += 1
-        lease_id = format_lease(kind, self.token, task_id)
+        lease_id = f"{kind}/{self.token}/{task_id}"
         self.deadlines[lease_id] = self.now + lease_s
         return lease_id
 
