@@ -268,8 +268,8 @@ class Layout:
         service = service_of(name)
         if service == "replay":
             redis = {"redis_url": self.redis_url}
-            own = {"run_dir": self.run_dir.path.resolve()}
-            return model | (redis if self.config.store == "redis" else own)
+            saved = {"run_dir": self.run_dir.path.resolve()}
+            return model | (redis if self.config.store == "redis" else saved)
         if service == "environment":
             return {**model, "inference_address": self.address("inference")}
         if service == "inference":
