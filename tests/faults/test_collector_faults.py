@@ -117,21 +117,13 @@ class Spy(ModelStore):
                 self.unfinished[held.lease_id] = request.worker, len(held.members), 0
             played = {(held.task.task_id, m) for held in response.leases for m in held.members}
             self.to_be_played_again |= played & self.finished
+        if isinstance(request, pb.AppendMembersRequest):
+            for item, outcome in zip(request.items, response.outcomes, strict=True):
+                if outcome.status == pb.APPEND_STATUS_APPENDED:
+                    self.finished.add((item.lease_id.split("/", 2)[2], item.member))
+                    worker, size, count = self.unfinished[item.lease_id]
+                    self.unfinished[item.lease_id] = worker, size, count + 1
         return response
-
-    async def append_members(self, run, items):
-        appended = await super().append_members(run, items)
-        members = [
-            (item.lease_id, item.first + place)
-            for item in items
-            for place in range(len(item.trajectories))
-        ]
-        for (lease_id, member), reason in zip(members, appended.reasons, strict=True):
-            if not reason:
-                self.finished.add((lease_id.split("/", 2)[2], member))
-                worker, size, count = self.unfinished[lease_id]
-                self.unfinished[lease_id] = worker, size, count + 1
-        return appended
 
 
 @pytest.mark.parametrize(

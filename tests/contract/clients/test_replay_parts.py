@@ -27,10 +27,6 @@ class Counting(ModelStore):
         self.calls[type(request).__name__] += 1
         return await super().apply(request, answer)
 
-    async def lease_groups(self, request: Any) -> Any:
-        self.calls[type(request).__name__] += 1
-        return await super().lease_groups(request)
-
 
 async def test_a_batch_larger_than_a_message_is_leased_and_reopened_in_parts() -> None:
     """In one message it would be TOO_LARGE for ever, and the trainer would never get it."""

@@ -14,8 +14,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -151,7 +150,8 @@ class RedisStore:
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Return a script's reply and the bytes beside it; raise what it refuses."""
         now = "" if self._clock is None else str(round(self._clock() * 1000))
-        call = _facts_of(self.limits, self._description) + json.dumps(fields)[1:]
+        facts = {"limits": asdict(self.limits), "store": self._description}
+        call = json.dumps(facts | dict(fields))
         try:
             with waiting_for("redis", name):
                 raw, *blobs = await self._scripts[name](
@@ -212,58 +212,23 @@ def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
         payloads.append(payload)
         return asdict(group)
     fields: dict[str, Any] = {}
-    for field in _plan_of(message.DESCRIPTOR):
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
         if field.is_repeated:
-            values = getattr(message, field.name)
-            fields[field.name] = [_value(field, item, payloads) for item in values]
-        elif field.is_always or message.HasField(field.name):
-            fields[field.name] = _value(field, getattr(message, field.name), payloads)
+            fields[field.name] = [_value(field, item, payloads) for item in value]
+        elif field.message_type or not field.has_presence or message.HasField(field.name):
+            fields[field.name] = _value(field, value, payloads)
     return fields
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """What `_fields` needs to know of a field; descriptors take long to ask."""
-
-    name: str
-    is_repeated: bool
-    is_always: bool
-    is_message: bool
-    names: Mapping[int, str]
-
-
-@cache
-def _facts_of(limits: QueueLimits, description: str) -> str:
-    """Return the beginning of each call's JSON: what does not depend on the request."""
-    return json.dumps({"limits": asdict(limits), "store": description})[:-1] + ", "
-
-
-@cache
-def _plan_of(descriptor: Any) -> tuple[_Field, ...]:
-    return tuple(
-        _Field(
-            field.name,
-            field.is_repeated,
-            bool(field.message_type) or not field.has_presence,
-            bool(field.message_type),
-            _names_of(field.enum_type) if field.enum_type else {},
-        )
-        for field in descriptor.fields
-    )
-
-
-def _names_of(enum: Any) -> dict[int, str]:
-    """Return an enum's names as JSON has them; STAGE_SCORED is "scored"."""
-    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    return {
-        n: value.name.removeprefix(prefix).lower() for n, value in enum.values_by_number.items()
-    }
-
-
-def _value(field: _Field, value: Any, payloads: list[bytes]) -> Any:
-    if field.is_message:
+def _value(field: Any, value: Any, payloads: list[bytes]) -> Any:
+    """Return a field's value; an enum's as JSON has it: STAGE_SCORED is "scored"."""
+    if field.message_type:
         return _fields(value, payloads)
-    return field.names[value] if field.names else value
+    if not field.enum_type:
+        return value
+    names = {number: each.name for number, each in field.enum_type.values_by_number.items()}
+    return names[value].removeprefix(names[0].removesuffix("UNSPECIFIED")).lower()
 
 
 def _payloads_of(answer: Message) -> Iterator[Message]:
