@@ -28,6 +28,7 @@ from urllib.request import Request, urlopen
 import pytest
 from dialoop_ops.stack.layout import FIXED_PORTS, rest_name
 from dialoop_ops.stack.processes.ports import choose_ports
+from dialoop_services.replay.redis_program import redis_program
 
 from tests.support.containers import ROOT, Target, compose_file, targets
 
@@ -231,6 +232,9 @@ class Containers:
         planned = {key: self._here(value) for key, _, value in pairs if key != "DIALOOP_CONFIG"}
         if name == "replay":
             planned["DIALOOP_REPLAY_STORE"] = "memory"
+            # Redis is another container's; here the service starts the one of these tests.
+            folder = Path(redis_program()).parent
+            planned["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
         return planned
 
     def _image(self, name: str) -> Image:

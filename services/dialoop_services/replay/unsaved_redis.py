@@ -83,7 +83,7 @@ class _UnsavedRedis:
         }
         words = (word for name, value in options.items() for word in (f"--{name}", value))
         self._process = subprocess.Popen(
-            [redis_program(os.environ), *words],
+            [redis_program(), *words],
             env=without_tokens(os.environ) | OF_GLIBC,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

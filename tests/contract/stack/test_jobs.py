@@ -98,7 +98,7 @@ async def test_a_finished_job_that_is_resumed_accounts_for_what_was_played_befor
         "evaluation": {"num_tasks": 0},
     }
     for _ in range(2):
-        result = await dialoop.train_async(config, in_process=True, folder=tmp_path, quiet=True)
+        result = await dialoop_ops.train_async(config, in_process=True, folder=tmp_path, quiet=True)
         assert result.summary["num_train_steps"] == 1
         assert result.summary["gates"]["every trajectory is accounted for"], result.summary
     assert (result.run_dir / "queue.rdb").is_file()

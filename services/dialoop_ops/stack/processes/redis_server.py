@@ -32,7 +32,7 @@ def find_redis(environment: Mapping[str, str]) -> FoundRedis:
     """Look in the documented order; InvalidConfig when there is no Redis."""
     if environment.get("REDIS_URL"):
         return FoundRedis(url=environment["REDIS_URL"])
-    return FoundRedis(program=redis_program(environment))
+    return FoundRedis(program=redis_program())
 
 
 def redis_command(program: str, *, port: int, directory: Path) -> tuple[str, ...]:
