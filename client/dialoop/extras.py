@@ -5,6 +5,7 @@ own, which its reader gives:
 
     agents               mapping of names to `module:attribute`     dialoop.agents
     environments         the same                                   environments.loading
+    task_players         mapping of `play` to `module:function`     dialoop_services.collector
 """
 
 from __future__ import annotations

@@ -16,3 +16,6 @@ ENVIRONMENTS: Final[Mapping[str, str]] = MappingProxyType(
         "verifiers": "dialoop_extras.compat.verifiers:verifiers",
     }
 )
+TASK_PLAYERS: Final[Mapping[str, str]] = MappingProxyType(
+    dict.fromkeys(("trial", "text"), "dialoop_extras.task_players:load_token_player")
+)

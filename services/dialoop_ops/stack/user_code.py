@@ -23,8 +23,8 @@ from dialoop.environments import ChatEnv, load_environment
 from dialoop.errors import InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
+from dialoop_extras.task_players import load_token_play
 from dialoop_extras.text_environment.setups import load_text_setup
-from dialoop_services.collector.token_episodes import load_token_play
 from dialoop_services.config.losses import LOSSES, facts_of
 from dialoop_services.config.tables import DATA_PLANES, OPTIMIZERS
 from dialoop_services.config.values import did_you_mean

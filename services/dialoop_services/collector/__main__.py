@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import zip_longest
-from types import MappingProxyType
 
 from dialoop.agents import AgentHost
 from dialoop.clients.channel import Channel
@@ -19,6 +18,10 @@ from dialoop.clients.registry import RegistryClient, ServiceMember
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.tls import rest_scheme
+from dialoop.errors import InvalidConfig
+from dialoop.extras import offered_paths
+from dialoop.import_paths import load_attribute
+from dialoop.reasons import Reason
 
 from dialoop_services.collector.agents import AgentPlayer, RecordingReplicas, load_agents
 from dialoop_services.collector.collector import Beside, Collector
@@ -28,14 +31,10 @@ from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.routing import RoutingCounts
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
-from dialoop_services.collector.token_episodes import TokenPlayer
 from dialoop_services.runtime import Connect, Host, OwnProcess, load, run
 from dialoop_services.runtime.fleet import Fleet, follow, membership, reachable_address
 
 ENVIRONMENT, REPLAY = "environment", "replay"
-TOKEN_PLAYERS: Mapping[str, MakePlayer] = MappingProxyType(
-    {"trial": TokenPlayer.of, "text": TokenPlayer.of}
-)
 
 
 async def serve() -> None:
@@ -70,12 +69,8 @@ async def make_collector(
     connect: Connect,
     exits: AsyncExitStack,
     routing: RoutingCounts | None = None,
-    makers: Mapping[str, MakePlayer] = TOKEN_PLAYERS,
 ) -> Collector:
-    """Return a collector; `exits` closes its connections.
-
-    `makers` make the players of the kinds of tasks that `play` names in [environment].
-    """
+    """Return a collector; `exits` closes its connections."""
 
     async def channel(address: str, role: str, retry: RetryPolicy | None = None) -> Channel:
         return await exits.enter_async_context(connect(address, role, retry=retry))
@@ -105,7 +100,7 @@ async def make_collector(
         member_retries=settings.member_retries,
         max_turns=settings.max_turns,
         retry_policy=retry_policy,
-        players=_task_players(settings, host, makers),
+        players=task_players(settings, host),
     )
     return Collector(
         settings,
@@ -118,17 +113,28 @@ async def make_collector(
     )
 
 
-def _task_players(
-    settings: CollectorSettings, host: AgentHost, makers: Mapping[str, MakePlayer]
-) -> dict[str, TaskPlayer]:
+def task_players(settings: CollectorSettings, host: AgentHost) -> dict[str, TaskPlayer]:
     """Return the player of each environment whose tasks are not played as chats."""
     players = {
-        section.served_name: makers[section.play](section, settings)
+        section.served_name: _maker_of(section.play)(section, settings)
         for section in settings.sections
         if section.play != "chat"
     }
     agents = load_agents(settings)
     return players | {name: AgentPlayer(agent, host) for name, agent in agents.items()}
+
+
+def _maker_of(kind: str) -> MakePlayer:
+    """Return what makes players of a kind; InvalidConfig (PACKAGE_MISSING) where nothing does."""
+    path = offered_paths("task_players").get(kind)
+    if path is None:
+        raise InvalidConfig(
+            f'play is "{kind}" in [environment], and no installed package plays that.',
+            reason=Reason.PACKAGE_MISSING,
+            remedy="Run: pip install dialoop-extras",
+        )
+    maker: MakePlayer = load_attribute(path, what="player", reason=Reason.PACKAGE_MISSING)
+    return maker
 
 
 async def _follow_replicas(

@@ -13,8 +13,10 @@ import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
+from dialoop.agents import AgentHost
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.replay import ReplayClient
@@ -27,11 +29,13 @@ from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 from dialoop.sequences import Source
 from dialoop.trajectory import Group, Purpose, Stage, Task
+from dialoop_extras.task_players import TokenPlayer, load_token_player
 from dialoop_ops.conformance.environment.checks import check_environment
 from dialoop_ops.stack.in_process import in_process
+from dialoop_services.collector import __main__ as collector_main
+from dialoop_services.collector.__main__ import task_players
 from dialoop_services.collector.replicas import Replicas
 from dialoop_services.collector.settings import CollectorSettings
-from dialoop_services.collector.token_episodes import TokenPlayer
 from dialoop_services.config.file import parse_config
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
@@ -91,7 +95,7 @@ async def collect(
         fields = {"environment": {**section, "name": loaded.name}, "model_dir": folder / "model"}
         collecting = CollectorSettings(run=RUN, worker="w", **fields)
         retry_policy = RetryPolicy(max_attempts=3, first_wait_s=0.01, total_s=5.0)
-        players = {loaded.name: TokenPlayer.of(collecting.environment, collecting)}
+        players = {loaded.name: load_token_player(collecting.environment, collecting)}
         replicas = Replicas([policy], retry_policy)
         is_training = purpose is Purpose.TRAINING
         stage = Stage.UNSCORED if is_training else Stage.EVALUATION
@@ -193,7 +197,7 @@ def refusal(folder: Path | None = None, **section: Any) -> InvalidConfig:
     """Why a collector with this config does not start."""
     settings = CollectorSettings(environment=section, model_dir=folder and folder / "model")
     with pytest.raises(InvalidConfig) as caught:
-        TokenPlayer.of(settings.environment, settings)
+        load_token_player(settings.environment, settings)
     return caught.value
 
 
@@ -206,6 +210,27 @@ def test_a_collector_that_cannot_play_them_says_why(modules: Path) -> None:
     assert refusal(modules, **SAYINGS | {"play": "trial"}).reason == "NOT_A_TEXT_ENVIRONMENT"
     agent = {"agent": "numbers_game:double"}
     assert refusal(modules, **COUNT, trial=agent).reason == "NOT_AN_AGENT"
+
+
+def test_a_collector_finds_players_through_the_entry_points_and_says_where_there_are_none(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = AgentHost(recordings=AsyncMock())
+    settings = CollectorSettings(
+        environment={**COUNT, "name": "count"},
+        environments=[{"use": "arithmetic"}],
+        model_dir=modules / "model",
+    )
+    players = task_players(settings, host)
+    assert players.keys() == {"count"}
+    assert isinstance(players["count"], TokenPlayer)
+    monkeypatch.setattr(collector_main, "offered_paths", lambda name: {})
+    with pytest.raises(InvalidConfig, match='play is "trial"') as caught:
+        task_players(settings, host)
+    assert (caught.value.reason, caught.value.remedy) == (
+        "PACKAGE_MISSING",
+        "Run: pip install dialoop-extras",
+    )
 
 
 async def test_the_files_of_the_page_pass_the_checks_of_an_environment(modules: Path) -> None:

@@ -1,4 +1,4 @@
-"""Play tasks as trials of a game, or as text episodes, with the policy's own tokens.
+"""Players of a collector's tasks: as trials of a game, or as text episodes, by token ids.
 
 The game, the tools and the reward run in the collector, as agents do. The environment service
 offers the tasks.
@@ -18,6 +18,7 @@ from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Owner, Trajectory
+
 from dialoop_extras.games import game_of, inputs_of
 from dialoop_extras.text_environment.playing import play_text
 from dialoop_extras.text_environment.setups import TextModeEnvironment
@@ -28,11 +29,11 @@ from dialoop_extras.trials.trial import MaskScope, TrialOptions
 if TYPE_CHECKING:
     from dialoop.environments import Environment
     from dialoop.trajectory import SamplingParams, Task
-    from dialoop_extras.trials.game import Game
-    from dialoop_extras.trials.playing import MakeAgent
-
     from dialoop_services.collector.settings import CollectorSettings
     from dialoop_services.config.tables import EnvironmentSection
+
+    from dialoop_extras.trials.game import Game
+    from dialoop_extras.trials.playing import MakeAgent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,30 +113,14 @@ def _load_maker(use: str) -> MakeAgent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPlayer:
-    """Plays the tasks of an environment whose `play` is "trial" or "text"."""
+    """Plays the tasks of an environment whose `play` is "trial" or "text".
+
+    Satisfies `dialoop_services.collector.player.TaskPlayer`.
+    """
 
     token_play: TokenPlay
     tokenizer: Tokenizer
     time_limit_s: float
-
-    @classmethod
-    def of(cls, section: EnvironmentSection, settings: CollectorSettings) -> TokenPlayer:
-        """Load what a section names; InvalidConfig where it cannot be played or has no model."""
-        token_play = load_token_play(section, load_environment(section.kind, section.arguments))
-        assert token_play is not None
-        if settings.model_dir is None:
-            raise InvalidConfig(
-                f"The tasks of {section.served_name} are played by token ids, and the collector "
-                "has no model_dir.",
-                reason=Reason.TOKENIZER_MISSING,
-                remedy="Set DIALOOP_COLLECTOR_MODEL_DIR to the directory of the model that is "
-                'served, or set play = "chat".',
-            )
-        return cls(
-            token_play=token_play,
-            tokenizer=Tokenizer.from_directory(settings.model_dir),
-            time_limit_s=settings.agent_time_limit_s,
-        )
 
     async def play(
         self, task: Task, *, policy: Any, group_id: str, sampling: SamplingParams
@@ -172,3 +157,22 @@ class TokenPlayer:
             environment_version=environment.version,
             time_limit_s=self.time_limit_s,
         )
+
+
+def load_token_player(section: EnvironmentSection, settings: CollectorSettings) -> TokenPlayer:
+    """Load what a section names; InvalidConfig where it cannot be played or has no model."""
+    token_play = load_token_play(section, load_environment(section.kind, section.arguments))
+    assert token_play is not None
+    if settings.model_dir is None:
+        raise InvalidConfig(
+            f"The tasks of {section.served_name} are played by token ids, and the collector "
+            "has no model_dir.",
+            reason=Reason.TOKENIZER_MISSING,
+            remedy="Set DIALOOP_COLLECTOR_MODEL_DIR to the directory of the model that is "
+            'served, or set play = "chat".',
+        )
+    return TokenPlayer(
+        token_play=token_play,
+        tokenizer=Tokenizer.from_directory(settings.model_dir),
+        time_limit_s=settings.agent_time_limit_s,
+    )
