@@ -71,7 +71,6 @@ class ChatEnv:
     demonstrate: Demonstrate | None = None
     _viewer: Any = field(init=False, repr=False, compare=False, default=None)
     _stops: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
-    _is_immediate: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -102,9 +101,6 @@ class ChatEnv:
         set_(self, "input_mode", mode)
         set_(self, "_viewer", _viewer(self, mode))
         set_(self, "_stops", traits.stop)
-        kinds = [type(transform) for transform in self.transforms]
-        waits = any(k.step is not Transform.step or k.score is not Transform.score for k in kinds)
-        set_(self, "_is_immediate", not waits)
         if isinstance(self.tasks, NoTasks) and self.primer is not None:
             set_(self, "tasks", self.primer.tasks)
 
@@ -198,16 +194,6 @@ class ChatEnv:
         if not (outcome.is_scorable and outcome.is_rewarded):
             return outcome
         return outcome.with_score(await self._score(_as_sent(outcome.episode, start.episode)))
-
-    @property
-    def is_immediate(self) -> bool:
-        """Return whether `step` awaits nothing: no transform answers or scores."""
-        return self._is_immediate and type(self).step is ChatEnv.step
-
-    def step_at_once(self, episode: Episode, answered: Answered) -> Outcome:
-        """Do what `step` does where the environment is immediate."""
-        self._require_running(episode)
-        return self._add_response(episode, answered)
 
     async def score(self, task: TaskData, trajectory: Trajectory) -> tuple[Score, ...]:
         """Return the rewards of a finished trajectory; `Episode.state` is empty here."""

@@ -3,7 +3,7 @@
 Every environment follows Environment; ChatEnv is the one to start from. Callers look for the other
 protocols with isinstance: Managed (holds resources), OpensSlowly (an episode begins elsewhere),
 Stateless (can go on from a history alone), TakesQuestions (plays a question the caller brings).
-Immediate has steps that wait for nothing. Demonstrations is for supervised training.
+Demonstrations is for supervised training.
 """
 
 from __future__ import annotations
@@ -87,19 +87,6 @@ class Managed(Protocol):
 
     def problem(self) -> str:
         """Return why the environment cannot work at the moment, or an empty text."""
-        ...
-
-
-class Immediate(Environment, Protocol):
-    """An environment whose steps may need no waiting, so that they need no task either."""
-
-    @property
-    def is_immediate(self) -> bool:
-        """Return whether `step_at_once` may take the place of `step`."""
-        ...
-
-    def step_at_once(self, episode: Episode, answered: Answered) -> Outcome:
-        """Do what `step` does, without waiting for anything."""
         ...
 
 

@@ -10,30 +10,25 @@ from dialoop.v1 import environment_service_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-# Answers that are written in one message: about 3 ms of work, after which others get a turn.
-_MAX_ITEMS = 64
-# Longer ones are written one by one, so that none is refused for the size of its neighbours.
+# Longer answers are written one by one, so that none is refused for the size of its neighbours.
 _MAX_BYTES = 1_000_000
 
 
 class Interaction:
-    """The answers of one stream, and the requests of it that have to wait.
+    """The answers of one stream.
 
-    What can be answered at once needs no task. A request that has to wait takes one of
-    `max_waiting` places until its answer is written, and without a free place nothing more is
-    read: the client has to wait then.
+    A request takes one of `max_waiting` places until its answer is written, and without a free
+    place nothing more is read: the client has to wait then.
     """
 
     def __init__(
         self,
         context: Any,
-        answer_at_once: Callable[[pb.InteractRequest, pb.InteractResponse], bool],
         answer: Callable[[pb.InteractRequest], Awaitable[pb.InteractResponse]],
         *,
         max_waiting: int,
     ) -> None:
         self._write = context.write  # and no `yield`, because answers come from several tasks
-        self._answer_at_once = answer_at_once
         self._answer = answer
         self._places = asyncio.Semaphore(max_waiting)
         self._takes_items = False
@@ -49,24 +44,10 @@ class Interaction:
                 if message.takes_items:
                     self._takes_items = True
                 for request in message.items or (message,):
-                    await self._begin(request, waiting)
-                await self._flush()
+                    await self._places.acquire()
+                    waiting.create_task(self._play_one(request))  # tasks begin in their order
 
-    async def _begin(self, request: pb.InteractRequest, waiting: asyncio.TaskGroup) -> None:
-        """Answer a request, or start the task that will."""
-        ready = self._ready.items
-        if self._answer_at_once(request, ready.add(request_id=request.request_id)):
-            if len(ready) >= _MAX_ITEMS:
-                await self._flush()
-            return
-        del ready[-1]
-        if self._places.locked():
-            await self._flush()
-        await self._places.acquire()
-        waiting.create_task(self._answer_later(request))
-        await asyncio.sleep(0)  # it begins now, so that no later step overtakes it
-
-    async def _answer_later(self, request: pb.InteractRequest) -> None:
+    async def _play_one(self, request: pb.InteractRequest) -> None:
         response = await self._answer(request)
         self._ready.items.append(response)
         await self._flush()
@@ -75,6 +56,7 @@ class Interaction:
     async def _flush(self) -> None:
         """Write what is ready, with what becomes ready while an earlier answer is written."""
         async with self._writing:
+            await asyncio.sleep(0)  # quick answers that end together are written together
             ready = self._ready
             if not ready.items:
                 return

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from dialoop.environments.sessions.records import AnsweredStep
     from dialoop_extras.services.runs import Runs
 
-# Items of a batch that are answered at once before other calls get a turn: about 3 ms of work.
-_ITEMS_A_TURN = 64
-
 _Request = TypeVar("_Request")
 _Played = TypeVar("_Played")
 
@@ -52,8 +49,6 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             "step": self.Step,
             "close_session": self.CloseSession,
         }
-        # What REST calls in the place of a method, for answers that no caller has to wait for.
-        self.at_once = {"Step": self._step_at_once}
         # Steps that are sent twice because client and service had other prompts: by whether the
         # step or its answer showed it.
         self.num_resends = {"step": 0, "answer": 0}
@@ -93,26 +88,8 @@ class EnvironmentServicer(EnvironmentServiceServicer):
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
         response = pb.StepResponse()
-        if not self._put_at_once(request, response):
-            await self._put_step(request, response)
+        await self._put_step(request, response)
         return response
-
-    def _step_at_once(self, request: pb.StepRequest) -> pb.StepResponse | None:
-        """Return what `Step` does where nothing has to wait, else None."""
-        response = pb.StepResponse()
-        return response if self._put_at_once(request, response) else None
-
-    def _put_at_once(self, request: pb.StepRequest, response: pb.StepResponse) -> bool:
-        """Write the answer where nothing has to wait; return whether it was so."""
-        try:
-            played = self._sessions.step_at_once(encoding.step_call(request))
-        except PreconditionFailed as error:
-            self._count_refusal(error)
-            raise
-        if played is None:
-            return False
-        self._put_answer(request, played, response)
-        return True
 
     async def _put_step(self, request: pb.StepRequest, response: pb.StepResponse) -> None:
         """Take the step and write its answer."""
@@ -147,20 +124,15 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         async def answer(item: pb.StepRequest, answered: pb.BatchStepItem) -> None:
             await self._put_step(item, answered.response)
 
-        def answer_at_once(item: pb.StepRequest, answered: pb.BatchStepItem) -> bool:
-            return self._put_at_once(item, answered.response)
-
         batch = pb.BatchStepResponse()
-        await self._each(request.items, batch.items, answer, answer_at_once)
+        await self._each(request.items, batch.items, answer)
         return batch
 
     async def Interact(self, requests: AsyncIterator[pb.InteractRequest], context: Any) -> None:
         async def answer(request: pb.InteractRequest) -> pb.InteractResponse:
             return await self._interact(request, context)
 
-        stream = Interaction(
-            context, self._interact_at_once, answer, max_waiting=self._max_concurrent_items
-        )
+        stream = Interaction(context, answer, max_waiting=self._max_concurrent_items)
         await stream.play(requests)
 
     async def StepHistory(
@@ -228,11 +200,8 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         try:
             return await step
         except PreconditionFailed as error:
-            self._count_refusal(error)
+            self.num_resends["step"] += error.reason == Reason.PROMPT_MISMATCH
             raise
-
-    def _count_refusal(self, error: PreconditionFailed) -> None:
-        self.num_resends["step"] += error.reason == Reason.PROMPT_MISMATCH
 
     def _put_answer(
         self, request: pb.StepRequest, played: AnsweredStep, response: pb.StepResponse
@@ -255,48 +224,25 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             response.error.CopyFrom(encoding.item_error(public_error(error)))
         return response
 
-    def _interact_at_once(self, request: pb.InteractRequest, response: pb.InteractResponse) -> bool:
-        """Write the answer, or the error, of a step for which nothing has to wait."""
-        if request.WhichOneof("request") != "step":
-            return False
-        try:
-            return self._put_at_once(request.step, response.step)
-        except Exception as error:
-            response.error.CopyFrom(encoding.item_error(public_error(error)))
-            return True
-
     async def _each(
         self,
         requests: Sequence[_Request],
         answers: Any,
         answer: Callable[[_Request, Any], Awaitable[None]],
-        answer_at_once: Callable[[_Request, Any], bool] = lambda *_: False,
     ) -> None:
         """Add an item to `answers` for each request of a batch; an error concerns its item only.
 
-        Items for which `answer_at_once` returns False get tasks, `max_concurrent_items` at a time.
+        `max_concurrent_items` are answered at a time.
         """
         places = asyncio.Semaphore(self._max_concurrent_items)
 
-        def fail(item: Any, error: Exception) -> None:
-            item.error.CopyFrom(encoding.item_error(public_error(error)))
-
-        async def answer_later(request: _Request, item: Any) -> None:
+        async def answer_one(request: _Request, item: Any) -> None:
             async with places:
                 try:
                     await answer(request, item)
                 except Exception as error:
-                    fail(item, error)
+                    item.error.CopyFrom(encoding.item_error(public_error(error)))
 
-        async with asyncio.TaskGroup() as waiting:
-            for number, request in enumerate(requests):
-                item = answers.add()
-                try:
-                    is_answered = answer_at_once(request, item)
-                except Exception as error:
-                    fail(item, error)
-                else:
-                    if not is_answered:
-                        waiting.create_task(answer_later(request, item))
-                if number % _ITEMS_A_TURN == _ITEMS_A_TURN - 1:
-                    await asyncio.sleep(0)
+        async with asyncio.TaskGroup() as answering:
+            for request in requests:
+                answering.create_task(answer_one(request, answers.add()))

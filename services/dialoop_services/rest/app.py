@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
     from dialoop_services.rest.bodies import BodyLimits
     from dialoop_services.rest.guard import App, Receive, Refuse, Scope, Send
-    from dialoop_services.rest.problems import WholeAnswer
     from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
@@ -95,7 +94,6 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
         endpoint: Any = Endpoint(
             route,
             getattr(servicer, route.rpc.name),
-            at_once=getattr(servicer, "at_once", {}).get(route.rpc.name),
             calls=options.calls,
             token=options.token,
             bodies=options.bodies,
@@ -120,7 +118,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
     app.add_exception_handler(405, _no_method)
     refuse = _refuse_as_route(options.http_routes)
     own_keys = tuple({route.own_prefix for route in options.http_routes if route.admits})
-    return Guard(dispatch, options.token, refuse, at_once=dispatch.at_once, own_keys=own_keys)
+    return Guard(dispatch, options.token, refuse, own_keys=own_keys)
 
 
 class _Dispatch:
@@ -151,11 +149,6 @@ class _Dispatch:
         """Serve one request."""
         endpoint = self._find(scope) if scope["type"] == "http" else None
         await (endpoint or self._app)(scope, receive, send)
-
-    def at_once(self, scope: Scope, body: bytes) -> WholeAnswer | None:
-        """Answer a rpc's request where nothing has to wait."""
-        endpoint = self._find(scope)
-        return None if endpoint is None else endpoint.at_once(scope, body)
 
     def _find(self, scope: Scope) -> Endpoint | None:
         """Return the endpoint of a request, whose path's parameters it notes, or None."""
@@ -307,7 +300,7 @@ class RestDoor:
         """
         asgi: Any = app
         limits = (limits or ConnectionLimits()).within_descriptors()
-        protocol: Any = partial(LimitedConnection, limits, getattr(app, "at_once", None))
+        protocol: Any = partial(LimitedConnection, limits)
         self._config = uvicorn.Config(
             asgi,
             http=protocol,

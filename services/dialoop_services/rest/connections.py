@@ -4,15 +4,12 @@ A connection that sends nothing, or half a request, costs a descriptor and memor
 as many as there may be, the one that has been idle longest makes room for the next.
 
 An answer's head and body leave in one write. uvicorn makes two, and on a loopback connection each
-write is a fifth of what a short request costs the service. A request that comes in one read is
-answered without a task where nothing has to wait.
+write is a fifth of what a short request costs the service.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +24,10 @@ if TYPE_CHECKING:
 
     from dialoop.errors import DialoopError
 
-    from dialoop_services.rest.guard import AtOnce
     from dialoop_services.runtime.listening import ConnectionLimits
 
 MAX_HEAD_BYTES = 1 << 16
 _BODY_GRACE_S = 5.0
-_PLAIN_PATH = re.compile(rb"/[A-Za-z0-9._~:@/-]*")  # with nothing to decode, and no query
 _STATUS_LINES = {int(s): b"HTTP/1.1 %d %s\r\n" % (s, s.phrase.encode()) for s in HTTPStatus}
 
 
@@ -74,11 +69,6 @@ class _JoinedWrites:
         if not self.is_closing():
             self.whole.write(held)
 
-    def write_at_once(self, data: bytes) -> None:
-        """Write what is held, and then this."""
-        self.flush()
-        self.whole.write(data)
-
     def close(self) -> None:
         """Write what is held, and close."""
         self.flush()
@@ -95,13 +85,9 @@ class _JoinedWrites:
 class LimitedConnection(HttpToolsProtocol):
     """One connection of uvicorn's, with limits."""
 
-    def __init__(self, limits: ConnectionLimits, at_once: AtOnce | None, **options: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
-        self._at_once = at_once
-        # The body's parts of a request of which uvicorn does not know until its end, or the read's.
-        self._held: list[bytes] | None = None
-        self._is_new_read = False
         self._idle_since = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._keeping_alive: asyncio.TimerHandle | None = None
@@ -140,12 +126,9 @@ class LimitedConnection(HttpToolsProtocol):
             return
         if self._is_reading_head:
             self._num_head_bytes += len(data)
-        self._is_new_read = True
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._held is not None:
-            self._announce()
         if self._is_reading_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(
                 HeadTooLarge(
@@ -163,67 +146,13 @@ class LimitedConnection(HttpToolsProtocol):
         """Begin the answer; the body has its own time."""
         self._stop_timer()
         self._is_reading_head, self._num_head_bytes = False, 0
-        if self._may_be_answered_at_once():
-            self._held, self._is_new_read = [], False
-        else:
-            super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        """Take a part of the body."""
-        if self._held is None:
-            super().on_body(body)
-        else:
-            self._held.append(body)
+        super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Note that the whole request has come, and answer it where nothing has to wait."""
+        """Note that the whole request has come."""
         self._stop_timer()
         self._is_reading_head = True
-        if self._held is not None:
-            if self._answer_at_once(b"".join(self._held)):
-                self._held = None
-                return
-            self._announce()
         super().on_message_complete()
-
-    def _may_be_answered_at_once(self) -> bool:
-        """Return whether a request is plain; of several in one read only the first one counts."""
-        parser = self.parser
-        return (
-            self._at_once is not None
-            and self._is_new_read
-            and self.idle_since is not None
-            and not self.flow.write_paused
-            and not self.expect_100_continue
-            and parser.get_method() == b"POST"
-            and parser.get_http_version() == "1.1"
-            and parser.should_keep_alive()
-            and not parser.should_upgrade()
-            and _PLAIN_PATH.fullmatch(self.url) is not None
-        )
-
-    def _announce(self) -> None:
-        """Let uvicorn begin the request."""
-        assert self._held is not None
-        body, self._held = b"".join(self._held), None
-        super().on_headers_complete()
-        if body:
-            super().on_body(body)
-
-    def _answer_at_once(self, body: bytes) -> bool:
-        """Answer without a task; return whether it was possible."""
-        assert self._at_once is not None
-        path = self.url.decode("ascii")
-        scope: Any = self.scope
-        scope.update(method="POST", path=path, raw_path=self.url, query_string=b"")
-        # A context of its own, as a task would have: the log fields of a request are there.
-        answer = contextvars.copy_context().run(self._at_once, scope, body)
-        if answer is None:
-            return False
-        joined: Any = self.transport
-        joined.write_at_once(_encode(answer, self.server_state.default_headers))
-        self.on_response_complete()
-        return True
 
     def on_response_complete(self) -> None:
         """Note when the connection became idle, and begin the next request if it has come.

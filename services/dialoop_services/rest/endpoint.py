@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError, InvalidInput, Status
+from dialoop.errors import ERRORS_BY_STATUS, InternalError, InvalidInput, Status
 from dialoop.reasons import Reason
 from dialoop_extras.rest.lenient_json import read_leniently
 from dialoop_extras.rest.old_field_names import rename_old_fields
@@ -14,10 +14,9 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from pydantic import ValidationError
 
-from dialoop_services.rest.answers import Format, ResponseWriter, whole_answer
+from dialoop_services.rest.answers import Format, ResponseWriter
 from dialoop_services.rest.bodies import BodyLimits, read_body
 from dialoop_services.rest.client_disconnect import (
-    TIMEOUT_HEADER,
     Caller,
     serve_call,
     time_limit,
@@ -27,30 +26,25 @@ from dialoop_services.rest.problems import (
     FieldsRefused,
     UnsupportedMediaType,
     fields_refused,
-    problem_answer,
 )
 from dialoop_services.rest.queries import read_query
 from dialoop_services.rest.schema import decode, models
 from dialoop_services.runtime.access.principals import while_allowed
 from dialoop_services.runtime.access.token_file import scope_of
 from dialoop_services.runtime.calls import CallContext
-from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error
+from dialoop_services.runtime.errors import is_not_implemented, not_served
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import grpc
 
     from dialoop_services.rest.guard import Receive, Scope, Send
-    from dialoop_services.rest.problems import WholeAnswer
     from dialoop_services.rest.routes import Route
     from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Call, Calls
 
 _JSON, _PROTOBUF = b"application/json", b"application/x-protobuf"
-# Headers of requests that may have to wait.
-_MORE_THAN_PLAIN = frozenset({b"content-encoding", b"transfer-encoding", TIMEOUT_HEADER.encode()})
-_BEGUN = "dialoop.begun"
 
 
 class _ParsedRequest(NamedTuple):
@@ -90,16 +84,13 @@ class Endpoint:
         route: Route,
         method: Any,
         *,
-        at_once: Callable[[Any], Any] | None = None,
         calls: Calls,
         token: Token,
         bodies: BodyLimits,
     ) -> None:
-        """Serve the method; `at_once` returns its answer where nothing has to wait, else None."""
         rpc = route.rpc
         self._route = route
         self._method = method
-        self._at_once = at_once
         self._name = f"{rpc.containing_service.name}.{rpc.name}"
         self._scope = scope_of(rpc.containing_service.full_name, rpc.name)
         self._token = token if token.tells_apart(self._scope) else None
@@ -119,37 +110,9 @@ class Endpoint:
         answer = ResponseWriter(
             send, Format.of(headers, is_stream=self._route.is_stream), self._encode
         )
-        call, request = scope.pop(_BEGUN, None) or (self._begin(), None)
-        serving = self._serve(scope, headers, call, caller, answer, request)
-        await serve_call(call, caller, answer, serving)
-
-    def at_once(self, scope: Scope, body: bytes) -> WholeAnswer | None:
-        """Answer a request with this body where nothing has to wait, without a task of its own.
-
-        What was read is kept in the scope for `__call__` if the method has to wait.
-        """
-        headers = dict(scope["headers"])
-        is_plain = not scope["query_string"] and _MORE_THAN_PLAIN.isdisjoint(headers)
-        if self._at_once is None or not is_plain or len(body) > self._bodies.max_bytes:
-            return None
         call = self._begin()
-        status = "OK"
-        try:
-            if self._token is not None:
-                self._token.require(headers.get(b"authorization", b""), self._name, self._scope)
-            request = self._bind(self._from_body(body, headers.get(b"content-type", b"")), scope)
-            call.set_request(request.message)
-            message = self._at_once(request.message)
-            if message is None:
-                scope[_BEGUN] = (call, request)
-                return None
-            request.warn_in(message)
-            answer = whole_answer(message, Format.of(headers, is_stream=False), self._encode)
-        except BaseException as error:  # as in a task, which would not end the service either
-            status = error.status.name if isinstance(error, DialoopError) else "INTERNAL"
-            answer = problem_answer(public_error(error))
-        call.end(status)
-        return answer
+        serving = self._serve(scope, headers, call, caller, answer)
+        await serve_call(call, caller, answer, serving)
 
     async def _serve(
         self,
@@ -158,14 +121,11 @@ class Endpoint:
         call: Call,
         caller: Caller,
         answer: ResponseWriter,
-        request: _ParsedRequest | None,
     ) -> None:
-        """Answer a request, which is None where `at_once` has not read it."""
         timeout_s = timeout_of(headers)
-        if request is None:
-            if self._token is not None:
-                self._token.require(headers.get(b"authorization", b""), self._name, self._scope)
-            request = await self._read(scope, headers, caller)
+        if self._token is not None:
+            self._token.require(headers.get(b"authorization", b""), self._name, self._scope)
+        request = await self._read(scope, headers, caller)
         call.set_request(request.message)
         with caller:
             if timeout_s is None:
@@ -212,10 +172,6 @@ class Endpoint:
             request = self._from_body(body, headers.get(b"content-type", b""))
             if padding is not None:
                 request = request._replace(padding=padding)
-        return self._bind(request, scope)
-
-    def _bind(self, request: _ParsedRequest, scope: Scope) -> _ParsedRequest:
-        """Set the fields that the URL's path names."""
         for parameter, field in self._route.bindings.items():
             _set_from_path(request.message, field, scope["path_params"][parameter])
         return request

@@ -20,15 +20,12 @@ from dialoop_services.rest.problems import ForeignCaller, problem_answer
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from dialoop_services.rest.problems import WholeAnswer
     from dialoop_services.runtime.access.auth import Token
 
     Scope = dict[str, Any]
     Receive = Callable[[], Awaitable[Any]]
     Send = Callable[[dict[str, Any]], Awaitable[None]]
     App = Callable[[Scope, Receive, Send], Awaitable[None]]
-    AtOnce = Callable[[Scope, bytes], WholeAnswer | None]
-    """Answers a request with this body where nothing has to wait; None leaves it to the App."""
     Refuse = Callable[[Scope, Send, DialoopError], Awaitable[None]]
 
 HEALTH = frozenset({"/healthz", "/readyz"})
@@ -38,7 +35,6 @@ ASSETS = "/docs/assets/"
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 # RFC 9110: uri-host [":" port]. An empty name is what HTTP/1.0 sends.
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]*))(?::\d{0,5})?")
-_ALLOWED = "dialoop.allowed"  # in the scope of a request that `at_once` has let in
 POLICY_VIOLATION = 1008
 """Close code of a WebSocket that the caller may not open."""
 
@@ -57,34 +53,23 @@ class Guard:
         token: Token,
         refuse: Refuse | None = None,
         *,
-        at_once: AtOnce | None = None,
         assets: str = ASSETS,
         own_keys: tuple[str, ...] = (),
     ) -> None:
         self._app = app
-        self._at_once = at_once
         self._open = (assets, *own_keys)
         self._refuse = refuse or _send_problem
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it with a problem."""
-        is_allowed = scope.pop(_ALLOWED, False) or scope["type"] == "lifespan"
-        refusal = None if is_allowed else self._refusal(scope)
+        refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
         if refusal is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})  # HTTP 403
         else:
             await self._refuse(scope, send, refusal)
-
-    def at_once(self, scope: Scope, body: bytes) -> WholeAnswer | None:
-        """Answer an allowed request where the application does not have to wait; else None."""
-        if self._at_once is None or self._refusal(scope) is not None:
-            return None
-        answer = self._at_once(scope, body)
-        scope[_ALLOWED] = answer is None
-        return answer
 
     def _refusal(self, scope: Scope) -> DialoopError | None:
         headers = dict(scope["headers"])

@@ -11,14 +11,10 @@ import pytest
 import uvicorn
 from dialoop_services.rest.app import RestDoor
 from dialoop_services.rest.connections import LimitedConnection, _JoinedWrites
-from dialoop_services.rest.problems import WholeAnswer
 from dialoop_services.runtime.listening import ConnectionLimits, bound_socket
-from dialoop_services.runtime.logs import _fields, add_log_fields
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    from dialoop_services.rest.guard import AtOnce
 
 KEEP_ALIVE_S = 0.3
 REQUEST = b"POST /%s HTTP/1.1\r\nhost: here\r\ncontent-length: 2\r\n\r\nhi"
@@ -34,35 +30,24 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def task_answer(scope: Any, receive: Any, send: Any) -> None:
-    """Answer with the path, the whole body and what an answer at once left in the scope."""
+async def read_and_answer(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the path and the whole body."""
     body, more = b"", True
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body")
-    answer = b"task %s %s %s" % (scope["path"].encode(), body, scope.get("seen", b"-"))
+    answer = b"%s %s" % (scope["path"].encode(), body)
     headers = [(b"content-length", b"%d" % len(answer))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": answer})
 
 
-def answer_at_once(scope: Any, body: bytes) -> WholeAnswer | None:
-    """Answer at once, but for /waits, with log fields that must not be the next request's."""
-    assert "rpc" not in _fields.get()
-    add_log_fields({"rpc": scope["path"]})
-    if scope["path"].startswith("/waits"):
-        scope["seen"] = b"seen"
-        return None
-    answer = b"at once %s %s" % (scope["path"].encode(), body)
-    return WholeAnswer(201, [(b"content-length", b"%d" % len(answer))], answer)
-
-
 @asynccontextmanager
 async def connection(
-    app: Any = echo, at_once: AtOnce | None = None
+    app: Any = echo,
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Serve an application on a free port, and connect to it."""
-    protocol: Any = partial(LimitedConnection, ConnectionLimits(), at_once)
+    protocol: Any = partial(LimitedConnection, ConnectionLimits())
     config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None, port=0)
     config.timeout_keep_alive = KEEP_ALIVE_S  # type: ignore[assignment]
     config.load()
@@ -92,34 +77,25 @@ async def test_requests_that_come_together_are_answered_in_order() -> None:
     assert answers == [b"/one", b"/two", b"/three"]
 
 
-async def test_a_request_that_came_whole_is_answered_without_a_task() -> None:
-    async with asyncio.timeout(20), connection(task_answer, answer_at_once) as (reader, writer):
-        for path in (b"one", b"waits", b"two", b"two"):
-            writer.write(REQUEST % path)
-            expected = b"task /waits hi seen" if path == b"waits" else b"at once /%s hi" % path
-            assert await read_answer(reader) == expected
-        writer.write(b"POST /a HTTP/1.1\r\nhost: here\r\ncontent-length: 0\r\n\r\n")
-        assert (await reader.readuntil(b"\r\n")) == b"HTTP/1.1 201 Created\r\n"
-        assert await read_answer(reader) == b"at once /a "
-
-
 @pytest.mark.parametrize(
     ("parts", "answer"),
     [
-        pytest.param([REQUEST[:-2] % b"a", b"h", b"i"], b"task /a hi -", id="a body in parts"),
-        pytest.param([REQUEST[:9] % b"a", REQUEST[9:]], b"at once /a hi", id="a head in parts"),
-        pytest.param([REQUEST % b"a?b=c"], b"task /a hi -", id="a query"),
-        pytest.param([REQUEST % b"a%20b"], b"task /a b hi -", id="an encoded path"),
-        pytest.param([(REQUEST % b"a").replace(b"POST", b"PUT")], b"task /a hi -", id="a method"),
+        pytest.param([REQUEST[:-2] % b"a", b"h", b"i"], b"/a hi", id="a body in parts"),
+        pytest.param([REQUEST[:9] % b"a", REQUEST[9:]], b"/a hi", id="a head in parts"),
+        pytest.param([REQUEST % b"a?b=c"], b"/a hi", id="a query"),
+        pytest.param([REQUEST % b"a%20b"], b"/a b hi", id="an encoded path"),
+        pytest.param([(REQUEST % b"a").replace(b"POST", b"PUT")], b"/a hi", id="a method"),
         pytest.param(
             [(REQUEST % b"a").replace(b"1.1\r\n", b"1.1\r\nconnection: close\r\n")],
-            b"task /a hi -",
+            b"/a hi",
             id="the last one",
         ),
     ],
 )
-async def test_other_requests_get_a_task(parts: list[bytes], answer: bytes) -> None:
-    async with asyncio.timeout(20), connection(task_answer, answer_at_once) as (reader, writer):
+async def test_a_request_reaches_the_application_however_it_comes(
+    parts: list[bytes], answer: bytes
+) -> None:
+    async with asyncio.timeout(20), connection(read_and_answer) as (reader, writer):
         for part in parts:
             writer.write(part)
             await asyncio.sleep(0.05)
@@ -128,28 +104,17 @@ async def test_other_requests_get_a_task(parts: list[bytes], answer: bytes) -> N
 
 async def test_a_caller_that_waits_for_100_continue_gets_it() -> None:
     head, _, body = (REQUEST % b"a").partition(b"\r\n\r\n")
-    async with asyncio.timeout(20), connection(task_answer, answer_at_once) as (reader, writer):
+    async with asyncio.timeout(20), connection(read_and_answer) as (reader, writer):
         writer.write(head + b"\r\nexpect: 100-continue\r\n\r\n")
         assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(body)
-        assert await read_answer(reader) == b"task /a hi -"
+        assert await read_answer(reader) == b"/a hi"
 
 
-async def test_answers_with_and_without_a_task_keep_their_order() -> None:
-    paths = [b"waits", b"one", b"two", b"waits", b"three"]
-    async with asyncio.timeout(20), connection(task_answer, answer_at_once) as (reader, writer):
-        for first in range(len(paths)):
-            order = paths[first:] + paths[:first]
-            writer.write(b"".join(REQUEST % path for path in order))
-            answers = [await read_answer(reader) for _ in paths]
-            assert [answer.split(b"/")[1].split()[0] for answer in answers] == order
-
-
-@pytest.mark.parametrize("at_once", [None, answer_at_once])
-async def test_the_body_of_a_request_with_an_unknown_upgrade_is_no_other_request(at_once) -> None:
+async def test_the_body_of_a_request_with_an_unknown_upgrade_is_no_other_request() -> None:
     head = b"POST /a HTTP/1.1\r\nhost: here\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
     inner = REQUEST % b"smuggled"
-    async with asyncio.timeout(20), connection(task_answer, at_once) as (reader, writer):
+    async with asyncio.timeout(20), connection(read_and_answer) as (reader, writer):
         writer.write(head + b"content-length: %d\r\n\r\n" % len(inner))
         await asyncio.sleep(0.05)
         writer.write(inner)
@@ -158,12 +123,12 @@ async def test_the_body_of_a_request_with_an_unknown_upgrade_is_no_other_request
     assert b"connection: close" in answers.lower()
 
 
-async def test_bytes_that_are_no_http_after_a_head_are_refused() -> None:
+async def test_bytes_that_are_no_http_after_a_request_are_refused() -> None:
     chunked = b"POST /a HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n"
-    async with asyncio.timeout(20), connection(task_answer, answer_at_once) as (reader, writer):
+    async with asyncio.timeout(20), connection(read_and_answer) as (reader, writer):
         writer.write(chunked + b"2\r\nhi\r\n0\r\n\r\n")
-        assert await read_answer(reader) == b"at once /a hi"
-        writer.write(chunked + b"2\r\nhi\r\nnonsense\r\n\r\n")
+        assert await read_answer(reader) == b"/a hi"
+        writer.write(b"nonsense\r\n\r\n")
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 400 ")
         assert b"INVALID_HTTP" in await reader.read()
 

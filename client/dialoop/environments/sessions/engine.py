@@ -24,10 +24,8 @@ from dialoop.environments.sessions.environment_calls import (
     close_episode,
     cut_step,
     failed_step,
-    immediate,
     open_within,
     try_step,
-    try_step_at_once,
 )
 from dialoop.environments.sessions.records import (
     AnsweredStep,
@@ -181,9 +179,6 @@ class SessionEngine:
 
     async def step(self, call: StepCall) -> AnsweredStep:
         """Take the policy's answer; a retry returns the first outcome and runs no tool twice."""
-        played = self.step_at_once(call)
-        if played is not None:
-            return played
         session = self.get(call.session_id)
         record = session.record_for(call)
         stored = record.steps.get(call.step_index)
@@ -195,28 +190,6 @@ class SessionEngine:
         outcome = stored.outcome or await self._wait_for(stored, session)
         self._touch(session)
         return AnsweredStep(call=call, record=record, outcome=outcome, replayed=replayed)
-
-    def step_at_once(self, call: StepCall) -> AnsweredStep | None:
-        """Take a step as `step` does if nothing in its environment has to wait, else return None.
-
-        Such a step needs no task. Raises what `step` raises; with None nothing has happened.
-        """
-        session = self.get(call.session_id)
-        environment = immediate(session.environment)
-        if environment is None:
-            return None
-        record = session.record_for(call)
-        stored = record.steps.get(call.step_index)
-        replayed = stored is not None
-        if stored is None:
-            self._require_room()
-            content = record.content_of(call)
-            outcome = try_step_at_once(environment, record.episode, call.answered)
-            stored = record.steps[call.step_index] = StoredStep(content, outcome)
-            self._end_step(session, record, outcome)
-        assert stored.outcome is not None  # steps of such an environment never wait
-        self._touch(session)
-        return AnsweredStep(call=call, record=record, outcome=stored.outcome, replayed=replayed)
 
     async def step_and_reset(
         self, call: StepCall, following: ResetCall
@@ -436,14 +409,11 @@ class SessionEngine:
         finally:
             self._num_working -= 1
         stored.outcome = outcome
-        self._end_step(session, record, outcome)
-        self._touch(session)
-        return outcome
-
-    def _end_step(self, session: Session, record: EpisodeRecord, outcome: Outcome) -> None:
         record.episode = outcome.episode
         if outcome.episode.done:
-            self._close_episode(session.environment, record)
+            self._close_episode(environment, record)
+        self._touch(session)
+        return outcome
 
     def _close_episode(
         self,

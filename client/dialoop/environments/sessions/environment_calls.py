@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dialoop.chat import ChatHistory, History
-from dialoop.environments.environment import Environment, Immediate, Managed, OpensSlowly
+from dialoop.environments.environment import Environment, Managed, OpensSlowly
 from dialoop.environments.episode import Episode, Opening, Outcome, TaskData
 from dialoop.errors import DialoopError, Unavailable
 from dialoop.failures import failure_of
@@ -41,25 +41,6 @@ async def try_step(environment: Environment, episode: Episode, answered: Answere
     except DialoopError:
         raise
     except Exception as error:
-        return failed_step(environment, episode, answered, error)
-
-
-def immediate(environment: Environment) -> Immediate | None:
-    """Return the environment if its steps wait for nothing, else None."""
-    # Looked up in the class: one that wraps another by `__getattr__` has a `step` of its own.
-    if not hasattr(type(environment), "step_at_once"):
-        return None
-    served: Any = environment
-    return served if served.is_immediate else None
-
-
-def try_step_at_once(environment: Immediate, episode: Episode, answered: Answered) -> Outcome:
-    """Return the environment's outcome as `try_step` does, without awaiting anything."""
-    try:
-        return environment.step_at_once(episode, answered)
-    except DialoopError:
-        raise
-    except (Exception, asyncio.CancelledError) as error:
         return failed_step(environment, episode, answered, error)
 
 
