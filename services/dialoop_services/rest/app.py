@@ -29,7 +29,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
-from dialoop_services.rest.connections import LimitedConnection
+from dialoop_services.rest.connections import LimitedConnection, noting_requests
 from dialoop_services.rest.endpoint import Endpoint
 from dialoop_services.rest.guard import ASSETS, Guard, send_problem
 from dialoop_services.rest.http_routes import HttpAnswer, HttpEndpoint, HttpRoute
@@ -298,9 +298,9 @@ class RestDoor:
 
         tls: uvicorn's options of certificates.
         """
-        asgi: Any = app
+        asgi: Any = noting_requests(app)
         limits = (limits or ConnectionLimits()).within_descriptors()
-        protocol: Any = partial(LimitedConnection, limits)
+        protocol: Any = partial(LimitedConnection, set(), limits)
         self._config = uvicorn.Config(
             asgi,
             http=protocol,

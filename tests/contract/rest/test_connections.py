@@ -1,4 +1,4 @@
-"""Connections of the REST door: writes that are joined, requests in a row, idle ones."""
+"""Connections of the REST server: requests in a row, upgrades, limits, idle ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvicorn
+import websockets
 from dialoop_services.rest.app import RestDoor
-from dialoop_services.rest.connections import LimitedConnection, _JoinedWrites
+from dialoop_services.rest.connections import MAX_HEAD_BYTES, LimitedConnection, noting_requests
 from dialoop_services.runtime.listening import ConnectionLimits, bound_socket
 
 if TYPE_CHECKING:
@@ -43,24 +44,35 @@ async def read_and_answer(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def connection(
-    app: Any = echo,
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Serve an application on a free port, and connect to it."""
-    protocol: Any = partial(LimitedConnection, ConnectionLimits())
-    config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None, port=0)
+async def serving(app: Any, limits: ConnectionLimits) -> AsyncIterator[int]:
+    """Serve an application on a free port."""
+    protocol: Any = partial(LimitedConnection, set(), limits)
+    config = uvicorn.Config(
+        noting_requests(app), http=protocol, lifespan="off", log_config=None, port=0
+    )
     config.timeout_keep_alive = KEEP_ALIVE_S  # type: ignore[assignment]
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.startup()
     port = server.servers[0].sockets[0].getsockname()[1]
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        yield reader, writer
+        yield port
     finally:
-        writer.close()
         await server.shutdown()
+
+
+@asynccontextmanager
+async def connection(
+    app: Any = echo,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Serve an application, and connect to it."""
+    async with serving(app, ConnectionLimits()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
 
 
 async def read_answer(reader: asyncio.StreamReader) -> bytes:
@@ -130,7 +142,44 @@ async def test_bytes_that_are_no_http_after_a_request_are_refused() -> None:
         assert await read_answer(reader) == b"/a hi"
         writer.write(b"nonsense\r\n\r\n")
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("begin", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01"])
+async def test_another_protocol_is_told_which_one_is_spoken_here(begin: bytes) -> None:
+    async with asyncio.timeout(20), connection(read_and_answer) as (reader, writer):
+        writer.write(begin)
         assert b"INVALID_HTTP" in await reader.read()
+
+
+async def refuse_unread(scope: Any, receive: Any, send: Any) -> None:
+    """Answer before the body has come."""
+    await send(
+        {"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]}
+    )
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def test_a_body_that_nobody_read_is_no_head_of_the_next_request() -> None:
+    size = 3 * MAX_HEAD_BYTES
+    head = b"POST /a HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n" % size
+    async with asyncio.timeout(20), connection(refuse_unread) as (reader, writer):
+        for _ in range(2):
+            writer.write(head + b"a")
+            assert await read_answer(reader) == b""
+            for _ in range(size // MAX_HEAD_BYTES - 1):
+                writer.write(b"a" * MAX_HEAD_BYTES)
+                await asyncio.sleep(0.02)
+            writer.write(b"a" * (MAX_HEAD_BYTES - 1))
+        writer.write(b"GET / HTTP/1.1\r\nx: " + b"a" * MAX_HEAD_BYTES)
+        assert b" 431 " in await reader.readuntil(b"\r\n")
+
+
+async def test_heads_that_come_together_are_counted_each_for_itself() -> None:
+    long = b"x: %s\r\n" % (b"a" * (MAX_HEAD_BYTES // 2))
+    head = (REQUEST % b"a").replace(b"content-length", long + b"content-length")
+    async with asyncio.timeout(20), connection(read_and_answer) as (reader, writer):
+        writer.write(head * 3)
+        assert [await read_answer(reader) for _ in range(3)] == [b"/a hi"] * 3
 
 
 async def test_a_connection_is_closed_when_it_was_idle_and_not_while_it_is_answered() -> None:
@@ -147,57 +196,24 @@ async def test_a_connection_is_closed_when_it_was_idle_and_not_while_it_is_answe
         assert loop.time() - answered_at >= 1.5 * KEEP_ALIVE_S - 0.05
 
 
-class _Transport:
-    def __init__(self) -> None:
-        self.writes: list[tuple[bytes, ...]] = []
-        self.is_closed = False
-
-    def write(self, data: bytes) -> None:
-        self.writes.append((data,))
-
-    def writelines(self, parts: tuple[bytes, ...]) -> None:
-        self.writes.append(parts)
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
+async def hang_up(scope: Any, receive: Any, send: Any) -> None:
+    """Accept a WebSocket, and close it when the client has sent something."""
+    await receive()
+    await send({"type": "websocket.accept"})
+    await receive()
+    await send({"type": "websocket.close"})
 
 
-@pytest.fixture
-def raw() -> _Transport:
-    return _Transport()
-
-
-def joined_over(raw: _Transport) -> _JoinedWrites:
-    transport: Any = raw
-    return _JoinedWrites(transport, asyncio.get_running_loop())
-
-
-async def test_head_and_body_leave_in_one_write_and_a_lone_part_soon(raw: _Transport) -> None:
-    joined = joined_over(raw)
-    joined.write(b"head")
-    assert raw.writes == []
-    joined.write(b"body")
-    joined.write(b"next")
-    assert raw.writes == [(b"head", b"body")]
-    await asyncio.sleep(0)
-    assert raw.writes == [(b"head", b"body"), (b"next",)]
-    await asyncio.sleep(0)
-    assert len(raw.writes) == 2
-
-
-async def test_closing_writes_what_is_held_and_a_lost_connection_gets_nothing(raw) -> None:
-    joined = joined_over(raw)
-    joined.write(b"head")
-    joined.close()
-    assert (raw.writes, raw.is_closed) == ([(b"head",)], True)
-    joined.write(b"head")
-    joined.write(b"body")
-    joined.write(b"more")
-    await asyncio.sleep(0)
-    assert raw.writes == [(b"head",)]
+async def test_a_websocket_takes_a_place_until_its_end() -> None:
+    async with asyncio.timeout(20), serving(hang_up, ConnectionLimits(max_connections=1)) as port:
+        for _ in range(2):
+            async with websockets.connect(f"ws://127.0.0.1:{port}") as socket:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                assert b" 429 " in await reader.readline()
+                writer.close()
+                await socket.send("end")
+                await socket.wait_closed()
+            await asyncio.sleep(0.05)
 
 
 async def test_a_door_that_does_not_open_leaves_no_socket() -> None:
