@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.rest.bodies import BodyLimits
     from dialoop_services.rest.guard import App, Receive, Refuse, Scope, Send
+    from dialoop_services.rest.middleware import Middleware
     from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
@@ -80,6 +81,7 @@ class RestOptions:
     # Routes beside those of the rpcs.
     http_routes: Sequence[HttpRoute] = ()
     socket_routes: Sequence[SocketRoute] = ()
+    middleware: Middleware | None = None
 
 
 def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOptions) -> App:
@@ -97,6 +99,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
             calls=options.calls,
             token=options.token,
             bodies=options.bodies,
+            middleware=options.middleware,
         )
         dispatch.add(route, endpoint)
         app.router.add_route(route.path, endpoint, methods=[route.method])
@@ -110,6 +113,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
             models(),
             needs_token=options.token.is_set,
             http_routes=options.http_routes,
+            middleware=options.middleware,
         )
     )
     _add_docs(app, title_of(described))

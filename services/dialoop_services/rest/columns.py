@@ -9,12 +9,12 @@ the columns whose names fix them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.sequences import DATA_TYPES, FIXED_COLUMNS
-from pydantic import BaseModel, ConfigDict, field_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
 CONFIG = ConfigDict(
     extra="forbid",
@@ -24,6 +24,11 @@ CONFIG = ConfigDict(
     hide_input_in_errors=True,
     protected_namespaces=(),
 )
+# Of a list with wrong numbers the first one is named: there may be thousands.
+_Ints: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
+_Floats: TypeAlias = Annotated[list[float], Field(fail_fast=True)]
+_Bools: TypeAlias = Annotated[list[bool], Field(fail_fast=True)]
+Numbers: TypeAlias = _Ints | _Floats | _Bools
 _NO_TYPE, _NO_TOKENS = pb.DataType.Name(0), pb.Along.Name(0)
 
 
@@ -49,7 +54,7 @@ class ColumnBody(BaseModel):
     data_type: str
     along: str
     shape: list[int]
-    data: list[int] | list[float] | list[bool]
+    data: Numbers
 
     @model_validator(mode="after")
     def _complete(self) -> ColumnBody:
@@ -68,11 +73,11 @@ class ColumnBody(BaseModel):
         return self
 
     @field_serializer("data", when_used="always")
-    def _bytes(self, numbers: list[int] | list[float] | list[bool]) -> Any:
+    def _bytes(self, numbers: Numbers) -> Any:
         return np.array(numbers, DATA_TYPES[pb.DataType.Value(self.data_type)]).tobytes()
 
 
-def _holds(dtype: np.dtype[Any], numbers: list[int] | list[float] | list[bool]) -> bool:
+def _holds(dtype: np.dtype[Any], numbers: Numbers) -> bool:
     """Return whether the type has these numbers; a float is rounded to it."""
     if not numbers:
         return True

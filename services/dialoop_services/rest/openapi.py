@@ -18,12 +18,12 @@ from dialoop.errors import (
     Unavailable,
     Unsupported,
 )
-from dialoop_extras.rest.padded import VIEWS, padded_schema, padding_parameters
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from dialoop_services.rest.client_disconnect import TIMEOUT_HEADER
 from dialoop_services.rest.examples import EXAMPLES
 from dialoop_services.rest.problems import problem_schema
+from dialoop_services.rest.routes import name_of
 from dialoop_services.rest.schema import comments
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from dialoop_services.rest.http_routes import HttpRoute
+    from dialoop_services.rest.middleware import Middleware
     from dialoop_services.rest.routes import Route
     from dialoop_services.rest.schema import Models
 
@@ -84,6 +85,7 @@ def openapi(
     *,
     needs_token: bool,
     http_routes: Sequence[HttpRoute] = (),
+    middleware: Middleware | None = None,
 ) -> dict[str, Any]:
     """Return the whole document, OpenAPI 3.1."""
     texts = comments()
@@ -91,6 +93,8 @@ def openapi(
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         operation = _operation(route, models, definitions, texts)
+        if middleware is not None:
+            middleware.describe(route.rpc, operation)
         paths.setdefault(route.path, {})[route.method.lower()] = operation
     for added in http_routes:
         operation = {"operationId": added.name, **added.operation}
@@ -103,8 +107,8 @@ def openapi(
             "version": "1",
             "description": "The same servicers as over gRPC. Field names are those of the protos, "
             "int64 are numbers, bytes base64, enums their proto names. Each route also reads and "
-            "writes application/x-protobuf. Where the answer has `warnings`, JSON may give one "
-            "message, or a list of messages, for a history.",
+            "writes application/x-protobuf."
+            + ("" if middleware is None else f" {middleware.description}"),
         },
         "paths": paths | _pages(),
         "components": {
@@ -158,7 +162,7 @@ def _operation(
     text, reasons = _split(texts.get(rpc.full_name, ""))
     body = _request_model(route, models).__name__
     operation: dict[str, Any] = {
-        "operationId": f"{rpc.containing_service.name}.{rpc.name}",
+        "operationId": name_of(rpc),
         "tags": [rpc.containing_service.name],
         "summary": rpc.name,
         "description": text,
@@ -168,12 +172,8 @@ def _operation(
     if route.reads_query:
         operation["parameters"] += _query_parameters(definitions[body])
         return operation
-    if operation["operationId"] in VIEWS:
-        operation["parameters"] += padding_parameters()
-        answer = operation["responses"]["200"]["content"]["application/json"]
-        answer["schema"] = {"anyOf": [answer["schema"], padded_schema()]}
     reference = {"$ref": _REFERENCES.format(model=body)}
-    example = EXAMPLES.get(f"{rpc.containing_service.name}.{rpc.name}", {})
+    example = EXAMPLES.get(name_of(rpc), {})
     operation["requestBody"] = {
         "content": {
             "application/json": {"schema": reference, "example": example},

@@ -104,13 +104,17 @@ def routes_of(service: ServiceDescriptor) -> list[Route]:
 
 
 def _route(rpc: MethodDescriptor) -> Route:
-    name = f"{rpc.containing_service.name}.{rpc.name}"
-    method, path = TABLE.get(name, f"POST /v1/{_snake_case(rpc.name)}").split()
+    method, path = TABLE.get(name_of(rpc), f"POST /v1/{_snake_case(rpc.name)}").split()
     fields = re.findall(r"\{([^}]+)\}", path)
     bindings = {field.rpartition(".")[2]: field for field in fields}
     for parameter, field in bindings.items():
         path = path.replace(f"{{{field}}}", f"{{{parameter}}}")
     return Route(rpc=rpc, method=method, path=path, bindings=MappingProxyType(bindings))
+
+
+def name_of(rpc: MethodDescriptor) -> str:
+    """Return a rpc's name as logs and tables write it: "EnvironmentService.Step"."""
+    return f"{rpc.containing_service.name}.{rpc.name}"
 
 
 def _snake_case(name: str) -> str:

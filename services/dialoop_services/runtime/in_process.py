@@ -203,6 +203,7 @@ class InProcessServer:
         # Imported here, since most processes need no REST.
         from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
         from dialoop_services.rest.bodies import BodyLimits
+        from dialoop_services.rest.old_requests import OldRequests
         from dialoop_services.runtime.metrics import Metrics
 
         metrics = Metrics()
@@ -213,6 +214,7 @@ class InProcessServer:
             metrics=metrics,
             serving=lambda: self.serving,
             http_routes=tuple(self._routes),
+            middleware=OldRequests(),
         )
         pool = descriptor_pool.Default()
         described = [pool.FindServiceByName(name) for name in self._services]

@@ -199,6 +199,7 @@ class GrpcServer:
     def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:
         from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
         from dialoop_services.rest.bodies import BodyLimits
+        from dialoop_services.rest.old_requests import OldRequests
 
         pool = descriptor_pool.Default()
         servicers = [
@@ -217,6 +218,7 @@ class GrpcServer:
             serving=lambda: dict(self._serving),
             details=lambda: dict(self._details),
             http_routes=tuple(self._routes),
+            middleware=OldRequests(),
             socket_routes=tuple(self._sockets),
         )
         size = self._settings.max_message_bytes if self._sockets else 0

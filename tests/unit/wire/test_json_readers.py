@@ -1,4 +1,4 @@
-"""JSON is read into messages without models, and means and refuses what the models do."""
+"""Every request is read from JSON with all its fields, and what is wrong in it is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dialoop.v1 import (
     trajectory_pb2,
 )
 from dialoop_services.rest.routes import routes_of
-from dialoop_services.rest.schema import decode, models
+from dialoop_services.rest.schema import models
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from pydantic import ValidationError
@@ -70,21 +70,21 @@ def item(field: FieldDescriptor, choice: int) -> Any:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_with_every_field_is_read_as_by_its_model(name: str):
+def test_a_request_with_every_field_is_read_and_written_again(name: str):
     descriptor = REQUESTS[name]
-    model, read = models().model(descriptor), models().reader(descriptor)
-    kind = GetMessageClass(descriptor)
+    read, encode = models().reader(descriptor), models().encoder(descriptor)
     for choice in range(3):
-        body = pydantic_core.to_json(whole_body(descriptor, choice))
-        message = read(body)
-        assert message == decode(model.model_validate_json(body), kind)
-        assert message.ListFields() or not descriptor.fields
-    assert read(b"{}") == kind()
+        fields = whole_body(descriptor, choice)
+        message = read(pydantic_core.to_json(fields))
+        assert {field.name for field, _ in message.ListFields()} == set(fields)
+        assert read(pydantic_core.to_json(encode(message))) == message
+    assert read(b"{}") == GetMessageClass(descriptor)()
 
 
 def wrong_versions(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what is wrong in one place each, at every depth."""
-    wrong: list[dict[str, Any]] = [{**fields, "no_such_field": 1}]
+    is_map = fields.keys() == {"key"}
+    wrong: list[dict[str, Any]] = [] if is_map else [{**fields, "no_such_field": 1}]
     for name, good in fields.items():
         wrong.append({**fields, name: [[]]})
         if isinstance(good, dict):
@@ -92,38 +92,31 @@ def wrong_versions(fields: dict[str, Any]) -> list[dict[str, Any]]:
         elif isinstance(good, list) and isinstance(good[0], dict):
             wrong += [{**fields, name: [good[0], bad]} for bad in wrong_versions(good[0])]
         elif not isinstance(good, list):
-            wrong.append(
-                {**fields, name: {"str": 1, "int": "7", "bool": "yes"}.get(type(good).__name__)}
-            )
+            wrong.append({**fields, name: 1 if isinstance(good, str) else "7"})
     return wrong
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_what_is_wrong_in_a_request_is_named_as_by_its_model(name: str):
+def test_what_is_wrong_in_a_request_is_refused(name: str):
     descriptor = REQUESTS[name]
-    model, read = models().model(descriptor), models().reader(descriptor)
+    read = models().reader(descriptor)
     both = {field.name: value(field, 0) for oneof in descriptor.oneofs for field in oneof.fields}
-    bodies = [*wrong_versions(whole_body(descriptor, 0)), whole_body(descriptor, 0) | both]
+    bodies = wrong_versions(whole_body(descriptor, 0))
+    bodies += [whole_body(descriptor, 0) | both] if len(both) > len(descriptor.oneofs) else []
     for fields in bodies:
-        body = pydantic_core.to_json(fields)
-        try:
-            expected: Any = decode(model.model_validate_json(body), GetMessageClass(descriptor))
-        except ValidationError as error:
-            expected = [(e["loc"], e["msg"]) for e in error.errors()]
-        try:
-            got: Any = read(body)
-        except ValidationError as error:
-            got = [(e["loc"], e["msg"]) for e in error.errors()]
-        assert got == expected, fields
+        with pytest.raises(ValidationError):
+            read(pydantic_core.to_json(fields))
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"episode": 1}{}', b"\xff"])
-def test_what_is_no_json_object_is_refused_as_by_the_model(body: bytes):
-    descriptor = environment_service_pb2.StepRequest.DESCRIPTOR
-    with pytest.raises(ValidationError) as expected:
-        models().model(descriptor).model_validate_json(body)
-    with pytest.raises(ValidationError) as got:
-        models().reader(descriptor)(body)
-    assert [(e["loc"], e["msg"]) for e in got.value.errors()] == [
-        (e["loc"], e["msg"]) for e in expected.value.errors()
-    ]
+def test_what_is_no_json_object_is_refused(body: bytes):
+    with pytest.raises(ValidationError):
+        models().reader(environment_service_pb2.StepRequest.DESCRIPTOR)(body)
+
+
+def test_of_many_wrong_numbers_the_first_one_is_named():
+    read = models().reader(trajectory_pb2.Column.DESCRIPTOR)
+    with pytest.raises(ValidationError) as refused:
+        read(pydantic_core.to_json(_COLUMN | {"data": [3, *(["x"] * 1000)]}))
+    assert refused.value.error_count() == 3  # one for each kind of number
+    assert all(error["loc"][-1] in (0, 1) for error in refused.value.errors())
