@@ -292,7 +292,7 @@ def of_a_service(_: Path) -> Names:
     from dialoop.v1 import environment_service_pb2_grpc, scope_pb2
     from dialoop_services.environment.servicer import EnvironmentServicer
     from dialoop_services.rest.app import RestOptions
-    from dialoop_services.rest.bodies import BodyLimits
+    from dialoop_services.rest.requests import BodyLimits
     from dialoop_services.runtime import GrpcServer, ServerSettings
     from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls

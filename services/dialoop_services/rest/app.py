@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -52,18 +52,14 @@ if TYPE_CHECKING:
     from dialoop.errors import DialoopError
     from google.protobuf.descriptor import ServiceDescriptor
 
-    from dialoop_services.rest.bodies import BodyLimits
-    from dialoop_services.rest.guard import App, Receive, Refuse, Scope, Send
+    from dialoop_services.rest.guard import App, Refuse, Scope, Send
     from dialoop_services.rest.middleware import Middleware
+    from dialoop_services.rest.requests import BodyLimits
     from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
 
 _KEEP_ALIVE_S = 75
-
-# Places in a path of the parts that are given, and of those that are parameters.
-_Fixed: TypeAlias = tuple[tuple[int, str], ...]
-_Parameters: TypeAlias = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +87,6 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
     routes = [(route, servicer) for servicer, d in servicers for route in routes_of(d)]
     _require_distinct([route for route, _ in routes])
     guarded: Any = app  # FastAPI spells ASGI's types with other names
-    dispatch = _Dispatch(guarded)
     for route, servicer in routes:
         endpoint: Any = Endpoint(
             route,
@@ -101,7 +96,6 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
             bodies=options.bodies,
             middleware=options.middleware,
         )
-        dispatch.add(route, endpoint)
         app.router.add_route(route.path, endpoint, methods=[route.method])
     _add_other_routes(app, options)
     described = [route for route, _ in routes]
@@ -122,55 +116,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
     app.add_exception_handler(405, _no_method)
     refuse = _refuse_as_route(options.http_routes)
     own_keys = tuple({route.own_prefix for route in options.http_routes if route.admits})
-    return Guard(dispatch, options.token, refuse, own_keys=own_keys)
-
-
-class _Dispatch:
-    """Calls the endpoint of a rpc's route at once; everything else goes to the application.
-
-    FastAPI's layers and its search through all routes cost a tenth of a step. It knows the routes
-    too, so that it answers what matches none, or has another method.
-    """
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-        # By method, number of parts of the path, and its last part: "" stands for a parameter.
-        self._routes: dict[tuple[str, int, str], list[tuple[_Fixed, _Parameters, Endpoint]]] = {}
-
-    def add(self, route: Route, endpoint: Endpoint) -> None:
-        """Serve a route; of two that match, the one that was added first."""
-        split = route.path.split("/")
-        parameters = tuple((i, p[1:-1]) for i, p in enumerate(split) if p.startswith("{"))
-        fixed = tuple((i, part) for i, part in enumerate(split) if not part.startswith("{"))
-        last = "" if split[-1].startswith("{") else split[-1]
-        of_any = self._routes.setdefault((route.method, len(split), ""), [])
-        self._routes.setdefault((route.method, len(split), last), list(of_any))
-        for (method, length, end), routes in self._routes.items():
-            if (method, length) == (route.method, len(split)) and last in ("", end):
-                routes.append((fixed, parameters, endpoint))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        endpoint = self._find(scope) if scope["type"] == "http" else None
-        await (endpoint or self._app)(scope, receive, send)
-
-    def _find(self, scope: Scope) -> Endpoint | None:
-        """Return the endpoint of a request, whose path's parameters it notes, or None."""
-        split = scope["path"].split("/")
-        method, length = scope["method"], len(split)
-        routes = self._routes.get((method, length, split[-1]))
-        if routes is None:
-            routes = self._routes.get((method, length, ""), [])
-        for fixed, parameters, endpoint in routes:
-            for i, part in fixed:
-                if split[i] != part:
-                    break
-            else:
-                values = {name: split[i] for i, name in parameters}
-                if all(values.values()):
-                    scope["path_params"] = values
-                    return endpoint
-        return None
+    return Guard(guarded, options.token, refuse, own_keys=own_keys)
 
 
 def _add_other_routes(app: FastAPI, options: RestOptions) -> None:

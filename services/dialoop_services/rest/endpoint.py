@@ -1,31 +1,43 @@
-"""One rpc over HTTP, as an ASGI application: decode, call the servicer's method, encode."""
+"""One rpc over HTTP, as an ASGI application: decode, call the servicer's method, encode.
+
+A stream is one JSON object per line (`application/x-ndjson`), server-sent events when the caller
+accepts `text/event-stream`, or length-delimited messages for `application/x-protobuf`. When it
+breaks off, its last line is the problem document.
+"""
 
 from __future__ import annotations
 
+import io
 from contextlib import aclosing
+from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import pydantic_core
 from dialoop.errors import ERRORS_BY_STATUS, InternalError, InvalidInput, Status
 from dialoop.reasons import Reason
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.proto import serialize_length_prefixed
 from pydantic import ValidationError
 
-from dialoop_services.rest.answers import Format, ResponseWriter
-from dialoop_services.rest.bodies import BodyLimits, read_body
-from dialoop_services.rest.client_disconnect import (
-    Caller,
-    serve_call,
-    time_limit,
-    timeout_of,
-)
+from dialoop_services.rest.guard import send_problem
 from dialoop_services.rest.middleware import Body
 from dialoop_services.rest.problems import (
     FieldsRefused,
     UnsupportedMediaType,
     fields_refused,
+    problem_body,
 )
 from dialoop_services.rest.queries import read_query
+from dialoop_services.rest.requests import (
+    BodyLimits,
+    Caller,
+    read_body,
+    serve_call,
+    time_limit,
+    timeout_of,
+)
 from dialoop_services.rest.routes import name_of
 from dialoop_services.rest.schema import decode, models
 from dialoop_services.runtime.access.principals import while_allowed
@@ -37,14 +49,105 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import grpc
+    from dialoop.errors import DialoopError
 
     from dialoop_services.rest.guard import Receive, Scope, Send
-    from dialoop_services.rest.middleware import Complete, Middleware, Read
+    from dialoop_services.rest.middleware import Complete, Middleware
     from dialoop_services.rest.routes import Route
+    from dialoop_services.rest.schema import Encoder
     from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Call, Calls
 
 _JSON, _PROTOBUF = b"application/json", b"application/x-protobuf"
+
+
+class Format(Enum):
+    """How answers are written; the value is the media type."""
+
+    JSON = b"application/json"
+    PROTOBUF = _PROTOBUF
+    LINES = b"application/x-ndjson"
+    EVENTS = b"text/event-stream"
+    DELIMITED = b"application/x-protobuf; delimited=true"
+
+    @classmethod
+    def of(cls, headers: Mapping[bytes, bytes], *, is_stream: bool) -> Format:
+        """Return the format the caller accepts, or else the one it sends."""
+        accepted, sent = headers.get(b"accept", b"*/*"), headers.get(b"content-type", b"")
+        return _format_of(accepted, sent, is_stream=is_stream)
+
+
+@lru_cache
+def _format_of(accepted: bytes, sent: bytes, *, is_stream: bool) -> Format:
+    accepted = (sent if accepted == b"*/*" else accepted).lower()
+    if _PROTOBUF in accepted:
+        return Format.DELIMITED if is_stream else Format.PROTOBUF
+    if not is_stream:
+        return Format.JSON
+    return Format.EVENTS if Format.EVENTS.value in accepted else Format.LINES
+
+
+class ResponseWriter:
+    """The answer to one request. Status and headers are sent with the first bytes of the body."""
+
+    def __init__(self, send: Send, format_: Format, encode: Encoder) -> None:
+        self._send = send
+        self._format = format_
+        self._encode = encode
+        self._is_started = False
+
+    async def send(self, message: Message, extra: Mapping[str, Any] | None = None) -> None:
+        """Answer with one message; JSON also has the fields of `extra`."""
+        is_json = self._format is Format.JSON
+        body = self._json_of(message, extra) if is_json else message.SerializeToString()
+        await self._start((b"content-length", b"%d" % len(body)))
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send_part(self, message: Message) -> None:
+        """Send one message of a stream."""
+        if self._format is Format.DELIMITED:
+            buffer = io.BytesIO()
+            serialize_length_prefixed(message, buffer)
+            await self._write(buffer.getvalue())
+        else:
+            await self._write(self._frame(self._json_of(message)))
+
+    async def end(self) -> None:
+        """End a stream."""
+        if not self._is_started:
+            await self._start()
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, error: DialoopError) -> None:
+        """Answer with a problem, or end a stream with it."""
+        if not self._is_started:
+            await send_problem(self._send, error)
+            return
+        if self._format in (Format.LINES, Format.EVENTS):
+            await self._write(self._frame(problem_body(error), event=b"event: error\n"))
+        # A stream of delimited messages cannot carry a problem: it ends without its last chunk.
+        if self._format is not Format.DELIMITED:
+            await self.end()
+
+    async def _start(self, *headers: tuple[bytes, bytes]) -> None:
+        self._is_started = True
+        all_headers = [(b"content-type", self._format.value), *headers]
+        await self._send({"type": "http.response.start", "status": 200, "headers": all_headers})
+
+    async def _write(self, chunk: bytes) -> None:
+        if not self._is_started:
+            await self._start((b"cache-control", b"no-store"))
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    def _json_of(self, message: Message, extra: Mapping[str, Any] | None = None) -> bytes:
+        return pydantic_core.to_json(
+            {**self._encode(message), **(extra or {})}, inf_nan_mode="null"
+        )
+
+    def _frame(self, text: bytes, event: bytes = b"") -> bytes:
+        if self._format is Format.LINES:
+            return text + b"\n"
+        return event + b"data: " + text + b"\n\n" if self._format is Format.EVENTS else text
 
 
 class RestContext(CallContext):
@@ -74,6 +177,7 @@ class Endpoint:
     ) -> None:
         rpc = route.rpc
         self._route = route
+        self._is_stream, self._reads_query = route.is_stream, route.reads_query
         self._method = method
         self._name = name_of(rpc)
         self._scope = scope_of(rpc.containing_service.full_name, rpc.name)
@@ -91,9 +195,7 @@ class Endpoint:
         """Answer one request."""
         headers = dict(scope["headers"])
         caller = Caller(receive)
-        answer = ResponseWriter(
-            send, Format.of(headers, is_stream=self._route.is_stream), self._encode
-        )
+        answer = ResponseWriter(send, Format.of(headers, is_stream=self._is_stream), self._encode)
         call = self._begin()
         serving = self._serve(scope, headers, call, caller, answer)
         await serve_call(call, caller, answer, serving)
@@ -125,7 +227,7 @@ class Endpoint:
             if is_not_implemented(error, context):
                 raise not_served(self._name) from None
             raise
-        if not self._route.is_stream:
+        if not self._is_stream:
             message = await called
             await answer.send(message, complete(message) if complete else None)
             return
@@ -141,37 +243,35 @@ class Endpoint:
     ) -> tuple[Message, Complete | None]:
         """Return the request, and what its answers need."""
         complete = None
-        if self._route.reads_query:
+        if self._reads_query:
             message = self._from_query(scope["query_string"])
         else:
             content = await read_body(caller.receive, headers, self._bodies)
-            media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            read = self._reader(media)
-            if self._middleware is None:
-                message = read(content)
-            else:
-                body = Body(
-                    rpc=self._route.rpc,
-                    content=content,
-                    query=scope["query_string"],
-                    is_json=media != _PROTOBUF,
-                    wants_json=Format.of(headers, is_stream=self._route.is_stream) is Format.JSON,
-                )
-                message, complete = self._middleware.read(body, read)
+            message, complete = self._from_body(content, headers, scope["query_string"])
         for parameter, field in self._route.bindings.items():
             _set_from_path(message, field, scope["path_params"][parameter])
         return message, complete
 
-    def _reader(self, media: bytes) -> Read:
-        """Return what reads a body of this type."""
-        if media == _PROTOBUF:
-            return self._from_protobuf
-        if media not in (b"", _JSON) and not media.endswith(b"+json"):
+    def _from_body(
+        self, content: bytes, headers: Mapping[bytes, bytes], query: bytes
+    ) -> tuple[Message, Complete | None]:
+        media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if media not in (b"", _JSON, _PROTOBUF) and not media.endswith(b"+json"):
             raise UnsupportedMediaType(
                 "This route does not read the body's content-type.",
                 remedy="Send application/json or application/x-protobuf.",
             )
-        return self._from_json
+        read = self._from_protobuf if media == _PROTOBUF else self._from_json
+        if self._middleware is None:
+            return read(content), None
+        if not query:
+            try:
+                return read(content), None
+            except FieldsRefused:  # only what is refused is read in another way
+                pass
+        wants_json = Format.of(headers, is_stream=self._is_stream) is Format.JSON
+        body = Body(rpc=self._route.rpc, content=content, query=query, wants_json=wants_json)
+        return self._middleware.read(body, read)
 
     def _from_json(self, body: bytes) -> Message:
         try:

@@ -60,6 +60,7 @@ class Guard:
         self._open = (assets, *own_keys)
         self._refuse = refuse or _send_problem
         self._token = token
+        self._needs_token = token.is_set
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it with a problem."""
@@ -73,7 +74,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> DialoopError | None:
         headers = dict(scope["headers"])
-        if self._token.is_set:
+        if self._needs_token:
             return self._refusal_with_token(scope, headers) or _foreign_origin(scope, headers)
         return _foreign_host(headers) or _foreign_origin(scope, headers)
 

@@ -21,9 +21,15 @@ import pydantic_core
 from dialoop.errors import DialoopError
 from dialoop.reasons import Reason
 
-from dialoop_services.rest.bodies import BodyLimits, read_body
-from dialoop_services.rest.client_disconnect import Caller, serve_call, time_limit, timeout_of
 from dialoop_services.rest.problems import UnsupportedMediaType
+from dialoop_services.rest.requests import (
+    BodyLimits,
+    Caller,
+    read_body,
+    serve_call,
+    time_limit,
+    timeout_of,
+)
 from dialoop_services.runtime.access.auth import credentials_of
 from dialoop_services.runtime.access.principals import current_principal, while_allowed
 

@@ -1,7 +1,8 @@
 """What may stand between a rpc's request over REST and its message: readers of other forms.
 
-A middleware reads a body with what it is given, and may change the body before; it may also add to
-the answer. It says in the OpenAPI document what it reads.
+A middleware is asked where a request has a query beside its body, or where its body is refused. It
+reads with what it is given, and may change the body before; it may also add to the answer. It says
+in the OpenAPI document what it reads.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ Complete: TypeAlias = Callable[[Message], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A request with a body. `is_json`: the body; `wants_json`: the answer."""
+    """A request with a body; `wants_json`: its answer is one JSON document."""
 
     rpc: MethodDescriptor
     content: bytes
     query: bytes
-    is_json: bool
     wants_json: bool
 
 

@@ -41,12 +41,11 @@ class OldRequests:
         """Return the message; its answer gets the warnings, and the padded rows."""
         rpc = name_of(body.rpc)
         padding = padding_of(rpc, body.query, is_json=body.wants_json) if body.query else None
-        content = rename_old_fields(rpc, body.content) if body.is_json else body.content
+        content = rename_old_fields(rpc, body.content)
         warnings: Sequence[str] = ()
         try:
             message = read(content)
         except FieldsRefused:
-            # Only rejected bodies are read a second time, so that valid ones cost nothing more.
             lenient = read_leniently(content, body.rpc.input_type) if _can_warn(body.rpc) else None
             if lenient is None:
                 raise

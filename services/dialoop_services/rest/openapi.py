@@ -20,9 +20,9 @@ from dialoop.errors import (
 )
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from dialoop_services.rest.client_disconnect import TIMEOUT_HEADER
 from dialoop_services.rest.examples import EXAMPLES
 from dialoop_services.rest.problems import problem_schema
+from dialoop_services.rest.requests import TIMEOUT_HEADER
 from dialoop_services.rest.routes import name_of
 from dialoop_services.rest.schema import comments
 

@@ -198,8 +198,8 @@ class GrpcServer:
 
     def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:
         from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
-        from dialoop_services.rest.bodies import BodyLimits
         from dialoop_services.rest.old_requests import OldRequests
+        from dialoop_services.rest.requests import BodyLimits
 
         pool = descriptor_pool.Default()
         servicers = [

@@ -17,7 +17,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop.v1 import replay_service_pb2
-from dialoop_services.rest import bodies
+from dialoop_services.rest import requests
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
 from google.protobuf.proto import parse_length_prefixed
 
@@ -29,7 +29,7 @@ SESSION = {"session_id": "s", "environment": "arithmetic"}
 
 async def test_gzip_bombs_do_not_delay_the_other_requests(monkeypatch):
     """Between two slices of at most 64 KiB everybody else has a turn, on any machine."""
-    unpack, turns, slices = bodies._decompress_slice, 0, []
+    unpack, turns, slices = requests._decompress_slice, 0, []
 
     def record_slice(unpacking, chunk):
         content = unpack(unpacking, chunk)
@@ -42,7 +42,7 @@ async def test_gzip_bombs_do_not_delay_the_other_requests(monkeypatch):
             turns += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(bodies, "_decompress_slice", record_slice)
+    monkeypatch.setattr(requests, "_decompress_slice", record_slice)
     bomb = gzip.compress(b" " * 200_000_000)
     headers = {"content-encoding": "gzip"}
     async with service("environment") as server, http_of(server) as http:

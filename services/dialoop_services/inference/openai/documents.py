@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dialoop_services.inference.openai.models import ChatBody, CompletionBody
-from dialoop_services.rest.client_disconnect import TIMEOUT_HEADER
+from dialoop_services.rest.requests import TIMEOUT_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
