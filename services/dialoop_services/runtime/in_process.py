@@ -201,8 +201,9 @@ class InProcessServer:
 
     def _rest_door(self) -> RestDoor:
         # Imported here, since most processes need no REST.
+        from dialoop_extras.rest.old_requests import OldRequests
+
         from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
-        from dialoop_services.rest.old_requests import OldRequests
         from dialoop_services.rest.requests import BodyLimits
         from dialoop_services.runtime.metrics import Metrics
 

@@ -197,8 +197,9 @@ class GrpcServer:
         return metrics
 
     def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:
+        from dialoop_extras.rest.old_requests import OldRequests
+
         from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
-        from dialoop_services.rest.old_requests import OldRequests
         from dialoop_services.rest.requests import BodyLimits
 
         pool = descriptor_pool.Default()

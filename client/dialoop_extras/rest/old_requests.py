@@ -9,6 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dialoop_services.rest.middleware import Body, Complete, Read
+from dialoop_services.rest.problems import FieldsRefused
+from dialoop_services.rest.routes import name_of
+
 from dialoop_extras.rest.lenient_json import read_leniently
 from dialoop_extras.rest.old_field_names import rename_old_fields
 from dialoop_extras.rest.padded import (
@@ -19,10 +23,6 @@ from dialoop_extras.rest.padded import (
     padding_of,
     padding_parameters,
 )
-
-from dialoop_services.rest.middleware import Body, Complete, Read
-from dialoop_services.rest.problems import FieldsRefused
-from dialoop_services.rest.routes import name_of
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import MethodDescriptor
