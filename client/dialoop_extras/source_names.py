@@ -28,8 +28,8 @@ from torch.nn.functional import cross_entropy
 
 if TYPE_CHECKING:
     from dialoop.trajectory import Group, Trajectory
+    from dialoop_learning.loss.facts import Aggregation
     from dialoop_learning.rl.advantages import Aggregate
-    from dialoop_services.config.losses import Aggregation
     from torch import Tensor
 
 _AGGREGATIONS: Mapping[str, Aggregation] = {

@@ -10,24 +10,14 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
+from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
-from dialoop_services.runtime.process import set_allocator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _resident_then = 0
-
-_MAPPED_BYTES = 8 << 20
-
-
-def map_large_tensors() -> bool:
-    """Have glibc map every tensor of 8 MiB or more by itself, so that freeing it gives it back.
-
-    Return whether it does so from now on; elsewhere than on glibc it does nothing. glibc would
-    raise its bound to 32 MiB by itself. The hidden states of 4,000 tokens at a width of 1,024 have
-    16: with recomputed activations a step at Qwen3-0.6B's shape took half as much again. Each page
-    is touched anew, which is little beside what a large model computes on it.
-    """
-    return set_allocator(mapped_bytes=_MAPPED_BYTES)
 
 
 def return_free_memory(*, above: int = 0) -> None:
@@ -45,7 +35,7 @@ def return_free_memory(*, above: int = 0) -> None:
 
 
 @cache
-def _malloc_trim() -> ctypes._NamedFuncPointer | None:
+def _malloc_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 

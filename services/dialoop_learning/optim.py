@@ -14,9 +14,10 @@ import torch
 from dialoop.errors import InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop_services.config.tables import OPTIMIZERS
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
+
+from dialoop_learning.loss.facts import OPTIMIZERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

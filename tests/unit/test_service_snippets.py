@@ -57,9 +57,9 @@ def context(*places: str) -> Callable[[Callable[[Path], Names]], Callable[[Path]
     "dialoop_services.config.values",
 )
 def of_config(folder: Path) -> Names:
+    from dialoop_learning.loss.facts import LOSSES
     from dialoop_services.config import tables
     from dialoop_services.config.job import EvaluationSection
-    from dialoop_services.config.losses import LOSSES
     from pydantic_settings import SettingsConfigDict
 
     (folder / "job.toml").write_text("[train]\nnum_steps = 3\n")

@@ -16,8 +16,9 @@ from dialoop.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dialoop_services.config.losses import Aggregation
     from torch import Tensor
+
+    from dialoop_learning.loss.facts import Aggregation
 
     Loss = Callable[["LossInputs"], "LossOutput"]
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop_services.config.losses import LOSSES, facts_of
 
 from dialoop_learning.loss import losses
+from dialoop_learning.loss.facts import LOSSES, facts_of
 from dialoop_learning.loss.objective import Objective
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from dialoop_learning.rl.depth import buckets_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from dialoop_services.config.losses import Aggregation
     from torch import Tensor
 
     from dialoop_learning.loss.corrections import Correction
+    from dialoop_learning.loss.facts import Aggregation
     from dialoop_learning.loss.loss_inputs import Loss
 
 Estimator = Literal["k1", "k2", "k3"]

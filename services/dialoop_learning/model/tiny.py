@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dialoop_services.config.engines import TINY_MODEL_POSITIONS
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from dialoop_learning.loss.facts import TINY_MODEL_POSITIONS
 from dialoop_learning.model.checkpoint import save_model
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

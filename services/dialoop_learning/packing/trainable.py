@@ -19,8 +19,7 @@ from dialoop_learning.training import loss_inputs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dialoop_services.config.tables import Oversize
-
+    from dialoop_learning.loss.facts import Oversize
     from dialoop_learning.loss.objective import Objective
     from dialoop_learning.packing.rows import TokenRow
 

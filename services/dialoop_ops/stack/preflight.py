@@ -23,13 +23,9 @@ from dialoop.messages import Message
 from dialoop.reasons import Reason
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_learning.loss.facts import TINY_MODEL_POSITIONS
 from dialoop_learning.model.vllm_readings import require_same_reading
-from dialoop_services.config.engines import (
-    ENGINES,
-    TINY_MODEL_POSITIONS,
-    facts_of_engine,
-    has_experts,
-)
+from dialoop_services.config.engines import ENGINES, facts_of_engine, has_experts
 from dialoop_services.config.memory import BYTES_OF
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.replay.redis_program import redis_program

@@ -25,8 +25,8 @@ from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop_extras.task_players import load_token_play
 from dialoop_extras.text_environment.setups import load_text_setup
-from dialoop_services.config.losses import LOSSES, facts_of
-from dialoop_services.config.tables import DATA_PLANES, OPTIMIZERS
+from dialoop_learning.loss.facts import LOSSES, OPTIMIZERS, facts_of
+from dialoop_services.config.tables import DATA_PLANES
 from dialoop_services.config.values import did_you_mean
 from dialoop_services.scorer.estimator import load_estimator
 from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of a config.json that may say how many routed experts a layer has."""
-TINY_MODEL_POSITIONS = 512
-"""Number of tokens that the demo's tiny model has positions for."""
 
 
 _ELSEWHERE = "Dialoop sets it: leave it out, and set {}"

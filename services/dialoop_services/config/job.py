@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from dialoop_learning.loss.facts import LossFacts, facts_of
 from pydantic import Field, model_validator
 
 from dialoop_services.config.engines import (
@@ -21,7 +22,6 @@ from dialoop_services.config.engines import (
     require_options,
 )
 from dialoop_services.config.launch import LaunchSection
-from dialoop_services.config.losses import LossFacts, facts_of
 from dialoop_services.config.presets import with_preset
 from dialoop_services.config.resources import ResourcesSection
 from dialoop_services.config.scorer_tables import ScorerSection

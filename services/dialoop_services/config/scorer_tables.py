@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
+from dialoop_learning.loss.facts import facts_of
 from pydantic import Field, model_validator
 
-from dialoop_services.config.losses import facts_of
 from dialoop_services.config.outside import OutsideServer
 from dialoop_services.config.tables import Dtype
 from dialoop_services.config.values import FilePath, Section

@@ -11,16 +11,17 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
-
-from dialoop_services.config.candidates import CandidateSettings
-from dialoop_services.config.losses import (
+from dialoop_learning.loss.facts import (
     DEFAULT_LOSS,
     DEMONSTRATION_LOSS,
     LOSSES,
-    LossName,
+    OPTIMIZERS,
+    Oversize,
     facts_of,
 )
+from pydantic import AfterValidator, Field, model_validator
+
+from dialoop_services.config.candidates import CandidateSettings
 from dialoop_services.config.objective import ObjectiveSettings
 from dialoop_services.config.values import FilePath, NameOf, Section
 
@@ -28,12 +29,11 @@ DATA_PLANES = ("shared_memory", "chunks", "nccl", "ipc")
 DataPlane = Annotated[str, AfterValidator(NameOf("data plane", DATA_PLANES, "module:Class"))]
 """A built-in data plane, or the import path of one."""
 Dtype = Literal["float32", "bfloat16"]
-OPTIMIZERS = ("adamw", "muon")
+LossName = Annotated[str, AfterValidator(NameOf("loss", LOSSES))]
+"""A built-in loss, or the import path of one."""
 OptimizerName = Annotated[str, AfterValidator(NameOf("optimizer", OPTIMIZERS))]
 """A built-in optimiser, or the import path of one."""
 UpdateMode = Literal["recompute", "keep_kv", "wait"]
-Oversize = Literal["error", "drop", "truncate"]
-"""What happens to a sequence that is longer than a packed row."""
 Overflow = Literal["block", "reject", "drop_oldest"]
 """What happens when max_waiting_groups groups wait in the queue and another is to join them."""
 DEVICE_PLANES = ("nccl", "ipc")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from dialoop.chat import History, Message
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence
+from dialoop_learning.loss.facts import Aggregation
 from dialoop_learning.model.policy import PolicyModel
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.training import StepCounts, loss_inputs
-from dialoop_services.config.losses import Aggregation
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -8,6 +8,7 @@ import pytest
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop_learning.loss import losses
 from dialoop_learning.loss.corrections import Correction
+from dialoop_learning.loss.facts import LOSSES, facts_of
 from dialoop_learning.loss.loss_inputs import LossInputs, LossOutput
 from dialoop_learning.loss.loss_loading import load_loss, load_objective
 from dialoop_learning.loss.losses import (
@@ -21,7 +22,6 @@ from dialoop_learning.loss.losses import (
     reinforce,
     sft,
 )
-from dialoop_services.config.losses import LOSSES, facts_of
 
 from tests.support.samples.loss_samples import inputs_of, log
 

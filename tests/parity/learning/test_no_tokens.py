@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dialoop_learning.loss.corrections import Correction
+from dialoop_learning.loss.facts import LOSSES
 from dialoop_learning.loss.loss_inputs import LossInputs
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.loss.objective import combine_metrics, mean_metrics
@@ -19,7 +20,6 @@ from dialoop_learning.training import (
     whiten_rows,
     whiten_sequences,
 )
-from dialoop_services.config.losses import LOSSES
 
 AGGREGATIONS = ("token", "sequence", "prompt", "constant", "sum")
 CORRECTIONS = ("tis", "icepop", "token_mask", "sequence_mask", "kl_mask")

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from dialoop_learning.loss.corrections import Correction
+from dialoop_learning.loss.facts import LOSSES
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.loss.objective import Objective
 from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows
 from dialoop_learning.training import StepCounts, loss_inputs, whiten_rows
-from dialoop_services.config.losses import LOSSES
 
 # Prompt and answer tokens: one prompt of two sequences, one of three, answers of one token too.
 SHAPES = ((0, 3, 4), (0, 2, 9), (1, 5, 1), (1, 1, 6), (1, 4, 3))

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop_learning.loss.facts import LOSSES
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_services.config.losses import LOSSES
 from dialoop_services.config.objective import ObjectiveSettings
 from dialoop_services.replay.validation import Stage, check_group
 from dialoop_services.trainer.data.batches import TrainedSequence

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop_learning.loss.facts import LOSSES
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_services.config.losses import LOSSES
 from dialoop_services.config.objective import ObjectiveSettings
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.job.state import JobState

@@ -99,12 +99,12 @@ def loss(folder: Path) -> None:
 
     import torch
     from dialoop.sequences import PolicyVersion, Source, sequence_of
+    from dialoop_learning.loss.facts import facts_of
     from dialoop_learning.model.policy import load_policy
     from dialoop_learning.model.tiny import make_tiny_model
     from dialoop_learning.optim import GuardedOptimizer
     from dialoop_learning.packing.rows import TokenRow, pack_rows
     from dialoop_learning.training import update
-    from dialoop_services.config.losses import facts_of
     from dialoop_services.runtime.settings import load
     from dialoop_services.trainer.learner.learner import objective_of, optimizer_of
     from dialoop_services.trainer.settings import TrainerSettings

@@ -42,10 +42,12 @@ def test_what_freed_blocks_leave_is_given_back_once_it_is_worth_it() -> None:
 LAYERS = """
 import sys
 import torch
-from dialoop_learning.memory import _resident, map_large_tensors
+from dialoop_learning.memory import _resident
+from dialoop_services.runtime.process import set_allocator
+from dialoop_services.trainer.learner.learner import MAPPED_BYTES
 
 if sys.argv[1] == "mapped":
-    assert map_large_tensors()
+    assert set_allocator(mapped_bytes=MAPPED_BYTES)
 del (largest := [torch.ones(31 << 18)])[:]  # when it is freed, glibc raises its bound to 31 MiB
 before = _resident()
 tensors = [torch.ones(12 << 18) for _ in range(40)]

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import InvalidConfig
+from dialoop_learning.loss.facts import LOSSES
 from dialoop_ops.stack import preflight
 from dialoop_ops.stack.__main__ import main
 from dialoop_ops.stack.run_dir import open_run
 from dialoop_services.config.file import load_with_origins, toml_of
 from dialoop_services.config.job import JobConfig
-from dialoop_services.config.losses import LOSSES
 from dialoop_services.config.tables import InferenceSection
 
 ROOT = Path(__file__).parents[3]

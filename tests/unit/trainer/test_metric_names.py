@@ -14,10 +14,10 @@ import torch
 from dialoop import testing
 from dialoop.trajectory import Reward, StopReason, Turn
 from dialoop_learning.loss.corrections import Correction
+from dialoop_learning.loss.facts import LOSSES
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.loss.objective import combine_metrics
 from dialoop_learning.packing.rows import TokenRow
-from dialoop_services.config.losses import LOSSES
 from dialoop_services.trainer.data.batch_metrics import TrajectoryFigures, metrics_of
 from dialoop_services.trainer.job.evaluation import EvaluationResult
 

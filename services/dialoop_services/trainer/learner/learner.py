@@ -22,9 +22,9 @@ from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
 from dialoop_learning.lora.layers import add_lora
 from dialoop_learning.loss.corrections import Correction
+from dialoop_learning.loss.facts import DEMONSTRATION_LOSS, facts_of
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.loss.objective import k3, mean_metrics
-from dialoop_learning.memory import map_large_tensors
 from dialoop_learning.model.policy import DTYPES, load_policy
 from dialoop_learning.model.products import library_of
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
@@ -46,9 +46,9 @@ from dialoop_learning.training import (
     whiten_sequences,
 )
 
-from dialoop_services.config.losses import DEMONSTRATION_LOSS, facts_of
 from dialoop_services.config.memory import LARGE_MODEL
 from dialoop_services.config.tables import ModelSection
+from dialoop_services.runtime.process import set_allocator
 from dialoop_services.trainer.learner.learner_state import LearnerState, move_training
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ Kind = Literal["warm_start", "sft", "rl"]
 
 # Of the tokens of a train step so many are scored twice more, to see what the replay changes.
 _PROBED_PART = 8
+MAPPED_BYTES = 8 << 20
+"""Size from which on a large model's tensors are mapped by themselves, so that freeing one gives it
+back. glibc would raise its bound to 32 MiB, and the hidden states of 4,000 tokens at a width of
+1,024 have 16: with recomputed activations a step at Qwen3-0.6B's shape took half as much again.
+Each page is touched anew, which is little beside what a large model computes on it."""
 _OPTIMIZERS: dict[Kind, str] = {"warm_start": "warm_start", "sft": "train", "rl": "train"}
 
 
@@ -118,7 +123,7 @@ class Learner:
         """Gets every number of the next train steps, if set; only where one process trains."""
         policy = shard(policy_of(settings, ranks), ranks)
         if sum(parameter.numel() for parameter in policy.parameters()) >= LARGE_MODEL:
-            map_large_tensors()
+            set_allocator(mapped_bytes=MAPPED_BYTES)
         objective = objective_of(settings)
         # `prepare` whitens over the whole train step, so an update of a part must not whiten again.
         self._whitens = objective.whiten

@@ -1,20 +1,16 @@
-"""List what each built-in loss needs; the formulas stand in `learning.loss.losses`.
+"""What is known of learning without torch: what each loss needs, and names that a config gives.
 
 facts_of("rloo").leave_one_out      # True
 facts_of("my_project:mine")         # what holds for a loss of your own
 
-A new built-in loss is an entry here and a function there.
+A new built-in loss is an entry here and a function in `losses.py`. Config and checks read this.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import AfterValidator
-
-from dialoop_services.config.values import NameOf
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,14 +85,20 @@ LOSSES: Mapping[str, LossFacts] = MappingProxyType(
 )
 """The built-in losses by name."""
 
-LossName = Annotated[str, AfterValidator(NameOf("loss", LOSSES))]
-"""A built-in loss, or the import path of one."""
-
 DEFAULT_LOSS = "dppo_mask"
 """The loss that RL trains with unless the config names another."""
 
 DEMONSTRATION_LOSS = "sft"
 """The loss of a warm start, and of SFT unless the config names another."""
+
+OPTIMIZERS = ("adamw", "muon")
+"""The built-in optimisers."""
+
+Oversize = Literal["error", "drop", "truncate"]
+"""What happens to a sequence that is longer than a packed row."""
+
+TINY_MODEL_POSITIONS = 512
+"""Number of tokens that the demo's tiny model has positions for."""
 
 
 def facts_of(name: str) -> LossFacts:
