@@ -66,8 +66,9 @@ check: setup  ## format, lint, types, layers, protos, generated code, the consol
 	$(BIN)/python infra/evidence_page.py --check
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml infra/docker/gpu.yml
 
-proto: setup  ## generate client/dialoop/v1 from proto/
+proto: setup  ## generate client/dialoop/v1 from proto/, and the types of blocking clients
 	infra/generate_protos.sh
+	$(BIN)/python infra/generate_blocking.py
 
 console:  ## build the console's page from console/ (needs npm; its result is committed)
 	cd console && npm ci --no-audit --no-fund && npm run build

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
-import subprocess
-import sys
+import os
+import signal
 import threading
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from dialoop import BlockingDialoop, Dialoop
-from dialoop.clients.blocking import environment, inference, recordings, replay, scorer, trainer
+from dialoop.clients.blocking import twins
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.recordings import RecordingClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.scorer import ScorerClient
+from dialoop.clients.template import TemplateClient
 from dialoop.clients.trainer import TrainerClient
 from dialoop.environments import arithmetic
 from dialoop.environments.sessions.catalogue import Catalogue
@@ -30,14 +32,14 @@ from dialoop_services.environment.settings import EnvironmentSettings
 
 from tests.support.waiting import PATIENCE_S
 
-ROOT = Path(__file__).parents[3]
 TWINS = [
-    (EnvironmentClient, environment.BlockingEnvironmentClient),
-    (InferenceClient, inference.BlockingInferenceClient),
-    (RecordingClient, recordings.BlockingRecordingClient),
-    (ReplayClient, replay.BlockingReplayClient),
-    (ScorerClient, scorer.BlockingScorerClient),
-    (TrainerClient, trainer.BlockingTrainerClient),
+    (EnvironmentClient, twins.BlockingEnvironmentClient),
+    (InferenceClient, twins.BlockingInferenceClient),
+    (RecordingClient, twins.BlockingRecordingClient),
+    (ReplayClient, twins.BlockingReplayClient),
+    (ScorerClient, twins.BlockingScorerClient),
+    (TemplateClient, twins.BlockingTemplateClient),
+    (TrainerClient, twins.BlockingTrainerClient),
     (Dialoop, BlockingDialoop),
     (EnvironmentClient, LocalEnvironmentClient),
 ]
@@ -67,12 +69,16 @@ def test_a_twin_has_the_same_methods_with_the_same_parameters(client, twin):
             ]
 
 
-def test_the_committed_twins_are_what_the_clients_generate_today(tmp_path):
-    script = ROOT / "infra" / "generate_blocking.py"
-    subprocess.run([sys.executable, script, tmp_path], check=True, cwd=ROOT)
-    committed = ROOT / "client" / "dialoop" / "clients" / "blocking"
-    for fresh in tmp_path.iterdir():
-        assert fresh.read_text() == (committed / fresh.name).read_text(), fresh.name
+@pytest.mark.parametrize(("client", "twin"), TWINS[:7], ids=lambda kind: kind.__name__)
+def test_the_stub_says_what_a_twin_has(client, twin):
+    tree = ast.parse(Path(twins.__file__).with_suffix(".pyi").read_text())
+    (stub,) = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == twin.__name__]
+    arguments_of = {n.name: n.args for n in stub.body if isinstance(n, ast.FunctionDef)}
+    assert arguments_of.keys() - {"__init__"} == public(twin).keys()
+    for name, method in public(twin).items():
+        (_, *others) = inspect.signature(method).parameters
+        arguments = arguments_of[name]
+        assert [a.arg for a in (*arguments.args[1:], *arguments.kwonlyargs)] == others
 
 
 @contextmanager
@@ -137,6 +143,40 @@ def test_a_closed_client_says_so():
     with pytest.raises(PreconditionFailed) as caught:
         environments.list_environments()
     assert caught.value.reason == "CLIENT_CLOSED"
+
+
+def test_a_client_made_before_a_fork_says_so_in_the_child():
+    with BlockingDialoop(environment=arithmetic()) as dialoop:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:  # no assertion may leave the child
+            try:
+                dialoop.task("arithmetic")
+            except PreconditionFailed as error:
+                os.write(write, str(error.reason).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as answer:
+            assert answer.read() == "CLIENT_CLOSED"
+        os.waitpid(child, 0)
+        assert dialoop.task("arithmetic").environment == "arithmetic"
+
+
+def test_an_interrupted_call_is_cancelled_on_the_loop():
+    ended = threading.Event()
+
+    async def wait_forever():
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    with BackgroundLoop() as loop:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(wait_forever())
+        assert ended.wait(PATIENCE_S)
 
 
 def test_a_stream_becomes_an_iterator_that_ends_with_its_loop():

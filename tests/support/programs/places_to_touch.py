@@ -48,7 +48,7 @@ def rpc(folder: Path) -> None:
 
 async def _call_rpc() -> None:
     import pytest
-    from dialoop.clients.blocking.template import BlockingTemplateClient
+    from dialoop.clients.blocking.twins import BlockingTemplateClient
     from dialoop.clients.channel import Channel
     from dialoop.clients.template import TemplateClient
     from dialoop.errors import NotFound

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dialoop_ops.cli.running_stacks import require_addresses
 
-from dialoop.clients.blocking.environment import BlockingEnvironmentClient
-from dialoop.clients.blocking.inference import BlockingInferenceClient
-from dialoop.clients.blocking.loop import BackgroundLoop
-from dialoop.clients.blocking.recordings import BlockingRecordingClient
-from dialoop.clients.blocking.replay import BlockingReplayClient
-from dialoop.clients.blocking.scorer import BlockingScorerClient
-from dialoop.clients.blocking.template import BlockingTemplateClient
-from dialoop.clients.blocking.trainer import BlockingTrainerClient
+from dialoop.clients.blocking.loop import BackgroundLoop, blocking
+from dialoop.clients.blocking.twins import (
+    BlockingEnvironmentClient,
+    BlockingInferenceClient,
+    BlockingRecordingClient,
+    BlockingReplayClient,
+    BlockingScorerClient,
+    BlockingTemplateClient,
+    BlockingTrainerClient,
+)
 from dialoop.clients.connection import Dialoop
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from dialoop.collection import CollectedBatch
     from dialoop.environments import Environment
     from dialoop.episode import Policy
-    from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class BlockingDialoop:
         trainer: str = "",
         token: str = "",
     ) -> None:
-        self._dialoop = Dialoop(
+        self._client = Dialoop(
             environment=environment,
             inference=inference,
             replay=replay,
@@ -69,7 +70,7 @@ class BlockingDialoop:
     def of_dialoop(cls, dialoop: Dialoop, loop: BackgroundLoop) -> Self:
         """Return the twin of a Dialoop that lives on `loop`; closing the twin closes both."""
         twin = cls.__new__(cls)
-        twin._dialoop, twin._loop = dialoop, loop
+        twin._client, twin._loop = dialoop, loop
         twin._finalizer = weakref.finalize(twin, loop.close)
         return twin
 
@@ -82,7 +83,7 @@ class BlockingDialoop:
     def close(self) -> None:
         """Close every connection and end the background loop; closing twice does no harm."""
         if self._finalizer.alive:
-            self._loop.run(self._dialoop.close())
+            self._loop.run(self._client.close())
             self._finalizer()
 
     @property
@@ -119,33 +120,9 @@ class BlockingDialoop:
         """Return the client of training's state and controls."""
         return BlockingTrainerClient(self._get(lambda d: d.trainer), self._loop)
 
-    def task(
-        self,
-        environment: str,
-        key: str = "",
-        *,
-        split: str = "train",
-        num_trajectories: int = 1,
-        sampling: SamplingParams | None = None,
-    ) -> Task:
-        """Return a task to play (without a key, the split's first) with its stop texts."""
-        return self._loop.run(
-            self._dialoop.task(
-                environment,
-                key,
-                split=split,
-                num_trajectories=num_trajectories,
-                sampling=sampling,
-            )
-        )
-
-    def play(self, task: Task) -> Trajectory:
-        """Play one episode of the task; failures are on the trajectory, with their owner."""
-        return self._loop.run(self._dialoop.play(task))
-
-    def play_group(self, task: Task, *, group_id: str = "") -> Group:
-        """Play all of the task's trajectories at the same time."""
-        return self._loop.run(self._dialoop.play_group(task, group_id=group_id))
+    task = blocking(Dialoop.task)
+    play = blocking(Dialoop.play)
+    play_group = blocking(Dialoop.play_group)
 
     def collect(self, environment: str = "", **options: Any) -> Iterator[CollectedBatch]:
         """Yield batches of played turns; `options` are those of `dialoop.collect`.
@@ -158,6 +135,6 @@ class BlockingDialoop:
     def _get(self, client: Callable[[Dialoop], T]) -> T:
         # A connection belongs to the loop that it is made in.
         async def make() -> T:
-            return client(self._dialoop)
+            return client(self._client)
 
         return self._loop.run(make())

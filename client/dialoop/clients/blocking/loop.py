@@ -7,18 +7,21 @@ with BackgroundLoop() as loop:
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import threading
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
 
 from dialoop.errors import PreconditionFailed
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
     from typing import Any, Self
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class _End:
@@ -84,6 +87,12 @@ class BackgroundLoop:
                 reason=Reason.CLIENT_CLOSED,
                 remedy="Make another.",
             )
+        if not self._thread.is_alive():
+            raise PreconditionFailed(
+                "This blocking client was made before this process was forked.",
+                reason=Reason.CLIENT_CLOSED,
+                remedy="Make another after the fork.",
+            )
         if asyncio._get_running_loop() is not None:
             raise PreconditionFailed(
                 "A blocking client was called inside a running event loop, which it would stop.",
@@ -110,3 +119,30 @@ async def _next(items: AsyncIterator[T]) -> T | _End:
 
 async def _end(items: AsyncGenerator[T, None]) -> None:
     await items.aclose()
+
+
+def blocking(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """Return a twin's method, which runs the one of this name of its `_client` on its `_loop`."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        work = getattr(self._client, method.__name__)(*args, **kwargs)
+        run = self._loop.run if inspect.iscoroutine(work) else self._loop.iterate
+        return run(work)
+
+    return call
+
+
+class _Twin:
+    def __init__(self, client: object, loop: BackgroundLoop) -> None:
+        self._client, self._loop = client, loop
+
+
+def twin_of(client: type) -> type:
+    """Return the blocking twin of an async client: any thread without an event loop may call it."""
+    methods = inspect.getmembers(client, inspect.isfunction)
+    twins = {name: blocking(method) for name, method in methods if not name.startswith("_")}
+    about = f"Blocking twin of {client.__name__}: any thread without an event loop may call it."
+    return type(f"Blocking{client.__name__}", (_Twin,), {"__doc__": about, **twins})
