@@ -27,8 +27,7 @@ from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.inference.weights.data_planes import _steps
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.publish import publisher as publisher_module
-from dialoop_services.trainer.publish.data_planes import weights_sender_of
-from dialoop_services.trainer.publish.publisher import Publisher
+from dialoop_services.trainer.publish.publisher import Publisher, weights_sender_of
 from dialoop_services.trainer.settings import TrainerSettings
 
 from tests.support.inference_world import World, assert_refused, world

@@ -16,16 +16,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.weights import WeightsKind
 from dialoop_learning.rl.staleness import publish_order, version_of_name
 
-from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.runtime.durable import write_json
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
     from pathlib import Path
 
     from dialoop.clients.inference import InferenceClient, WeightsManifest
@@ -33,27 +32,33 @@ if TYPE_CHECKING:
 
     from dialoop_services.config.own_data_plane import OwnDataPlane
     from dialoop_services.trainer.learner.weights_file import ExportedWeights
-    from dialoop_services.trainer.settings import TrainerSettings
 
 _CHUNK_BYTES = 1 << 20
 # The newest policy, and the one before it, which a replica may still read.
 _KEPT_IN_MEMORY = 2
 
 
-class WeightsSender(Protocol):
-    """Sends weights to replicas."""
+class WeightsSender:
+    """Sends weights to replicas: a manifest that says where they lie, or the bytes with it."""
 
     name: str
-    is_fetched: bool
+    is_fetched = False
     """Whether a replica that missed a publish can fetch it by itself."""
 
     def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
         """Return where the exported file of that name is to be written as well."""
-        ...
+        return ()
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
         """Prepare a publish once, before replicas are called to load it."""
-        ...
+
+    def manifest_of(self, manifest: WeightsManifest, weights: ExportedWeights) -> WeightsManifest:
+        """Return the manifest with the place where a replica finds the file."""
+        return manifest
+
+    def contents(self, weights: ExportedWeights) -> AsyncIterator[bytes] | Iterable[bytes]:
+        """Return the bytes that go with the manifest."""
+        return ()
 
     async def send(
         self,
@@ -64,10 +69,12 @@ class WeightsSender(Protocol):
         deadline_s: float,
     ) -> None:
         """Make the replica load the weights; raise the errors of LoadWeights."""
-        ...
+        await replica.load_weights(
+            self.manifest_of(manifest, weights), self.contents(weights), deadline_s=deadline_s
+        )
 
 
-class FileSender:
+class FileSender(WeightsSender):
     """Sends the path of a file that the replica opens: under `policies/`, or a copy in memory."""
 
     name = "shared_memory"
@@ -86,17 +93,9 @@ class FileSender:
         if self._is_copied:
             await asyncio.to_thread(self._point_to, manifest, weights)
 
-    async def send(
-        self,
-        replica: InferenceClient,
-        manifest: WeightsManifest,
-        weights: ExportedWeights,
-        *,
-        deadline_s: float,
-    ) -> None:
-        """Send the path of the file."""
-        with_path = replace(manifest, path=_path(manifest, weights))
-        await replica.load_weights(with_path, deadline_s=deadline_s)
+    def manifest_of(self, manifest: WeightsManifest, weights: ExportedWeights) -> WeightsManifest:
+        """Return the manifest with the path of the file."""
+        return replace(manifest, path=_path(manifest, weights))
 
     def _point_to(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
         path, version = _path(manifest, weights), manifest.policy_version
@@ -107,80 +106,36 @@ class FileSender:
             shutil.rmtree(old, ignore_errors=True)
 
 
-class ChunkSender:
-    """Sends the file's bytes over gRPC."""
+class ChunkSender(WeightsSender):
+    """Sends the file's bytes over gRPC, in chunks of 1 MiB; the replica checks the digest."""
 
     name = "chunks"
-    is_fetched = False
 
-    def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
-        """Return nothing: `send` reads the file itself."""
-        return ()
-
-    async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
-        """Do nothing: `send` streams the bytes to each replica."""
-
-    async def send(
-        self,
-        replica: InferenceClient,
-        manifest: WeightsManifest,
-        weights: ExportedWeights,
-        *,
-        deadline_s: float,
-    ) -> None:
-        """Send the file in chunks of 1 MiB; the replica checks the digest."""
-        await replica.load_weights(manifest, _chunks(weights.path), deadline_s=deadline_s)
+    async def contents(self, weights: ExportedWeights) -> AsyncIterator[bytes]:
+        """Yield the file's bytes."""
+        with weights.path.open("rb") as file:
+            while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+                yield chunk
 
 
-class OwnSender:
-    """Puts each file on a data plane of the user's own, and sends the address."""
+class OwnSender(WeightsSender):
+    """Puts each file on a data plane of the user's own, and sends the address.
 
-    is_fetched = False
+    The replica gets the file from there and checks the digest.
+    """
 
     def __init__(self, own: OwnDataPlane) -> None:
         self.name = own.name
         self._own = own
         self._address = ""
 
-    def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
-        """Return nothing: `offer` reads the file itself."""
-        return ()
-
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
         """Put the file there once, for all replicas."""
         self._address = await self._own.put(weights.path, _path(manifest, weights))
 
-    async def send(
-        self,
-        replica: InferenceClient,
-        manifest: WeightsManifest,
-        weights: ExportedWeights,
-        *,
-        deadline_s: float,
-    ) -> None:
-        """Send the address; the replica gets the file and checks the digest."""
-        addressed = replace(manifest, data_plane=self.name, path=self._address)
-        await replica.load_weights(addressed, deadline_s=deadline_s)
-
-
-def weights_sender_of(settings: TrainerSettings) -> WeightsSender:
-    """Return the configured sender.
-
-    Raise InvalidConfig: NEEDS_CUDA if it lacks a device, DATA_PLANE_NOT_FOUND for a data plane of
-    the user's own that is none.
-    """
-    own = load_data_plane(settings.data_plane)
-    if own is not None:
-        return OwnSender(own)
-    if settings.data_plane == "chunks":
-        return ChunkSender()
-    if settings.data_plane == "shared_memory":
-        return FileSender(settings.run_dir / "policies", settings.shared_memory_dir)
-    # Imported here, because only this way needs vLLM.
-    from dialoop_services.trainer.publish.vllm_transfer import VllmTransfer
-
-    backend: Any = settings.data_plane
-    return VllmTransfer(backend, num_workers=settings.inference_world_size)
+    def manifest_of(self, manifest: WeightsManifest, weights: ExportedWeights) -> WeightsManifest:
+        """Return the manifest with the address."""
+        return replace(manifest, data_plane=self.name, path=self._address)
 
 
 def pointer_of(version: PolicyVersion, path: str, weights: ExportedWeights) -> dict[str, Any]:
@@ -204,9 +159,3 @@ def pointer_of(version: PolicyVersion, path: str, weights: ExportedWeights) -> d
 
 def _path(manifest: WeightsManifest, weights: ExportedWeights) -> str:
     return f"{manifest.policy_version}/{weights.path.name}"
-
-
-async def _chunks(path: Path) -> AsyncIterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
-            yield chunk

@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from dialoop.clients.errors import is_worth_retrying
@@ -20,10 +20,17 @@ from dialoop.sequences import PolicyVersion
 from dialoop_learning.lora.layers import ADAPTER
 from dialoop_learning.rl.staleness import publish_order, version_of_name
 
+from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.runtime.durable import sync_tree, write_json
 from dialoop_services.trainer.job.placement import Split
 from dialoop_services.trainer.learner.learner_state import WEIGHTS
-from dialoop_services.trainer.publish.data_planes import pointer_of, weights_sender_of
+from dialoop_services.trainer.publish.data_planes import (
+    ChunkSender,
+    FileSender,
+    OwnSender,
+    pointer_of,
+)
+from dialoop_services.trainer.publish.vllm_transfer import VllmTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.job.placement import Placement
     from dialoop_services.trainer.learner.learner import Learner
     from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
+    from dialoop_services.trainer.publish.data_planes import WeightsSender
     from dialoop_services.trainer.publish.rotation import Rotation
     from dialoop_services.trainer.settings import TrainerSettings
 
@@ -496,6 +504,23 @@ class Publisher:
         newest, every = self._settings.keep_policies, self._settings.keep_policies_every
         for old in policies_to_delete(policies, newest=newest, every=every):
             shutil.rmtree(old, ignore_errors=True)
+
+
+def weights_sender_of(settings: TrainerSettings) -> WeightsSender:
+    """Return the configured sender.
+
+    Raise InvalidConfig: NEEDS_CUDA if it lacks a device, DATA_PLANE_NOT_FOUND for a data plane of
+    the user's own that is none.
+    """
+    own = load_data_plane(settings.data_plane)
+    if own is not None:
+        return OwnSender(own)
+    if settings.data_plane == "chunks":
+        return ChunkSender()
+    if settings.data_plane == "shared_memory":
+        return FileSender(settings.run_dir / "policies", settings.shared_memory_dir)
+    backend: Any = settings.data_plane
+    return VllmTransfer(backend, num_workers=settings.inference_world_size)
 
 
 def policies_to_delete(policies: Iterable[Path], *, newest: int, every: int) -> list[Path]:

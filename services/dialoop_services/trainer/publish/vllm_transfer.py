@@ -15,6 +15,7 @@ import base64
 import json
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,12 +23,13 @@ from dialoop.clients.weights import SharedTensor, TransferPhase, TransferStep
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 
+from dialoop_services.trainer.publish.data_planes import WeightsSender
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
     from dialoop.clients.inference import InferenceClient, WeightsManifest
-    from dialoop.sequences import PolicyVersion
 
     from dialoop_services.trainer.learner.weights_file import ExportedWeights
 
@@ -126,10 +128,8 @@ def _as_shared(
     )
 
 
-class VllmTransfer:
+class VllmTransfer(WeightsSender):
     """The data planes nccl and ipc. For each replica there is one vLLM trainer engine here."""
-
-    is_fetched = False
 
     def __init__(self, backend: Backend, *, num_workers: int) -> None:
         require_cuda(backend)
@@ -138,13 +138,6 @@ class VllmTransfer:
         self.name: str = backend
         self._backend, self._num_workers = backend, num_workers
         self._links: dict[InferenceClient, _Link] = {}
-
-    def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
-        """Return nothing: tensors go directly from device to device."""
-        return ()
-
-    async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
-        """Do nothing: tensors go directly from device to device."""
 
     async def send(
         self,
@@ -155,8 +148,6 @@ class VllmTransfer:
         deadline_s: float,
     ) -> None:
         """Connect to the replica's workers, the first time, and send every tensor of the file."""
-        from dataclasses import replace
-
         announced = replace(manifest, data_plane=self._backend, sha256="", num_bytes=0)
 
         async def upload(steps: AsyncIterator[TransferStep]) -> None:
