@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,8 +19,6 @@ from dialoop.trajectory import Group, Reward, Turn
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.records import group_from_proto, group_to_proto
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_learning.parallel.group_commands import RankGroup
-from dialoop_learning.parallel.ranks import Ranks
 from dialoop_learning.rl.advantages import with_advantages
 from dialoop_services.config.job import JobConfig
 from dialoop_services.trainer.data.batches import Batch
@@ -29,6 +26,7 @@ from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.job.train_steps import TrainSteps
 from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.learner.ranks import RankSettings, join_trainer_ranks
 from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
 from dialoop_services.trainer.settings import TrainerSettings
@@ -320,8 +318,6 @@ async def test_only_the_newest_steps_and_their_checkpoints_stay(tmp_path: Path) 
 
 def test_several_processes_keep_no_steps(trained_run: Path) -> None:
     settings = TrainerSettings(model_dir=trained_run / "model", keep_steps=1)
-    group: RankGroup[Learner] = RankGroup(
-        replace(Ranks(device=torch.device("cpu")), size=2), lambda *_: cast(Any, None)
-    )
-    with pytest.raises(InvalidConfig, match="keep_steps is 1, and 2 processes train"):
-        Learner(settings, group)
+    ranks = join_trainer_ranks(RankSettings(rank=0, world_size=2), settings)
+    with pytest.raises(InvalidConfig, match="keep_steps is 1, and 2 processes train"), ranks:
+        pass

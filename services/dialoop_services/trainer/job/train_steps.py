@@ -25,6 +25,7 @@ from dialoop_services.trainer.data.batches import keep_for_step, metrics_of_cand
 from dialoop_services.trainer.data.debug_table import write_debug_table
 from dialoop_services.trainer.data.leases import WORKER
 from dialoop_services.trainer.data.untrainable import read_rows
+from dialoop_services.trainer.learner.learner import StepObserver
 from dialoop_services.trainer.step_replay.keeping import keep_step
 from dialoop_services.trainer.step_replay.trace import StepTrace
 
@@ -405,11 +406,11 @@ class TrainSteps:
         settings, learner = self._settings, self._learner
         if not settings.keep_steps:
             return await asyncio.to_thread(learner.train_step, rows)
-        trace = learner.trace = StepTrace()
+        trace = learner.observer = StepTrace()
         try:
             report = await asyncio.to_thread(learner.train_step, rows)
         finally:
-            learner.trace = None
+            learner.observer = StepObserver()
         if report.num_updates:  # a refused batch is no train step, and changes no weight
             step = self._state.num_train_steps + 1
             try:

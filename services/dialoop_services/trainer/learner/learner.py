@@ -60,12 +60,13 @@ if TYPE_CHECKING:
     from dialoop_learning.loss.objective import Objective
     from dialoop_learning.model.policy import PolicyModel
     from dialoop_learning.optim import StepReport
+    from dialoop_learning.packing.rows import PackedBatch
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from dialoop_services.trainer.data.batches import TrainedSequence
     from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
     from dialoop_services.trainer.settings import TrainerSettings
-    from dialoop_services.trainer.step_replay.trace import StepTrace
 
 Kind = Literal["warm_start", "sft", "rl"]
 """The kind of an update: each has its own loss, and warm starts have their own optimiser."""
@@ -101,6 +102,28 @@ class TrainStepReport:
     fresh_by_depth: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
+class StepObserver:
+    """Sees the numbers of train steps and changes none. This one looks away."""
+
+    def begin(self, rows: Rows[TokenRow], orders: random.Random) -> None:
+        """See the rows of a step, and the generator of orders as it is before them."""
+
+    def end_prepare(self, rows: Rows[TokenRow]) -> None:
+        """See the same rows with the values that are computed once."""
+
+    def begin_update(self, rows: Rows[TokenRow], packing: tuple[tuple[int, ...], ...]) -> None:
+        """See which of the prepared rows an update trains, and which of these share a row."""
+
+    def watch(self, batch: PackedBatch, logprobs: Tensor, loss: Tensor) -> None:
+        """See a packed row, its log-probs [M] and its loss [], before it is differentiated."""
+
+    def end_backward(self, loss: float, policy: PolicyModel) -> None:
+        """See the update's loss, and the policy with the gradients before they are clipped."""
+
+    def end_update(self, step: StepReport) -> None:
+        """See what the optimiser did."""
+
+
 class Learner:
     """The policy model and its optimisers, or this rank's part of them.
 
@@ -114,13 +137,8 @@ class Learner:
         self.group = group or RankGroup(Ranks(device=torch.device(settings.device)))
         self._settings = settings
         self._ranks = ranks = self.group.ranks
-        if settings.keep_steps and ranks.size > 1:
-            raise InvalidConfig(
-                f"keep_steps is {settings.keep_steps}, and {ranks.size} processes train.",
-                remedy="Set num_processes to 1, or keep_steps to 0, in [train].",
-            )
-        self.trace: StepTrace | None = None
-        """Gets every number of the next train steps, if set; only where one process trains."""
+        self.observer = StepObserver()
+        """Sees the train steps from now on, where one process trains."""
         policy = shard(policy_of(settings, ranks), ranks)
         if sum(parameter.numel() for parameter in policy.parameters()) >= LARGE_MODEL:
             set_allocator(mapped_bytes=MAPPED_BYTES)
@@ -239,19 +257,16 @@ class Learner:
         settings = self._settings
         measures_entropy = settings.objective.entropy_metric and settings.logprob_kernel != "cut"
         packing = own_packing(rows, self._ranks, max_tokens=settings.packed_row_tokens)
-        trace = self.trace if kind == "rl" else None
-        if trace is not None:
-            trace.begin_update(rows, packing)
+        self.observer.begin_update(rows, packing)
         backward = forward_backward(
             self.state.policy,
             pack_own(rows, packing, self._ranks),
             self._objectives[kind],
             with_entropy=kind == "rl" and measures_entropy,
             ranks=self._ranks,
-            watch=None if trace is None else trace.watch,
+            watch=self.observer.watch,
         )
-        if trace is not None:
-            trace.end_backward(backward.loss, self.state.policy)
+        self.observer.end_backward(backward.loss, self.state.policy)
         return backward
 
     @collective(computes=True)
@@ -261,8 +276,7 @@ class Learner:
         The weights stay as they are when the loss or the gradients are not finite.
         """
         step = self.state.optimizers[_OPTIMIZERS[kind]].step(loss)
-        if self.trace is not None and kind == "rl":
-            self.trace.end_update(step)
+        self.observer.end_update(step)
         return step
 
     @collective(computes=True)
@@ -281,11 +295,9 @@ class Learner:
 
         An update trains whole trajectories, however many sequences they have.
         """
-        if self.trace is not None:
-            self.trace.begin(rows, self.state.orders)
+        self.observer.begin(rows, self.state.orders)
         ready = self.prepare(rows)
-        if self.trace is not None:
-            self.trace.prepared = ready
+        self.observer.end_prepare(ready)
         mismatch = self._replay_mismatch(ready)
         trajectories = _by_trajectory(ready)
         num = min(self._settings.num_minibatches, len(trajectories))

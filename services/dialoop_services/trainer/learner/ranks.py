@@ -50,6 +50,11 @@ def join_trainer_ranks(rank: RankSettings, settings: TrainerSettings) -> Iterato
             reason=Reason.SHARED_DEVICE,
             remedy="Set num_processes to 1, or give the trainer devices of its own.",
         )
+    if rank.world_size > 1 and settings.keep_steps:
+        raise InvalidConfig(
+            f"keep_steps is {settings.keep_steps}, and {rank.world_size} processes train.",
+            remedy="Set num_processes to 1, or keep_steps to 0, in [train].",
+        )
     if device == "cuda" and rank.world_size > 1:
         device = f"cuda:{rank.local_rank}"  # type: ignore[assignment]
     with join_ranks(

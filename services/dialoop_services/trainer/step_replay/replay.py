@@ -26,7 +26,7 @@ from rich.progress import Progress
 from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime.process import end_command
 from dialoop_services.trainer.data.batches import sequences_of
-from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.learner.learner import Learner, StepObserver
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
 from dialoop_services.trainer.settings import TrainerSettings
 from dialoop_services.trainer.step_replay.columns import (
@@ -141,9 +141,9 @@ class StepRepeater:
         """Take the step, and compare all that the model computes."""
         learner = self._learner_for(step)
         step.restore_random(learner.state.orders)
-        trace = learner.trace = StepTrace()
+        trace = learner.observer = StepTrace()
         learner.train_step(self._rows(step, learner))
-        learner.trace = None
+        learner.observer = StepObserver()
         self._num_done = step.train_step
         columns = list(model_columns(step.groups, trace))
         stages = tuple(dict.fromkeys(column.stage for column in columns))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dialoop_services.trainer.learner.learner import StepObserver
+
 if TYPE_CHECKING:
     import random
     from collections.abc import Sequence
@@ -41,8 +43,8 @@ class UpdateTrace:
 
 
 @dataclass(slots=True)
-class StepTrace:
-    """Filled by a `Learner` while it takes one train step.
+class StepTrace(StepObserver):
+    """Keeps what a learner computes in one train step.
 
     rows: as they were read. prepared: the same rows with the values that are computed once.
     """
@@ -59,6 +61,10 @@ class StepTrace:
         self.rows = list(rows)
         self.python_random = repr(orders.getstate())
         self.torch_random = torch.get_rng_state()
+
+    def end_prepare(self, rows: Sequence[TokenRow]) -> None:
+        """Take the rows with the values that are computed once."""
+        self.prepared = list(rows)
 
     def begin_update(self, rows: Sequence[TokenRow], packing: tuple[tuple[int, ...], ...]) -> None:
         """Take the order and the packing of an update's rows, which are `prepared` ones."""
