@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from dialoop_services.inference.weights.adapter_files import AdapterLimits
 environment.prepare()
 vllm = pytest.importorskip("vllm")
 from dialoop_services.inference.vllm_engine import adapters as adapters_module  # noqa: E402
+from dialoop_services.inference.vllm_engine import internals  # noqa: E402
 from dialoop_services.inference.vllm_engine import options as module  # noqa: E402
 
 
@@ -102,3 +104,21 @@ def test_vllm_for_cpus_says_of_no_token_which_experts_computed_it(
     args = module.engine_args(model_dir, EngineOptions(max_model_len=64, own=own))
     with pytest.raises(ValueError, match=refusal):
         args.create_engine_config()
+
+
+@pytest.mark.parametrize(("version", "warns"), [("0.32.0+cpu", False), ("0.33.0", True)])
+def test_another_vllm_than_the_tested_one_is_said_at_the_start(
+    version: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(internals.vllm, "__version__", version)
+    internals.check_version()
+    assert ("vLLM 0.33.0 is installed" in caplog.text) is warns
+
+
+def test_only_one_file_reads_what_vllm_documents_nowhere() -> None:
+    room = Path(internals.__file__).parent
+    hidden = re.compile(
+        r"\b(engine_core|output_processor|request_states|cpu_linear|quant_method)\b"
+    )
+    files = {path.name for path in room.glob("*.py") if hidden.search(path.read_text("utf-8"))}
+    assert files == {"internals.py"}

@@ -11,13 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +29,11 @@ from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop_learning.lora.base_weights import BaseWeights
 from pydantic import ValidationError
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
-from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine import PauseMode
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.executor import Executor
 
 from dialoop_services.config.engines import has_experts
 from dialoop_services.inference.engine import (
@@ -61,6 +55,7 @@ from dialoop_services.inference.engine import (
     require_sampling,
     room_for,
 )
+from dialoop_services.inference.vllm_engine import internals
 from dialoop_services.inference.vllm_engine.adapters import (
     add_to_vllm,
     lora_request,
@@ -98,27 +93,6 @@ _SHUTDOWN_S = 1.0
 _LOOK_FOR_BEGIN_S = 0.5
 
 
-def _launch(args: AsyncEngineArgs, *, may_fork: bool) -> AsyncLLM:
-    """Start vLLM; its core is a fork of this process where it may be, else a new interpreter.
-
-    A fork need not import vLLM and torch once more, which takes 12 s of CPU time. vLLM itself
-    always takes a new interpreter on a CPU, since OpenMP's threads may run already.
-    """
-    config = args.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    is_uniprocess = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
-    if may_fork and is_uniprocess and not torch.cuda.is_available():
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        # A new interpreter would read it. OpenMP has started here, before it was set.
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        # Else a signal to the core would reach this process's event loop too.
-        os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
-    return AsyncLLM(
-        vllm_config=config,
-        executor_class=Executor.get_class(config),
-        log_stats=not args.disable_log_stats,
-    )
-
-
 class VllmEngine:
     """An engine on vLLM."""
 
@@ -152,10 +126,11 @@ class VllmEngine:
     @classmethod
     async def start(cls, model_dir: Path, options: EngineOptions) -> VllmEngine:
         """Build the engine core (its own process) and wait until it answers."""
+        internals.check_version()
         args = await asyncio.to_thread(engine_args, model_dir, options)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         try:
-            llm = _launch(args, may_fork=options.may_fork)
+            llm = internals.launch(args, may_fork=options.may_fork)
         except ValidationError as error:  # of vLLM's config, before anything is loaded
             first = error.errors(include_url=False)[0]
             what = (
@@ -337,9 +312,9 @@ class VllmEngine:
             await self._sleep.make_room_for_weights()
             try:
                 if mode is UpdateMode.WAIT:
-                    await self._pause("wait", clear_cache=True)
+                    await internals.pause(self._llm, "wait", clear_cache=True)
                 paused = time.monotonic()
-                await self._pause("keep", clear_cache=mode is not UpdateMode.KEEP_KV)
+                await internals.pause(self._llm, "keep", clear_cache=mode is not UpdateMode.KEEP_KV)
                 await self._replace_or_abort(replace, version)
             finally:
                 await self._sleep.end()
@@ -354,16 +329,8 @@ class VllmEngine:
             await self._replace(replace, version)
         except BaseException:
             # Half-replaced weights must not sample one more token.
-            await self._pause("abort", clear_cache=True)
+            await internals.pause(self._llm, "abort", clear_cache=True)
             raise
-
-    async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
-        """Stop the core; with `clear_cache` running requests lose their keys, or this raises.
-
-        `AsyncLLM.pause_generation` does the same and then sleeps 20 ms, which is not needed here:
-        every token on its way carries its version.
-        """
-        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     async def _copy(self, path: Path) -> None:
         await self._collective_load("dialoop_load_weights", str(path), self._tied)
@@ -400,7 +367,7 @@ class VllmEngine:
     async def pause(self) -> None:
         """Stop generation for a while; requests in flight keep their place."""
         async with self._control:
-            await self._pause("keep", clear_cache=False)
+            await internals.pause(self._llm, "keep", clear_cache=False)
             self._is_held = True
 
     async def resume(self) -> None:
@@ -414,7 +381,8 @@ class VllmEngine:
         if self._sleep.is_asleep:
             return
         if self._is_held:
-            await self._pause("keep", clear_cache=False)  # vLLM goes on by itself when it wakes
+            # vLLM goes on by itself when it wakes.
+            await internals.pause(self._llm, "keep", clear_cache=False)
         else:
             await self._llm.resume_generation()
 
@@ -483,15 +451,12 @@ class VllmEngine:
 
     async def _tell_begin(self, request_id: str, on_begin: OnBegin) -> None:
         """Call `on_begin` as samples of a request begin: vLLM says nothing before their end."""
-        processor = self._llm.output_processor
         ids: set[str] = set()
         begun: set[str] = set()
         while not ids or begun < ids:
             await asyncio.sleep(_LOOK_FOR_BEGIN_S)
-            ids |= set(processor.external_req_ids.get(request_id, ()))
-            # One without a state has ended already.
-            states = {i: processor.request_states.get(i) for i in ids - begun}
-            new = {i for i, s in states.items() if not (s and s.stats) or s.stats.scheduled_ts}
+            ids |= internals.samples_of(self._llm, request_id)
+            new = {sample for sample in ids - begun if internals.has_started(self._llm, sample)}
             if new:
                 on_begin()
             begun |= new
@@ -502,9 +467,7 @@ class VllmEngine:
         """Return the spans of a running request; vLLM adds them to the last output only."""
         if completion.finish_reason is not None:
             return spans_of(completion.weight_versions)
-        processor = self._llm.output_processor
-        (internal_id,) = processor.external_req_ids[request_id]
-        starts = processor.request_states[internal_id].weight_version_starts
+        starts = internals.versions_so_far(self._llm, request_id)
         ends = [start for _, start in starts[1:]] + [num_tokens]
         return tuple(
             VersionSpan(start=start, length=end - start, policy_version=version_of(label))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from dialoop.errors import InternalError
 
 from dialoop_services.inference.engine import engine_stopped
+from dialoop_services.inference.vllm_engine import internals
 from dialoop_services.runtime.device_lock import DeviceLock
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ class Sleep:
             await self._llm.sleep(level=_KEEP if keep_weights else _DROP, mode="abort")
             self._has_lost_weights = not keep_weights
         else:
-            core = self._llm.engine_core
-            await core.pause_scheduler_async(mode="abort", clear_cache=True)
+            await internals.pause(self._llm, "abort", clear_cache=True)
         await self._leave_device()
         self.is_asleep = True
 

@@ -19,6 +19,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+from dialoop_services.inference.vllm_engine import internals
 from dialoop_services.inference.weights.parameters import require_shapes
 
 if TYPE_CHECKING:
@@ -171,7 +172,6 @@ class TransferWorker:
 
     init_weight_transfer_engine: Any
     update_weights: Any
-    weight_transfer_engine: Any
 
     def dialoop_connect(self, info: dict[str, Any]) -> str:
         """Prepare vLLM's transfer; over NCCL this meets the trainer."""
@@ -179,8 +179,7 @@ class TransferWorker:
             self.init_weight_transfer_engine(info)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        group = getattr(self.weight_transfer_engine, "model_update_group", None)
-        is_off = getattr(group, "disabled", False)  # by VLLM_DISABLE_PYNCCL
+        is_off = internals.is_nccl_off(self)
         return "its NCCL is off, so it would receive nothing." if is_off else ""
 
     def dialoop_open(self, tensors: list[dict[str, Any]]) -> str:
