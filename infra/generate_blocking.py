@@ -88,7 +88,15 @@ def _blocking(signature: ast.FunctionDef) -> str:
 
 def _format(source: str) -> str:
     for command in (("check", "--select", "I", "--fix", "--quiet"), ("format",)):
-        ruff = [sys.executable, "-m", "ruff", *command, "--stdin-filename", "client/x.pyi", "-"]
+        ruff = [
+            sys.executable,
+            "-m",
+            "ruff",
+            *command,
+            "--stdin-filename",
+            "client/dialoop/clients/blocking/twins.pyi",
+            "-",
+        ]
         done = subprocess.run(
             ruff, input=source, capture_output=True, text=True, check=True, cwd=ROOT
         )
