@@ -167,6 +167,7 @@ def test_an_interrupted_call_is_cancelled_on_the_loop():
     ended = threading.Event()
 
     async def wait_forever():
+        await asyncio.sleep(0.2)  # until the caller waits
         os.kill(os.getpid(), signal.SIGINT)
         try:
             await asyncio.Event().wait()
