@@ -21,10 +21,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -54,15 +55,19 @@ class Service:
 
 
 @contextmanager
-def service(root: Path) -> Iterator[Service]:
-    """Run the environment service of a checkout, with today's layout or that of 127deda."""
+def service(root: Path, added: Mapping[str, str] = MappingProxyType({})) -> Iterator[Service]:
+    """Run the environment service of a checkout, with today's layout or that of 127deda.
+
+    `added` are variables of it; its PYTHONPATH comes before the checkout's folders.
+    """
     is_today = (root / "services" / "dialoop_services").exists()
     path = [root / "client", root / "services" if is_today else root, root]
     variables = {
-        "PYTHONPATH": ":".join(map(str, path)),
         "DIALOOP_TOKEN": TOKEN,
         "DIALOOP_ENVIRONMENT_REST_PORT": "0",
         "DIALOOP_ENVIRONMENT_ENVIRONMENTS": "benchmarks.servers.minimal_environment:environment",
+        **added,
+        "PYTHONPATH": ":".join([*filter(None, [added.get("PYTHONPATH")]), *map(str, path)]),
     }
     module = "dialoop_services.environment" if is_today else "services.environment"
     process = subprocess.Popen(
