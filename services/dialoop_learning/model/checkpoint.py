@@ -21,7 +21,7 @@ import torch
 import transformers
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from dialoop_learning.model.products import linear_products
 
@@ -55,7 +55,7 @@ def require_whole(directory: Path) -> None:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
     except (ValueError, KeyError) as error:
         raise _unknown(directory, str(error).partition("\n")[0]) from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _unknown(directory, f"{config.model_type!r} is no causal language model")
     if getattr(config, "quantization_config", None):
         return  # its files hold other tensors, which the quantizer converts when it loads them

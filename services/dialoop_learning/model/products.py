@@ -57,7 +57,8 @@ def _processor() -> tuple[str, Collection[str]]:
     return facts.get("vendor_id", ""), facts.get("flags", "").split()
 
 
-_AVAILABLE = torch._C._has_mkldnn and faster_library(platform.machine(), *_processor()) == "oneDNN"
+_IS_BUILT_IN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+_AVAILABLE = _IS_BUILT_IN and faster_library(platform.machine(), *_processor()) == "oneDNN"
 
 
 def library_of(device: torch.device) -> Literal["oneDNN", "torch"]:
