@@ -11,7 +11,6 @@ tokens.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -29,6 +28,7 @@ from dialoop.tokens.tokenizer import Tokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.servers.figures import print_figures
 from tests.support.samples.chat_families import FAMILIES
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -47,20 +47,15 @@ def main() -> None:
         name: _measure(engine, FAMILIES[name], corpus, options)
         for name in ("chatml", "thinking", "trimming")
     }
-    print(
-        json.dumps(
-            {
-                "benchmark": "adding_a_turn",
-                "num_turns": options.turns,
-                "words_per_message": options.words,
-                "vocab_size": engine.get_vocab_size(),
-                "cpu_cores": os.cpu_count(),
-                "load_1m": round(os.getloadavg()[0], 2),
-                "templates": figures,
-            },
-            indent=2,
-        )
-    )
+    facts = {
+        "benchmark": "adding_a_turn",
+        "num_turns": options.turns,
+        "words_per_message": options.words,
+        "vocab_size": engine.get_vocab_size(),
+        "cpu_cores": os.cpu_count(),
+        "load_1m": round(os.getloadavg()[0], 2),
+    }
+    print_figures(facts, {"templates": figures})
 
 
 def _corpus() -> list[str]:

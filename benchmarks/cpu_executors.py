@@ -29,6 +29,8 @@ from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.inference.engine import Engine, EngineOptions, StopTokens
 from dialoop_services.inference.vllm_engine.environment import Vllm
 
+from benchmarks.servers.figures import print_figures
+
 EXECUTORS = {"core": "0", "worker": "1"}
 NUM_REQUESTS = {1: 16, 8: 64, 64: 256}
 """Requests by how many are in flight."""
@@ -105,7 +107,7 @@ def main() -> None:
         }
         for executor in EXECUTORS
     }
-    print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg()[0]} | result, indent=2))
+    print_figures({"cores": os.cpu_count(), "load": os.getloadavg()[0]}, result)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ hold) ends the benchmark. Ratios are those of the medians.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.environment_doors import ROOT
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 
 
@@ -83,7 +83,7 @@ def main() -> None:
     if "before" in middle:
         before = middle["before"].items()
         head["ratios"] = {key: round(middle["now"][key] / value, 2) for key, value in before}
-    print(json.dumps({**head, "medians": middle, "runs": every}, indent=2))
+    print_figures(head | {"runs": every}, {"medians": middle})
 
 
 if __name__ == "__main__":

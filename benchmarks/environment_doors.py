@@ -32,6 +32,7 @@ import grpc
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 
 ROOT = Path(__file__).parents[1]
@@ -312,7 +313,7 @@ def main() -> None:
         "load": [round(load_before, 2), round(os.getloadavg()[0], 2)],
         "openenv": "run" if options.openenv_python else "not run",
     }
-    print(json.dumps(context | figures, indent=2))
+    print_figures(context, figures)
 
 
 if __name__ == "__main__":

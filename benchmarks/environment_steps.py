@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from dialoop.environments import ChatEnv, Given, StepCounter
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
+
+from benchmarks.servers.figures import print_figures
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_PER_EPISODE = 8
@@ -173,7 +174,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.in_process:
         figures = asyncio.run(_in_process(20_000))
-        print(json.dumps({"benchmark": "environment_steps_in_process", **figures}))
+        print_figures({"benchmark": "environment_steps_in_process"}, figures)
         return
     process, address = _launch()
     try:
@@ -185,7 +186,7 @@ def main() -> None:
         process.terminate()
         process.wait()
     name = "environment_steps_stream" if options.stream else "environment_steps"
-    print(json.dumps({"benchmark": name, **figures}))
+    print_figures({"benchmark": name}, figures)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import platform
 import statistics
@@ -37,6 +36,7 @@ from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.inference.rendering import Renderer
 
 from benchmarks.environment_doors import ROOT
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import cpu_ns, processor
 
 TURNS = (1, 100, 400)
@@ -202,7 +202,7 @@ def main() -> None:
         "rounds": options.rounds,
         "conversations": options.conversations,
     }
-    print(json.dumps(context | figures, indent=2))
+    print_figures(context, figures)
 
 
 if __name__ == "__main__":

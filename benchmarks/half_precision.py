@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.rl.depth import mismatch_by_depth
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
+
+from benchmarks.servers.figures import print_figures
 
 PROMPT = list(range(5, 13))
 TRAINERS = {
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8000)
     options = parser.parse_args()
     names = options.families.split(",")
-    print(json.dumps({name: measure(name, options.tokens) for name in names}, indent=2))
+    print_figures({}, {name: measure(name, options.tokens) for name in names})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import time
@@ -31,6 +30,8 @@ from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.grpc_door import GrpcDoor
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.in_process import InProcessNetwork
+
+from benchmarks.servers.figures import print_figures
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=1000)
     options = parser.parse_args()
     figures = asyncio.run(measure(options.rounds, options.calls))
-    print(json.dumps({"benchmark": "in_process_calls", **vars(options), **figures}, indent=1))
+    print_figures({"benchmark": "in_process_calls", **vars(options)}, figures)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.rendering import GenerationRequest, Renderer
 from dialoop_services.inference.vllm_engine.environment import prepare
 
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 from benchmarks.servers.models import SIZES, make_model
 
@@ -178,7 +178,7 @@ def main() -> None:
     medians: dict[str, dict[int, float]] = {
         way: {n: round(median(values), 1) for n, values in of.items()} for way, of in rates.items()
     }
-    figures: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "benchmark": "inference_tokens",
         "size": options.size,
         "new_tokens": NEW_TOKENS,
@@ -186,6 +186,8 @@ def main() -> None:
         "cores": os.cpu_count(),
         "load_before": round(load, 2),
         "start": {name: service.start for name, service in services.items()},
+    }
+    figures: dict[str, Any] = {
         "tokens_per_s": medians,
         "share_of_raw": {
             way: {n: round(rate / medians[RAW][n], 3) for n, rate in of.items()}
@@ -196,7 +198,7 @@ def main() -> None:
             for way, of in rates.items()
         },
     }
-    print(json.dumps(figures, indent=2))
+    print_figures(facts, figures)
 
 
 if __name__ == "__main__":

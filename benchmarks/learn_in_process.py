@@ -9,7 +9,6 @@ Task: two-digit addition. The warm start demonstrates direct guesses (60 %) and 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import tempfile
@@ -31,6 +30,8 @@ from dialoop_learning.rl.packing_plan import plan_rows
 from dialoop_learning.training import update
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
+
+from benchmarks.servers.figures import print_figures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Many
@@ -337,7 +338,7 @@ def main() -> None:
     seeds, threads = arguments.pop("seeds"), arguments.pop("threads")
     torch.set_num_threads(threads)
     for seed in seeds:
-        print(json.dumps(run(Recipe(**arguments), seed)), flush=True)
+        print_figures({"seed": seed}, run(Recipe(**arguments), seed), indent=None)
 
 
 if __name__ == "__main__":

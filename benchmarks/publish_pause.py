@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import tempfile
 import time
@@ -42,6 +41,7 @@ from dialoop_services.trainer.settings import TrainerSettings
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 from benchmarks.servers.models import SIZES, make_model
 
@@ -208,7 +208,7 @@ def main() -> None:
         "load_before": round(load, 2),
         "in_flight": IN_FLIGHT,
     }
-    print(json.dumps({**head, **by_size}, indent=2))
+    print_figures(head, by_size)
 
 
 if __name__ == "__main__":

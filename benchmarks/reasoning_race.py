@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 from benchmarks.servers.race import Recipe, contend, first_above, heldout_accuracy, warm_start
 
@@ -145,11 +146,8 @@ def main() -> None:
         "load_before": round(load, 2),
         "recipe": arguments,
         "threshold": options.threshold,
-        "races": races,
-        "ours_over_trl": ratios(races, options),
     }
-    json.dump(result, sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    print_figures(result, {"races": races, "ours_over_trl": ratios(races, options)})
 
 
 if __name__ == "__main__":

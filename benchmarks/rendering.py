@@ -10,7 +10,6 @@ where it can be imported: in an environment with torchrl 0.14, transformers and 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -26,6 +25,8 @@ from dialoop.templates.registry import named_template
 from dialoop.tokens.tokenizer import Tokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from benchmarks.servers.figures import print_figures
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -123,17 +124,17 @@ def main() -> None:
         "load_before": round(load, 2),
         "calls": arguments.calls,
         "torchrl": "run" if "torchrl" in ways else "not run: not installed here",
-        **{
-            figure: {name: round(ms, 3) for name, ms in times.items()}
-            for figure, times in figures.items()
-        },
         "times_faster_than": {
             name: {f: round(times[name] / times["dialoop"], 2) for f, times in figures.items()}
             for name in ways
             if name != "dialoop"
         },
     }
-    print(json.dumps(result, indent=2))
+    rounded = {
+        figure: {name: round(ms, 3) for name, ms in times.items()}
+        for figure, times in figures.items()
+    }
+    print_figures(result, rounded)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2 as messages
 from dialoop.v1.replay_service_pb2_grpc import ReplayServiceStub
 
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import cpu_ns, processor
 from tests.support.redis_server import RedisServer
 
@@ -464,7 +465,8 @@ def main() -> None:
         "cores": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 2),
     }
-    print(json.dumps({"benchmark": "replay_throughput", **facts, **machine, **_figures(options)}))
+    head = {"benchmark": "replay_throughput", **facts, **machine}
+    print_figures(head, _figures(options))
 
 
 def _figures(options: argparse.Namespace) -> dict[str, object]:

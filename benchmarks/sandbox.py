@@ -18,6 +18,8 @@ from pathlib import Path
 from dialoop.sandbox import Level, Sandbox
 from dialoop.sandbox.self_test import assess
 
+from benchmarks.servers.figures import print_figures
+
 CODE = "print(6 * 7)"
 
 
@@ -100,10 +102,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    text = json.dumps(asyncio.run(_measure(options.calls)), indent=2)
-    print(text)
+    print_figures({}, figures := asyncio.run(_measure(options.calls)))
     if options.output:
-        options.output.write_text(text + "\n")
+        options.output.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ page cache.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -19,6 +18,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from benchmarks.servers.figures import print_figures
 
 IMPORT = """
 import time
@@ -71,7 +72,7 @@ def main() -> None:
         "load_before": round(load_before, 2),
         "targets_s": {"import_dialoop_s": 0.1, "dialoop_help_s": 0.3},
     }
-    print(json.dumps(context | measured, indent=2))
+    print_figures(context, measured)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
 from google.protobuf.message import Message
 
 from benchmarks.environment_doors import ROOT, TOKEN, Service, http, openenv_service, service
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import cpu_ns, processor
 
 DOORS = ("rest_json", "rest_protobuf", "grpc_unary", "grpc_stream", "grpc_batch")
@@ -400,7 +401,7 @@ def main() -> None:
         "rounds": options.rounds,
         "sessions": options.sessions,
     }
-    print(json.dumps(context | figures, indent=2))
+    print_figures(context, figures)
 
 
 if __name__ == "__main__":

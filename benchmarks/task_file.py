@@ -22,6 +22,8 @@ from pathlib import Path
 
 from dialoop.environments import JsonlTasks
 
+from benchmarks.servers.figures import print_figures
+
 PAGE_SIZE = 1000
 
 
@@ -81,7 +83,7 @@ def main() -> None:
         result = {name: round(statistics.median(r[name] for r in rounds), 2) for name in rounds[0]}
         about = {"num_tasks": options.num_tasks, "file_mb": round(path.stat().st_size / 2**20, 1)}
     about |= {"load": round(os.getloadavg()[0], 1), "cores": os.cpu_count() or 0}
-    print(json.dumps(about | result, indent=2))
+    print_figures(about, result)
 
 
 if __name__ == "__main__":

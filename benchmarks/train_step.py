@@ -41,6 +41,7 @@ from dialoop_learning.packing.prefixes import share_prefixes
 from transformers import AutoConfig
 
 from benchmarks.servers import train_step_batch
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 from benchmarks.servers.train_step_batch import Sequence, load_batch
 
@@ -266,28 +267,21 @@ def main() -> None:
         "torch": metadata.version("torch"),
         "transformers": metadata.version("transformers"),
     }
-    print(
-        json.dumps(
-            {
-                "benchmark": "train_step",
-                "vocabulary": arguments.vocabulary,
-                "answers": f"{arguments.answer_tokens} tokens each"
-                if arguments.answer_tokens
-                else "ragged",
-                "threads": arguments.threads,
-                "processor": processor(),
-                "cores": os.cpu_count(),
-                "load_before": round(load, 2),
-                "load_after": round(os.getloadavg()[0], 2),
-                "rounds": arguments.rounds,
-                "versions": versions,
-                "peers": "run" if peers else "not run: no --peers-python",
-                **result,
-                "agreement": agreement,
-            },
-            indent=2,
-        )
-    )
+    answers = f"{arguments.answer_tokens} tokens each" if arguments.answer_tokens else "ragged"
+    facts = {
+        "benchmark": "train_step",
+        "vocabulary": arguments.vocabulary,
+        "answers": answers,
+        "threads": arguments.threads,
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load_before": round(load, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+        "rounds": arguments.rounds,
+        "versions": versions,
+        "peers": "run" if peers else "not run: no --peers-python",
+    }
+    print_figures(facts, result | {"agreement": agreement})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ The exit code is 1 where fewer than 95 % of a fault's cases are found in a forma
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_ops.audit import AuditReport, Claims, audit
 from dialoop_ops.audit.audit import CHECKS
 
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 from tests.support.samples.planted_faults import (
     PLANTS,
@@ -174,12 +174,10 @@ def main() -> int:
         "cores": os.cpu_count(),
         "processor": processor(),
         "options": " ".join(sys.argv[1:]),
-        "cases": sum(row["cases"] for row in rows),
-        "found": sum(row["found"] for row in rows),
         "holds": holds,
-        "formats": formats,
     }
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    counts = {name: sum(row[name] for row in rows) for name in ("cases", "found")}
+    print_figures(report | {"formats": formats}, counts)
     return int(not holds)
 
 

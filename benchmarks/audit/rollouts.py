@@ -21,6 +21,8 @@ from typing import Any
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_ops.audit import Claims, audit
 
+from benchmarks.servers.figures import print_figures
+
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "infra" / "configs"
 ENGINE = ("engine=transformers", "store=memory", "gates.rescoring_s=0", "warm_start.num_steps=200")
@@ -64,6 +66,9 @@ def main() -> int:
     parser.add_argument("--trl-python", default="", help="a Python with TRL; without: ours alone")
     parser.add_argument("--keep", type=Path, help="folder for what is made, instead of a new one")
     options = parser.parse_args()
+    unknown = set(options.names) - OURS.keys() - set(THEIRS)
+    if unknown:
+        parser.error(f"there is no {', '.join(sorted(unknown))}")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="dialoop-audit-") as scratch:
         folder = (options.keep or Path(scratch)).absolute()
@@ -82,7 +87,8 @@ def main() -> int:
                 note(results, f"{name}_tables", out, model, recipe)
     findings = sum(len(result["findings"]) for result in results.values())
     report = {"cpus": os.cpu_count(), "dumps": len(results), "findings": findings}
-    sys.stdout.write(json.dumps(report | {"results": results}, indent=2) + "\n")
+    rollouts = sum(result["num_rollouts"] for result in results.values())
+    print_figures(report | {"results": results}, {"rollouts": rollouts})
     return int(findings > 0)
 
 

@@ -31,6 +31,7 @@ import psutil
 from dialoop_learning.model.tiny import write_tokenizer
 from dialoop_ops.runs import RunIndex
 
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 
 PROMPT, SAMPLED = 20, 100
@@ -248,9 +249,8 @@ def main() -> int:
             "index_bytes": (run_dir / "index.sqlite").stat().st_size,
             "indexed_s": round(indexed_s, 1),
             "indexed_cpu_s": round(used, 1),
-            "figures": figures,
         }
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    print_figures(report, {"figures": figures})
     return int(any(row["median_s"] >= MEDIAN_BELOW_S for row in figures.values()))
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -32,6 +31,7 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.registry import RegistryClient, ServiceMember
 from dialoop.errors import DialoopError
 
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 from tests.support.redis_server import RedisServer
 
@@ -206,7 +206,7 @@ def main() -> None:
             service.terminate()
             service.wait()
             redis.stop()
-    print(json.dumps({"processor": processor(), "seed": options.seed, **figures}))
+    print_figures({"processor": processor(), "seed": options.seed}, figures, indent=None)
 
 
 if __name__ == "__main__":

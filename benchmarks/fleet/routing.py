@@ -38,6 +38,7 @@ from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_ops.stack.processes.ports import choose_ports
 from dialoop_services.collector.replicas import GroupPolicy, Replicas
 
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 
 NUM_MEMBERS, NUM_NEW_TOKENS, NUM_WORDS = 4, 24, 40
@@ -214,7 +215,7 @@ def main() -> None:
     share = figures["routed"]["hit_rate"] / max(figures["one"]["hit_rate"], 1e-9)
     facts = {"processor": processor(), "engine": options.engine, "groups": options.groups}
     facts |= {"members": NUM_MEMBERS, "turns": options.turns}
-    sys.stdout.write(json.dumps(facts | figures | {"routed_of_one": round(share, 4)}) + "\n")
+    print_figures(facts, figures | {"routed_of_one": round(share, 4)}, indent=None)
     if share < LEAST_SHARE:
         raise SystemExit(f"The routed hit rate is {share:.3f} of that of one replica.")
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,6 +23,7 @@ from dialoop_services.inference.engine import EngineOptions, Sampled, StopTokens
 from dialoop_services.inference.vllm_engine.environment import Vllm
 
 from benchmarks.gpu.train_step import require
+from benchmarks.servers.figures import print_figures
 
 NO_STOP = StopTokens()
 PROMPT_TOKENS, ROUNDS = 64, 3
@@ -155,7 +154,8 @@ def main() -> None:
     figures |= {"batch_invariant": is_invariant}
     apart = [figures["nats"][f"{way}_alone_or_among"] for way in ("sampled", "scored")]
     require(not is_invariant or max(apart) == 0.0, figures)
-    sys.stdout.write(json.dumps(figures) + "\n")
+    facts = {name: figures.pop(name) for name in ("start_s", "requests", "new_tokens")}
+    print_figures(facts, figures, indent=None)
 
 
 if __name__ == "__main__":

@@ -359,6 +359,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     names = {name.strip() for name in options.only.split(";")} if options.only else None
     checks = [check for check in CHECKS if names is None or check.name in names]
+    unknown = (names or set()) - {check.name for check in CHECKS}
+    if unknown:
+        parser.error(f"there is no check {', '.join(sorted(unknown))}")
     gpus = gpu_names()
     if not gpus and not options.rehearse:
         console = Console()

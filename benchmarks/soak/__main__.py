@@ -21,7 +21,6 @@ checkpoints, the policies that the settings keep, and 4 kB of metrics and logs f
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -37,6 +36,7 @@ import psutil
 from dialoop_ops.cli.running_stacks import find_stack
 
 from benchmarks.environment_doors import ROOT
+from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 
 EVERY_S = 10.0
@@ -225,8 +225,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         figures = soak(Path(folder), chosen.minutes, chosen.groups_in_flight)
-    figures |= {"processor": processor(), "load_before": load}
-    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+    print_figures({"processor": processor(), "load_before": load}, figures)
     raise SystemExit(bool(figures["problems"]))
 
 
