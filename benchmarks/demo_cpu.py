@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.environment_doors import ROOT
+from benchmarks.path_of_a_prompt import stack_of
 from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 
@@ -36,13 +37,11 @@ class DemoRun:
 
 
 def run_demo(checkout: Path, seed: int) -> DemoRun:
-    """Run the demo of a checkout, with today's layout or that of 127deda."""
-    is_today = (checkout / "services" / "dialoop_services").exists()
-    places = [checkout / "client", checkout / "services" if is_today else checkout]
-    module = "dialoop_ops.stack" if is_today else "services.stack"
-    variables = os.environ | {"PYTHONPATH": ":".join(map(str, places)), "SEED": str(seed)}
+    """Run the demo of a checkout, in each layout since 127deda."""
+    root, package = stack_of(checkout)
+    variables = os.environ | {"PYTHONPATH": f"{checkout / 'client'}:{root}", "SEED": str(seed)}
     config = checkout / "infra" / "configs" / "demo.toml"
-    command = [sys.executable, "-m", module, "train", str(config), "--fresh"]
+    command = [sys.executable, "-m", f"{package}.stack", "train", str(config), "--fresh"]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         load, start = os.getloadavg()[0], time.monotonic()
         process = subprocess.Popen(

@@ -85,7 +85,7 @@ every = 0
 
 def trace(checkout: Path, timeout_s: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run the job; return what its processes entered, and the episodes trained meanwhile."""
-    root, package = _stack_of(checkout)
+    root, package = stack_of(checkout)
     with tempfile.TemporaryDirectory(prefix="path-") as made:
         folder = Path(made)
         (folder / "job.toml").write_text(CONFIG, "utf-8")
@@ -132,7 +132,7 @@ async def trace_rest_steps(checkout: Path) -> tuple[dict[str, Any], int]:
         return _merge(_reports(folder)), len(sessions)
 
 
-def _stack_of(checkout: Path) -> tuple[Path, str]:
+def stack_of(checkout: Path) -> tuple[Path, str]:
     """Return the folder and the package of the stack, in each layout since 127deda."""
     for package in ("services/dialoop_ops", "services/dialoop_services", "services"):
         if (checkout / package / "stack").is_dir():

@@ -38,7 +38,7 @@ EXCEPTIONS: Mapping[tuple[str, str], str] = {
     ("*", "torch.backends."): "torch's documentation tells its users to assign these",
     ("*", "langdetect.DetectorFactory.seed"): "langdetect's documentation tells its users to",
     (
-        "*/learning/model/products.py",
+        "*_learning/model/products.py",
         "torch.ops.mkldnn._linear_pointwise",
     ): "oneDNN's product without copies; by to_mkldnn() it takes as long as torch's own",
     (

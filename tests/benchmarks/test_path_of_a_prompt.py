@@ -86,28 +86,42 @@ def test_a_path_without_a_module_is_an_error(tmp_path: Path) -> None:
         summary(tmp_path, left_out)
 
 
+OF_TWO_PACKAGES = "services/dialoop_services"
+
+
 @pytest.mark.parametrize(
-    ("of_two_packages", "of_five"),
+    ("moved", "to"),
     [
-        ("services/dialoop_ops/launch/plan.py", "services/dialoop_ops/launch/plan.py"),
-        ("services/dialoop_ops/stack/job.py", "services/dialoop_ops/stack/job.py"),
-        (
-            "client/dialoop_extras/importers/from_trl.py",
-            "client/dialoop_extras/importers/from_trl.py",
-        ),
-        ("client/dialoop_extras/rest/padded.py", "client/dialoop_extras/rest/padded.py"),
-        ("services/dialoop_learning/optim.py", "services/dialoop_learning/optim.py"),
-        (
-            "services/dialoop_learning/rl/advantages.py",
-            "services/dialoop_learning/rl/advantages.py",
-        ),
-        ("services/dialoop_ops/runs/files.py", "services/dialoop_ops/runs/files.py"),
+        ("stack/launch/plan.py", "services/dialoop_ops/launch/plan.py"),
+        ("stack/job.py", "services/dialoop_ops/stack/job.py"),
+        ("config/from_trl.py", "client/dialoop_extras/importers/from_trl.py"),
+        ("rest/padded.py", "client/dialoop_extras/rest/padded.py"),
+        ("learning/optim.py", "services/dialoop_learning/optim.py"),
+        ("rl/advantages.py", "services/dialoop_learning/rl/advantages.py"),
     ],
 )
-def test_a_module_that_moved_is_counted_or_left_out_as_before(
-    of_two_packages: str, of_five: str
-) -> None:
+def test_a_module_that_moved_is_counted_or_left_out_as_before(moved: str, to: str) -> None:
     def reasons(module: str) -> list[str]:
         return [why for why, pattern in LEFT_OUT.items() if re.search(pattern, f"/{module}")]
 
-    assert reasons(of_two_packages) == reasons(of_five)
+    assert reasons(f"{OF_TWO_PACKAGES}/{moved}") == reasons(to)
+
+
+@pytest.mark.parametrize(
+    ("folder", "package"),
+    [
+        ("services/dialoop_ops/stack", "dialoop_ops"),
+        (f"{OF_TWO_PACKAGES}/stack", "dialoop_services"),
+        ("services/stack", "services"),
+    ],
+)
+def test_the_stack_of_each_layout_is_found(tmp_path: Path, folder: str, package: str) -> None:
+    (tmp_path / "services/dialoop_services").mkdir(parents=True)
+    (tmp_path / folder).mkdir(parents=True)
+    root, name = path_of_a_prompt.stack_of(tmp_path)
+    assert (root / name / "stack", name) == (tmp_path / folder, package)
+
+
+def test_a_folder_without_a_stack_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="No stack is in"):
+        path_of_a_prompt.stack_of(tmp_path)
