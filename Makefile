@@ -20,7 +20,7 @@ learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lo
 	  infra/configs/learn --only "$(ONLY)"
 
 models: setup  ## tiny random checkpoints of the model families, in runs/models
-	@$(BIN)/python -m dialoop_learning.model.families runs/models
+	@$(BIN)/python -m dialoop_ops.conformance.families runs/models
 
 up: setup  ## every service on this machine, until Ctrl-C
 	@$(BIN)/python -m dialoop_ops.stack

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from dialoop.trajectory import SamplingParams
-from dialoop_learning.model.families import make_family
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_ops.conformance.families import make_family
 from dialoop_services.inference.engine import EngineOptions, Sampled, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-from dialoop_learning.model.families import make_family
+from dialoop_ops.conformance.families import make_family
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.gpu.smoke import MODEL

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dialoop_learning.model.families import make_family
-from dialoop_services.trainer.records.rescore import rescore
+from dialoop_ops.conformance.families import make_family
+from dialoop_ops.policies.rescore import rescore
 
 from tests.support.stack_jobs import ROOT, Job
 

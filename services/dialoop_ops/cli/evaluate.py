@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from dialoop.episode import Policy
 
-_EXPORT = "dialoop_services.trainer.publish.export"
+_EXPORT = "dialoop_ops.policies.export"
 _SERVICE = "dialoop_services.inference"
 _POLL_S = 0.2
 _STOPS_IN_S = 30.0

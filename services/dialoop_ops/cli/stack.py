@@ -75,7 +75,7 @@ def export(arguments: argparse.Namespace) -> int:
     words += ["--merged"] if arguments.merged else []
     words += ["--base", arguments.base] if arguments.base else []
     words += _json_words(arguments)
-    return _become(words, module="dialoop_services.trainer.publish.export")
+    return _become(words, module="dialoop_ops.policies.export")
 
 
 def console(arguments: argparse.Namespace) -> int:
@@ -103,7 +103,7 @@ def replay_step(arguments: argparse.Namespace) -> int:
     """Repeat kept train steps of a run, and name what differs."""
     run = arguments.run if Path(arguments.run).is_dir() else str(arguments.root / arguments.run)
     words = [*_json_words(arguments), "--", run, arguments.steps]
-    return _become(words, module="dialoop_services.trainer.step_replay.replay")
+    return _become(words, module="dialoop_ops.policies.replay_step")
 
 
 def down(arguments: argparse.Namespace) -> int:

@@ -108,7 +108,7 @@ def export_policy(run_dir: Path, version: str, target: Path, *, merged: bool = F
     Raises Unavailable (EXPORT_FAILED) where that fails; its reason is on the standard error.
     """
     # In a process of its own: the stack imports neither torch nor safetensors.
-    module = "dialoop_services.trainer.publish.export"
+    module = "dialoop_ops.policies.export"
     words = [sys.executable, "-m", module, str(run_dir), version, str(target)]
     if subprocess.run([*words, *(["--merged"] if merged else [])], check=False).returncode:
         raise Unavailable(

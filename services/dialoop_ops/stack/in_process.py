@@ -147,7 +147,7 @@ def _rescore(job: JobConfig, run_dir: RunDir) -> dict[str, Any]:
     options = summary.rescoring_options(job)
     if not options:
         return dict(summary.NOT_RESCORED)
-    rescore = import_module("dialoop_services.trainer.records.rescore").rescore
+    rescore = import_module("dialoop_ops.policies.rescore").rescore
     answer: dict[str, Any] = rescore(run_dir.path, run_dir.model(job), **options)
     return answer
 

@@ -96,7 +96,7 @@ async def _rescore(stack: RunningStack, log: LogStream, live: LiveView) -> dict[
     options = summary.rescoring_options(layout.config)
     if not options:
         return dict(summary.NOT_RESCORED)
-    command = (sys.executable, "-m", "dialoop_services.trainer.records.rescore", str(run_dir))
+    command = (sys.executable, "-m", "dialoop_ops.policies.rescore", str(run_dir))
     # As many threads as the trainer has: more would spin while they wait for each other.
     options["num_threads"] = layout.config.train.num_threads
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]

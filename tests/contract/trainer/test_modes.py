@@ -12,8 +12,8 @@ import torch
 from dialoop import Dialoop
 from dialoop.clients.trainer import Phase
 from dialoop.trajectory import Group
+from dialoop_ops.policies.rescore import rescore
 from dialoop_ops.stack.in_process import in_process
-from dialoop_services.trainer.records.rescore import rescore
 from safetensors.torch import load_file
 
 SMALL = {

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from dialoop_ops.policies.export import RunPolicies, export_policy
 from dialoop_services.inference.engine import EngineOptions
-from dialoop_services.trainer.publish.export import RunPolicies, export_policy
 
 from tests.parity.inference.test_engines import (
     MAX_MODEL_LEN,

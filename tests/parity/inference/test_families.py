@@ -20,9 +20,9 @@ from dialoop_learning.lora.adapter_config import AdapterConfig
 from dialoop_learning.lora.base_weights import BaseWeights
 from dialoop_learning.lora.layers import ADAPTER
 from dialoop_learning.model.checkpoint_names import to_checkpoint
-from dialoop_learning.model.families import FAMILIES, make_family
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_ops.conformance.families import FAMILIES, make_family
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import (
     TransformersEngine,

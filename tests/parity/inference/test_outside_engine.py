@@ -17,7 +17,7 @@ from dialoop.errors import InvalidConfig, Unavailable, Unsupported
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
-from dialoop_learning.model.families import make_family
+from dialoop_ops.conformance.families import make_family
 from dialoop_ops.conformance.inference import checks
 from dialoop_ops.conformance.inference.running import check_engine
 from dialoop_services.inference.engine import OUTSIDE_VERSION, EngineOptions, StopTokens

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop_learning.model.families import FAMILIES
+from dialoop_ops.conformance.families import FAMILIES
 
 pytestmark = [
     pytest.mark.vllm,

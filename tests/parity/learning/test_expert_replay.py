@@ -19,7 +19,6 @@ from dialoop_learning.model.experts import (
     routing_of,
     watch_routers,
 )
-from dialoop_learning.model.families import make_family
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.packing.trainable import truncate
@@ -31,6 +30,7 @@ from dialoop_learning.rl.routed_experts import (
     recorded_experts,
 )
 from dialoop_learning.training import forward_backward
+from dialoop_ops.conformance.families import make_family
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.trainer.data.batches import TrainedSequence

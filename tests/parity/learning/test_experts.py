@@ -7,10 +7,10 @@ import torch
 from dialoop.errors import InvalidConfig
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.model.experts import balance_of, routers_of, watch_routers
-from dialoop_learning.model.families import make_family
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.training import forward_backward
+from dialoop_ops.conformance.families import make_family
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")

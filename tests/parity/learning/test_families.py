@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from dialoop_learning.model.families import (
+from dialoop_learning.model.policy import PolicyModel, load_policy
+from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_ops.conformance.families import (
     FAMILIES,
     WINDOW,
     families_table,
     make_family,
 )
-from dialoop_learning.model.policy import PolicyModel, load_policy
-from dialoop_learning.packing.rows import TokenRow, pack_rows
 
 ROOT = Path(__file__).parents[3]
 

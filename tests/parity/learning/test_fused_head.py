@@ -16,13 +16,13 @@ from dialoop_learning.model.attention import (
     takes_varlen,
     varlen_attention,
 )
-from dialoop_learning.model.families import make_family
 from dialoop_learning.model.fused_head import cut_kernel, cut_logprobs
 from dialoop_learning.model.logprobs import token_logprobs
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.packing.prefixes import share_prefixes
 from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_ops.conformance.families import make_family
 
 ROWS, WIDTH, VOCABULARY = 9, 16, 50
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

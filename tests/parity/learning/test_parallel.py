@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from dialoop.errors import InvalidConfig, InvalidInput, Unavailable, Unsupported
 from dialoop_learning.loss.loss_loading import load_objective
-from dialoop_learning.model.families import make_family
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.model.tiny import tiny_config
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
@@ -30,6 +29,7 @@ from dialoop_learning.parallel.parallel_state import (
 )
 from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
 from dialoop_learning.training import update
+from dialoop_ops.conformance.families import make_family
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 

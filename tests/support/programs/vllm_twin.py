@@ -23,7 +23,7 @@ from dialoop_services.inference.vllm_engine.environment import prepare
 prepare()
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
-from dialoop_learning.model.families import make_family  # noqa: E402
+from dialoop_ops.conformance.families import make_family  # noqa: E402
 from dialoop_services.inference.engine import EngineOptions  # noqa: E402
 from dialoop_services.inference.vllm_engine import options  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402

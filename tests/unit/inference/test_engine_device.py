@@ -11,7 +11,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.trajectory import SamplingParams
 from dialoop_learning.model.experts import routers_of, routing_of
-from dialoop_learning.model.families import make_family
+from dialoop_ops.conformance.families import make_family
 from dialoop_ops.conformance.inference.running import check_engine
 from dialoop_services.config.file import parse_config
 from dialoop_services.inference.engine import EngineOptions

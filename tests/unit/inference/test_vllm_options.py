@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from dialoop_learning.model.families import make_family
+from dialoop_ops.conformance.families import make_family
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.vllm_engine import environment
 from dialoop_services.inference.weights.adapter_files import AdapterLimits

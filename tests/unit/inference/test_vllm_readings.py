@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from dialoop_learning.model.families import (
+from dialoop_learning.model.vllm_readings import READINGS, require_same_reading
+from dialoop_ops.conformance.families import (
     FAMILIES,
     VLLM_CPU_REFUSES,
     family_config,
     make_family,
 )
-from dialoop_learning.model.vllm_readings import READINGS, require_same_reading
 from dialoop_ops.stack.preflight import mistakes_in
 from dialoop_services.config.file import parse_config
 from dialoop_services.inference.engine import EngineOptions

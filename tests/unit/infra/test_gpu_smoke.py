@@ -6,7 +6,7 @@ import json
 import tomllib
 
 import pytest
-from dialoop_learning.model.families import make_family
+from dialoop_ops.conformance.families import make_family
 from dialoop_ops.conformance.inference import running
 from dialoop_ops.stack.devices import Node, plan_devices
 from dialoop_services.config.file import parse_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop_learning.model.checkpoint import require_whole
-from dialoop_learning.model.families import FAMILIES, make_family
+from dialoop_ops.conformance.families import FAMILIES, make_family
 from dialoop_ops.stack import preflight
 from dialoop_services.config.job import JobConfig
 from safetensors.torch import load_file, save_file

@@ -14,7 +14,7 @@ import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_learning.model.checkpoint import cuda_problem
-from dialoop_learning.model.families import make_family
+from dialoop_ops.conformance.families import make_family
 from dialoop_ops.stack import gpus as gpus_module
 from dialoop_ops.stack import preflight, running
 from dialoop_ops.stack.__main__ import main

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from dialoop_learning.model.families import make_family
+from dialoop_ops.conformance.families import make_family
 from dialoop_ops.stack import preflight
 from dialoop_ops.stack.estimates import estimate_of, require_memory
 from dialoop_services.config.file import parse_config

@@ -14,8 +14,8 @@ import torch
 from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFailed
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_ops.cli.main import main as dialoop
+from dialoop_ops.policies.export import RunPolicies, copy_with_bar, export_policy, main
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.publish.export import RunPolicies, copy_with_bar, export_policy, main
 from dialoop_services.trainer.settings import TrainerSettings
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -160,7 +160,7 @@ def test_dialoop_export_becomes_the_exporter(monkeypatch: pytest.MonkeyPatch) ->
     dialoop(["export", "demo", "main-1", "out", "--merged"])
     expected = [
         "-m",
-        "dialoop_services.trainer.publish.export",
+        "dialoop_ops.policies.export",
         "runs/demo",
         "main-1",
         "out",
@@ -173,7 +173,7 @@ def test_the_module_runs_as_a_program(run_dir: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "dialoop_services.trainer.publish.export",
+        "dialoop_ops.policies.export",
         str(run_dir),
         "2",
         str(tmp_path / "o"),

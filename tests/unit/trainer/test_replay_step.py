@@ -20,6 +20,7 @@ from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.records import group_from_proto, group_to_proto
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.rl.advantages import with_advantages
+from dialoop_ops.policies.replay_step import StepRepeater, StepReplay, main, steps_of
 from dialoop_services.config.job import JobConfig
 from dialoop_services.trainer.data.batches import Batch
 from dialoop_services.trainer.job.state import JobState
@@ -31,7 +32,6 @@ from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
 from dialoop_services.trainer.settings import TrainerSettings
 from dialoop_services.trainer.step_replay.keeping import kept_steps
-from dialoop_services.trainer.step_replay.replay import StepRepeater, StepReplay, main, steps_of
 from safetensors.torch import load_file, save_file
 
 VERSION = PolicyVersion(lineage="main", number=3)

@@ -14,7 +14,6 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.trajectory import StopReason
-from dialoop_learning.model.families import make_family
 from dialoop_services.inference.engine import (
     BASE_VERSION,
     OUTSIDE_VERSION,
@@ -35,6 +34,7 @@ from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter
 from dialoop_services.inference.weights.parameters import is_tied
 from safetensors.torch import save_file
 
+from dialoop_ops.conformance.families import make_family
 from dialoop_ops.conformance.inference.bench import (
     NO_STOP,
     NUM_TOKENS,

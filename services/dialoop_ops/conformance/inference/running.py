@@ -11,7 +11,6 @@ from typing import Any
 from dialoop.errors import DialoopError, InvalidConfig, Unsupported
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop_learning.model.families import make_family
 from dialoop_services.config.engines import ENGINES, facts_of_engine, require_device
 from dialoop_services.inference.engine import Engine, EngineOptions, OutsideWeights
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
@@ -19,6 +18,7 @@ from dialoop_services.runtime.device_lock import DEVICE_LOCK
 
 from dialoop_ops.conformance.environment.checks import Finding
 from dialoop_ops.conformance.environment.play import Broken
+from dialoop_ops.conformance.families import make_family
 from dialoop_ops.conformance.inference.bench import RANK, EngineBench, reference, used_mib
 from dialoop_ops.conformance.inference.checks import (
     CAPABILITIES,

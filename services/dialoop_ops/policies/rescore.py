@@ -1,6 +1,6 @@
 """Check a run's log-probs; print the result as a JSON line, after lines of progress.
 
-`python -m dialoop_services.trainer.records.rescore RUN_DIR --within-s 60`
+`python -m dialoop_ops.policies.rescore RUN_DIR --within-s 60`
 
 A full forward pass of the trainer's model scores stored tokens again under the policy version that
 sampled them, and compares the result with the log-prob that the engine recorded. It checks a sample
@@ -34,11 +34,11 @@ from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.rl.depth import mismatch_by_depth
 from dialoop_learning.rl.routed_experts import COLUMN, Routing, experts_of
-from dialoop_ops.runs.run_files import trajectory_files
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from dialoop_services.trainer.publish.export import WEIGHTS, RunPolicies
+from dialoop_ops.policies.export import WEIGHTS, RunPolicies
+from dialoop_ops.runs.run_files import trajectory_files
 
 _MAX_PER_VERSION = 256
 _WITHIN_S = 60.0

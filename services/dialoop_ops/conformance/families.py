@@ -1,6 +1,6 @@
 """Tiny checkpoints of the model families that people train, with random weights.
 
-python -m dialoop_learning.model.families DIRECTORY [--only NAME]
+python -m dialoop_ops.conformance.families DIRECTORY [--only NAME]
 
 writes one folder a family: config, generation config, tokenizer and weights, as transformers' own
 class saves them. No weights are downloaded. What the families differ in is kept, made small: heads
@@ -19,10 +19,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from dialoop_learning.model.checkpoint import save_model
 from dialoop_learning.model.tiny import INITIALIZER_RANGE, tiny_tokenizer, write_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dialoop_ops.runs.rows import as_row
-from dialoop_ops.runs.run_files import trajectory_files
-
 from dialoop_services.trainer.step_replay.columns import ValuePlace
 from dialoop_services.trainer.step_replay.trace import bits_of
+
+from dialoop_ops.runs.rows import as_row
+from dialoop_ops.runs.run_files import trajectory_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from dialoop.trajectory import Group
-    from torch import Tensor
-
     from dialoop_services.trainer.step_replay.columns import StepColumn
+    from torch import Tensor
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Tolerance of floats where equal bits are not promised."""

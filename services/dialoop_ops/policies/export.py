@@ -1,6 +1,6 @@
 """Export a published policy as a model directory.
 
-`python -m dialoop_services.trainer.publish.export RUN_DIR VERSION DIR`
+`python -m dialoop_ops.policies.export RUN_DIR VERSION DIR`
 
 transformers, vLLM and PEFT load the result: config, generation config, tokenizer, chat template and
 safetensors of the whole policy. A published LoRA adapter is exported as a PEFT directory, or merged
@@ -22,10 +22,9 @@ import rich.progress
 from dialoop.errors import AlreadyExists, DialoopError, InvalidConfig, InvalidInput, NotFound
 from dialoop.reasons import Reason
 from dialoop_learning.rl.staleness import publish_order, version_of_name
+from dialoop_services.runtime.process import end_command
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
-
-from dialoop_services.runtime.process import end_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

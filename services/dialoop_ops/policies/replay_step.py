@@ -1,6 +1,6 @@
 """Repeat train steps that a run has kept, and name the first number that differs.
 
-`python -m dialoop_services.trainer.step_replay.replay RUN_DIR 7..9 [--json]`
+`python -m dialoop_ops.policies.replay_step RUN_DIR 7..9 [--json]`
 
 A step begins from the weights of the newest checkpoint before it, with the steps since repeated.
 """
@@ -20,9 +20,6 @@ from dialoop.reasons import Reason
 from dialoop_learning.rl.advantages import AdvantageSettings, with_advantages
 from dialoop_learning.rl.monte_carlo import with_turn_advantages
 from dialoop_learning.rl.selection import with_best_alone
-from rich.console import Console
-from rich.progress import Progress
-
 from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime.process import end_command
 from dialoop_services.trainer.data.batches import sequences_of
@@ -35,22 +32,24 @@ from dialoop_services.trainer.step_replay.columns import (
     reward_columns,
     row_columns,
 )
-from dialoop_services.trainer.step_replay.comparing import (
+from dialoop_services.trainer.step_replay.keeping import machine_of, read_step
+from dialoop_services.trainer.step_replay.trace import StepTrace
+from rich.console import Console
+from rich.progress import Progress
+
+from dialoop_ops.policies.step_differences import (
     ABSOLUTE,
     RELATIVE,
     Difference,
     first_difference,
     first_unlike_record,
 )
-from dialoop_services.trainer.step_replay.keeping import machine_of, read_step
-from dialoop_services.trainer.step_replay.trace import StepTrace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dialoop.trajectory import Group
     from dialoop_learning.packing.rows import TokenRow
-
     from dialoop_services.trainer.step_replay.keeping import KeptStep
 
 _NO_FLOATS = np.empty(0, dtype=np.float32)
