@@ -36,7 +36,7 @@ MOVED: Final = {
     "dialoop.views.display": "dialoop_ops.runs.display",
     "dialoop.views.pad_output": "dialoop_extras.padding.pad_output",
     "dialoop.views.padding": "dialoop_extras.padding",
-    "dialoop.views.run_files": "dialoop_ops.runs.run_files",
+    "dialoop.views.run_files": "dialoop_services.trainer.records.rows",
     "dialoop.views.torchrl": "dialoop_extras.torchrl_view",
     "dialoop_services.config.foreign_keys": "dialoop_extras.importers.foreign_keys",
     "dialoop_services.config.from_trl": "dialoop_extras.importers.from_trl",

@@ -22,10 +22,10 @@ from dialoop_services.trainer.data.demonstration_set import DemonstrationSet
 from dialoop_services.trainer.job.evaluation import EvaluationResult
 from dialoop_services.trainer.job.job import TrainingJob
 from dialoop_services.trainer.job.parts import JobParts
-from dialoop_services.trainer.job.placement import Split
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.learner.learner import TrainStepReport
 from dialoop_services.trainer.learner.weights_file import ExportedWeights
+from dialoop_services.trainer.publish.placement import Split
 from dialoop_services.trainer.publish.publisher import Published
 from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints

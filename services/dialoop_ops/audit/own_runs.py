@@ -13,6 +13,7 @@ from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
 from dialoop.sequences import Source
 from dialoop.trajectory import StopReason
+from dialoop_services.trainer.records.rows import TRAJECTORIES, trajectory_files
 
 from dialoop_ops.audit.records import (
     DROPPED,
@@ -31,7 +32,6 @@ from dialoop_ops.runs.index import DEBUG_TABLE
 from dialoop_ops.runs.line_files import whole_lines
 from dialoop_ops.runs.metric_rows import METRICS, is_kept
 from dialoop_ops.runs.run_config import read_run, tokenizer_of
-from dialoop_ops.runs.run_files import TRAJECTORIES, trajectory_files
 from dialoop_ops.runs.summaries import content_text, finite, summary_of, versions_by_step
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput, NotFound
+from dialoop_services.trainer.records.rows import TRAJECTORIES, trajectory_files
 from rich.text import Text
 
 from dialoop_ops.cli.console import rich_console, say
@@ -24,7 +25,6 @@ from dialoop_ops.runs.display import (
 from dialoop_ops.runs.filters import Filters
 from dialoop_ops.runs.metric_rows import METRICS
 from dialoop_ops.runs.run_config import tokenizer_of
-from dialoop_ops.runs.run_files import TRAJECTORIES, trajectory_files
 from dialoop_ops.runs.summaries import summary_of, text_of, versions_by_step
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
 from dialoop.trajectory import Owner, SamplingParams
-
-from dialoop_ops.runs.rows import as_row
+from dialoop_services.trainer.records.rows import as_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -34,11 +34,11 @@ from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.rl.depth import mismatch_by_depth
 from dialoop_learning.rl.routed_experts import COLUMN, Routing, experts_of
+from dialoop_services.trainer.records.rows import trajectory_files
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from dialoop_ops.policies.export import WEIGHTS, RunPolicies
-from dialoop_ops.runs.run_files import trajectory_files
 
 _MAX_PER_VERSION = 256
 _WITHIN_S = 60.0

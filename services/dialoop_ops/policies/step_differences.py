@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from dialoop_services.trainer.records.rows import as_row, trajectory_files
 from dialoop_services.trainer.step_replay.columns import ValuePlace
 from dialoop_services.trainer.step_replay.trace import bits_of
-
-from dialoop_ops.runs.rows import as_row
-from dialoop_ops.runs.run_files import trajectory_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

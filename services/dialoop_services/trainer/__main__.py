@@ -38,7 +38,6 @@ from dialoop_services.trainer.data.warm_start import WarmStartBatches, demonstra
 from dialoop_services.trainer.job.evaluation import Evaluator
 from dialoop_services.trainer.job.job import TrainingJob
 from dialoop_services.trainer.job.parts import JobParts
-from dialoop_services.trainer.job.placement import placement_of
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.learner.ranks import (
     RankSettings,
@@ -47,6 +46,7 @@ from dialoop_services.trainer.learner.ranks import (
     leave_stopping_to_the_first,
     make_learner,
 )
+from dialoop_services.trainer.publish.placement import placement_of
 from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.publish.rotation import Rotation
 from dialoop_services.trainer.records.records import RunRecords

@@ -13,8 +13,8 @@ from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.file import parse_config
 from dialoop_services.runtime.device_lock import DeviceLock
 from dialoop_services.runtime.settings import load
-from dialoop_services.trainer.job.placement import Shared, Split
 from dialoop_services.trainer.learner.learner import policy_of
+from dialoop_services.trainer.publish.placement import Shared, Split
 from dialoop_services.trainer.settings import TrainerSettings
 
 from tests.support.waiting import PATIENCE_S

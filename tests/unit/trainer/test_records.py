@@ -19,11 +19,11 @@ from dialoop_ops.policies.rescore import (
     batches_of,
     sampled_by_version,
 )
-from dialoop_ops.runs.run_files import trajectory_files
 from dialoop_ops.stack.report.summary import count_outcomes
 from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations
 from dialoop_services.trainer.records import records
 from dialoop_services.trainer.records.records import RunRecords
+from dialoop_services.trainer.records.rows import trajectory_files
 
 VERSION = PolicyVersion(lineage="main", number=3)
 SEPARATORS = "a\u2028b\x85c\x0bd"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_learning.rl.lengths import share_table
+from dialoop_services.trainer.records.rows import trajectory_files
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from dialoop_ops.runs.display import Row, legend, policy_of, read_rows, transcript
-from dialoop_ops.runs.run_files import trajectory_files
 
 if TYPE_CHECKING:
     from pathlib import Path

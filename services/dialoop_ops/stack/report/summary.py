@@ -14,8 +14,7 @@ import dialoop
 from dialoop.reasons import DropReason
 from dialoop_learning.rl.depth import first_above
 from dialoop_services.config.engines import ENGINES
-
-from dialoop_ops.runs.run_files import trajectory_files
+from dialoop_services.trainer.records.rows import trajectory_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dialoop_services.trainer.job.placement import Split
+from dialoop_services.trainer.publish.placement import Split
 
 if TYPE_CHECKING:
     from dialoop.clients.replay import ReplayClient
 
     from dialoop_services.trainer.data.warm_start import WarmStartBatches
     from dialoop_services.trainer.job.evaluation import Evaluator
-    from dialoop_services.trainer.job.placement import Placement
     from dialoop_services.trainer.job.status import StatusBoard
     from dialoop_services.trainer.learner.learner import Learner
+    from dialoop_services.trainer.publish.placement import Placement
     from dialoop_services.trainer.publish.publisher import Publisher
     from dialoop_services.trainer.records.records import RunRecords
     from dialoop_services.trainer.recovery.checkpoint import Checkpoints

@@ -22,7 +22,6 @@ from dialoop_learning.rl.staleness import publish_order, version_of_name
 
 from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.runtime.durable import sync_tree, write_json
-from dialoop_services.trainer.job.placement import Split
 from dialoop_services.trainer.learner.learner_state import WEIGHTS
 from dialoop_services.trainer.publish.data_planes import (
     ChunkSender,
@@ -30,6 +29,7 @@ from dialoop_services.trainer.publish.data_planes import (
     OwnSender,
     pointer_of,
 )
+from dialoop_services.trainer.publish.placement import Split
 from dialoop_services.trainer.publish.vllm_transfer import VllmTransfer
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import Floats
 
-    from dialoop_services.trainer.job.placement import Placement
     from dialoop_services.trainer.learner.learner import Learner
     from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
     from dialoop_services.trainer.publish.data_planes import WeightsSender
+    from dialoop_services.trainer.publish.placement import Placement
     from dialoop_services.trainer.publish.rotation import Rotation
     from dialoop_services.trainer.settings import TrainerSettings
 

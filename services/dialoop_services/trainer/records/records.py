@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from dialoop.sequences import PolicyVersion
-from dialoop_ops.runs.rows import as_row
-from dialoop_ops.runs.run_files import TRAJECTORIES, number_of, trajectory_files
 
 from dialoop_services.runtime.durable import write_json
+from dialoop_services.trainer.records.rows import TRAJECTORIES, as_row, number_of, trajectory_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

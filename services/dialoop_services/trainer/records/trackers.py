@@ -23,7 +23,8 @@ from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.user_functions import loop_of_users, raised_at, resolve
-from dialoop_ops.runs.metric_rows import numbers_of
+
+from dialoop_services.trainer.records.rows import numbers_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

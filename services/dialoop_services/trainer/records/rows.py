@@ -1,6 +1,7 @@
-"""Lines of trajectories.jsonl: a trajectory as plain JSON, token by token.
+"""Lines of a run's files: trajectories.jsonl, which comes in parts, and numbers of metrics.jsonl.
 
-A run writes each with `outcome`, `label` and `train_step` in front; `dialoop_ops.runs` reads them.
+A trajectory is plain JSON, token by token. A run writes each with `outcome`, `label` and
+`train_step` in front; `dialoop_ops.runs` reads them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 from dialoop.episode import UpdateMode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
     from dialoop.sequences import Sequence
     from dialoop.trajectory import Trajectory
+
+TRAJECTORIES = "trajectories.jsonl"
+_NO_SERIES = ("time", "train_step", "kind", "label")
 
 
 def as_row(trajectory: Trajectory) -> dict[str, Any]:
@@ -72,3 +79,30 @@ def _sequence_row(sequence: Sequence) -> dict[str, Any]:
             for name, column in sequence.columns.items()
         },
     }
+
+
+def trajectory_files(run_dir: Path) -> tuple[Path, ...]:
+    """Return the parts of trajectories.jsonl, oldest first: .000001.jsonl, ..., the one in use."""
+    older = sorted(run_dir.glob("trajectories.[0-9]*.jsonl"), key=number_of)
+    newest = run_dir / TRAJECTORIES
+    return (*older, newest) if newest.is_file() else tuple(older)
+
+
+def number_of(part: Path) -> int:
+    """Return the number of a part that is full."""
+    return int(part.name.split(".")[1])
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return a row's numbers as {"train/reward": 0.5, "train/by_staleness/0/ratio": 1.0}."""
+    label = f"{row['kind']}/{row['label']}" if "label" in row else str(row["kind"])
+    return dict(_numbers({k: v for k, v in row.items() if k not in _NO_SERIES}, label))
+
+
+def _numbers(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        path = f"{prefix}/{name}"
+        if isinstance(value, dict):
+            yield from _numbers(value, path)
+        elif isinstance(value, (int, float)):
+            yield path, float(value)
