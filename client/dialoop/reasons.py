@@ -476,6 +476,7 @@ class Reason(_Named):
     STORE_FORMAT = "STORE_FORMAT", "The queue's store has the run in another version's format."
     STORE_FULL = "STORE_FULL", "The queue's store is out of memory."
     STORE_UNAVAILABLE = "STORE_UNAVAILABLE", "The queue's store does not answer."
+    STREAM_CUT = "STREAM_CUT", "A stream of requests ended without its mark."
     STREAM_ENDED = "STREAM_ENDED", "The stream ended."
     TASK_AND_QUERY = "TASK_AND_QUERY", "Give a task or a question, not both."
     TASK_EMPTY = "TASK_EMPTY", "The task has no question."

@@ -47,7 +47,7 @@ from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.rest.routes import Route, routes_of
 from dialoop_services.rest.schema import decode, models
-from dialoop_services.runtime import GrpcServer, Server, ServerSettings, load
+from dialoop_services.runtime import GrpcServer, ServerSettings, load
 from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.scoring import Scoring
@@ -189,7 +189,7 @@ def settings_of(name: str, **fields: Any) -> ServerSettings:
 
 
 @asynccontextmanager
-async def rest_door(name: str, server: Server, settings: ServerSettings) -> AsyncIterator[None]:
+async def rest_door(name: str, server: GrpcServer, settings: ServerSettings) -> AsyncIterator[None]:
     """The servicers of a service on a server of either kind."""
     if isinstance(settings, EnvironmentSettings):
         catalogue = Catalogue([arithmetic(), failing_environment()])
@@ -204,7 +204,7 @@ async def rest_door(name: str, server: Server, settings: ServerSettings) -> Asyn
         yield
 
 
-def _replay(server: Server, exits: AsyncExitStack) -> None:
+def _replay(server: GrpcServer, exits: AsyncExitStack) -> None:
     limits = QueueLimits(lease_s=60, max_waiting_groups=1, overflow="reject")
     servicer = ReplayServicer(ModelStore(limits), vocab_size=lambda: 100)
     register = replay_service_pb2_grpc.add_ReplayServiceServicer_to_server
@@ -212,7 +212,7 @@ def _replay(server: Server, exits: AsyncExitStack) -> None:
     exits.callback(servicer.stop_waiting)
 
 
-def _inference(server: Server, exits: AsyncExitStack) -> None:
+def _inference(server: GrpcServer, exits: AsyncExitStack) -> None:
     async def report(serving: bool) -> None:
         """Nobody asks."""
 
@@ -232,14 +232,14 @@ def _inference(server: Server, exits: AsyncExitStack) -> None:
     server.add(register, TemplateServicer(renderer, "bytes"), "dialoop.v1.TemplateService")
 
 
-def _scorer(server: Server, exits: AsyncExitStack) -> None:
+def _scorer(server: GrpcServer, exits: AsyncExitStack) -> None:
     reference = ReferenceBatches(FlatReference)
     scorer = Scorer(Scoring(reference=reference), {"reference": reference})
     register = scorer_service_pb2_grpc.add_ScorerServiceServicer_to_server
     server.add(register, ScorerServicer(scorer), "dialoop.v1.ScorerService")
 
 
-def _trainer(server: Server, exits: AsyncExitStack) -> None:
+def _trainer(server: GrpcServer, exits: AsyncExitStack) -> None:
     register = trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server
     server.add(register, FixedTrainer(), "dialoop.v1.TrainerService")
 

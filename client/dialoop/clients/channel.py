@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import grpc
 
@@ -22,6 +22,7 @@ from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.clients.tls import open_channel
 from dialoop.errors import DialoopWarning, Unavailable
 from dialoop.reasons import Reason
+from dialoop.v1.stream_pb2 import StreamEnd
 from dialoop.waits import current_waits
 
 if TYPE_CHECKING:
@@ -62,39 +63,13 @@ class Rpc(Generic[Q, A]):
     is_poll: bool = field(default=False, kw_only=True)
 
 
-class Transport(Protocol):
-    """What carries calls: a grpc.aio.Channel, or services of this process."""
-
-    @property
-    def unary_unary(self) -> Callable[..., Any]:
-        """Return what makes the function that calls an rpc of one request and one answer."""
-
-    @property
-    def unary_stream(self) -> Callable[..., Any]:
-        """Return the same for one request and many answers."""
-
-    @property
-    def stream_unary(self) -> Callable[..., Any]:
-        """Return the same for many requests and one answer."""
-
-    @property
-    def stream_stream(self) -> Callable[..., Any]:
-        """Return the same for many requests and many answers."""
-
-    async def channel_ready(self) -> None:
-        """Wait until the server listens."""
-
-    async def close(self, grace: float | None = None) -> None:
-        """End the calls in flight and take no more."""
-
-
 class Channel:
-    """Calls the rpcs of the service at `host:port`; make it inside a running event loop.
+    """Calls the rpcs of the service at `host:port` or `unix:path`; make it inside a running event loop.
 
     `token` may be a function that returns it, which is called for each call: tokens may end.
-    Where DIALOOP_TLS_CA is set, the connection is encrypted. With a `transport` it calls through
-    that, and its errors name `address`. With an `epoch` only the member of the registry that has it
-    answers; another service at the address refuses with Unavailable (OTHER_INCARNATION).
+    Where DIALOOP_TLS_CA is set, the connection is encrypted. With an `epoch` only the member of the
+    registry that has it answers; another service at the address refuses with Unavailable
+    (OTHER_INCARNATION).
     """
 
     def __init__(
@@ -104,7 +79,6 @@ class Channel:
         token: str | Credentials = "",
         max_message_bytes: int = 64 * 1024 * 1024,
         retry: RetryPolicy | None = None,
-        transport: Transport | None = None,
         epoch: int = 0,
     ) -> None:
         self.address = address
@@ -112,7 +86,7 @@ class Channel:
         self._token = token
         self._epoch: Metadata = ((EPOCH_METADATA, str(epoch)),) if epoch else ()
         self._retry = retry or RetryPolicy()
-        self._channel = transport or _connection(address, max_message_bytes)
+        self._channel = _connection(address, max_message_bytes)
 
     async def __aenter__(self) -> Self:
         return self
@@ -192,7 +166,9 @@ class Channel:
         timeout_s = rpc.deadline_s if deadline_s is None else deadline_s
         with self._waiting_for(rpc):
             async with _Translating(self.address):
-                answer: A = await method(requests, timeout=timeout_s, metadata=self._metadata)
+                answer: A = await method(
+                    _with_mark(rpc, requests), timeout=timeout_s, metadata=self._metadata
+                )
                 return answer
 
     async def exchange(self, rpc: Rpc[Q, A], requests: AsyncIterator[Q]) -> AsyncIterator[A]:
@@ -203,7 +179,7 @@ class Channel:
             response_deserializer=rpc.answer.FromString,
         )
         async with _Translating(self.address):
-            call = method(requests, metadata=self._metadata)
+            call = method(_with_mark(rpc, requests), metadata=self._metadata)
             try:
                 async for answer in call:
                     yield answer
@@ -221,6 +197,16 @@ class Channel:
             yield
         finally:
             self._waits.end(wait)
+
+
+async def _with_mark(rpc: Rpc[Q, A], requests: AsyncIterator[Q]) -> AsyncIterator[Q]:
+    """Yield the requests, and then the mark by which the service knows that it has them all."""
+    num_messages = 0
+    async for request in requests:
+        yield request
+        num_messages += 1
+    with_end: Any = rpc.request
+    yield with_end(end=StreamEnd(num_messages=num_messages))
 
 
 def tell_warnings(answer: Message) -> None:

@@ -81,9 +81,9 @@ def read_pem(path: Path) -> bytes:
 
 
 def open_channel(address: str, options: Options = ()) -> grpc.aio.Channel:
-    """Return a channel to host:port, encrypted where DIALOOP_TLS_CA is set."""
+    """Return a channel to host:port, encrypted where DIALOOP_TLS_CA is set; `unix:path` never is."""
     credentials = Tls.from_environment().channel_credentials()
-    if credentials is None:
+    if credentials is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)
 

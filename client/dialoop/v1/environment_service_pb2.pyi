@@ -1,5 +1,6 @@
 from dialoop.v1 import chat_pb2 as _chat_pb2
 from dialoop.v1 import scope_pb2 as _scope_pb2
+from dialoop.v1 import stream_pb2 as _stream_pb2
 from dialoop.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -455,7 +456,7 @@ class BatchStepItem(_message.Message):
     def __init__(self, response: _Optional[_Union[StepResponse, _Mapping]] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
 
 class InteractRequest(_message.Message):
-    __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "items", "takes_items")
+    __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "items", "takes_items", "end")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CREATE_SESSION_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
@@ -463,6 +464,7 @@ class InteractRequest(_message.Message):
     CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     TAKES_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     create_session: CreateSessionRequest
     reset: ResetRequest
@@ -470,7 +472,8 @@ class InteractRequest(_message.Message):
     close_session: CloseSessionRequest
     items: _containers.RepeatedCompositeFieldContainer[InteractRequest]
     takes_items: bool
-    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionRequest, _Mapping]] = ..., items: _Optional[_Iterable[_Union[InteractRequest, _Mapping]]] = ..., takes_items: bool = ...) -> None: ...
+    end: _stream_pb2.StreamEnd
+    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionRequest, _Mapping]] = ..., items: _Optional[_Iterable[_Union[InteractRequest, _Mapping]]] = ..., takes_items: bool = ..., end: _Optional[_Union[_stream_pb2.StreamEnd, _Mapping]] = ...) -> None: ...
 
 class InteractResponse(_message.Message):
     __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "error", "items")

@@ -203,6 +203,7 @@ class EnvironmentServiceServicer(object):
 
     def Interact(self, request_iterator, context):
         """Many sessions over one stream; answers carry the request_id they answer, in any order.
+        OK, INVALID_ARGUMENT (STREAM_CUT: it ended without `end`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

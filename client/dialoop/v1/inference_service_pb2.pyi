@@ -1,5 +1,6 @@
 from dialoop.v1 import chat_pb2 as _chat_pb2
 from dialoop.v1 import scope_pb2 as _scope_pb2
+from dialoop.v1 import stream_pb2 as _stream_pb2
 from dialoop.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -309,14 +310,16 @@ class SharedTensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., memory_handle: _Optional[bytes] = ..., memory_offset: _Optional[int] = ..., counter_name: _Optional[str] = ..., counter_offset: _Optional[int] = ..., event_handle: _Optional[bytes] = ...) -> None: ...
 
 class LoadWeightsRequest(_message.Message):
-    __slots__ = ("manifest", "chunk", "transfer")
+    __slots__ = ("manifest", "chunk", "transfer", "end")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     manifest: WeightsManifest
     chunk: bytes
     transfer: TransferStep
-    def __init__(self, manifest: _Optional[_Union[WeightsManifest, _Mapping]] = ..., chunk: _Optional[bytes] = ..., transfer: _Optional[_Union[TransferStep, _Mapping]] = ...) -> None: ...
+    end: _stream_pb2.StreamEnd
+    def __init__(self, manifest: _Optional[_Union[WeightsManifest, _Mapping]] = ..., chunk: _Optional[bytes] = ..., transfer: _Optional[_Union[TransferStep, _Mapping]] = ..., end: _Optional[_Union[_stream_pb2.StreamEnd, _Mapping]] = ...) -> None: ...
 
 class LoadWeightsResponse(_message.Message):
     __slots__ = ("policy_version", "pause_s", "load_s")

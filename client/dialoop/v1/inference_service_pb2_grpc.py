@@ -144,10 +144,10 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadWeights(self, request_iterator, context):
-        """One manifest, then chunks unless the manifest names a path, then the stream ends. Generation
-        pauses, and the manifest's update mode decides what happens to requests in flight. A failed
-        load leaves the replica out of rotation until a later load succeeds; one of an adapter changes
-        nothing. Weights of the policy end all named adapters. OK, INVALID_ARGUMENT (MANIFEST_MISMATCH,
+        """One manifest, then chunks unless the manifest names a path, then `end`. Generation pauses, and
+        the manifest's update mode decides what happens to requests in flight. A failed load leaves the
+        replica out of rotation until a later load succeeds; one of an adapter changes nothing. Weights
+        of the policy end all named adapters. OK, INVALID_ARGUMENT (MANIFEST_MISMATCH, STREAM_CUT,
         INVALID_ADAPTER_NAME, INVALID_ADAPTER_CONFIG, ADAPTER_NOT_FINITE), FAILED_PRECONDITION
         (VERSION_NOT_NEWER, UNKNOWN_PARAMETERS, PAUSED, NO_WEIGHTS_ROOT, DATA_PLANE_UNAVAILABLE,
         BASE_MISMATCH, ADAPTERS_DISABLED, ADAPTER_MISMATCH, ADAPTER_REFUSED, ADAPTER_NOT_IN_USE,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dialoop.environments.sessions.engine import SessionEngine
     from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest
     from dialoop_services.rest.socket_routes import Socket
-    from dialoop_services.runtime.hosting import Server
+    from dialoop_services.runtime.server import GrpcServer
 
 _PREFIX = "/openenv/{environment}"
 
@@ -105,7 +105,7 @@ class OpenEnvDoor:
         self._catalogue = catalogue
         self._sessions = sessions
 
-    def add_to(self, server: Server) -> None:
+    def add_to(self, server: GrpcServer) -> None:
         """Add the routes to a server, which serves them if it has a REST door."""
         routes = {
             ("POST", "reset"): self.reset,

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from dialoop.clients.retry import RetryPolicy
     from dialoop_services.config.job import JobConfig
     from dialoop_services.runtime.hosting import Connect
-    from dialoop_services.runtime.in_process import InProcessServer
+    from dialoop_services.runtime.server import GrpcServer
 
     from dialoop_ops.stack.run_dir import RunDir
 
@@ -218,7 +218,7 @@ class _LayoutOfNames(Layout):
 class _Host:
     """The server and the connections that a service gets."""
 
-    server: InProcessServer
+    server: GrpcServer
     connect: Connect
     ticket_name: str = ""
 
@@ -229,7 +229,7 @@ class _Services:
     def __init__(self, layout: Layout) -> None:
         self.network = InProcessNetwork()
         self._layout = layout
-        self._servers: dict[str, InProcessServer] = {}
+        self._servers: dict[str, GrpcServer] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:

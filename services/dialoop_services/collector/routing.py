@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dialoop_services.runtime.hosting import Server
+    from dialoop_services.runtime.server import GrpcServer
 
 # A new group begins at the first in its rank that has at most so many times the mean with it.
 _EVEN = 1.25
@@ -75,7 +75,7 @@ class RoutingCounts:
     num_moved: Counter[str] = field(default_factory=Counter)
     num_kept_tokens: Counter[str] = field(default_factory=Counter)
 
-    def show_on(self, server: Server) -> None:
+    def show_on(self, server: GrpcServer) -> None:
         """Show the counts among the metrics of a service."""
         server.show(
             "dialoop_replica_samples",

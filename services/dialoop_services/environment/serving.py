@@ -17,7 +17,7 @@ from dialoop_extras.services.runs import OwnPolicy, Runs, TextCatalogue
 
 from dialoop_services.environment.servicer import EnvironmentServicer
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.runtime import Connect, GrpcServer, OwnProcess, Server
+from dialoop_services.runtime import Connect, GrpcServer, OwnProcess
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ async def serving(
 
 @asynccontextmanager
 async def serving_on(
-    server: Server,
+    server: GrpcServer,
     settings: EnvironmentSettings,
     catalogue: Catalogue | None = None,
     *,

@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
     from pathlib import Path
 
-    from dialoop_services.runtime.hosting import Host, Server
+    from dialoop_services.runtime.hosting import Host
+    from dialoop_services.runtime.server import GrpcServer
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
 
 
 def _add_servicers(
-    server: Server, replica: Replica, renderer: Renderer, settings: InferenceSettings
+    server: GrpcServer, replica: Replica, renderer: Renderer, settings: InferenceSettings
 ) -> None:
     store = RecordingStore(
         RecordingLimits(
@@ -206,7 +207,7 @@ async def _membership(
 
 
 async def _until_over(
-    server: Server,
+    server: GrpcServer,
     replica: Replica,
     *,
     wake_after_s: float,

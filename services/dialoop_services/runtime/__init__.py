@@ -3,7 +3,7 @@
 Servicers and settings enter; a server that serves them leaves. Nothing here knows a service.
 """
 
-from dialoop_services.runtime.hosting import Connect, Host, OwnProcess, Server
+from dialoop_services.runtime.hosting import Connect, Host, OwnProcess
 from dialoop_services.runtime.logs import configure_logs, log_fields
 from dialoop_services.runtime.process import run
 from dialoop_services.runtime.server import GrpcServer
@@ -14,7 +14,6 @@ __all__ = [
     "GrpcServer",
     "Host",
     "OwnProcess",
-    "Server",
     "ServerSettings",
     "configure_logs",
     "load",

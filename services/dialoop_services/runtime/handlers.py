@@ -2,9 +2,7 @@
 
 handlers = Handlers(calls, Token("secret"))
 add_EnvironmentServiceServicer_to_server(servicer, handlers)
-handler = handlers.find("/dialoop.v1.EnvironmentService/Step")
-
-These are no interceptors, because calls inside one process take them too.
+server = grpc.aio.server(handlers=[handlers])
 """
 
 from __future__ import annotations
@@ -12,86 +10,85 @@ from __future__ import annotations
 import asyncio
 import inspect
 from contextlib import aclosing, suppress
+from contextvars import Context
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
-from dialoop.errors import InvalidInput
+from dialoop.errors import DialoopError, InvalidInput
 from dialoop.reasons import Reason
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from dialoop_services.runtime.access.principals import RightEnded, while_allowed
+from dialoop_services.runtime.access.principals import (
+    RightEnded,
+    current_principal,
+    while_allowed,
+)
 from dialoop_services.runtime.access.token_file import scope_of
 from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error, status_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
-    from dialoop.errors import DialoopError
     from dialoop.v1.scope_pb2 import Scope
 
     from dialoop_services.runtime.access.auth import Token
+    from dialoop_services.runtime.access.principals import Principal
     from dialoop_services.runtime.calls import Calls
     from dialoop_services.runtime.fleet import Incarnation
 
     Handler = grpc.RpcMethodHandler[Any, Any]
-    Context = grpc.aio.ServicerContext[Any, Any]
+    CallOfGrpc = grpc.aio.ServicerContext[Any, Any]
 
 _OURS = "dialoop."
 _DRAIN_S = 1.0
+_MAKE: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
 
 
-class Handlers:
-    """Collects the methods that a generated `add_..._to_server` registers, in place of a server."""
+class Handlers(grpc.GenericRpcHandler):
+    """Collects the methods that a generated `add_..._to_server` registers, and admits calls."""
 
     def __init__(
-        self,
-        calls: Calls,
-        token: Token,
-        *,
-        door: str = "grpc",
-        incarnation: Incarnation | None = None,
+        self, calls: Calls, token: Token, *, incarnation: Incarnation | None = None
     ) -> None:
         self._calls = calls
         self._token = token
         self._incarnation = incarnation
-        self._door = door
-        self._by_service: dict[str, dict[str, Handler]] = {}
+        self._methods: dict[str, _Method] = {}
 
     def add_generic_rpc_handlers(self, _: Any) -> None:
         """Do nothing: the same methods are registered by name."""
 
     def add_registered_method_handlers(self, service: str, methods: Mapping[str, Handler]) -> None:
         """Take the methods of one service."""
-        self._by_service[service] = {
-            name: self._wrap(service, name, handler) for name, handler in methods.items()
-        }
+        for name, handler in methods.items():
+            rpc = f"{service.rpartition('.')[2]}.{name}"
+            is_ours = service.startswith(_OURS)  # calls of reflection are not counted
+            self._methods[f"/{service}/{name}"] = _Method(
+                rpc,
+                handler,
+                begin=self._calls.starter(rpc, "grpc") if is_ours else _Unobserved,
+                has_mark=is_ours and handler.request_streaming,
+                token=self._token,
+                scope=scope_of(service, name),
+                incarnation=self._incarnation,
+            )
 
-    def find(self, path: str) -> Handler | None:
-        """Return the method at a path such as `/dialoop.v1.EnvironmentService/Step`, or None."""
-        _, _, full_name = path.partition("/")
-        service, _, name = full_name.partition("/")
-        return self._by_service.get(service, {}).get(name)
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Return what answers a call; None where there is no such method.
 
-    def _wrap(self, service: str, name: str, handler: Handler) -> Handler:
-        kinds = {
-            (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-            (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-            (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-            (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-        }
-        kind, make = kinds[bool(handler.request_streaming), bool(handler.response_streaming)]
-        rpc = f"{service.rpartition('.')[2]}.{name}"
-        is_ours = service.startswith(_OURS)  # calls of reflection are not counted
-        begin = self._calls.starter(rpc, self._door) if is_ours else _Unobserved
-        made: Handler = make(
-            _Envelope(rpc, begin, self._token, scope_of(service, name), self._incarnation).around(
-                getattr(handler, kind)
-            ),
-            request_deserializer=_lenient(handler.request_deserializer),
-            response_serializer=handler.response_serializer,
-        )
-        return made
+        gRPC asks before it reads a message, so that nobody without a right has one read.
+        """
+        method = self._methods.get(handler_call_details.method)
+        if method is None:
+            return None
+        return method.for_caller(handler_call_details.invocation_metadata or ())
 
 
 class Observed(Protocol):
@@ -114,95 +111,111 @@ class _Unobserved:
         """Do nothing."""
 
 
-class _Envelope:
-    """The wrapper of one method."""
+class _Method:
+    """One method, and what its calls have to have."""
 
     def __init__(
         self,
         rpc: str,
+        handler: Any,
+        *,
         begin: Callable[[], Observed],
+        has_mark: bool,
         token: Token,
         scope: Scope,
         incarnation: Incarnation | None,
     ) -> None:
+        kind, make = _MAKE[bool(handler.request_streaming), bool(handler.response_streaming)]
+        self._make = partial(
+            make,
+            request_deserializer=_lenient(handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
+        self._is_stream = handler.request_streaming
         self._rpc = rpc
+        self._function = _writing(getattr(handler, kind))
         self._begin = begin
+        self._has_mark = has_mark
         self._token = token
         self._scope = scope
         self._incarnation = incarnation
 
-    def around(self, function: Any) -> Any:
-        """Return the method as gRPC calls it."""
-        # A method that is not a generator may stream too, with context.write.
-        if inspect.isasyncgenfunction(function):
-            return self._around_stream(function)
-        return self._around_unary(function)
+    def for_caller(self, metadata: Any) -> Handler:
+        """Return what answers the call that has this metadata, or refuses it."""
+        try:
+            caller = Context().run(self._admitted, metadata)
+        except DialoopError as error:
+            # As a stream, whose messages gRPC leaves to the method to read.
+            refuse = self._refuse_stream if self._is_stream else self._refuse
+            return grpc.stream_stream_rpc_method_handler(partial(refuse, error))
+        return self._make(partial(self._answer, caller))
 
-    def _around_unary(self, function: Any) -> Any:
-        begin, token, rpc = self._begin, self._token, self._rpc
-        scope, incarnation = self._scope, self._incarnation
+    def _admitted(self, metadata: Any) -> Principal | None:
+        self._token.require_in(metadata, self._rpc, self._scope)
+        if self._incarnation is not None:
+            self._incarnation.require_in(metadata)
+        return current_principal.get()
 
-        async def unary(request: Any, context: Context) -> Any:
-            call = begin()
-            status = "CANCELLED"
-            try:
-                metadata = context.invocation_metadata() or ()
-                token.require_in(metadata, rpc, scope)
-                if incarnation is not None:
-                    incarnation.require_in(metadata)
-                call.set_request(request)
-                async with while_allowed():
-                    answer = await function(_require_decoded(request, rpc), context)
-                status = "OK"
-            except grpc.aio.AbortError:
-                status = _status_in(context)
-                raise
-            except Exception as error:
-                refusal = self._refusal(context, error)
-                status = refusal.status.name
-                await _drain(request, error)
-                await _abort(context, refusal)
-            finally:
-                call.end(status)
-            return answer
+    async def _refuse(self, error: DialoopError, request: Any, context: CallOfGrpc) -> NoReturn:
+        call = self._begin()
+        try:
+            await _abort(context, error)
+        finally:
+            call.end(error.status.name)
 
-        return unary
+    async def _refuse_stream(
+        self, error: DialoopError, requests: Any, context: CallOfGrpc
+    ) -> NoReturn:
+        await _drain(requests, error)
+        await self._refuse(error, requests, context)
 
-    def _around_stream(self, function: Any) -> Any:
-        begin, token, rpc = self._begin, self._token, self._rpc
-        scope, incarnation = self._scope, self._incarnation
+    async def _answer(self, caller: Principal | None, request: Any, context: CallOfGrpc) -> Any:
+        """Run the method; end the call with the status of what it raises."""
+        current_principal.set(caller)
+        call = self._begin()
+        status = "CANCELLED"
+        try:
+            call.set_request(request)
+            async with while_allowed():
+                answer = await self._function(self._decoded(request), context)
+            status = "OK"
+        except grpc.aio.AbortError:
+            status = _status_in(context)
+            raise
+        except grpc.aio.BaseError:  # the caller has gone, or the server stops
+            raise
+        except asyncio.CancelledError:
+            if not _is_cancelled():  # something that the method waited for was
+                await context.abort(grpc.StatusCode.CANCELLED, "The service cancelled the call.")
+            raise
+        except Exception as error:
+            is_unwritten = is_not_implemented(error, context)
+            refusal = not_served(self._rpc) if is_unwritten else public_error(error)
+            status = refusal.status.name
+            await _drain(request, error)
+            await _abort(context, refusal)
+        finally:
+            call.end(status)
+        return answer
 
-        async def stream(request: Any, context: Context) -> None:
-            call = begin()
-            status = "CANCELLED"
-            try:
-                metadata = context.invocation_metadata() or ()
-                token.require_in(metadata, rpc, scope)
-                if incarnation is not None:
-                    incarnation.require_in(metadata)
-                call.set_request(request)
-                answers = function(_require_decoded(request, rpc), context)
-                async with while_allowed(), aclosing(answers):
-                    async for answer in answers:
-                        await context.write(answer)
-                status = "OK"
-            except grpc.aio.AbortError:
-                status = _status_in(context)
-                raise
-            except Exception as error:
-                refusal = self._refusal(context, error)
-                status = refusal.status.name
-                await _drain(request, error)
-                await _abort(context, refusal)
-            finally:
-                call.end(status)
+    def _decoded(self, request: Any) -> Any:
+        """Return the request, or the stream of requests; InvalidInput (INVALID_PROTOBUF)."""
+        if not hasattr(request, "__aiter__"):
+            return _require_decoded(request, self._rpc)
+        return _until_mark(request, self._rpc) if self._has_mark else request
 
-        return stream
 
-    def _refusal(self, context: Context, error: Exception) -> DialoopError:
-        if is_not_implemented(error, context):
-            return not_served(self._rpc)
-        return public_error(error)
+def _writing(function: Any) -> Any:
+    """Return a method that writes its answers, so that its generator is closed in its call."""
+    if not inspect.isasyncgenfunction(function):
+        return function
+
+    async def write(request: Any, context: CallOfGrpc) -> None:
+        async with aclosing(function(request, context)) as answers:
+            async for answer in answers:
+                await context.write(answer)
+
+    return write
 
 
 class _Undecodable:
@@ -227,27 +240,46 @@ def _lenient(deserialize: Any) -> Any:
 
 
 def _require_decoded(request: Any, rpc: str) -> Any:
-    """Return the request, or the stream of requests; InvalidInput (INVALID_PROTOBUF)."""
     if request is _UNDECODABLE:
         raise InvalidInput(
             f"The bytes are not a serialized request of {rpc}.",
             reason=Reason.INVALID_PROTOBUF,
             remedy="Send one message of the type that the protos name.",
         )
-    return _Requests(request, rpc) if hasattr(request, "__aiter__") else request
+    return request
 
 
-class _Requests:
-    """The decoded messages of a stream; unlike a generator it outlives a cancelled read."""
+async def _until_mark(requests: AsyncIterator[Any], rpc: str) -> AsyncIterator[Any]:
+    """Yield the messages before the stream's mark; InvalidInput (STREAM_CUT) where it is missing.
 
-    def __init__(self, requests: Any, rpc: str) -> None:
-        self._requests, self._rpc = aiter(requests), rpc
+    To gRPC a stream that broke off may look as one that has ended.
+    """
+    num_messages, is_whole = 0, False
+    async for request in requests:
+        message = _require_decoded(request, rpc)
+        if is_whole:
+            raise _stream_cut(f"The stream of {rpc} went on after its mark.")
+        if message.HasField("end"):
+            is_whole = message.end.num_messages == num_messages
+            if not is_whole:
+                raise _stream_cut(
+                    f"{message.end.num_messages} messages of {rpc} were sent, and {num_messages} "
+                    "arrived."
+                )
+            continue
+        num_messages += 1
+        yield message
+    if not is_whole:
+        raise _stream_cut(f"The stream of {rpc} ended without its mark: it was cut off.")
 
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
 
-    async def __anext__(self) -> Any:
-        return _require_decoded(await anext(self._requests), self._rpc)
+def _stream_cut(message: str) -> InvalidInput:
+    return InvalidInput(
+        message,
+        reason=Reason.STREAM_CUT,
+        remedy="Send it again, and as its last message one with `end`. A client of an older "
+        "Dialoop does not: install the service's version.",
+    )
 
 
 async def _drain(request: Any, error: Exception) -> None:
@@ -263,13 +295,18 @@ async def _drain(request: Any, error: Exception) -> None:
                     pass
 
 
-async def _abort(context: Context, error: DialoopError) -> NoReturn:
+async def _abort(context: CallOfGrpc, error: DialoopError) -> NoReturn:
     status = rpc_status.to_status(status_of(error))
     await context.abort(status.code, status.details, tuple(status.trailing_metadata))
     raise asyncio.CancelledError  # unreachable: abort always raises
 
 
-def _status_in(context: Context) -> str:
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _status_in(context: CallOfGrpc) -> str:
     """Return the name of the status that a method has set by `context.abort`."""
     code: Any = context.code()
     if isinstance(code, grpc.StatusCode):

@@ -1,7 +1,7 @@
 """What a service gets from its host: a server, and channels to other services.
 
-The same service runs in a process of its own (GrpcServer, channels to host:port) or in one process
-with all others (InProcessServer, channels to names).
+The same service runs in a process of its own (OwnProcess) or in one process with all others, which
+call each other over unix sockets.
 """
 
 from __future__ import annotations
@@ -23,75 +23,14 @@ from dialoop_services.runtime.access.principals import (
 from dialoop_services.runtime.server import GrpcServer
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable, Mapping
-    from typing import Self
+    from collections.abc import Callable
 
     from dialoop.clients.channel import Credentials
     from dialoop.clients.registry import ServiceMember
     from dialoop.clients.retry import RetryPolicy
 
-    from dialoop_services.rest.http_routes import HttpRoute
-    from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.access.tickets import Ticket
-    from dialoop_services.runtime.fleet import Incarnation
     from dialoop_services.runtime.settings import ServerSettings
-
-
-class Server(Protocol):
-    """Serves servicers from entering its context until leaving it, then drains."""
-
-    @property
-    def address(self) -> str:
-        """Return the address that other services connect to."""
-
-    @property
-    def rest_address(self) -> str:
-        """Return host:port of the REST door; empty where there is none."""
-
-    @property
-    def incarnation(self) -> Incarnation:
-        """Return which member of the registry the service is."""
-
-    @property
-    def stopping(self) -> asyncio.Event:
-        """Return the event that `stop` sets."""
-
-    def add(self, register: Callable[[Any, Any], None], servicer: Any, service: str) -> None:
-        """Serve `servicer`, given its generated `add_..._to_server` and full service name."""
-
-    def add_route(self, route: HttpRoute) -> None:
-        """Serve one more route where there is a REST door."""
-
-    def add_socket(self, route: SocketRoute) -> None:
-        """Serve one more WebSocket where there is a REST door."""
-
-    def show(
-        self,
-        name: str,
-        text: str,
-        label: str,
-        read: Callable[[], Mapping[str, float]],
-        *,
-        is_gauge: bool = False,
-    ) -> None:
-        """Show counts by the values of a label among the service's metrics, where it has some."""
-
-    def describe(self, name: str, facts: Mapping[str, str]) -> None:
-        """Show facts of a part of the service in /readyz, where there is a REST door."""
-
-    def stop(self) -> None:
-        """Tell the service to stop."""
-
-    async def set_serving(self, serving: bool, service: str | None = None) -> None:
-        """Report one service, or all, as serving or not."""
-
-    async def wait_until_stopped(self) -> None:
-        """Wait until `stop` or a signal stops the service."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
 
 
 class Connect(Protocol):
@@ -111,7 +50,7 @@ class Host(Protocol):
     """The surroundings of a service: its server, and the way to other services."""
 
     @property
-    def server(self) -> Server:
+    def server(self) -> GrpcServer:
         """Return the service's server, which is not entered yet."""
 
     @property
@@ -133,7 +72,7 @@ class OwnProcess:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
-        self.server: Server = GrpcServer(settings)
+        self.server = GrpcServer(settings)
         self.connect: Connect = self._connect
         ticket = _ticket_of(settings)
         for name in (TICKET, TOKEN, ADMIN_TOKEN):

@@ -8,6 +8,7 @@ import resource
 import socket
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
@@ -90,6 +91,17 @@ def bound_socket(host: str, port: int) -> socket.socket:
             remedy="Choose another port, or 0 for any free one." if is_in_use else "Change host.",
         ) from error
     return bound
+
+
+def require_free_path(path: str) -> None:
+    """Raise InvalidConfig (CANNOT_LISTEN) for a socket at which a server listens already."""
+    # gRPC would take its place without a word.
+    if Path(path).exists():
+        raise InvalidConfig(
+            f"Two servers are named '{Path(path).name}'.",
+            reason=Reason.CANNOT_LISTEN,
+            remedy="Name them apart.",
+        )
 
 
 def raise_descriptor_limit() -> None:

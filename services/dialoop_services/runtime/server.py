@@ -13,6 +13,9 @@ import logging
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
+import grpc
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.waits import current_waits
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -23,12 +26,12 @@ from dialoop_services.runtime.access.server_tls import ServerTls
 from dialoop_services.runtime.access.token_file import TokenFile
 from dialoop_services.runtime.calls import Calls
 from dialoop_services.runtime.fleet import Incarnation
-from dialoop_services.runtime.grpc_door import GrpcDoor
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.listening import (
     ConnectionLimits,
     address_of,
     bound_socket,
+    require_free_path,
     require_safe_address,
 )
 from dialoop_services.runtime.logs import log_stalls
@@ -52,10 +55,15 @@ _IDLE_MS = 600_000
 
 
 class GrpcServer:
-    """Serves servicers from entering the context until leaving it, then drains."""
+    """Serves servicers from entering the context until leaving it, then drains.
 
-    def __init__(self, settings: ServerSettings) -> None:
+    With `unix_path` it listens at that socket in place of host and port, for callers of its own
+    process, and leaves the signals of the process alone.
+    """
+
+    def __init__(self, settings: ServerSettings, *, unix_path: str = "") -> None:
         require_safe_address(settings)
+        self._unix_path = unix_path
         self._tls = ServerTls(settings)
         self._settings = settings
         self._registrations: list[tuple[Callable[[Any, Any], None], Any]] = []
@@ -66,7 +74,7 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         self._serving: dict[str, bool] = {}
         self._details: dict[str, dict[str, str]] = {}
-        self._stop = StopSignal()
+        self._stop = StopSignal(of_process=not unix_path)
         self.incarnation = Incarnation()
         self._port = 0
         self._rest_port: int | None = None
@@ -111,7 +119,9 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """Return `host:port` to connect to."""
+        """Return `host:port`, or `unix:path`, to connect to."""
+        if self._unix_path:
+            return f"unix:{self._unix_path}"
         return address_of(self._settings.host, self._port)
 
     @property
@@ -153,20 +163,21 @@ class GrpcServer:
         await self._exits.enter_async_context(self._stop)
         metrics = self._metrics()
         calls = Calls(metrics)
-        grpc_door = self._grpc_door(calls)
+        grpc_server = self._grpc_server(calls)
         door, bound = None, None
         if metrics is not None:
             door = self._rest_door(calls, metrics)
             bound = bound_socket(self._settings.host, self._settings.rest_port or 0)
             self._exits.callback(bound.close)  # which its door does too, once it is open
-        self._port = self._listen(grpc_door)
-        self._exits.push_async_callback(self._drain, grpc_door, door)
-        grpc_door.open()
+        self._port = self._listen(grpc_server)
+        self._exits.push_async_callback(self._drain, grpc_server, door)
+        await grpc_server.start()
         if door is not None and bound is not None:
             self._rest_port = bound.getsockname()[1]
             await door.open(bound)
-        stalls = asyncio.create_task(log_stalls(current_waits.get()))
-        self._exits.callback(stalls.cancel)
+        if not self._unix_path:  # the services of one process have their waits in common
+            stalls = asyncio.create_task(log_stalls(current_waits.get()))
+            self._exits.callback(stalls.cancel)
         await self.set_serving(True)
         if owns_process.get():
             tune_memory()
@@ -177,11 +188,25 @@ class GrpcServer:
         self._stop.event.set()
         await self._exits.aclose()
 
-    def _listen(self, grpc_door: GrpcDoor) -> int:
+    def _listen(self, server: grpc.aio.Server) -> int:
+        if self._unix_path:
+            require_free_path(self._unix_path)
+            server.add_insecure_port(self.address)
+            return 0
         host, port = self._settings.host, self._settings.port
         # Try the port before gRPC does, because gRPC would write an error of its own to stderr.
         bound_socket(host, port).close()
-        return grpc_door.listen(address_of(host, port), self._tls.grpc_credentials())
+        address, credentials = address_of(host, port), self._tls.grpc_credentials()
+        try:
+            if credentials is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise InvalidConfig(
+                f"Cannot listen on {address}.",
+                reason=Reason.CANNOT_LISTEN,
+                remedy="Choose another.",
+            ) from error
 
     def _metrics(self) -> Metrics | None:
         """Return the metrics of the REST door; without the door they are not even imported."""
@@ -270,16 +295,16 @@ class GrpcServer:
             audience=lambda: self.incarnation.audience,
         )
 
-    async def _drain(self, grpc_door: GrpcDoor, door: RestDoor | None) -> None:
+    async def _drain(self, grpc_server: grpc.aio.Server, door: RestDoor | None) -> None:
         """Let calls in flight end, at both doors at the same time."""
         self._serving = dict.fromkeys(self._serving, False)
         await self._health.enter_graceful_shutdown()
         async with asyncio.TaskGroup() as doors:
-            doors.create_task(grpc_door.close(self._settings.drain_s))
+            doors.create_task(grpc_server.stop(self._settings.drain_s))
             if door is not None:
                 doors.create_task(door.close())
 
-    def _grpc_door(self, calls: Calls) -> GrpcDoor:
+    def _grpc_server(self, calls: Calls) -> grpc.aio.Server:
         size = self._settings.max_message_bytes
         connections = self._connection_limits().within_descriptors()
         options = [
@@ -302,8 +327,8 @@ class GrpcServer:
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, handlers)
         open_to_all = Handlers(calls, Token(""))  # health checks need no token
         health_pb2_grpc.add_HealthServicer_to_server(self._health, open_to_all)
-        return GrpcDoor(
-            lambda path: handlers.find(path) or open_to_all.find(path),
-            options,
-            max_calls=self._settings.max_calls,
+        return grpc.aio.server(
+            handlers=[handlers, open_to_all],
+            options=options,
+            maximum_concurrent_rpcs=self._settings.max_calls,
         )

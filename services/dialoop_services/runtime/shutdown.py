@@ -22,11 +22,13 @@ class StopSignal:
     """Owns the event that says that the service is to stop.
 
     In a service's process signals set it from entering until leaving. Elsewhere (a test, a
-    notebook) they do so only once somebody waits, so that Ctrl-C works as usual before.
+    notebook) they do so only once somebody waits, so that Ctrl-C works as usual before; never when
+    it is not the stop `of_process`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_process: bool = True) -> None:
         self.event = asyncio.Event()
+        self._of_process = of_process
         self._exits = AsyncExitStack()
         self._is_listening = False
 
@@ -51,7 +53,8 @@ class StopSignal:
         then the supervisor stops its children once more; the drain must survive that.
         """
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if self._is_listening or not in_main_thread:  # signals reach the main thread only
+        # Signals reach the main thread only.
+        if self._is_listening or not in_main_thread or not self._of_process:
             return
         self._is_listening = True
         loop = asyncio.get_running_loop()

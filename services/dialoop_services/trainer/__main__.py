@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 
     from dialoop_learning.parallel.group_commands import RankGroup
 
-    from dialoop_services.runtime.hosting import Host, Server
+    from dialoop_services.runtime.hosting import Host
+    from dialoop_services.runtime.server import GrpcServer
     from dialoop_services.trainer.learner.learner import Learner
 
 log = logging.getLogger(__name__)
@@ -163,7 +164,7 @@ def _tasks_beside(
     return tasks
 
 
-def show_metrics(server: Server, board: StatusBoard, records: RunRecords) -> None:
+def show_metrics(server: GrpcServer, board: StatusBoard, records: RunRecords) -> None:
     """Show steps, alarms and the newest row of each kind among the service's metrics."""
     server.show(
         "dialoop_steps",
@@ -188,7 +189,7 @@ def show_metrics(server: Server, board: StatusBoard, records: RunRecords) -> Non
 
 
 async def _run_until_stopped(
-    server: Server,
+    server: GrpcServer,
     job: TrainingJob,
     board: StatusBoard,
     *,

@@ -259,6 +259,7 @@ async def test_a_stream_carries_many_sessions_and_answers_by_request_id():
         await call.write(pb.InteractRequest(request_id="empty"))
         lost = pb.InteractRequest(request_id="lost", reset=reset("nobody"))
         await call.write(lost)
+        await call.write(pb.InteractRequest(end={"num_messages": 62}))
         await call.done_writing()
         answers = {answer.request_id: answer async for answer in call}
         assert len(answers) == 62
@@ -288,6 +289,7 @@ async def test_a_stream_answers_out_of_order():
         slowly = step("<request><slow>x<call>", session="a")
         await call.write(pb.InteractRequest(request_id="slow", step=slowly))
         await call.write(pb.InteractRequest(request_id="quick", step=step("no", session="b")))
+        await call.write(pb.InteractRequest(end={"num_messages": 2}))
         await call.done_writing()
         request_ids = []
         async for answer in call:

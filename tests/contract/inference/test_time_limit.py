@@ -146,7 +146,7 @@ async def test_the_reason_arrives_over_the_wire_and_is_not_asked_again(model_dir
 
 
 @pytest.mark.parametrize("rpc", [GENERATE, RESET, STEP, CREATE_GROUP])
-async def test_the_client_has_no_deadline_of_its_own_where_the_service_has_one(rpc):
+async def test_the_client_has_no_deadline_of_its_own_where_the_service_has_one(rpc, monkeypatch):
     timeouts: list[object] = []
 
     class Recording:
@@ -157,7 +157,8 @@ async def test_the_client_has_no_deadline_of_its_own_where_the_service_has_one(r
 
             return call
 
-    channel = Channel("nowhere", transport=Recording())
+    monkeypatch.setattr("dialoop.clients.channel.open_channel", lambda *_: Recording())
+    channel = Channel("nowhere")
     await channel.call(rpc, rpc.request())
     await channel.call(rpc, rpc.request(), deadline_s=5.0)
     assert timeouts[0] is None

@@ -379,7 +379,7 @@ async def open_door(name: str, door: str) -> AsyncIterator[Call]:
         caller: GrpcDoor | RestDoor
         if door == "in_process":
             network = await exits.enter_async_context(service_in_process(name, **settings))
-            caller = GrpcDoor(network.transport(name), "right")
+            caller = GrpcDoor(grpc.aio.insecure_channel(network.address(name)), "right")
         else:
             server = await exits.enter_async_context(service(name, **settings))
             if door == "grpc":

@@ -20,7 +20,7 @@ from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop_services.environment.serving import serving_on
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.runtime import GrpcServer, Server, ServerSettings, load
+from dialoop_services.runtime import GrpcServer, ServerSettings, load
 from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.runtime.logs import log_fields
 
@@ -79,12 +79,12 @@ class Way:
             token=self._token, max_message_bytes=self.settings.max_message_bytes
         )
 
-    def server(self) -> Server:
+    def server(self) -> GrpcServer:
         if self.kind == "grpc":
             return GrpcServer(self.settings)
         return self.network.server("probe", drain_s=self.settings.drain_s)
 
-    def channel(self, server: Server, *, token: str | None = None) -> Channel:
+    def channel(self, server: GrpcServer, *, token: str | None = None) -> Channel:
         if self.kind == "grpc":
             return Channel(
                 server.address, retry=ONCE, token=self._token if token is None else token

@@ -62,6 +62,7 @@ async def close(server: GrpcServer, token: str = "") -> pb.CloseSessionResponse:
 async def interact(server: GrpcServer) -> list[str]:
     async def requests() -> AsyncIterator[pb.InteractRequest]:
         yield pb.InteractRequest(request_id="a")
+        yield pb.InteractRequest(end={"num_messages": 1})
 
     async with grpc.aio.insecure_channel(server.address) as channel:
         answers = stubs.EnvironmentServiceStub(channel).Interact(requests())
@@ -263,3 +264,86 @@ async def test_a_message_over_the_limit_is_refused():
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.CloseSession(pb.CloseSessionRequest(session_id="x" * 5000))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_the_message_of_a_caller_without_a_right_is_not_read():
+    # A message that is read is refused for its size.
+    request = pb.CloseSessionRequest(session_id="x" * 5000)
+    async with (
+        serving(Raising(), max_message_bytes=1024, token="right") as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub = stubs.EnvironmentServiceStub(channel)
+        for _ in range(20):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.CloseSession(request)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("num_requests", [0, 3, 1000])
+async def test_a_stream_of_a_caller_without_a_right_has_its_status(num_requests):
+    async def requests() -> AsyncIterator[pb.InteractRequest]:
+        for _ in range(num_requests):
+            yield pb.InteractRequest(request_id="x" * 1000)
+
+    async with (
+        serving(Raising(), token="right") as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub = stubs.EnvironmentServiceStub(channel)
+        for _ in range(20):
+            call = stub.Interact(requests())
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_call_beyond_the_limit_is_refused_until_another_has_ended():
+    servicer = Raising(seconds=0.5)
+    async with (
+        serving(servicer, max_calls=1) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub = stubs.EnvironmentServiceStub(channel)
+        first = asyncio.ensure_future(stub.CloseSession(pb.CloseSessionRequest()))
+        await servicer.started.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.CloseSession(pb.CloseSessionRequest())
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await first).closed
+        servicer.seconds = 0
+        assert (await stub.CloseSession(pb.CloseSessionRequest())).closed
+
+
+class Cancelling(stubs.EnvironmentServiceServicer):
+    """Waits for something that is cancelled."""
+
+    async def CloseSession(self, request: Any, context: Any) -> pb.CloseSessionResponse:  # noqa: N802
+        raise asyncio.CancelledError
+
+
+async def test_a_method_that_is_cancelled_from_within_ends_its_call():
+    async with serving(Cancelling()) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(close(server), PATIENCE_S)
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+class Long(stubs.EnvironmentServiceServicer):
+    """Answers with more than a message may hold."""
+
+    async def GetSession(self, request: Any, context: Any) -> pb.GetSessionResponse:  # noqa: N802
+        return pb.GetSessionResponse(environment="x" * 5000)
+
+    async def Interact(self, requests: Any, context: Any) -> AsyncIterator[pb.InteractResponse]:  # noqa: N802
+        yield pb.InteractResponse(request_id="x" * 5000)
+
+
+async def test_an_answer_over_the_limit_is_refused_and_the_service_says_so(caplog):
+    async with (
+        serving(Long(), max_message_bytes=1024) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        stub = stubs.EnvironmentServiceStub(channel)
+        for call in (stub.GetSession(pb.GetSessionRequest()), stub.Interact(iter(()))):
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "EnvironmentService/GetSession" in caplog.text
+    assert "EnvironmentService/Interact" in caplog.text

@@ -97,8 +97,7 @@ class Services(module._Services):
     async def kill(self, name: str) -> None:
         """End a service without a word to anybody, and start it again under its name."""
         server, task = self._servers[name], self._tasks[name]
-        server._place.server, server._drain_s = None, 0.0
-        server._place.is_taken.clear()
+        server._settings = server._settings.model_copy(update={"drain_s": 0.0})
         for channel in self.channels[name]:
             await channel.close()
         task.cancel()

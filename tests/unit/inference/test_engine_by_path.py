@@ -26,7 +26,8 @@ from dialoop_services.config.file import parse_config
 from dialoop_services.inference import engine as engines
 from dialoop_services.inference.__main__ import serve_in
 from dialoop_services.inference.settings import InferenceSettings
-from dialoop_services.runtime.in_process import InProcessNetwork, InProcessServer
+from dialoop_services.runtime import GrpcServer
+from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.runtime.process import RESTARTS_VARIABLE
 from dialoop_services.runtime.settings import load
 
@@ -91,7 +92,7 @@ def path_of(name: str) -> str:
 
 @dataclass
 class Host:
-    server: InProcessServer
+    server: GrpcServer
     connect: Any
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import logging
 import sys
+from typing import NamedTuple
 
 from dialoop.v1.environment_service_pb2_grpc import (
     EnvironmentServiceServicer,
@@ -18,19 +19,27 @@ from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.process import _event_loop_factory
 
 
+class Details(NamedTuple):
+    """What gRPC tells of a call before it reads a message."""
+
+    method: str
+    invocation_metadata: tuple[tuple[str, str], ...] = (("authorization", "Bearer t"),)
+
+
 def test_the_methods_of_a_service_are_found_by_their_paths():
     handlers = Handlers(Calls(), Token("t"))
     add_EnvironmentServiceServicer_to_server(EnvironmentServiceServicer(), handlers)
     step, interact = (
-        handlers.find(f"/dialoop.v1.EnvironmentService/{name}") for name in ("Step", "Interact")
+        handlers.service(Details(f"/dialoop.v1.EnvironmentService/{name}"))
+        for name in ("Step", "Interact")
     )
     assert step is not None
     assert not step.request_streaming
     assert interact is not None
     assert interact.request_streaming
     assert interact.response_streaming
-    assert handlers.find("/dialoop.v1.EnvironmentService/Unknown") is None
-    assert handlers.find("/other.Service/Step") is None
+    assert handlers.service(Details("/dialoop.v1.EnvironmentService/Unknown")) is None
+    assert handlers.service(Details("/other.Service/Step")) is None
 
 
 def test_the_work_of_a_service_process_runs_on_uvloop(monkeypatch):

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dialoop.clients.weights import Content, TransferStep, WeightsKind
+from dialoop.clients.weights import Content, TransferPhase, TransferStep, WeightsKind
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 
@@ -194,6 +194,9 @@ async def _steps(contents: AsyncIterator[Content]) -> AsyncIterator[Step]:
             info = json.loads(content.info_json or "{}")
         except (ValueError, RecursionError):
             raise _mismatch(f"The info of step {content.phase.name} is not JSON.") from None
+        # At FINISH the engine takes what it has got, so that no cut may come after it.
+        if content.phase is TransferPhase.FINISH and await anext(contents, None) is not None:
+            raise _mismatch("Something followed the step FINISH.")
         yield Step(phase=content.phase, info=info, tensors=content.tensors)
 
 
