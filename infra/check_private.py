@@ -48,7 +48,6 @@ EXCEPTIONS: Mapping[tuple[str, str], str] = {
     ("benchmarks/servers/trl_rollouts.py", "RecordingTrainer."): "TRL shows its batches nowhere",
     ("*/redis_store/store.py", "ShrinkingPool."): "goes with the pool",
     ("*/rest/connections.py", "LimitedConnection."): "goes with this file",
-    ("*/runtime/grpc_door.py", ""): "goes with this file",
 }
 
 

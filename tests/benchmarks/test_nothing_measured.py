@@ -71,7 +71,6 @@ CASES = {
         },
     ),
     "half_precision": Case(returns={"measure": {}}),
-    "in_process_calls": Case(returns={"measure": {}}),
     "inference_tokens": Case(
         returns={"make_model": Path(), "Service": MagicMock(), "_measure": {}}
     ),

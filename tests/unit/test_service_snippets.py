@@ -276,7 +276,6 @@ def of_the_queue(_: Path) -> Names:
     "dialoop_services.rest.socket_routes",
 )
 @context(
-    "dialoop_services.runtime.grpc_door",
     "dialoop_services.runtime.handlers",
     "dialoop_services.runtime.in_process",
     "dialoop_services.runtime.server",

@@ -64,7 +64,7 @@ class Rpc(Generic[Q, A]):
 
 
 class Channel:
-    """Calls the rpcs of the service at `host:port` or `unix:path`; make it inside a running event loop.
+    """Calls the rpcs of the service at `host:port`; make it inside a running event loop.
 
     `token` may be a function that returns it, which is called for each call: tokens may end.
     Where DIALOOP_TLS_CA is set, the connection is encrypted. With an `epoch` only the member of the
@@ -167,7 +167,7 @@ class Channel:
         with self._waiting_for(rpc):
             async with _Translating(self.address):
                 answer: A = await method(
-                    _with_mark(rpc, requests), timeout=timeout_s, metadata=self._metadata
+                    _with_mark(rpc.request, requests), timeout=timeout_s, metadata=self._metadata
                 )
                 return answer
 
@@ -179,7 +179,7 @@ class Channel:
             response_deserializer=rpc.answer.FromString,
         )
         async with _Translating(self.address):
-            call = method(_with_mark(rpc, requests), metadata=self._metadata)
+            call = method(_with_mark(rpc.request, requests), metadata=self._metadata)
             try:
                 async for answer in call:
                     yield answer
@@ -199,14 +199,13 @@ class Channel:
             self._waits.end(wait)
 
 
-async def _with_mark(rpc: Rpc[Q, A], requests: AsyncIterator[Q]) -> AsyncIterator[Q]:
+async def _with_mark(kind: Any, requests: AsyncIterator[Q]) -> AsyncIterator[Q]:
     """Yield the requests, and then the mark by which the service knows that it has them all."""
     num_messages = 0
     async for request in requests:
         yield request
         num_messages += 1
-    with_end: Any = rpc.request
-    yield with_end(end=StreamEnd(num_messages=num_messages))
+    yield kind(end=StreamEnd(num_messages=num_messages))
 
 
 def tell_warnings(answer: Message) -> None:

@@ -81,7 +81,7 @@ def read_pem(path: Path) -> bytes:
 
 
 def open_channel(address: str, options: Options = ()) -> grpc.aio.Channel:
-    """Return a channel to host:port, encrypted where DIALOOP_TLS_CA is set; `unix:path` never is."""
+    """Return a channel to host:port, encrypted where DIALOOP_TLS_CA is set, or to `unix:path`."""
     credentials = Tls.from_environment().channel_credentials()
     if credentials is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options)

@@ -75,10 +75,15 @@ class Handlers(grpc.GenericRpcHandler):
                 handler,
                 begin=self._calls.starter(rpc, "grpc") if is_ours else _Unobserved,
                 has_mark=is_ours and handler.request_streaming,
-                token=self._token,
-                scope=scope_of(service, name),
-                incarnation=self._incarnation,
+                admit=partial(self._admit, rpc, scope_of(service, name)),
             )
+
+    def _admit(self, rpc: str, scope: Scope, metadata: Any) -> Principal | None:
+        """Return who makes a call; raise what refuses it."""
+        self._token.require_in(metadata, rpc, scope)
+        if self._incarnation is not None:
+            self._incarnation.require_in(metadata)
+        return current_principal.get()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """Return what answers a call; None where there is no such method.
@@ -121,9 +126,7 @@ class _Method:
         *,
         begin: Callable[[], Observed],
         has_mark: bool,
-        token: Token,
-        scope: Scope,
-        incarnation: Incarnation | None,
+        admit: Callable[[Any], Principal | None],
     ) -> None:
         kind, make = _MAKE[bool(handler.request_streaming), bool(handler.response_streaming)]
         self._make = partial(
@@ -136,38 +139,25 @@ class _Method:
         self._function = _writing(getattr(handler, kind))
         self._begin = begin
         self._has_mark = has_mark
-        self._token = token
-        self._scope = scope
-        self._incarnation = incarnation
+        self._admit = admit
 
     def for_caller(self, metadata: Any) -> Handler:
         """Return what answers the call that has this metadata, or refuses it."""
         try:
-            caller = Context().run(self._admitted, metadata)
+            caller = Context().run(self._admit, metadata)
         except DialoopError as error:
             # As a stream, whose messages gRPC leaves to the method to read.
-            refuse = self._refuse_stream if self._is_stream else self._refuse
-            return grpc.stream_stream_rpc_method_handler(partial(refuse, error))
+            return grpc.stream_stream_rpc_method_handler(partial(self._refuse, error))
         return self._make(partial(self._answer, caller))
 
-    def _admitted(self, metadata: Any) -> Principal | None:
-        self._token.require_in(metadata, self._rpc, self._scope)
-        if self._incarnation is not None:
-            self._incarnation.require_in(metadata)
-        return current_principal.get()
-
-    async def _refuse(self, error: DialoopError, request: Any, context: CallOfGrpc) -> NoReturn:
+    async def _refuse(self, error: DialoopError, requests: Any, context: CallOfGrpc) -> NoReturn:
         call = self._begin()
         try:
+            if self._is_stream:
+                await _drain(requests, error)
             await _abort(context, error)
         finally:
             call.end(error.status.name)
-
-    async def _refuse_stream(
-        self, error: DialoopError, requests: Any, context: CallOfGrpc
-    ) -> NoReturn:
-        await _drain(requests, error)
-        await self._refuse(error, requests, context)
 
     async def _answer(self, caller: Principal | None, request: Any, context: CallOfGrpc) -> Any:
         """Run the method; end the call with the status of what it raises."""
@@ -189,6 +179,8 @@ class _Method:
                 await context.abort(grpc.StatusCode.CANCELLED, "The service cancelled the call.")
             raise
         except Exception as error:
+            if isinstance(error, ExceptionGroup) and error.split(grpc.aio.InternalError)[1] is None:
+                raise asyncio.CancelledError from error  # its tasks wrote to a caller who has gone
             is_unwritten = is_not_implemented(error, context)
             refusal = not_served(self._rpc) if is_unwritten else public_error(error)
             status = refusal.status.name

@@ -9,9 +9,9 @@ async with server, network.connect("environment") as channel:
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import tempfile
-import weakref
 from typing import TYPE_CHECKING
 
 from dialoop.clients.channel import Channel
@@ -36,7 +36,7 @@ class InProcessNetwork:
         self._max_message_bytes = max_message_bytes
         is_short = len(tempfile.gettempdir()) <= _MAX_FOLDER
         self._folder = tempfile.mkdtemp(prefix="dialoop-", dir=None if is_short else "/tmp")
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
 
     def server(
         self, name: str, *, drain_s: float = 10.0, rest_port: int | None = None

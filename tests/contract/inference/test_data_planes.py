@@ -323,3 +323,20 @@ async def test_info_of_a_step_that_python_cannot_read_is_refused() -> None:
 
     with pytest.raises(InvalidInput, match="not JSON"):
         [step async for step in _steps(contents())]
+
+
+async def test_the_engine_gets_finish_once_the_stream_has_ended_well() -> None:
+    finish = TransferStep(phase=TransferPhase.FINISH)
+
+    async def cut() -> AsyncIterator[Any]:
+        yield finish
+        raise InvalidInput("The stream ended without its mark.", reason="STREAM_CUT")
+
+    async def longer() -> AsyncIterator[Any]:
+        yield finish
+        yield finish
+
+    for contents, reason in ((cut(), "STREAM_CUT"), (longer(), "MANIFEST_MISMATCH")):
+        with pytest.raises(InvalidInput) as caught:  # and gets no step before
+            await anext(_steps(contents))
+        assert caught.value.reason == reason

@@ -172,6 +172,23 @@ async def test_a_stream_that_breaks_its_form_is_refused(model_dir, tmp_path):
         assert (await w.client.get_policy()).ready
 
 
+async def test_a_load_that_ends_without_its_mark_changes_nothing(model_dir, tmp_path, monkeypatch):
+    root = tmp_path / "w"
+    async with world(model_dir, root) as w:
+        manifest = publish(root, model_dir, number=1)
+        data = (root / manifest.path).read_bytes()
+        before = await w.client.get_policy()
+        with monkeypatch.context() as without_mark:
+            without_mark.setattr("dialoop.clients.channel._with_mark", lambda _, requests: requests)
+            for announced, chunks in ((manifest, []), (replace(manifest, path=""), [data])):
+                load = w.client.load_weights(announced, chunks)
+                await assert_refused(load, InvalidInput, "STREAM_CUT")
+        after = await w.client.get_policy()
+        assert (after.ready, after.policy_version) == (True, before.policy_version)
+        await w.client.load_weights(manifest)
+        assert (await w.client.get_policy()).policy_version == manifest.policy_version
+
+
 async def test_a_failed_load_takes_the_replica_out_until_one_succeeds(model_dir, tmp_path):
     root = tmp_path / "w"
     async with world(model_dir, root) as w:

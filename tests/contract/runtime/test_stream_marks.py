@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,12 +13,15 @@ from typing import Any
 import grpc
 import pytest
 from dialoop.clients.channel import Channel, Rpc
-from dialoop.errors import InvalidInput
+from dialoop.clients.interact import INTERACT
+from dialoop.errors import DialoopError, InvalidInput
+from dialoop.v1 import environment_service_pb2 as pb
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from tests.support.rest_world import service
 from tests.support.samples.scoped_services import descriptors
 from tests.support.waiting import PATIENCE_S
 
@@ -148,6 +153,31 @@ async def test_a_stream_that_broke_off_is_never_taken_for_whole(rpc: MethodDescr
     assert reader.num_whole == 0
 
 
+async def test_a_caller_who_leaves_amid_answers_is_no_error_of_the_service(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def requests() -> AsyncIterator[pb.InteractRequest]:
+        create = pb.CreateSessionRequest(session_id="s", environment="arithmetic")
+        yield pb.InteractRequest(create_session=create)
+        for episode in itertools.count(1):
+            step = pb.StepRequest(session_id="s", episode=episode)
+            reset = pb.ResetRequest(session_id="s", episode=episode, query="3+4?")
+            yield pb.InteractRequest(request_id="x" * 5000, reset=reset)
+            for _ in range(3):
+                yield pb.InteractRequest(request_id="x" * 5000, step=step)
+
+    async with service("environment") as server:
+        for _ in range(20):
+            async with Relay(server.address) as relay, Channel(relay.address) as channel:
+                answers = channel.exchange(INTERACT, requests())
+                for _ in range(10):
+                    await anext(answers)
+                relay.cut()
+                with pytest.raises(DialoopError):
+                    _ = [answer async for answer in answers]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 async def status_of(call: Any) -> grpc.StatusCode:
     async with asyncio.timeout(PATIENCE_S):
         code: grpc.StatusCode = await call.code()
@@ -215,11 +245,9 @@ async def test_the_error_of_a_missing_mark_names_reason_and_remedy(
         GetMessageClass(rpc.output_type),
     )
     async with reading(rpc) as (_, server), Channel(server.address) as channel:
+        answers = channel.exchange(called, requests())
         with pytest.raises(InvalidInput) as caught:
-            if rpc.server_streaming:
-                _ = [answer async for answer in channel.exchange(called, requests())]
-            else:
-                await channel.upload(called, requests())
+            await (anext(answers) if rpc.server_streaming else channel.upload(called, requests()))
     assert caught.value.reason == "STREAM_CUT"
     assert "install the service's version" in caught.value.remedy
 
