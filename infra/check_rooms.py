@@ -1,4 +1,4 @@
-"""Check the house: sizes of folders, files and functions, what rooms say, import cycles.
+"""Check the house: sizes of folders, files and functions, what rooms say, cycles of imports.
 
 Run it from the repository's root (`make check` does). It prints one line for each thing that
 breaks a rule and ends with 1 when there is one. Two tables below hold what is tolerated: ALLOWED
@@ -23,6 +23,8 @@ PRODUCT = {
     "services": ("dialoop_learning", "dialoop_services", "dialoop_ops"),
 }
 GENERATED = "client/dialoop/v1"
+# A package imports those before it; strings that are imported by name keep to it too.
+ORDER = ("dialoop", "dialoop_learning", "dialoop_services", "dialoop_extras", "dialoop_ops")
 MAX_MODULES, MAX_FILE_LINES, MAX_FUNCTION_LINES, MIN_MODULE_LINES = 20, 700, 60, 60
 
 # Rule and subject, as findings print them -> why it may stay.
@@ -94,6 +96,7 @@ def check(root: Path) -> list[Finding]:
             *check_sizes(modules),
             *check_rooms(product),
             *check_cycles(imports),
+            *check_names_up(product),
             *check_small_modules(product, imports),
             *check_class_names(product),
         ]
@@ -131,14 +134,38 @@ def check_rooms(product: Sequence[Module]) -> Iterator[Finding]:
 
 
 def imports_of(product: Sequence[Module]) -> dict[str, set[str]]:
-    """Return what each module imports of the others: for typing and inside functions too."""
+    """Return what each module imports of the others: for typing, in functions, by a string too."""
     names = {module.name for module in product}
     imports: dict[str, set[str]] = {name: set() for name in names}
     for module in product:
         for node in ast.walk(module.tree):
             imports[module.name] |= _imports_at(module, node, names)
+        imports[module.name] |= names & _named_in(module).keys()
         imports[module.name].discard(module.name)
     return imports
+
+
+def _named_in(module: Module) -> dict[str, int]:
+    """Return the modules of ours that strings name, where `import_module` is called, and lines."""
+    nodes = list(ast.walk(module.tree))
+    called = {ast.unparse(n.func).rpartition(".")[2] for n in nodes if isinstance(n, ast.Call)}
+    if called.isdisjoint({"import_module", "__import__"}):
+        return {}
+    return {
+        name: node.lineno
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if (name := node.value.partition(":")[0]).partition(".")[0] in ORDER
+    }
+
+
+def check_names_up(product: Sequence[Module]) -> Iterator[Finding]:
+    """Find strings that are imported by name from a package above."""
+    for module in product:
+        place = ORDER.index(module.name.partition(".")[0])
+        for name, line in _named_in(module).items():
+            if ORDER.index(name.partition(".")[0]) > place:
+                yield Finding("up", f"{module.path}:{name}", f"is above it (line {line})")
 
 
 def _imports_at(module: Module, node: ast.AST, names: set[str]) -> set[str]:

@@ -88,6 +88,8 @@ def test_a_room_without_an_init_is_found(tmp_path: Path) -> None:
         "from dialoop import chat\n",
         "if TYPE_CHECKING:\n    import dialoop.chat\n",
         "def read():\n    from dialoop.chat import Message\n",
+        "def read():\n    import_module('dialoop.chat')\n",
+        "HOMES = {'Message': 'dialoop.chat:Message'}\nimportlib.import_module(HOMES['Message'])\n",
     ],
 )
 def test_a_cycle_is_found_however_it_is_imported(tmp_path: Path, back: str) -> None:
@@ -101,6 +103,23 @@ def test_a_cycle_is_found_however_it_is_imported(tmp_path: Path, back: str) -> N
         "cycle dialoop.chat",
         "cycle dialoop.tokens.ids",
         "cycle dialoop.tokens.texts",
+    }
+
+
+def test_a_name_of_a_package_above_is_found_where_it_is_imported_as_a_string(
+    tmp_path: Path,
+) -> None:
+    up = "JOBS = 'dialoop_ops.jobs:Job'\nimport_module('dialoop_learning.optim')\n"
+    files = {
+        "services/dialoop_services/rest/app.py": up + LONG,
+        # Said in an error, and imported by nobody.
+        "services/dialoop_services/rest/problems.py": "JOBS = 'dialoop_ops.jobs'\n" + LONG,
+        "client/dialoop/extras.py": "import_module('dialoop_extras.compat')\n" + LONG,
+        "services/dialoop_ops/cli.py": "import_module('dialoop.chat')\n" + LONG,
+    }
+    assert {key for key in keys(tmp_path, files) if not key.startswith("room")} == {
+        "up services/dialoop_services/rest/app.py:dialoop_ops.jobs",
+        "up client/dialoop/extras.py:dialoop_extras.compat",
     }
 
 
