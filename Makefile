@@ -5,9 +5,10 @@ ONLY ?=
 REHEARSE ?=
 COMMIT ?=
 KEEP ?=
+PART ?= 1/1
 ENGINE_DIR ?= /var/tmp/dialoop-engine
 
-.PHONY: setup demo learn models up test test-heavy compose-test silent-bugs chaos gpu-smoke gpu-parts gpu-evidence check proto console bench
+.PHONY: setup demo learn models up test nightly compose-test silent-bugs chaos gpu-smoke gpu-parts gpu-evidence check proto console bench
 
 setup:  ## make or update .venv
 	@infra/setup.sh
@@ -28,8 +29,8 @@ up: setup  ## every service on this machine, until Ctrl-C
 test: setup  ## all tests but the heavy ones, which are listed first; the slowest are listed last
 	$(BIN)/python -m pytest -m "not heavy" --durations=20 --durations-min=1
 
-test-heavy: setup  ## the tests that take minutes
-	$(BIN)/python -m pytest -m heavy
+nightly: setup  ## the heavy tests and a tiny run of each benchmark; PART=2/3 takes every third file
+	$(BIN)/python -m pytest -m heavy --part "$(PART)" --durations=20 --durations-min=10
 
 compose-test: setup  ## docker-compose.yml on a real engine: root, Debian, 10 GB; KEEP=1 keeps the engine
 	@trap '[ -n "$(KEEP)" ] || infra/docker/local_images.sh stop $(ENGINE_DIR)' EXIT; \

@@ -1,10 +1,11 @@
-"""Says which tests a run leaves out or skips, and why; no example has a deadline."""
+"""Says which tests a run leaves out or skips, and why; splits a run; no example has a deadline."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 
 import hypothesis
 import pytest
@@ -31,7 +32,7 @@ class _LeftOut:
         if not self._heavy:
             return []
         return [
-            f"{self._heavy.total()} heavy tests left out: make test-heavy",
+            f"{self._heavy.total()} heavy tests left out: make nightly",
             *_lines(self._heavy),
         ]
 
@@ -56,6 +57,25 @@ def _why(report: pytest.TestReport) -> str:
 
 def _lines(counted: Counter[tuple[str, str]]) -> list[str]:
     return [f"{file}: {num} ({why})" for (file, why), num in counted.items()]
+
+
+def part_of(files: Iterable[str], part: str) -> set[str]:
+    """Return the files of a part: "2/3" is every third one, from the second on."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
+    if match is None or int(match[1]) > int(match[2]):
+        raise pytest.UsageError(f"There is no part {part!r}: write PART=i/n, with i from 1 to n.")
+    return set(sorted(set(files))[int(match[1]) - 1 :: int(match[2])])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="i/n: every n-th file, from the i-th on")
+
+
+@pytest.hookimpl(trylast=True)  # of what `-m` and `-k` leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    files = {item: item.nodeid.partition("::")[0] for item in items}
+    kept = part_of(files.values(), config.getoption("--part"))
+    items[:] = [item for item in items if files[item] in kept]
 
 
 def pytest_configure(config: pytest.Config) -> None:
