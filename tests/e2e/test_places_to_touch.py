@@ -29,6 +29,7 @@ LIMITS = {
     "add_config_key": 2,
     "add_loss": 2,
     "add_template_family": 2,
+    "add_wire": 3,
 }
 
 

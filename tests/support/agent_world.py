@@ -21,11 +21,12 @@ from dialoop.trajectory import StopReason
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop_learning.model.tiny import make_tiny_model, tiny_config
 from dialoop_services.inference.engine import BASE_VERSION, Sampled, TokenChunk, VersionSpan
-from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
 from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
+from dialoop_services.inference.wires.base import WireHost
+from dialoop_services.inference.wires.openai.routes import openai_routes
 from dialoop_services.runtime.server import GrpcServer
 from dialoop_services.runtime.settings import ServerSettings
 from transformers import Qwen2ForCausalLM
@@ -273,10 +274,14 @@ async def agent_world(
         replica, renderer, num_parameters=7, max_new_tokens=MAX_NEW_TOKENS, store=store
     )
     server.add(add_InferenceServiceServicer_to_server, servicer, SERVICE)
-    service = OpenAiService(
-        replica, renderer, store, model_name=MODEL, max_new_tokens=MAX_NEW_TOKENS
+    host = WireHost(
+        replica=replica,
+        renderer=renderer,
+        store=store,
+        model_name=MODEL,
+        max_new_tokens=MAX_NEW_TOKENS,
     )
-    for route in openai_routes(service):
+    for route in openai_routes(host):
         server.add_route(route)
     async with AsyncExitStack() as exits:
         await exits.enter_async_context(server)

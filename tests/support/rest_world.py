@@ -28,6 +28,7 @@ from dialoop.v1 import (
 )
 from dialoop_services.environment.serving import serving_on
 from dialoop_services.environment.settings import EnvironmentSettings
+from dialoop_services.inference.__main__ import WIRES
 from dialoop_services.inference.engine import (
     LoadTimes,
     Sampled,
@@ -36,13 +37,13 @@ from dialoop_services.inference.engine import (
     VersionSpan,
     require_ids,
 )
-from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
 from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.weights.adapter_files import AdapterLimits, AdapterSpace
+from dialoop_services.inference.wires.base import WireHost
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.rest.routes import Route, routes_of
@@ -223,8 +224,10 @@ def _inference(server: GrpcServer, exits: AsyncExitStack) -> None:
     servicer = InferenceServicer(
         replica, renderer, num_parameters=7, max_new_tokens=20, store=store
     )
-    openai = OpenAiService(replica, renderer, store, model_name="bytes", max_new_tokens=20)
-    for route in openai_routes(openai):
+    host = WireHost(
+        replica=replica, renderer=renderer, store=store, model_name="bytes", max_new_tokens=20
+    )
+    for route in (route for wire in WIRES for route in wire(host)):
         server.add_route(route)
     register = inference_service_pb2_grpc.add_InferenceServiceServicer_to_server
     server.add(register, servicer, "dialoop.v1.InferenceService")

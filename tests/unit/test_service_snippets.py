@@ -108,11 +108,16 @@ def renderer_of_bytes() -> Any:
     return Renderer(tokenizer, ChatTemplate.of(tokenizer))
 
 
-@context("dialoop_services.inference.openai.routes", "dialoop_services.inference.recordings.store")
-def of_openai_calls(_: Path) -> Names:
+@context(
+    "dialoop_services.inference.wires.base",
+    "dialoop_services.inference.wires.openai.routes",
+    "dialoop_services.inference.recordings.store",
+)
+def of_a_wire(_: Path) -> Names:
     from dialoop.trajectory import SamplingParams
     from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
     from dialoop_services.inference.replica.replica import Replica
+    from dialoop_services.inference.wires.base import WireHost
     from dialoop_services.runtime import GrpcServer, ServerSettings
 
     from tests.support.rest_world import TwinEngine
@@ -120,13 +125,22 @@ def of_openai_calls(_: Path) -> Names:
     async def report(_: bool) -> None:
         """Nobody asks."""
 
+    host = WireHost(
+        replica=Replica(TwinEngine(), weights_root=None, report=report),
+        renderer=renderer_of_bytes(),
+        store=RecordingStore(RecordingLimits()),
+        model_name="policy",
+        max_new_tokens=8,
+    )
     return {
-        "replica": Replica(TwinEngine(), weights_root=None, report=report),
-        "renderer": renderer_of_bytes(),
-        "store": RecordingStore(RecordingLimits()),
+        "host": host,
+        "store": host.store,
         "server": GrpcServer(ServerSettings(rest_port=0)),
-        "prompt": SimpleNamespace(),
-        "sampling": SamplingParams(),
+        "call_id": "call",
+        "prompt": host.prompts.completion("3+4=", None),
+        "sampling": SamplingParams(max_new_tokens=8),
+        "recording": None,
+        "request": SimpleNamespace(),
         "choices": (),
     }
 

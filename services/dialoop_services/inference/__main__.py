@@ -32,7 +32,6 @@ from dialoop_services.inference.engine import (
     engine_stopped,
 )
 from dialoop_services.inference.generate import routing_of
-from dialoop_services.inference.openai.routes import OpenAiService, openai_routes
 from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.batching import RequestBatches
@@ -44,6 +43,8 @@ from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
 from dialoop_services.inference.weights.parameters import num_parameters
 from dialoop_services.inference.weights.publications import ModelDigests, Publications
+from dialoop_services.inference.wires.base import WireHost
+from dialoop_services.inference.wires.openai.routes import openai_routes
 from dialoop_services.runtime.fleet import membership, reachable_address
 from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.runtime.process import RESTARTS_VARIABLE, run
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SERVICE = "dialoop.v1.InferenceService"
+WIRES = (openai_routes,)
+"""What each wire serves: a function of a WireHost that returns routes."""
 ROLE = "inference"
 
 
@@ -159,15 +162,16 @@ def _add_servicers(
         store=store,
         contexts=contexts,
     )
-    service = OpenAiService(
-        replica,
-        renderer,
-        store,
+    host = WireHost(
+        replica=replica,
+        renderer=renderer,
+        store=store,
         model_name=settings.model_name,
         max_new_tokens=settings.max_new_tokens,
     )
-    for route in openai_routes(service):
-        server.add_route(route)
+    for routes_of in WIRES:
+        for route in routes_of(host):
+            server.add_route(route)
     templates = TemplateServicer(renderer, settings.model_dir.name)
     server.add(add_InferenceServiceServicer_to_server, servicer, _SERVICE)
     server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")

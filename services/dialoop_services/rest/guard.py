@@ -84,7 +84,7 @@ class Guard:
         path = scope["path"]
         if path in HEALTH or path in DOCUMENTS or path.startswith(self._open):
             return None
-        authorization = headers.get(b"authorization", b"")
+        authorization = authorization_of(headers)
         if scope["type"] == "websocket":
             authorization = bearer_of(authorization)
         try:
@@ -92,6 +92,12 @@ class Guard:
         except DialoopError as error:
             return error
         return None
+
+
+def authorization_of(headers: Mapping[bytes, bytes]) -> bytes:
+    """Return the authorization header, or x-api-key as one: clients of some wires send that."""
+    key = headers.get(b"x-api-key", b"")
+    return headers.get(b"authorization", b"Bearer " + key if key else b"")
 
 
 def bearer_of(authorization: bytes) -> bytes:

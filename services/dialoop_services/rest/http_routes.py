@@ -21,6 +21,7 @@ import pydantic_core
 from dialoop.errors import DialoopError
 from dialoop.reasons import Reason
 
+from dialoop_services.rest.guard import authorization_of
 from dialoop_services.rest.problems import UnsupportedMediaType
 from dialoop_services.rest.requests import (
     BodyLimits,
@@ -41,15 +42,18 @@ if TYPE_CHECKING:
     from dialoop_services.runtime.calls import Call, Calls
 
 _JSON, _EVENTS = b"application/json", b"text/event-stream"
-_END_OF_EVENTS = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorAnswer:
-    """The answer to an error: a document, and headers beside content-type and content-length."""
+    """The answer to an error: a document, and headers beside content-type and content-length.
+
+    event: the name of the event that ends a stream with it, in protocols that name them.
+    """
 
     document: Mapping[str, Any]
     headers: Mapping[str, str]
+    event: str = ""
 
 
 ToErrorAnswer = Callable[[DialoopError], ErrorAnswer]
@@ -118,21 +122,22 @@ class HttpAnswer:
         """Answer with one document."""
         await self._send_whole(200, _encode(document), {})
 
-    async def event(self, document: Any) -> None:
-        """Send one event of a stream."""
+    async def event(self, document: Any, *, name: str = "") -> None:
+        """Send one event of a stream, with a name in protocols that name them."""
         if not self._is_started:
             await self._start(200, {b"content-type": _EVENTS, b"cache-control": b"no-store"})
-        await self._send_body(b"data: " + _encode(document) + b"\n\n", more=True)
+        head = f"event: {name}\n".encode() if name else b""
+        await self._send_body(head + b"data: " + _encode(document) + b"\n\n", more=True)
 
-    async def end(self) -> None:
-        """End a stream with `[DONE]`."""
-        await self._send_body(_END_OF_EVENTS)
+    async def end(self, last: bytes = b"") -> None:
+        """End a stream, with the protocol's own last bytes."""
+        await self._send_body(last)
 
     async def fail(self, error: DialoopError) -> None:
         """Answer with an error, or end a stream with it."""
         answer = self._errors(error)
         if self._is_started:
-            await self.event(answer.document)
+            await self.event(answer.document, name=answer.event)
             await self._send_body(b"")
             return
         await self._send_whole(int(error.http_status), _encode(answer.document), answer.headers)
@@ -173,7 +178,7 @@ class HttpEndpoint:
 
     async def _serve(self, scope: Scope, call: Call, caller: Caller, answer: HttpAnswer) -> None:
         headers = dict(scope["headers"])
-        self._require_right(headers.get(b"authorization", b""), scope["path_params"])
+        self._require_right(authorization_of(headers), scope["path_params"])
         timeout_s = timeout_of(headers)
         body = await self._read(headers, caller)
         call.set_request(None)

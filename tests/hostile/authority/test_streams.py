@@ -14,7 +14,7 @@ import grpc
 import httpx
 import pytest
 from dialoop.v1.scope_pb2 import SCOPE_ENV, SCOPE_ROLLOUT
-from dialoop_services.inference.openai.errors import error_answer
+from dialoop_services.inference.wires.openai.routes import error_answer
 from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest, HttpRoute
 from dialoop_services.rest.routes import routes_of
 from dialoop_services.rest.socket_routes import Socket, SocketRoute

@@ -71,6 +71,48 @@ async def _call_rpc() -> None:
     assert callable(BlockingTemplateClient.source)
 
 
+def wire(folder: Path) -> None:
+    """Ask in the new wire: whole, as a stream, in a recording, without the key and wrongly."""
+    asyncio.run(_ask_in_wire())
+
+
+async def _ask_in_wire() -> None:
+    import json
+
+    from dialoop.clients.channel import Channel
+    from dialoop.clients.recordings import RecordingClient
+
+    from tests.support.rest_world import http_of, service
+
+    body = {"model": "bytes", "max_tokens": 4, "messages": [{"role": "user", "content": "3+4"}]}
+    key = {"x-api-key": "secret"}
+    async with (
+        service("inference", token="secret") as server,
+        http_of(server) as http,
+        Channel(server.address, token="secret") as channel,
+    ):
+        assert (await http.post("/v1/messages", json=body)).status_code == 401
+        whole = (await http.post("/v1/messages", json=body, headers=key)).json()
+        assert whole["content"] == [{"type": "text", "text": "7"}]
+        assert (whole["stop_reason"], whole["usage"]["output_tokens"]) == ("end_turn", 2)
+        stream = await http.post("/v1/messages", json={**body, "stream": True}, headers=key)
+        events = [event.split("\n") for event in stream.text.split("\n\n") if event]
+        documents = [json.loads(data.removeprefix("data: ")) for _, data in events]
+        assert [f"event: {document['type']}" for document in documents] == [n for n, _ in events]
+        texts = (document.get("delta", {}).get("text", "") for document in documents)
+        assert "".join(texts) == "7"
+        assert (documents[0]["type"], documents[-1]["type"]) == ("message_start", "message_stop")
+        wrong = await http.post("/v1/messages", json={**body, "n": 2}, headers=key)
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "unknown_field")
+        recordings = RecordingClient(channel, rest_url=f"http://{server.rest_address}")
+        opened = await recordings.create("r")
+        own = {"x-api-key": opened.api_key}
+        path = "/recordings/r/v1/messages"
+        assert (await http.post(path, json=body, headers=own)).json()["content"] == whole["content"]
+        assert (await http.post("/v1/messages", json=body, headers=own)).status_code == 401
+        assert (await recordings.close("r")).history[-1].content == "7"
+
+
 def config_key(folder: Path) -> None:
     """Read the key from a job file into the trainer's optimiser."""
     import pytest
@@ -185,7 +227,7 @@ def _job_file(folder: Path, text: str) -> Path:
     return path
 
 
-EXAMPLES = (trajectory_field, rpc, config_key, engine, loss, template_family)
+EXAMPLES = (trajectory_field, rpc, wire, config_key, engine, loss, template_family)
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]).resolve()

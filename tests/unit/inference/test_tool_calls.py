@@ -6,8 +6,8 @@ import json
 
 import pytest
 from dialoop.chat import Message, ToolCall
-from dialoop_services.inference.openai.tool_calls import AnswerSyntax, WrittenCall
 from dialoop_services.inference.recordings.matching import is_same
+from dialoop_services.inference.wires.reading import AnswerSyntax, WrittenCall
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,33 +1,20 @@
-"""Errors as OpenAI's API writes them.
-
-{"error": {"message": "...", "type": "invalid_request_error", "param": "messages.0.role",
-           "code": "invalid_field"}}
-"""
+"""Bodies of requests in any wire, and what is said of those that are not served."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
+from pydantic import BaseModel, ValidationError
 
-from dialoop_services.rest.http_routes import ErrorAnswer
-from dialoop_services.rest.problems import FieldsRefused, problem_headers
-from dialoop_services.runtime.errors import LoggedError
+from dialoop_services.rest.problems import FieldsRefused
 
 if TYPE_CHECKING:
-    from dialoop.errors import DialoopError
-    from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "conflict_error",
-    429: "rate_limit_error",
-}
+_B = TypeVar("_B", bound=BaseModel)
 _MAX_FIELDS = 10
 # How pydantic names the kinds of a union.
 _KIND = re.compile(r"str|int|float|bool|.*\[.*|[A-Z]\w+|constrained-\w+")
@@ -54,24 +41,12 @@ class ContextTooLong(InvalidInput):
     default_reason = Reason.CONTEXT_LENGTH_EXCEEDED
 
 
-def error_answer(error: DialoopError) -> ErrorAnswer:
-    """Return the document and headers of an error that a caller may see."""
-    status = int(error.http_status)
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    fields = error.fields if isinstance(error, FieldsRefused) else ()
-    document: dict[str, Any] = {
-        "message": str(error),
-        "type": kind,
-        "param": fields[0] if fields else None,
-        "code": error.reason.lower(),
-    }
-    if isinstance(error, LoggedError):
-        document["error_id"] = error.error_id
-    headers = {name.decode(): value.decode() for name, value in problem_headers(error)}
-    del headers["content-type"]
-    # Without this header OpenAI's clients repeat every 409, 429 and 5xx, whatever its cause.
-    headers["x-should-retry"] = "true" if error.retryable else "false"
-    return ErrorAnswer(document={"error": document}, headers=headers)
+def parse_body(kind: type[_B], body: bytes) -> _B:
+    """Return the body; FieldsRefused says for each wrong field what was expected and found."""
+    try:
+        return kind.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        raise body_error(error) from None
 
 
 def field_error(

@@ -6,7 +6,7 @@ import re
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dialoop_services.inference.openai.models import ChatBody, CompletionBody
+from dialoop_services.inference.wires.openai.models import ChatBody, CompletionBody
 from dialoop_services.rest.requests import TIMEOUT_HEADER
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ _REFUSALS = {
     504: "No answer within the time the caller gave.",
 }
 _PARAMETERS = {
-    "recording_id": "The recording that keeps the call.",
     "model": "A name that ListModels gave.",
 }
 _TIMEOUT = {

@@ -18,11 +18,11 @@ from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence, Source, sequence_of
 from dialoop.tokens.builder import Prompt
 
-from dialoop_services.inference.openai.errors import field_error
-from dialoop_services.inference.openai.tool_calls import CALL_START, AnswerSyntax
 from dialoop_services.inference.recordings.matching import Origin
 from dialoop_services.inference.recordings.store import CallPrompt
 from dialoop_services.inference.rendering import GenerationRequest
+from dialoop_services.inference.wires.bodies import field_error
+from dialoop_services.inference.wires.reading import CALL_START, AnswerSyntax
 
 if TYPE_CHECKING:
     from dialoop.chat import ToolDefinition

@@ -10,7 +10,7 @@ from dialoop.chat import History, Message, ToolCall, ToolDefinition
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dialoop_services.inference.openai.models import ChatMessage, ToolBody
+    from dialoop_services.inference.wires.openai.models import ChatMessage, ToolBody
 
 
 def history_of(messages: Iterable[ChatMessage]) -> History:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from dialoop.reasons import Reason
 
 from dialoop_services.inference.engine import SupportsConstraints
-from dialoop_services.inference.openai.errors import field_error
-from dialoop_services.inference.openai.models import NamedTool
-from dialoop_services.inference.openai.tool_calls import CALL_END, CALL_START
+from dialoop_services.inference.wires.bodies import field_error
+from dialoop_services.inference.wires.openai.models import NamedTool
+from dialoop_services.inference.wires.reading import CALL_END, CALL_START
 
 if TYPE_CHECKING:
     from dialoop_services.inference.engine import Engine
-    from dialoop_services.inference.openai.models import ChatBody, ToolBody
+    from dialoop_services.inference.wires.openai.models import ChatBody, ToolBody
 
 _OTHER_ENGINE = 'Leave it out, or serve with engine = "vllm".'
 

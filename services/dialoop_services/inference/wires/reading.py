@@ -12,8 +12,16 @@ from __future__ import annotations
 
 import json
 import math
+import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from dialoop.chat import ToolCall
+
+if TYPE_CHECKING:
+    from dialoop.tokens.tokenizer import Tokenizer
+
+    from dialoop_services.inference.engine import Sampled
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 _THINK_START, _THINK_END = "<think>", "</think>"
@@ -69,6 +77,40 @@ class AnswerSyntax:
         if not end and not is_over:
             reasoning = reasoning[: len(reasoning) - held_back(reasoning, _THINK_END)]
         return reasoning.strip("\n"), rest.lstrip("\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How answers are read: their syntax, and the stop strings that are cut off."""
+
+    tokenizer: Tokenizer
+    syntax: AnswerSyntax
+    cut: tuple[str, ...] = ()
+
+    def text_of(self, sampled: Sampled) -> str:
+        """Return the text of a finished answer, without the end of turn and the stop string."""
+        ids = sampled.token_ids
+        ends = bool(ids) and ids[-1] in self.tokenizer.end_of_turn_ids
+        text = self.tokenizer.decode(ids[:-1] if ends else ids)
+        if sampled.stop_string in self.cut:
+            return text.partition(sampled.stop_string)[0]
+        return text
+
+
+class CallIds:
+    """The ids of an answer's tool calls; no id is used twice anywhere."""
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+
+    def calls(self, reading: Reading) -> tuple[ToolCall, ...]:
+        """Return the calls of a reading; a later reading of the same answer keeps the ids."""
+        while len(self._ids) < len(reading.calls):
+            self._ids.append(f"call_{uuid.uuid4().hex}")
+        return tuple(
+            ToolCall(id=call_id, name=call.name, arguments_json=call.arguments_json)
+            for call_id, call in zip(self._ids, reading.calls, strict=False)
+        )
 
 
 def held_back(text: str, *marks: str) -> int:

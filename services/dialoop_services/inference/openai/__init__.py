@@ -1,4 +1,0 @@
-"""OpenAI's API over the same replica: chat completions, completions and models.
-
-OpenAI's JSON enters; OpenAI's JSON or server-sent events leave.
-"""

@@ -1,0 +1,203 @@
+"""From the body of an OpenAI request to a job; what cannot be served is refused here."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dialoop.reasons import Reason
+
+from dialoop_services.inference.engine import SupportsTopLogprobs
+from dialoop_services.inference.wires.base import AnswerJob
+from dialoop_services.inference.wires.bodies import field_error
+from dialoop_services.inference.wires.openai.answers import Shape, TokenView
+from dialoop_services.inference.wires.openai.forms import constraint_of
+from dialoop_services.inference.wires.openai.messages import history_of, tools_of
+from dialoop_services.inference.wires.prompts import Offer
+from dialoop_services.inference.wires.reading import CALL_END
+
+if TYPE_CHECKING:
+    from dialoop.trajectory import SamplingParams
+
+    from dialoop_services.inference.engine import Engine
+    from dialoop_services.inference.recordings.store import Recording
+    from dialoop_services.inference.wires.base import WireHost
+    from dialoop_services.inference.wires.openai.models import (
+        ChatBody,
+        CompletionBody,
+        SamplingBody,
+    )
+
+_RESERVED = {"messages", "tools", "add_generation_prompt", "tokenize", "documents"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jobs:
+    """Makes jobs, each with the shape of its answer; the calls of a recording are recorded."""
+
+    host: WireHost
+
+    def chat(self, body: ChatBody, recording: Recording | None) -> tuple[AnswerJob, Shape]:
+        """Return the job of a chat completion."""
+        adapter, engine = self.host.adapter_of(body.model, recording), self.host.replica.engine
+        constraint = constraint_of(body, engine)
+        num_top = body.top_logprobs or 0
+        if num_top and not body.logprobs:
+            raise field_error("top_logprobs", "logprobs is not true", remedy="Set logprobs.")
+        offers_tools = bool(body.tools) and body.tool_choice != "none"
+        one_call = offers_tools and not body.parallel_tool_calls
+        more_stops = (CALL_END,) if one_call else ()
+        sampling = replace(
+            self._sampling(body, body.max_completion_tokens, recording, more_stops),
+            constraint=constraint,
+        )
+        known = _top_logprobs("top_logprobs", num_top, sampling, engine)
+        sampling, prompts = replace(sampling, top_logprobs=known), self.host.prompts
+        offer = Offer(
+            tools=tools_of(body.tools or ()) if offers_tools else (),
+            options=_options(body),
+        )
+        prompt = prompts.chat(history_of(body.messages), offer, recording)
+        syntax = prompts.syntax(prompt, reads_calls=offers_tools)
+        if constraint and syntax.starts_in_reasoning:
+            raise field_error(
+                "response_format" if body.response_format else "tool_choice",
+                "this model's answers begin with reasoning, which would have that form",
+                remedy="Leave it out, or turn thinking off in chat_template_kwargs.",
+            )
+        call_id, cut = f"chatcmpl-{uuid.uuid4().hex}", _cut_of(body)
+        part = self.host.part(call_id, prompt, sampling, recording, syntax=syntax, cut=cut)
+        view = self._view(body, is_chat=True, with_logprobs=body.logprobs, num_top=num_top)
+        job = AnswerJob(parts=(part,), sampling=sampling, num_choices=body.n, adapter=adapter)
+        return job, replace(self._shape(body, call_id, adapter, view), warnings=_warnings(body))
+
+    def completion(
+        self, body: CompletionBody, recording: Recording | None
+    ) -> tuple[AnswerJob, Shape]:
+        """Return the job of a plain completion of one or more prompts."""
+        adapter = self.host.adapter_of(body.model, recording)
+        num_top = body.logprobs or 0
+        if body.stream and body.prompt_logprobs is not None:
+            raise field_error("prompt_logprobs", "stream is set", remedy="Leave one of them out.")
+        if recording is not None and body.ignore_eos:
+            why = "the calls of a recording end with the policy's turn"
+            raise field_error("ignore_eos", why, remedy="Leave it out.")
+        sampling = self._sampling(body, None, recording, ())
+        num_known = _top_logprobs("logprobs", num_top, sampling, self.host.replica.engine)
+        sampling = replace(sampling, top_logprobs=num_known)
+        call_id, rows = f"cmpl-{uuid.uuid4().hex}", _rows(body)
+        if recording is not None:
+            recording.require_open(len(rows))
+        ids = [call_id + (f"-{i}" if len(rows) > 1 else "") for i in range(len(rows))]
+        made = [self.host.prompts.completion(row, recording) for row in rows]
+        parts = tuple(
+            replace(
+                self.host.part(own_id, prompt, sampling, recording, cut=_cut_of(body)),
+                stop_ids=tuple(body.stop_token_ids or ()),
+                ignores_end=body.ignore_eos,
+            )
+            for prompt, own_id in zip(made, ids, strict=True)
+        )
+        job = AnswerJob(
+            parts=parts,
+            sampling=sampling,
+            num_choices=body.n,
+            adapter=adapter,
+            scores_prompt=body.prompt_logprobs is not None,
+        )
+        with_logprobs = body.logprobs is not None
+        view = self._view(body, is_chat=False, with_logprobs=with_logprobs, num_top=num_top)
+        return job, self._shape(body, call_id, adapter, view)
+
+    def _view(
+        self, body: SamplingBody, *, is_chat: bool, with_logprobs: bool, num_top: int
+    ) -> TokenView:
+        return TokenView(
+            tokenizer=self.host.renderer.tokenizer,
+            is_chat=is_chat,
+            with_logprobs=with_logprobs,
+            num_top=num_top,
+            with_ids=body.return_token_ids,
+        )
+
+    def _shape(self, body: SamplingBody, call_id: str, adapter: str, view: TokenView) -> Shape:
+        replica = self.host.replica
+        policy = replica.adapters[adapter] if adapter else replica.engine.policy_version
+        return Shape(
+            call_id=call_id,
+            model=body.model,
+            fingerprint=str(policy),
+            view=view,
+            with_prompt_ids=body.return_token_ids,
+            with_usage=body.includes_usage,
+        )
+
+    def _sampling(
+        self,
+        body: SamplingBody,
+        max_completion_tokens: int | None,
+        recording: Recording | None,
+        more_stops: tuple[str, ...],
+    ) -> SamplingParams:
+        return self.host.sampling(
+            recording,
+            stop=body.stop_strings,
+            more_stops=more_stops,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            seed=body.seed,
+            max_new_tokens=body.max_tokens or max_completion_tokens,
+        )
+
+
+def _cut_of(body: SamplingBody) -> tuple[str, ...]:
+    """Return the stop strings that the answer is shown without."""
+    return () if body.include_stop_str_in_output else body.stop_strings
+
+
+def _rows(body: CompletionBody) -> list[str | list[int]]:
+    """Return the prompts: texts or rows of ids."""
+    prompt: Any = body.prompt
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    return [prompt] if is_one else list(prompt)
+
+
+def _options(body: ChatBody) -> dict[str, Any]:
+    options = dict(body.chat_template_kwargs or {})
+    for name in sorted(_RESERVED & options.keys()):
+        field = f"chat_template_kwargs.{name}"
+        raise field_error(
+            field, "the request has a field of its own for this", remedy="Leave it out."
+        )
+    return options
+
+
+def _top_logprobs(field: str, num_top: int, sampling: SamplingParams, engine: Engine) -> int:
+    """Return how many of the likeliest tokens the engine is to name.
+
+    One that knows the sampled token alone serves 0, and 1 at temperature 0, where it is that token.
+    """
+    if isinstance(engine, SupportsTopLogprobs):
+        return num_top
+    if num_top > 1 or (num_top == 1 and sampling.temperature != 0):
+        raise field_error(
+            field,
+            f"the engine {engine.name} knows the sampled token's log-prob alone",
+            remedy="Give 0, or 1 with temperature 0, or serve with another engine.",
+            reason=Reason.UNSUPPORTED_LOGPROBS,
+        )
+    return 0
+
+
+def _warnings(body: ChatBody) -> tuple[str, ...]:
+    both = body.max_tokens is not None and body.max_completion_tokens is not None
+    if not both or body.max_tokens == body.max_completion_tokens:
+        return ()
+    return (
+        f"max_tokens {body.max_tokens} was taken, max_completion_tokens "
+        f"{body.max_completion_tokens} was not: give one of them.",
+    )

@@ -1,0 +1,156 @@
+"""OpenAI's wire on the REST server: chat completions, completions and models.
+
+for route in openai_routes(host):
+    server.add_route(route)
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from dialoop.v1.scope_pb2 import SCOPE_ROLLOUT
+
+from dialoop_services.inference.wires.bodies import UnknownModel, parse_body
+from dialoop_services.inference.wires.openai.documents import OPERATIONS, operation
+from dialoop_services.inference.wires.openai.jobs import Jobs
+from dialoop_services.inference.wires.openai.models import ChatBody, CompletionBody
+from dialoop_services.rest.http_routes import ErrorAnswer, HttpRoute
+from dialoop_services.rest.problems import FieldsRefused, problem_headers
+from dialoop_services.runtime.errors import LoggedError
+
+if TYPE_CHECKING:
+    from dialoop.errors import DialoopError
+
+    from dialoop_services.inference.wires.base import AnswerJob, WireHost
+    from dialoop_services.inference.wires.openai.answers import Shape
+    from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest
+
+_DONE = b"data: [DONE]\n\n"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+
+
+class _OpenAi:
+    """Chat and plain completions of one replica, and its models."""
+
+    def __init__(self, host: WireHost) -> None:
+        self._host = host
+        self._jobs = Jobs(host=host)
+
+    async def chat(self, request: HttpRequest, answer: HttpAnswer) -> None:
+        """POST chat/completions."""
+        recording = self._host.recording_of(request)
+        body = parse_body(ChatBody, request.body)
+        await self._answer(*self._jobs.chat(body, recording), body.stream, request, answer)
+
+    async def completion(self, request: HttpRequest, answer: HttpAnswer) -> None:
+        """POST completions."""
+        recording = self._host.recording_of(request)
+        body = parse_body(CompletionBody, request.body)
+        await self._answer(*self._jobs.completion(body, recording), body.stream, request, answer)
+
+    async def models(self, request: HttpRequest, answer: HttpAnswer) -> None:
+        """GET models."""
+        self._host.recording_of(request)
+        await answer.json({"object": "list", "data": list(self._models().values())})
+
+    async def model(self, request: HttpRequest, answer: HttpAnswer) -> None:
+        """GET models/{model}."""
+        self._host.recording_of(request)
+        model = self._models().get(request.parameters["model"])
+        if model is None:
+            raise UnknownModel(
+                "The model of that name is not served here.",
+                remedy=f"Ask for '{self._host.model_name}'.",
+            )
+        await answer.json(model)
+
+    def _models(self) -> dict[str, dict[str, Any]]:
+        """Return the policy, and each adapter on it, by name."""
+        engine = self._host.replica.engine
+        versions = {self._host.model_name: engine.policy_version, **self._host.replica.adapters}
+        return {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "dialoop",
+                "max_model_len": engine.max_model_len,
+                "policy_version": str(version),
+            }
+            for name, version in versions.items()
+        }
+
+    async def _answer(
+        self,
+        job: AnswerJob,
+        shape: Shape,
+        is_stream: bool,
+        request: HttpRequest,
+        answer: HttpAnswer,
+    ) -> None:
+        answering = self._host.answering
+        if not is_stream:
+            await answer.json(shape.whole(job, await answering.whole(job, request)))
+            return
+        async with aclosing(answering.stream(job, request)) as events:
+            async for chunk in shape.chunks(job, events):
+                await answer.event(chunk)
+        await answer.end(_DONE)
+
+
+def openai_routes(host: WireHost) -> tuple[HttpRoute, ...]:
+    """Return all routes of the wire, plain and recorded."""
+    service = _OpenAi(host)
+    handlers = {
+        "ChatCompletions": ("POST", "/v1/chat/completions", service.chat),
+        "Completions": ("POST", "/v1/completions", service.completion),
+        "ListModels": ("GET", "/v1/models", service.models),
+        "GetModel": ("GET", "/v1/models/{model}", service.model),
+    }
+    assert handlers.keys() == OPERATIONS.keys()
+    routes = [
+        host.routes(
+            HttpRoute(
+                name=f"OpenAI.{name}",
+                scope=SCOPE_ROLLOUT,
+                method=method,
+                path=path,
+                handle=handle,
+                errors=error_answer,
+                operation=operation(name, path),
+            )
+        )
+        for name, (method, path, handle) in handlers.items()
+    ]
+    return tuple(route for pair in zip(*routes, strict=True) for route in pair)
+
+
+def error_answer(error: DialoopError) -> ErrorAnswer:
+    """Return an error that a caller may see as OpenAI's API writes it.
+
+    {"error": {"message": "...", "type": "invalid_request_error", "param": "messages.0.role",
+               "code": "invalid_field"}}
+    """
+    status = int(error.http_status)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    fields = error.fields if isinstance(error, FieldsRefused) else ()
+    document: dict[str, Any] = {
+        "message": str(error),
+        "type": kind,
+        "param": fields[0] if fields else None,
+        "code": error.reason.lower(),
+    }
+    if isinstance(error, LoggedError):
+        document["error_id"] = error.error_id
+    headers = {name.decode(): value.decode() for name, value in problem_headers(error)}
+    del headers["content-type"]
+    # Without this header OpenAI's clients repeat every 409, 429 and 5xx, whatever its cause.
+    headers["x-should-retry"] = "true" if error.retryable else "false"
+    return ErrorAnswer(document={"error": document}, headers=headers)
