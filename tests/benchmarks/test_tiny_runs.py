@@ -1,0 +1,65 @@
+"""Every benchmark runs from end to end on the least work, and finds something.
+
+`soak`, `silent_bugs` and those of `gpu` are run by tests of their own, or by `make gpu-smoke`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHROMIUM = "/usr/bin/chromium"
+RUNS = {
+    "adding_a_turn": "--turns 2 --words 5 --repeats 2",
+    "audit.planted": "--cases 1 --fault sampling_mismatch",
+    "audit.rollouts": "demo",
+    "console.many_tokens": f"--browser {CHROMIUM} --trajectories 500 --rounds 1",
+    "cpu_executors": "--rounds 1",
+    "demo_cpu": "--rounds 1",
+    "environment_doors": "--sessions 2 --seconds 0.3 --rounds 1",
+    "environment_steps": "--sessions 2 --episodes 2",
+    "environment_steps --in-process": "",
+    "environment_steps --stream": "--sessions 2 --seconds 0.3",
+    "fleet.registry_members": "--members 20 --seconds 6",
+    "fleet.routing": "--groups 2 --groups-in-flight 2 --turns 4",
+    "generate_turns": "--rounds 1 --conversations 1 --turns 1 2",
+    "half_precision": "--families qwen3 --tokens 500",
+    "in_process_calls": "--rounds 1 --calls 20",
+    "inference_tokens": "--requests 1 --rounds 1",
+    "learn_in_process": "--sft-steps 3 --rl-steps 1",
+    "path_of_a_prompt": "",
+    "path_of_a_prompt --rest-step": "",
+    "publish_pause": "--engines transformers --sizes 3m --times 1",
+    "reasoning_race": "--contenders in_process --num-steps 2 --samples 1",
+    "rendering": "--turns 2 --words 5 --calls 3",
+    "replay_throughput": "--groups 40 --tokens 16",
+    "sandbox": "--calls 3",
+    "start_up": "--tries 2",
+    "step_turns": "--rounds 1 --sessions 1 --episodes 1 --turns 1 4",
+    "task_file": "--num-tasks 2000 --rounds 1",
+    "train_step": "--rounds 1 --prompts 1 --vocabulary 1024 --ways ours",
+}
+
+
+@pytest.mark.heavy(reason="each benchmark from end to end, on little work")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_tiny_run_of_a_benchmark_finds_something(name: str) -> None:
+    if CHROMIUM in RUNS[name] and shutil.which(CHROMIUM) is None:
+        pytest.skip("no Chromium")
+    module, *words = name.split()
+    ended = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", *words, *RUNS[name].split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-1000:] + ended.stderr[-3000:]
+    assert json.loads(ended.stdout)
