@@ -13,7 +13,7 @@ from dialoop.environments import load_environment
 from dialoop.rollout import play
 from dialoop.testing import InMemoryEnvironment, ScriptedPolicy
 from dialoop.trajectory import DoneReason, SamplingParams, Task
-from dialoop_services.trainer.data.batch_metrics import TrajectoryFigures, metrics_of
+from dialoop_services.trainer.data.batches import TrajectoryFigures, metrics_of
 
 _CHAT = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
 _ROWS: Mapping[str, Mapping[str, Any]] = {

@@ -18,7 +18,7 @@ from dialoop_learning.loss.facts import LOSSES
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.loss.objective import combine_metrics
 from dialoop_learning.packing.rows import TokenRow
-from dialoop_services.trainer.data.batch_metrics import TrajectoryFigures, metrics_of
+from dialoop_services.trainer.data.batches import TrajectoryFigures, metrics_of
 from dialoop_services.trainer.job.evaluation import EvaluationResult
 
 from tests.support.samples.loss_samples import inputs_of
