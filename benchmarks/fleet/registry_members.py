@@ -1,12 +1,12 @@
-"""Measure the registry with many simulated members that join, renew, leave and are replaced.
+"""Measure the registry with many simulated instances that join, renew, leave and are replaced.
 
-python benchmarks/fleet/registry_members.py --members 1000 --seconds 60 --store redis
+python benchmarks/fleet/registry_members.py --instances 1000 --seconds 60 --store redis
 
-Starts the replay service, and a redis-server for it, in processes of their own. Every member renews
-a lease of 10 s three times in it, as a replica does. Twice a second a seeded schedule joins a new
-member, ends one with a withdrawal, ends one without a word, or starts one again under its name. Two
-followers watch the list. At the end the list must be that of the members that live: a name that is
-missing, doubled or of an older epoch fails the run.
+Starts the replay service, and a redis-server for it, in processes of their own. Every instance
+renews a lease of 10 s three times in it, as a replica does. Twice a second a seeded schedule joins
+a new instance, ends one with a withdrawal, ends one without a word, or starts one again under its
+name. Two followers watch the list. At the end the list must be that of the instances that live: a
+name that is missing, doubled or of an older epoch fails the run.
 
 Prints one JSON line: calls a second, CPU milliseconds a call of the service and of Redis, how long
 a renewal takes, and how long after a join or a withdrawal a follower sees it.
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dialoop.clients.channel import Channel
-from dialoop.clients.registry import RegistryClient, ServiceMember
+from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.errors import DialoopError
 
 from benchmarks.servers.figures import print_figures
@@ -42,7 +42,7 @@ CHANGE_EVERY_S = 0.5
 
 @dataclass
 class Fleet:
-    """The simulated members, and what was measured."""
+    """The simulated instances, and what was measured."""
 
     registry: RegistryClient
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -54,22 +54,22 @@ class Fleet:
     num_started: int = 0
 
     def start(self, name: str = "") -> None:
-        """Let a member join, or start one again under its name."""
+        """Let an instance join, or start one again under its name."""
         if not name:
             self.num_started += 1
-            name = f"member-{self.num_started}"
+            name = f"instance-{self.num_started}"
             self.changed_at[name] = time.monotonic()
         self.tasks[name] = asyncio.create_task(self._live(name))
 
     async def _live(self, name: str) -> None:
-        member = ServiceMember(role=ROLE, name=name, address=f"10.0.0.1:{len(name)}")
+        instance = ServiceInstance(role=ROLE, name=name, address=f"10.0.0.1:{len(name)}")
         epoch = 0
         await asyncio.sleep(0)
         while True:
             began = time.perf_counter()
             joined = await self.registry.announce(
                 RUN,
-                ServiceMember(role=ROLE, name=name, address=member.address, epoch=epoch),
+                ServiceInstance(role=ROLE, name=name, address=instance.address, epoch=epoch),
                 lease_s=LEASE_S,
             )
             self.renewals_s.append(time.perf_counter() - began)
@@ -78,7 +78,7 @@ class Fleet:
             await asyncio.sleep(LEASE_S / RENEWALS)
 
     async def end(self, name: str) -> None:
-        """End a member without a word."""
+        """End an instance without a word."""
         task = self.tasks.pop(name)
         task.cancel()
         await asyncio.wait([task])
@@ -97,15 +97,15 @@ class Fleet:
         epoch = self.epochs.pop(name)
         if kind == "leave":
             self.changed_at[name] = time.monotonic()
-            member = ServiceMember(role=ROLE, name=name, epoch=epoch)
-            assert await self.registry.withdraw(RUN, member), name
+            instance = ServiceInstance(role=ROLE, name=name, epoch=epoch)
+            assert await self.registry.withdraw(RUN, instance), name
             self.num_calls += 1
 
     async def follow(self) -> None:
         """Watch the list, and note when a join or a withdrawal is seen."""
         present: set[str] = set()
-        async for members in self.registry.watch(RUN, ROLE, interval_s=0.5):
-            now, names = time.monotonic(), {member.name for member in members}
+        async for instances in self.registry.watch(RUN, ROLE, interval_s=0.5):
+            now, names = time.monotonic(), {instance.name for instance in instances}
             for name in present ^ names:
                 at = self.changed_at.pop(name, None)
                 if at is not None and present:
@@ -113,7 +113,7 @@ class Fleet:
             present = names
 
     def require_alive(self) -> None:
-        """Raise what a member's renewal met."""
+        """Raise what an instance's renewal met."""
         for task in self.tasks.values():
             if task.done():
                 task.result()
@@ -125,9 +125,9 @@ async def measure(options: argparse.Namespace, address: str, pids: list[int]) ->
     async with AsyncExitStack() as exits:
         channel = await exits.enter_async_context(Channel(address))
         fleet = Fleet(RegistryClient(channel))
-        for _ in range(options.members):
+        for _ in range(options.instances):
             fleet.start()
-        while len(fleet.epochs) < options.members:
+        while len(fleet.epochs) < options.instances:
             await asyncio.sleep(0.05)
             fleet.require_alive()
         followers = [asyncio.create_task(fleet.follow()) for _ in range(2)]
@@ -141,15 +141,15 @@ async def measure(options: argparse.Namespace, address: str, pids: list[int]) ->
         seconds, num_calls = time.monotonic() - began, fleet.num_calls - num_before
         used = [_cpu_s(pid) - before for pid, before in zip(pids, cpu, strict=True)]
         await asyncio.sleep(LEASE_S + 2)  # those that died without a word are forgotten
-        listed = [(m.name, m.epoch) for m in await fleet.registry.list_members(RUN, ROLE)]
+        listed = [(m.name, m.epoch) for m in await fleet.registry.list_instances(RUN, ROLE)]
         for task in (*followers, *fleet.tasks.values()):
             task.cancel()
         await asyncio.gather(*followers, *fleet.tasks.values(), return_exceptions=True)
     if sorted(listed) != sorted(fleet.epochs.items()):
         wrong = set(listed) ^ set(fleet.epochs.items())
-        raise SystemExit(f"The list differs from the members that live: {sorted(wrong)[:5]}")
+        raise SystemExit(f"The list differs from the instances that live: {sorted(wrong)[:5]}")
     return {
-        "members": options.members,
+        "instances": options.instances,
         "store": options.store,
         "seconds": round(seconds, 1),
         "calls_per_s": round(num_calls / seconds, 1),
@@ -187,7 +187,7 @@ def _launch(settings: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
 def main() -> None:
     """Measure one store and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--members", type=int, default=1000)
+    parser.add_argument("--instances", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--store", choices=("memory", "redis"), default="redis")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""A thousand members that join, renew, leave, die and are replaced, against the real service."""
+"""A thousand instances that join, renew, leave, die and are replaced, against the real service."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.heavy(reason="a thousand members for a quarter of a minute, on each store")
+@pytest.mark.heavy(reason="a thousand instances for a quarter of a minute, on each store")
 @pytest.mark.redis
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("store", ["memory", "redis"])
-def test_the_list_of_a_thousand_members_is_that_of_those_that_live(store: str) -> None:
+def test_the_list_of_a_thousand_instances_is_that_of_those_that_live(store: str) -> None:
     program = ROOT / "benchmarks" / "fleet" / "registry_members.py"
     ended = subprocess.run(
         [sys.executable, str(program), "--seconds", "15", "--store", store, "--seed", "7"],
@@ -29,6 +29,6 @@ def test_the_list_of_a_thousand_members_is_that_of_those_that_live(store: str) -
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     figures = json.loads(ended.stdout)
-    assert figures["members"] == 1000
+    assert figures["instances"] == 1000
     assert figures["list_was_right"]
     assert figures["num_changes_seen"] > 0

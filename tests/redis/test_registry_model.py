@@ -1,6 +1,6 @@
 """Any order of joins, renewals, ends and admissions: the registry is as a simple model says.
 
-The model knows of each name the member that joined last, and of it when its lease ends.
+The model knows of each name the instance that joined last, and of it when its lease ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class Expected:
-    """The member that joined last under a name."""
+    """The instance that joined last under a name."""
 
     epoch: int
     ends_at: float
@@ -51,7 +51,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.runner = asyncio.Runner()
         self.store = make_store(self.clock)
         self.run = new_run()
-        self.members: dict[str, Expected] = {}
+        self.instances: dict[str, Expected] = {}
         self.given: list[tuple[str, int]] = []
         self.highest = 0
 
@@ -59,12 +59,16 @@ class RegistryMachine(RuleBasedStateMachine):
         return self.runner.run(call)
 
     def is_there(self, name: str, epoch: int) -> bool:
-        member = self.members.get(name)
-        return member is not None and member.epoch == epoch and member.ends_at > self.clock.now
+        instance = self.instances.get(name)
+        return (
+            instance is not None and instance.epoch == epoch and instance.ends_at > self.clock.now
+        )
 
     def announce(self, name: str, epoch: int, load: float) -> pb.AnnounceResponse:
-        member = pb.Member(role="inference", name=name, epoch=epoch, load=load, is_admitted=True)
-        request = pb.AnnounceRequest(run=self.run, member=member, lease_s=LEASE_S)
+        instance = pb.Instance(
+            role="inference", name=name, epoch=epoch, load=load, is_admitted=True
+        )
+        request = pb.AnnounceRequest(run=self.run, instance=instance, lease_s=LEASE_S)
         return self.ask(self.store.apply(request, pb.AnnounceResponse))
 
     @rule(name=st.sampled_from(NAMES), load=st.integers(0, 9))
@@ -73,23 +77,23 @@ class RegistryMachine(RuleBasedStateMachine):
         assert answer.epoch > self.highest, "an epoch was given twice, or out of order"
         assert not answer.is_admitted, "a new epoch has to prove itself"
         self.highest = answer.epoch
-        self.members[name] = Expected(answer.epoch, self.clock.now + LEASE_S, load)
+        self.instances[name] = Expected(answer.epoch, self.clock.now + LEASE_S, load)
         self.given.append((name, answer.epoch))
 
     @precondition(lambda self: self.given)
     @rule(data=st.data(), load=st.integers(0, 9))
     def renew(self, data: st.DataObject, load: int) -> None:
-        """Somebody renews its lease: the present member, or an orphan."""
+        """Somebody renews its lease: the present instance, or an orphan."""
         name, epoch = data.draw(st.sampled_from(self.given))
-        member = self.members[name]
-        if member.epoch != epoch:
+        instance = self.instances[name]
+        if instance.epoch != epoch:
             with pytest.raises(DialoopError) as caught:
                 self.announce(name, epoch, load)
             assert caught.value.reason == "MEMBER_REPLACED"
             return
         answer = self.announce(name, epoch, load)
-        assert (answer.epoch, answer.is_admitted) == (epoch, member.is_admitted)
-        member.ends_at, member.load = self.clock.now + LEASE_S, load
+        assert (answer.epoch, answer.is_admitted) == (epoch, instance.is_admitted)
+        instance.ends_at, instance.load = self.clock.now + LEASE_S, load
 
     @precondition(lambda self: self.given)
     @rule(data=st.data())
@@ -99,7 +103,7 @@ class RegistryMachine(RuleBasedStateMachine):
         was_there = self.is_there(name, epoch)
         assert self.ask(self.store.apply(request, pb.WithdrawResponse)).was_listed == was_there
         if was_there:
-            self.members[name].ends_at = self.clock.now
+            self.instances[name].ends_at = self.clock.now
 
     @precondition(lambda self: self.given)
     @rule(data=st.data(), is_admitted=st.booleans())
@@ -114,7 +118,7 @@ class RegistryMachine(RuleBasedStateMachine):
             assert caught.value.reason == "MEMBER_NOT_FOUND"
             return
         self.ask(self.store.apply(request, pb.AdmitResponse))
-        self.members[name].is_admitted = is_admitted
+        self.instances[name].is_admitted = is_admitted
 
     @rule(seconds=st.sampled_from((1.0, 4.0, 11.0)))
     def wait(self, seconds: float) -> None:
@@ -124,21 +128,21 @@ class RegistryMachine(RuleBasedStateMachine):
     def forget_an_ended_lease(self) -> None:
         """After a day nobody knows of it: then an orphan would be let in, as after a loss."""
         self.clock.pass_s(25 * 3600.0)
-        self.members.clear()
+        self.instances.clear()
         self.given.clear()
 
     @invariant()
     def lists_those_whose_lease_runs(self) -> None:
-        request = pb.ListMembersRequest(run=self.run, role="inference")
-        listed = self.ask(self.store.apply(request, pb.ListMembersResponse)).members
+        request = pb.ListInstancesRequest(run=self.run, role="inference")
+        listed = self.ask(self.store.apply(request, pb.ListInstancesResponse)).instances
         expected = [
-            (name, member.epoch, member.load, member.is_admitted)
-            for name, member in sorted(self.members.items())
-            if member.ends_at > self.clock.now
+            (name, instance.epoch, instance.load, instance.is_admitted)
+            for name, instance in sorted(self.instances.items())
+            if instance.ends_at > self.clock.now
         ]
         assert [(m.name, m.epoch, m.load, m.is_admitted) for m in listed] == expected
-        nobody = pb.ListMembersRequest(run=self.run, role="scorer")
-        assert not self.ask(self.store.apply(nobody, pb.ListMembersResponse)).members
+        nobody = pb.ListInstancesRequest(run=self.run, role="scorer")
+        assert not self.ask(self.store.apply(nobody, pb.ListInstancesResponse)).instances
 
     def teardown(self) -> None:
         self.ask(self.store.close())

@@ -1,4 +1,4 @@
-"""RegistryClient: who serves a run, under leases that members renew."""
+"""RegistryClient: who serves a run, under leases that instances renew."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceMember:
+class ServiceInstance:
     """A service that takes part in a run.
 
     role, name: "inference", "gpu-0"; a service that is started again keeps them and gets a new
@@ -25,7 +25,7 @@ class ServiceMember:
     serves: names of environments, or the base model's digest. load: requests that run or wait in
     it. is_admitted: whether it is in rotation; the trainer decides.
 
-    ServiceMember(role="inference", name="gpu-0", address="10.0.0.7:7002", is_ready=True, load=3.0)
+    ServiceInstance(role="inference", name="gpu-0", address="10.0.0.7:7002", load=3.0)
     """
 
     role: str
@@ -54,8 +54,8 @@ def _rpc(name: str, *, is_retried: bool = True) -> Rpc[Any, Any]:
 ANNOUNCE = _rpc("Announce")
 WITHDRAW = _rpc("Withdraw")
 ADMIT = _rpc("Admit")
-LIST_MEMBERS = _rpc("ListMembers")
-WATCH_MEMBERS = _rpc("WatchMembers", is_retried=False)
+LIST_INSTANCES = _rpc("ListInstances")
+WATCH_INSTANCES = _rpc("WatchInstances", is_retried=False)
 
 
 class RegistryClient:
@@ -64,83 +64,85 @@ class RegistryClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def announce(self, run: str, member: ServiceMember, *, lease_s: float) -> ServiceMember:
-        """Join with epoch 0, or renew the lease; return the member as the registry has it.
+    async def announce(
+        self, run: str, instance: ServiceInstance, *, lease_s: float
+    ) -> ServiceInstance:
+        """Join with epoch 0, or renew the lease; return the instance as the registry has it.
 
-        Raise PreconditionFailed: MEMBER_REPLACED once another member has the name, MEMBER_MOVED for
-        another address under the same epoch. Where services ask for tokens, PermissionDenied
+        Raise PreconditionFailed: MEMBER_REPLACED once another instance has the name, MEMBER_MOVED
+        for another address under the same epoch. Where services ask for tokens, PermissionDenied
         without a ticket of that role and name: TICKET_MISSING, TICKET_OF_OTHER_MEMBER.
         """
-        request = pb.AnnounceRequest(run=run, member=_to_proto(member), lease_s=lease_s)
+        request = pb.AnnounceRequest(run=run, instance=_to_proto(instance), lease_s=lease_s)
         answer = await self._channel.call(ANNOUNCE, request)
-        return replace(member, epoch=answer.epoch, is_admitted=answer.is_admitted)
+        return replace(instance, epoch=answer.epoch, is_admitted=answer.is_admitted)
 
-    async def withdraw(self, run: str, member: ServiceMember) -> bool:
-        """Leave; return whether the member was there."""
+    async def withdraw(self, run: str, instance: ServiceInstance) -> bool:
+        """Leave; return whether the instance was there."""
         request = pb.WithdrawRequest(
-            run=run, role=member.role, name=member.name, epoch=member.epoch
+            run=run, role=instance.role, name=instance.name, epoch=instance.epoch
         )
         was_listed: bool = (await self._channel.call(WITHDRAW, request)).was_listed
         return was_listed
 
-    async def admit(self, run: str, member: ServiceMember, *, is_admitted: bool) -> None:
-        """Put a member into rotation, or take it out.
+    async def admit(self, run: str, instance: ServiceInstance, *, is_admitted: bool) -> None:
+        """Put an instance into rotation, or take it out.
 
         Raise NotFound (MEMBER_NOT_FOUND) if it left or was started again.
         """
         request = pb.AdmitRequest(
             run=run,
-            role=member.role,
-            name=member.name,
-            epoch=member.epoch,
+            role=instance.role,
+            name=instance.name,
+            epoch=instance.epoch,
             is_admitted=is_admitted,
         )
         await self._channel.call(ADMIT, request)
 
-    async def list_members(self, run: str, role: str = "") -> tuple[ServiceMember, ...]:
-        """Return the members whose lease has not ended, of one role or all, by role and name."""
-        request = pb.ListMembersRequest(run=run, role=role)
-        return _from_protos((await self._channel.call(LIST_MEMBERS, request)).members)
+    async def list_instances(self, run: str, role: str = "") -> tuple[ServiceInstance, ...]:
+        """Return the instances whose lease has not ended, of one role or all, by role and name."""
+        request = pb.ListInstancesRequest(run=run, role=role)
+        return _from_protos((await self._channel.call(LIST_INSTANCES, request)).instances)
 
     async def watch(
         self, run: str, role: str = "", *, interval_s: float = 1.0
-    ) -> AsyncIterator[tuple[ServiceMember, ...]]:
-        """Yield the list of members at once and after every change, at most every interval_s."""
-        request = pb.WatchMembersRequest(run=run, role=role, interval_s=interval_s)
-        async for answer in self._channel.stream(WATCH_MEMBERS, request):
-            yield _from_protos(answer.members)
+    ) -> AsyncIterator[tuple[ServiceInstance, ...]]:
+        """Yield the list of instances at once and after every change, at most every interval_s."""
+        request = pb.WatchInstancesRequest(run=run, role=role, interval_s=interval_s)
+        async for answer in self._channel.stream(WATCH_INSTANCES, request):
+            yield _from_protos(answer.instances)
 
 
-def _to_proto(member: ServiceMember) -> pb.Member:
-    version = member.policy_version
-    return pb.Member(
-        role=member.role,
-        name=member.name,
-        address=member.address,
-        rest_address=member.rest_address,
-        epoch=member.epoch,
-        serves=member.serves,
+def _to_proto(instance: ServiceInstance) -> pb.Instance:
+    version = instance.policy_version
+    return pb.Instance(
+        role=instance.role,
+        name=instance.name,
+        address=instance.address,
+        rest_address=instance.rest_address,
+        epoch=instance.epoch,
+        serves=instance.serves,
         policy_version=policy_version_to_proto(version) if version is not None else None,
-        is_ready=member.is_ready,
-        load=member.load,
+        is_ready=instance.is_ready,
+        load=instance.load,
     )
 
 
-def _from_protos(members: Iterable[pb.Member]) -> tuple[ServiceMember, ...]:
+def _from_protos(instances: Iterable[pb.Instance]) -> tuple[ServiceInstance, ...]:
     return tuple(
-        ServiceMember(
-            role=member.role,
-            name=member.name,
-            address=member.address,
-            rest_address=member.rest_address,
-            epoch=member.epoch,
-            serves=tuple(member.serves),
-            policy_version=policy_version_from_proto(member.policy_version)
-            if member.HasField("policy_version")
+        ServiceInstance(
+            role=instance.role,
+            name=instance.name,
+            address=instance.address,
+            rest_address=instance.rest_address,
+            epoch=instance.epoch,
+            serves=tuple(instance.serves),
+            policy_version=policy_version_from_proto(instance.policy_version)
+            if instance.HasField("policy_version")
             else None,
-            is_ready=member.is_ready,
-            load=member.load,
-            is_admitted=member.is_admitted,
+            is_ready=instance.is_ready,
+            load=instance.load,
+            is_admitted=instance.is_admitted,
         )
-        for member in members
+        for instance in instances
     )

@@ -26,7 +26,7 @@ from dialoop.v1 import scope_pb2 as dialoop_dot_v1_dot_scope__pb2
 from dialoop.v1 import trajectory_pb2 as dialoop_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!dialoop/v1/registry_service.proto\x12\ndialoop.v1\x1a\x16\x64ialoop/v1/scope.proto\x1a\x1b\x64ialoop/v1/trajectory.proto\"\xd2\x01\n\x06Member\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x14\n\x0crest_address\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0e\n\x06serves\x18\x06 \x03(\t\x12\x31\n\x0epolicy_version\x18\x07 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x10\n\x08is_ready\x18\x08 \x01(\x08\x12\x0c\n\x04load\x18\t \x01(\x01\x12\x13\n\x0bis_admitted\x18\n \x01(\x08\"S\n\x0f\x41nnounceRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\"\n\x06member\x18\x02 \x01(\x0b\x32\x12.dialoop.v1.Member\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"6\n\x10\x41nnounceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bis_admitted\x18\x02 \x01(\x08\"I\n\x0fWithdrawRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\"&\n\x10WithdrawResponse\x12\x12\n\nwas_listed\x18\x01 \x01(\x08\"[\n\x0c\x41\x64mitRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x13\n\x0bis_admitted\x18\x05 \x01(\x08\"\x0f\n\rAdmitResponse\"/\n\x12ListMembersRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\":\n\x13ListMembersResponse\x12#\n\x07members\x18\x01 \x03(\x0b\x32\x12.dialoop.v1.Member\"D\n\x13WatchMembersRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x12\n\ninterval_s\x18\x03 \x01(\x01\";\n\x14WatchMembersResponse\x12#\n\x07members\x18\x01 \x03(\x0b\x32\x12.dialoop.v1.Member2\xa0\x03\n\x0fRegistryService\x12K\n\x08\x41nnounce\x12\x1b.dialoop.v1.AnnounceRequest\x1a\x1c.dialoop.v1.AnnounceResponse\"\x04\xa8\xbb\x18\x02\x12K\n\x08Withdraw\x12\x1b.dialoop.v1.WithdrawRequest\x1a\x1c.dialoop.v1.WithdrawResponse\"\x04\xa8\xbb\x18\x02\x12\x42\n\x05\x41\x64mit\x12\x18.dialoop.v1.AdmitRequest\x1a\x19.dialoop.v1.AdmitResponse\"\x04\xa8\xbb\x18\x05\x12T\n\x0bListMembers\x12\x1e.dialoop.v1.ListMembersRequest\x1a\x1f.dialoop.v1.ListMembersResponse\"\x04\xa8\xbb\x18\x02\x12Y\n\x0cWatchMembers\x12\x1f.dialoop.v1.WatchMembersRequest\x1a .dialoop.v1.WatchMembersResponse\"\x04\xa8\xbb\x18\x02\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!dialoop/v1/registry_service.proto\x12\ndialoop.v1\x1a\x16\x64ialoop/v1/scope.proto\x1a\x1b\x64ialoop/v1/trajectory.proto\"\xd4\x01\n\x08Instance\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x14\n\x0crest_address\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x0e\n\x06serves\x18\x06 \x03(\t\x12\x31\n\x0epolicy_version\x18\x07 \x01(\x0b\x32\x19.dialoop.v1.PolicyVersion\x12\x10\n\x08is_ready\x18\x08 \x01(\x08\x12\x0c\n\x04load\x18\t \x01(\x01\x12\x13\n\x0bis_admitted\x18\n \x01(\x08\"W\n\x0f\x41nnounceRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12&\n\x08instance\x18\x02 \x01(\x0b\x32\x14.dialoop.v1.Instance\x12\x0f\n\x07lease_s\x18\x03 \x01(\x01\"6\n\x10\x41nnounceResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x13\n\x0bis_admitted\x18\x02 \x01(\x08\"I\n\x0fWithdrawRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\"&\n\x10WithdrawResponse\x12\x12\n\nwas_listed\x18\x01 \x01(\x08\"[\n\x0c\x41\x64mitRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x13\n\x0bis_admitted\x18\x05 \x01(\x08\"\x0f\n\rAdmitResponse\"1\n\x14ListInstancesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\"@\n\x15ListInstancesResponse\x12\'\n\tinstances\x18\x01 \x03(\x0b\x32\x14.dialoop.v1.Instance\"F\n\x15WatchInstancesRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x12\n\ninterval_s\x18\x03 \x01(\x01\"A\n\x16WatchInstancesResponse\x12\'\n\tinstances\x18\x01 \x03(\x0b\x32\x14.dialoop.v1.Instance2\xac\x03\n\x0fRegistryService\x12K\n\x08\x41nnounce\x12\x1b.dialoop.v1.AnnounceRequest\x1a\x1c.dialoop.v1.AnnounceResponse\"\x04\xa8\xbb\x18\x02\x12K\n\x08Withdraw\x12\x1b.dialoop.v1.WithdrawRequest\x1a\x1c.dialoop.v1.WithdrawResponse\"\x04\xa8\xbb\x18\x02\x12\x42\n\x05\x41\x64mit\x12\x18.dialoop.v1.AdmitRequest\x1a\x19.dialoop.v1.AdmitResponse\"\x04\xa8\xbb\x18\x05\x12Z\n\rListInstances\x12 .dialoop.v1.ListInstancesRequest\x1a!.dialoop.v1.ListInstancesResponse\"\x04\xa8\xbb\x18\x02\x12_\n\x0eWatchInstances\x12!.dialoop.v1.WatchInstancesRequest\x1a\".dialoop.v1.WatchInstancesResponse\"\x04\xa8\xbb\x18\x02\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,32 +39,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTRYSERVICE'].methods_by_name['Withdraw']._serialized_options = b'\250\273\030\002'
   _globals['_REGISTRYSERVICE'].methods_by_name['Admit']._loaded_options = None
   _globals['_REGISTRYSERVICE'].methods_by_name['Admit']._serialized_options = b'\250\273\030\005'
-  _globals['_REGISTRYSERVICE'].methods_by_name['ListMembers']._loaded_options = None
-  _globals['_REGISTRYSERVICE'].methods_by_name['ListMembers']._serialized_options = b'\250\273\030\002'
-  _globals['_REGISTRYSERVICE'].methods_by_name['WatchMembers']._loaded_options = None
-  _globals['_REGISTRYSERVICE'].methods_by_name['WatchMembers']._serialized_options = b'\250\273\030\002'
-  _globals['_MEMBER']._serialized_start=103
-  _globals['_MEMBER']._serialized_end=313
-  _globals['_ANNOUNCEREQUEST']._serialized_start=315
-  _globals['_ANNOUNCEREQUEST']._serialized_end=398
-  _globals['_ANNOUNCERESPONSE']._serialized_start=400
-  _globals['_ANNOUNCERESPONSE']._serialized_end=454
-  _globals['_WITHDRAWREQUEST']._serialized_start=456
-  _globals['_WITHDRAWREQUEST']._serialized_end=529
-  _globals['_WITHDRAWRESPONSE']._serialized_start=531
-  _globals['_WITHDRAWRESPONSE']._serialized_end=569
-  _globals['_ADMITREQUEST']._serialized_start=571
-  _globals['_ADMITREQUEST']._serialized_end=662
-  _globals['_ADMITRESPONSE']._serialized_start=664
-  _globals['_ADMITRESPONSE']._serialized_end=679
-  _globals['_LISTMEMBERSREQUEST']._serialized_start=681
-  _globals['_LISTMEMBERSREQUEST']._serialized_end=728
-  _globals['_LISTMEMBERSRESPONSE']._serialized_start=730
-  _globals['_LISTMEMBERSRESPONSE']._serialized_end=788
-  _globals['_WATCHMEMBERSREQUEST']._serialized_start=790
-  _globals['_WATCHMEMBERSREQUEST']._serialized_end=858
-  _globals['_WATCHMEMBERSRESPONSE']._serialized_start=860
-  _globals['_WATCHMEMBERSRESPONSE']._serialized_end=919
-  _globals['_REGISTRYSERVICE']._serialized_start=922
-  _globals['_REGISTRYSERVICE']._serialized_end=1338
+  _globals['_REGISTRYSERVICE'].methods_by_name['ListInstances']._loaded_options = None
+  _globals['_REGISTRYSERVICE'].methods_by_name['ListInstances']._serialized_options = b'\250\273\030\002'
+  _globals['_REGISTRYSERVICE'].methods_by_name['WatchInstances']._loaded_options = None
+  _globals['_REGISTRYSERVICE'].methods_by_name['WatchInstances']._serialized_options = b'\250\273\030\002'
+  _globals['_INSTANCE']._serialized_start=103
+  _globals['_INSTANCE']._serialized_end=315
+  _globals['_ANNOUNCEREQUEST']._serialized_start=317
+  _globals['_ANNOUNCEREQUEST']._serialized_end=404
+  _globals['_ANNOUNCERESPONSE']._serialized_start=406
+  _globals['_ANNOUNCERESPONSE']._serialized_end=460
+  _globals['_WITHDRAWREQUEST']._serialized_start=462
+  _globals['_WITHDRAWREQUEST']._serialized_end=535
+  _globals['_WITHDRAWRESPONSE']._serialized_start=537
+  _globals['_WITHDRAWRESPONSE']._serialized_end=575
+  _globals['_ADMITREQUEST']._serialized_start=577
+  _globals['_ADMITREQUEST']._serialized_end=668
+  _globals['_ADMITRESPONSE']._serialized_start=670
+  _globals['_ADMITRESPONSE']._serialized_end=685
+  _globals['_LISTINSTANCESREQUEST']._serialized_start=687
+  _globals['_LISTINSTANCESREQUEST']._serialized_end=736
+  _globals['_LISTINSTANCESRESPONSE']._serialized_start=738
+  _globals['_LISTINSTANCESRESPONSE']._serialized_end=802
+  _globals['_WATCHINSTANCESREQUEST']._serialized_start=804
+  _globals['_WATCHINSTANCESREQUEST']._serialized_end=874
+  _globals['_WATCHINSTANCESRESPONSE']._serialized_start=876
+  _globals['_WATCHINSTANCESRESPONSE']._serialized_end=941
+  _globals['_REGISTRYSERVICE']._serialized_start=944
+  _globals['_REGISTRYSERVICE']._serialized_end=1372
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Member(_message.Message):
+class Instance(_message.Message):
     __slots__ = ("role", "name", "address", "rest_address", "epoch", "serves", "policy_version", "is_ready", "load", "is_admitted")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -33,14 +33,14 @@ class Member(_message.Message):
     def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., rest_address: _Optional[str] = ..., epoch: _Optional[int] = ..., serves: _Optional[_Iterable[str]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., is_ready: bool = ..., load: _Optional[float] = ..., is_admitted: bool = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("run", "member", "lease_s")
+    __slots__ = ("run", "instance", "lease_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
-    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     run: str
-    member: Member
+    instance: Instance
     lease_s: float
-    def __init__(self, run: _Optional[str] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, run: _Optional[str] = ..., instance: _Optional[_Union[Instance, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class AnnounceResponse(_message.Message):
     __slots__ = ("epoch", "is_admitted")
@@ -86,7 +86,7 @@ class AdmitResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class ListMembersRequest(_message.Message):
+class ListInstancesRequest(_message.Message):
     __slots__ = ("run", "role")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -94,13 +94,13 @@ class ListMembersRequest(_message.Message):
     role: str
     def __init__(self, run: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
-class ListMembersResponse(_message.Message):
-    __slots__ = ("members",)
-    MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+class ListInstancesResponse(_message.Message):
+    __slots__ = ("instances",)
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    instances: _containers.RepeatedCompositeFieldContainer[Instance]
+    def __init__(self, instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ...) -> None: ...
 
-class WatchMembersRequest(_message.Message):
+class WatchInstancesRequest(_message.Message):
     __slots__ = ("run", "role", "interval_s")
     RUN_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -110,8 +110,8 @@ class WatchMembersRequest(_message.Message):
     interval_s: float
     def __init__(self, run: _Optional[str] = ..., role: _Optional[str] = ..., interval_s: _Optional[float] = ...) -> None: ...
 
-class WatchMembersResponse(_message.Message):
-    __slots__ = ("members",)
-    MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    members: _containers.RepeatedCompositeFieldContainer[Member]
-    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...
+class WatchInstancesResponse(_message.Message):
+    __slots__ = ("instances",)
+    INSTANCES_FIELD_NUMBER: _ClassVar[int]
+    instances: _containers.RepeatedCompositeFieldContainer[Instance]
+    def __init__(self, instances: _Optional[_Iterable[_Union[Instance, _Mapping]]] = ...) -> None: ...

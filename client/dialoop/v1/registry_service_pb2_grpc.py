@@ -52,15 +52,15 @@ class RegistryServiceStub(object):
                 request_serializer=dialoop_dot_v1_dot_registry__service__pb2.AdmitRequest.SerializeToString,
                 response_deserializer=dialoop_dot_v1_dot_registry__service__pb2.AdmitResponse.FromString,
                 _registered_method=True)
-        self.ListMembers = channel.unary_unary(
-                '/dialoop.v1.RegistryService/ListMembers',
-                request_serializer=dialoop_dot_v1_dot_registry__service__pb2.ListMembersRequest.SerializeToString,
-                response_deserializer=dialoop_dot_v1_dot_registry__service__pb2.ListMembersResponse.FromString,
+        self.ListInstances = channel.unary_unary(
+                '/dialoop.v1.RegistryService/ListInstances',
+                request_serializer=dialoop_dot_v1_dot_registry__service__pb2.ListInstancesRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_registry__service__pb2.ListInstancesResponse.FromString,
                 _registered_method=True)
-        self.WatchMembers = channel.unary_stream(
-                '/dialoop.v1.RegistryService/WatchMembers',
-                request_serializer=dialoop_dot_v1_dot_registry__service__pb2.WatchMembersRequest.SerializeToString,
-                response_deserializer=dialoop_dot_v1_dot_registry__service__pb2.WatchMembersResponse.FromString,
+        self.WatchInstances = channel.unary_stream(
+                '/dialoop.v1.RegistryService/WatchInstances',
+                request_serializer=dialoop_dot_v1_dot_registry__service__pb2.WatchInstancesRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_registry__service__pb2.WatchInstancesResponse.FromString,
                 _registered_method=True)
 
 
@@ -71,8 +71,8 @@ class RegistryServiceServicer(object):
     """
 
     def Announce(self, request, context):
-        """Join with epoch 0, or renew the lease under the epoch that joining gave. Of two members of one
-        name the later one stays. Where tokens are asked for, a member needs a ticket of its role and
+        """Join with epoch 0, or renew the lease under the epoch that joining gave. Of two instances of one
+        name the later one stays. Where tokens are asked for, an instance needs a ticket of its role and
         name. OK, FAILED_PRECONDITION (MEMBER_REPLACED: end, another has your name; MEMBER_MOVED: an
         epoch keeps its addresses), PERMISSION_DENIED (TICKET_MISSING, TICKET_OF_OTHER_MEMBER).
         """
@@ -81,7 +81,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Withdraw(self, request, context):
-        """Leave: from now on no member of that epoch is listed. A repeated call changes nothing. OK,
+        """Leave: from now on no instance of that epoch is listed. A repeated call changes nothing. OK,
         PERMISSION_DENIED as for Announce.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -89,7 +89,7 @@ class RegistryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Admit(self, request, context):
-        """Let a member serve the policy, or take it out of rotation. The trainer says so once the member
+        """Let an instance serve the policy, or take it out of rotation. The trainer says so once the instance
         has proved that it serves the policy. OK, NOT_FOUND (MEMBER_NOT_FOUND: it left, or has another
         epoch).
         """
@@ -97,14 +97,14 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListMembers(self, request, context):
-        """The members whose lease has not ended, by role and name. OK.
+    def ListInstances(self, request, context):
+        """The instances whose lease has not ended, by role and name. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchMembers(self, request, context):
+    def WatchInstances(self, request, context):
         """The list, at once and after every change, at most every interval_s. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -129,15 +129,15 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     request_deserializer=dialoop_dot_v1_dot_registry__service__pb2.AdmitRequest.FromString,
                     response_serializer=dialoop_dot_v1_dot_registry__service__pb2.AdmitResponse.SerializeToString,
             ),
-            'ListMembers': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListMembers,
-                    request_deserializer=dialoop_dot_v1_dot_registry__service__pb2.ListMembersRequest.FromString,
-                    response_serializer=dialoop_dot_v1_dot_registry__service__pb2.ListMembersResponse.SerializeToString,
+            'ListInstances': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInstances,
+                    request_deserializer=dialoop_dot_v1_dot_registry__service__pb2.ListInstancesRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_registry__service__pb2.ListInstancesResponse.SerializeToString,
             ),
-            'WatchMembers': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchMembers,
-                    request_deserializer=dialoop_dot_v1_dot_registry__service__pb2.WatchMembersRequest.FromString,
-                    response_serializer=dialoop_dot_v1_dot_registry__service__pb2.WatchMembersResponse.SerializeToString,
+            'WatchInstances': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchInstances,
+                    request_deserializer=dialoop_dot_v1_dot_registry__service__pb2.WatchInstancesRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_registry__service__pb2.WatchInstancesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -235,7 +235,7 @@ class RegistryService(object):
             _registered_method=True)
 
     @staticmethod
-    def ListMembers(request,
+    def ListInstances(request,
             target,
             options=(),
             channel_credentials=None,
@@ -248,9 +248,9 @@ class RegistryService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/dialoop.v1.RegistryService/ListMembers',
-            dialoop_dot_v1_dot_registry__service__pb2.ListMembersRequest.SerializeToString,
-            dialoop_dot_v1_dot_registry__service__pb2.ListMembersResponse.FromString,
+            '/dialoop.v1.RegistryService/ListInstances',
+            dialoop_dot_v1_dot_registry__service__pb2.ListInstancesRequest.SerializeToString,
+            dialoop_dot_v1_dot_registry__service__pb2.ListInstancesResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -262,7 +262,7 @@ class RegistryService(object):
             _registered_method=True)
 
     @staticmethod
-    def WatchMembers(request,
+    def WatchInstances(request,
             target,
             options=(),
             channel_credentials=None,
@@ -275,9 +275,9 @@ class RegistryService(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/dialoop.v1.RegistryService/WatchMembers',
-            dialoop_dot_v1_dot_registry__service__pb2.WatchMembersRequest.SerializeToString,
-            dialoop_dot_v1_dot_registry__service__pb2.WatchMembersResponse.FromString,
+            '/dialoop.v1.RegistryService/WatchInstances',
+            dialoop_dot_v1_dot_registry__service__pb2.WatchInstancesRequest.SerializeToString,
+            dialoop_dot_v1_dot_registry__service__pb2.WatchInstancesResponse.FromString,
             options,
             channel_credentials,
             insecure,

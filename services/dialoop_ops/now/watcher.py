@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from dialoop.clients.inference import PolicyStatus
-    from dialoop.clients.registry import ServiceMember
+    from dialoop.clients.registry import ServiceInstance
     from dialoop.clients.replay import ReplayStats
 
     from dialoop_ops.cli.running_stacks import Stack
@@ -188,8 +188,8 @@ class Watcher:
     async def _stats(self, channel: Channel) -> ReplayStats:
         return await ReplayClient(channel).get_stats(self.stack.run_id)
 
-    async def _members(self, channel: Channel) -> tuple[ServiceMember, ...]:
-        return await RegistryClient(channel).list_members(self.stack.run_id)
+    async def _members(self, channel: Channel) -> tuple[ServiceInstance, ...]:
+        return await RegistryClient(channel).list_instances(self.stack.run_id)
 
     async def _ask(self, name: str, ask: Callable[[Channel], Awaitable[T]]) -> T | None:
         """Return a service's answer; None if it gives none in time."""
@@ -218,7 +218,7 @@ class Watcher:
 
 
 def _incarnation_of(
-    address: str, process: Mapping[str, object], members: Iterable[ServiceMember]
+    address: str, process: Mapping[str, object], members: Iterable[ServiceInstance]
 ) -> str:
     """Return which life of a service answers: its epoch, or else the number of its process.
 

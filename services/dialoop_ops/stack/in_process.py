@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.channel import Channel
     from dialoop.clients.inference import PolicyStatus
-    from dialoop.clients.registry import ServiceMember
+    from dialoop.clients.registry import ServiceInstance
     from dialoop.clients.retry import RetryPolicy
     from dialoop_services.config.job import JobConfig
     from dialoop_services.runtime.hosting import Connect
@@ -271,7 +271,7 @@ class _Services:
         self._tasks[name] = asyncio.create_task(serve_in(host, settings))
 
     def _connect(
-        self, address: str, to: str | ServiceMember, *, retry: RetryPolicy | None = None
+        self, address: str, to: str | ServiceInstance, *, retry: RetryPolicy | None = None
     ) -> Channel:
         return self.network.connect(address, to, retry=retry)
 

@@ -14,7 +14,7 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.recordings import RecordingClient
-from dialoop.clients.registry import RegistryClient, ServiceMember
+from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.tls import rest_scheme
@@ -150,7 +150,7 @@ async def _follow_replicas(
     fleet = Fleet(lambda m: connect(m.address, m, retry=once), _clients_of)
     exits.push_async_callback(fleet.close)
 
-    async def send_to(members: tuple[ServiceMember, ...]) -> None:
+    async def send_to(members: tuple[ServiceInstance, ...]) -> None:
         clients = await fleet.update(member for member in members if member.is_admitted)
         policy.update({member.name: inference for member, (inference, _) in clients.items()})
         recordings.update({m.name: recording for m, (_, recording) in clients.items() if recording})
@@ -168,9 +168,9 @@ async def _membership(
     """Keep the collector in the registry, with the episodes that it plays as its load."""
     address = reachable_address(host.server.address)
     name = host.ticket_name or settings.worker
-    member = ServiceMember(role="collector", name=name, address=address, is_ready=True)
+    member = ServiceInstance(role="collector", name=name, address=address, is_ready=True)
 
-    def state(member: ServiceMember) -> ServiceMember:
+    def state(member: ServiceInstance) -> ServiceInstance:
         return dataclasses.replace(member, load=float(collector.num_playing))
 
     async with host.connect(settings.replay_address, REPLAY) as channel:
@@ -179,13 +179,13 @@ async def _membership(
             yield announcing
 
 
-def _members_of(settings: CollectorSettings) -> tuple[ServiceMember, ...]:
+def _members_of(settings: CollectorSettings) -> tuple[ServiceInstance, ...]:
     """Return the replicas that the settings name; only agents need the REST addresses."""
     pairs = zip_longest(
         settings.inference_addresses, settings.inference_rest_addresses, fillvalue=""
     )
     return tuple(
-        ServiceMember(
+        ServiceInstance(
             role="inference",
             name=address,
             address=address,
@@ -197,7 +197,7 @@ def _members_of(settings: CollectorSettings) -> tuple[ServiceMember, ...]:
 
 
 def _clients_of(
-    channel: Channel, member: ServiceMember
+    channel: Channel, member: ServiceInstance
 ) -> tuple[InferenceClient, RecordingClient | None]:
     rest_url = f"{rest_scheme()}://{member.rest_address}"
     recording = RecordingClient(channel, rest_url=rest_url) if member.rest_address else None

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.registry import RegistryClient, ServiceMember
+from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidConfig
 from dialoop.import_paths import load_attribute
@@ -189,14 +189,14 @@ async def _membership(
     address = settings.advertised_address or reachable_address(listens_at)
     own_name = f"{socket.gethostname()}-{listens_at.rpartition(':')[2]}"
     name = settings.name or host.ticket_name or own_name
-    member = ServiceMember(
+    member = ServiceInstance(
         role=ROLE,
         name=name,
         address=address,
         rest_address=reachable_address(host.server.rest_address),
     )
 
-    def state(member: ServiceMember) -> ServiceMember:
+    def state(member: ServiceInstance) -> ServiceInstance:
         return replace(
             member,
             policy_version=replica.engine.policy_version,

@@ -47,17 +47,17 @@ _REFUSALS: Mapping[Reason, tuple[type[DialoopError], str, str]] = MappingProxyTy
         ),
         Reason.MEMBER_NOT_FOUND: (
             NotFound,
-            "No member '{}' of that epoch is there.",
-            "List the members: it left, its lease ended, or it was started again.",
+            "No instance '{}' of that epoch is there.",
+            "List the instances: it left, its lease ended, or it was started again.",
         ),
         Reason.MEMBER_MOVED: (
             PreconditionFailed,
-            "The member '{}' has joined at another address.",
-            "Join again with epoch 0: who has moved is another member, and proves itself anew.",
+            "The instance '{}' has joined at another address.",
+            "Join again with epoch 0: who has moved is another instance, and proves itself anew.",
         ),
         Reason.MEMBER_REPLACED: (
             PreconditionFailed,
-            "Another member has the name '{}' now.",
+            "Another instance has the name '{}' now.",
             "End this one. If both shall serve, give each a name of its own.",
         ),
         Reason.STORE_UNAVAILABLE: (

@@ -25,7 +25,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RegistryServicer(rpc.RegistryServiceServicer):
-    """Members of a run over the wire."""
+    """Instances of a run over the wire."""
 
     def __init__(self, store: QueueStore) -> None:
         self._store = store
@@ -37,24 +37,25 @@ class RegistryServicer(rpc.RegistryServiceServicer):
 
     async def Announce(self, request: pb.AnnounceRequest, context: _Context) -> pb.AnnounceResponse:
         check_run(request.run)
-        member = request.member
-        _check_name(member.role, member.name, member.epoch)
-        require_member(request.run, member.role, member.name)
-        for text in (member.address, member.rest_address, *member.serves):
+        instance = request.instance
+        _check_name(instance.role, instance.name, instance.epoch)
+        require_member(request.run, instance.role, instance.name)
+        for text in (instance.address, instance.rest_address, *instance.serves):
             _check_text("address, rest_address and each of serves", text)
-        if len(member.serves) > _MAX_SERVED:
+        if len(instance.serves) > _MAX_SERVED:
             raise InvalidInput(
-                f"`serves` has {len(member.serves)} entries.", remedy=f"Give {_MAX_SERVED} at most."
+                f"`serves` has {len(instance.serves)} entries.",
+                remedy=f"Give {_MAX_SERVED} at most.",
             )
-        version = member.policy_version
+        version = instance.policy_version
         if not 0 <= version.number <= _MAX_EPOCH or (version.number and not version.lineage):
             raise InvalidInput(
                 f"Policy version '{version.lineage}-{version.number}' is incomplete or out of "
                 "range.",
                 remedy="Give a lineage and a number from 0 on, or no version.",
             )
-        if not (math.isfinite(member.load) and member.load >= 0):
-            raise InvalidInput(f"`load` is {member.load}.", remedy="Give a number from 0 on.")
+        if not (math.isfinite(instance.load) and instance.load >= 0):
+            raise InvalidInput(f"`load` is {instance.load}.", remedy="Give a number from 0 on.")
         check_seconds("lease_s", request.lease_s)
         if not request.lease_s:
             raise InvalidInput("`lease_s` is 0.", remedy="Give seconds above 0.")
@@ -71,28 +72,28 @@ class RegistryServicer(rpc.RegistryServiceServicer):
         _check_name(request.role, request.name, request.epoch)
         return await self._store.apply(request, pb.AdmitResponse)
 
-    async def ListMembers(
-        self, request: pb.ListMembersRequest, context: _Context
-    ) -> pb.ListMembersResponse:
+    async def ListInstances(
+        self, request: pb.ListInstancesRequest, context: _Context
+    ) -> pb.ListInstancesResponse:
         check_run(request.run)
         _check_text("role", request.role)
-        return await self._store.apply(request, pb.ListMembersResponse)
+        return await self._store.apply(request, pb.ListInstancesResponse)
 
-    async def WatchMembers(
-        self, request: pb.WatchMembersRequest, context: _Context
-    ) -> AsyncIterator[pb.WatchMembersResponse]:
+    async def WatchInstances(
+        self, request: pb.WatchInstancesRequest, context: _Context
+    ) -> AsyncIterator[pb.WatchInstancesResponse]:
         check_run(request.run)
         _check_text("role", request.role)
         check_seconds("interval_s", request.interval_s)
         if not request.interval_s:
             raise InvalidInput("`interval_s` is 0.", remedy="Give seconds above 0.")
-        listing = pb.ListMembersRequest(run=request.run, role=request.role)
-        last: pb.ListMembersResponse | None = None
+        listing = pb.ListInstancesRequest(run=request.run, role=request.role)
+        last: pb.ListInstancesResponse | None = None
         while not self._stop.is_set():
-            answer = await self._store.apply(listing, pb.ListMembersResponse)
+            answer = await self._store.apply(listing, pb.ListInstancesResponse)
             if answer != last:
                 last = answer
-                yield pb.WatchMembersResponse(members=answer.members)
+                yield pb.WatchInstancesResponse(instances=answer.instances)
             # Leases end without a call, so the list is read again and again.
             with suppress(TimeoutError):
                 interval_s = max(request.interval_s, LEAST_INTERVAL_S)
@@ -105,7 +106,7 @@ def _check_name(role: str, name: str, epoch: int) -> None:
         if not text or "/" in text:
             raise InvalidInput(
                 f"`{label}` is empty or has a slash.",
-                remedy="Name the member, as inference, gpu-0.",
+                remedy="Name the instance, as inference, gpu-0.",
             )
     if not 0 <= epoch <= _MAX_EPOCH:
         raise InvalidInput(f"`epoch` is {epoch}.", remedy="Give 0 to join, or the epoch you have.")

@@ -1,6 +1,6 @@
-"""Members of a run that come and go: announce oneself, and follow those of a role.
+"""Instances of a run that come and go: announce oneself, and follow those of a role.
 
-A registry that does not answer changes nothing for `GRACE_S`: the last known members serve on.
+A registry that does not answer changes nothing for `GRACE_S`: the last known instances serve on.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
     from dialoop.clients.channel import Channel
-    from dialoop.clients.registry import RegistryClient, ServiceMember
+    from dialoop.clients.registry import RegistryClient, ServiceInstance
 
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
-"""Seconds after which a member that does not renew its lease is no longer listed."""
+"""Seconds after which an instance that does not renew its lease is no longer listed."""
 GRACE_S = 300.0
-"""Seconds without a registry after which nobody counts as a member."""
+"""Seconds without a registry after which nobody counts as an instance."""
 _RENEWALS = 3
 _LIST_EVERY_S, _AGAIN_S = 0.5, 1.0
 _CLOSE_AFTER_S = 900.0
@@ -38,7 +38,7 @@ C = TypeVar("C")
 
 
 class Incarnation:
-    """Which member of the registry a service is: its epoch, 0 before it has joined.
+    """Which instance of the registry a service is: its epoch, 0 before it has joined.
 
     audience: for whom proofs of its callers are signed, as "inference/gpu-0/7".
     """
@@ -48,7 +48,7 @@ class Incarnation:
         self.audience = ""
 
     def require_in(self, metadata: Iterable[tuple[str, Any]]) -> None:
-        """Raise Unavailable (OTHER_INCARNATION) for a call to a member that this one is not.
+        """Raise Unavailable (OTHER_INCARNATION) for a call to an instance that this one is not.
 
         It may have got the address of one that died, and its caller does not know that yet.
         """
@@ -57,7 +57,7 @@ class Incarnation:
                 raise Unavailable(
                     "Another incarnation of the service was called than listens here.",
                     reason=Reason.OTHER_INCARNATION,
-                    remedy="Ask the registry for the members of the run, and call one of these.",
+                    remedy="Ask the registry for the instances of the run, and call one of these.",
                 )
 
 
@@ -73,8 +73,8 @@ def reachable_address(address: str) -> str:
 async def announce(
     registry: RegistryClient,
     run: str,
-    member: ServiceMember,
-    state: Callable[[ServiceMember], ServiceMember],
+    instance: ServiceInstance,
+    state: Callable[[ServiceInstance], ServiceInstance],
     incarnation: Incarnation,
     *,
     lease_s: float = LEASE_S,
@@ -82,18 +82,18 @@ async def announce(
     """Join and renew the lease until cancelled, then leave; `state` fills in what changes.
 
     `incarnation` gets the epoch.
-    Raise PreconditionFailed (MEMBER_REPLACED) once another member has the name.
+    Raise PreconditionFailed (MEMBER_REPLACED) once another instance has the name.
     """
-    member = replace(member, epoch=0)
+    instance = replace(instance, epoch=0)
     is_away = False
     try:
         while True:
             try:
-                joined = await registry.announce(run, state(member), lease_s=lease_s)
-                if not member.epoch:
-                    facts = {"member": member.name, "epoch": joined.epoch}
+                joined = await registry.announce(run, state(instance), lease_s=lease_s)
+                if not instance.epoch:
+                    facts = {"instance": instance.name, "epoch": joined.epoch}
                     log.info("Joined the run.", extra=facts)
-                member, is_away = replace(member, epoch=joined.epoch), False
+                instance, is_away = replace(instance, epoch=joined.epoch), False
                 incarnation.epoch, incarnation.audience = joined.epoch, joined.audience
             except DialoopError as error:
                 if not is_worth_retrying(error):
@@ -103,23 +103,23 @@ async def announce(
                 is_away = True
             await asyncio.sleep(lease_s / _RENEWALS)
     finally:
-        if member.epoch and not is_away:
-            await _leave(registry, run, member)
+        if instance.epoch and not is_away:
+            await _leave(registry, run, instance)
 
 
 @asynccontextmanager
 async def membership(
     registry: RegistryClient,
     run: str,
-    member: ServiceMember,
-    state: Callable[[ServiceMember], ServiceMember],
+    instance: ServiceInstance,
+    state: Callable[[ServiceInstance], ServiceInstance],
     incarnation: Incarnation,
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Be a member for as long as the block runs; yield the task that fails if another replaces it.
+    """Be an instance while the block runs; yield the task that fails if another replaces it.
 
-    The member has left when the block has ended.
+    The instance has left when the block has ended.
     """
-    announcing = asyncio.create_task(announce(registry, run, member, state, incarnation))
+    announcing = asyncio.create_task(announce(registry, run, instance, state, incarnation))
     try:
         yield announcing
     finally:
@@ -127,10 +127,10 @@ async def membership(
         await asyncio.gather(announcing, return_exceptions=True)
 
 
-async def _leave(registry: RegistryClient, run: str, member: ServiceMember) -> None:
+async def _leave(registry: RegistryClient, run: str, instance: ServiceInstance) -> None:
     try:
         async with asyncio.timeout(1.0):
-            await registry.withdraw(run, member)
+            await registry.withdraw(run, instance)
     except (DialoopError, TimeoutError):
         log.warning("The registry was not told of the end; the lease runs out by itself.")
 
@@ -139,25 +139,25 @@ async def follow(
     registry: RegistryClient,
     run: str,
     role: str,
-    update: Callable[[tuple[ServiceMember, ...]], Awaitable[None]],
+    update: Callable[[tuple[ServiceInstance, ...]], Awaitable[None]],
     *,
     grace_s: float = GRACE_S,
 ) -> None:
-    """Call `update` with the members of a role, at once and after every change, until cancelled."""
+    """Call `update` with a role's instances, at once and after every change, until cancelled."""
     clock = asyncio.get_running_loop().time
     heard_at, is_known = clock(), False
     while True:
         try:
-            async for members in registry.watch(run, role, interval_s=_LIST_EVERY_S):
+            async for instances in registry.watch(run, role, interval_s=_LIST_EVERY_S):
                 heard_at, is_known = clock(), True
-                await update(members)
+                await update(instances)
                 heard_at = clock()
         except DialoopError as error:
             if not is_worth_retrying(error):
                 raise
             log.warning("The registry does not answer.", extra={"reason": error.reason})
         if is_known and clock() - heard_at > grace_s:
-            log.error("Without a registry for too long: no member gets calls.")
+            log.error("Without a registry for too long: no instance gets calls.")
             is_known = False
             await update(())
         await asyncio.sleep(_AGAIN_S)
@@ -170,25 +170,25 @@ class _Joined(Generic[C]):
 
 
 class Fleet(Generic[C]):
-    """Connections to members, by name and epoch.
+    """Connections to instances, by name and epoch.
 
-    Calls in flight to a member that left go on. Those to one that was replaced under its name
+    Calls in flight to an instance that left go on. Those to one that was replaced under its name
     break off, so that no answer of an older incarnation arrives.
     """
 
     def __init__(
         self,
-        connect: Callable[[ServiceMember], Channel],
-        client_of: Callable[[Channel, ServiceMember], C],
+        connect: Callable[[ServiceInstance], Channel],
+        client_of: Callable[[Channel, ServiceInstance], C],
     ) -> None:
         self._connect = connect
         self._client_of = client_of
         self._joined: dict[tuple[str, int], _Joined[C]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def update(self, members: Iterable[ServiceMember]) -> Mapping[ServiceMember, C]:
-        """Return the clients of these members; one that stays keeps its client."""
-        present = {(member.name, member.epoch): member for member in members}
+    async def update(self, instances: Iterable[ServiceInstance]) -> Mapping[ServiceInstance, C]:
+        """Return the clients of these instances; one that stays keeps its client."""
+        present = {(instance.name, instance.epoch): instance for instance in instances}
         newest: dict[str, int] = {}
         for name, epoch in present:
             newest[name] = max(epoch, newest.get(name, 0))
@@ -199,7 +199,7 @@ class Fleet(Generic[C]):
         for key in present.keys() - self._joined.keys():
             channel = self._connect(present[key])
             self._joined[key] = _Joined(channel, self._client_of(channel, present[key]))
-        return {member: self._joined[key].client for key, member in present.items()}
+        return {instance: self._joined[key].client for key, instance in present.items()}
 
     def _close(self, channel: Channel, *, after_s: float) -> None:
         async def close() -> None:

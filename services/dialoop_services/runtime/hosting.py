@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dialoop.clients.channel import Credentials
-    from dialoop.clients.registry import ServiceMember
+    from dialoop.clients.registry import ServiceInstance
     from dialoop.clients.retry import RetryPolicy
 
     from dialoop_services.runtime.access.tickets import Ticket
@@ -37,7 +37,7 @@ class Connect(Protocol):
     """Makes channels to other services."""
 
     def __call__(
-        self, address: str, to: str | ServiceMember, *, retry: RetryPolicy | None = None
+        self, address: str, to: str | ServiceInstance, *, retry: RetryPolicy | None = None
     ) -> Channel:
         """Return a channel that the caller closes.
 
@@ -81,7 +81,7 @@ class OwnProcess:
         self._credentials_for = _senders(ticket, settings.token.get_secret_value())
 
     def _connect(
-        self, address: str, to: str | ServiceMember, *, retry: RetryPolicy | None = None
+        self, address: str, to: str | ServiceInstance, *, retry: RetryPolicy | None = None
     ) -> Channel:
         audience, epoch = (to, 0) if isinstance(to, str) else (to.audience, to.epoch)
         return Channel(

@@ -21,7 +21,7 @@ from dialoop_services.runtime.server import GrpcServer
 from dialoop_services.runtime.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from dialoop.clients.registry import ServiceMember
+    from dialoop.clients.registry import ServiceInstance
     from dialoop.clients.retry import RetryPolicy
 
 # The path of a socket has at most 107 bytes, of which names take up to 30.
@@ -57,7 +57,7 @@ class InProcessNetwork:
     def connect(
         self,
         address: str,
-        to: str | ServiceMember = "",
+        to: str | ServiceInstance = "",
         *,
         retry: RetryPolicy | None = None,
         token: str | None = None,

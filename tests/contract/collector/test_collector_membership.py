@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from dialoop.clients.channel import Channel
-from dialoop.clients.registry import RegistryClient, ServiceMember
+from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.errors import PreconditionFailed
 from dialoop_services.collector.__main__ import serve_in
 from dialoop_services.collector.settings import CollectorSettings
@@ -39,7 +39,7 @@ class Fleet:
         return host, asyncio.create_task(serve_in(host, settings))
 
     async def loads(self) -> dict[str, float]:
-        members = await self.registry.list_members(RUN, "collector")
+        members = await self.registry.list_instances(RUN, "collector")
         return {member.name: member.load for member in members}
 
 
@@ -47,7 +47,7 @@ class Fleet:
 async def fleet(policy: ScriptedPolicy) -> AsyncIterator[Fleet]:
     async with world() as w, serving_policy(policy) as server, AsyncExitStack() as exits:
         registry = RegistryClient(await exits.enter_async_context(Channel(w.replay_address)))
-        member = ServiceMember(role="inference", name="gpu-0", address=server.address)
+        member = ServiceInstance(role="inference", name="gpu-0", address=server.address)
         joined = await registry.announce(RUN, member, lease_s=600)
         server.incarnation.epoch = joined.epoch
         await registry.admit(RUN, joined, is_admitted=True)

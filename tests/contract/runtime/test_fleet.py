@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from dialoop.clients.channel import Channel
-from dialoop.clients.registry import RegistryClient, ServiceMember
+from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import InvalidInput, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
@@ -27,13 +27,13 @@ from tests.support.waiting import PATIENCE_S, until
 
 RUN = "fleet"
 ONCE = RetryPolicy(max_attempts=1)
-GPU_0 = ServiceMember(role="inference", name="gpu-0", address="127.0.0.1:1")
-GPU_1 = ServiceMember(role="inference", name="gpu-1", address="127.0.0.1:2")
+GPU_0 = ServiceInstance(role="inference", name="gpu-0", address="127.0.0.1:1")
+GPU_1 = ServiceInstance(role="inference", name="gpu-1", address="127.0.0.1:2")
 
 
 @asynccontextmanager
-async def serving(name: str = "gpu-0", epoch: int = 0) -> AsyncIterator[ServiceMember]:
-    """A registry that is itself a member: any service with a call that can be held would do."""
+async def serving(name: str = "gpu-0", epoch: int = 0) -> AsyncIterator[ServiceInstance]:
+    """A registry that is itself an instance: any service with a call that can be held would do."""
     servicer = RegistryServicer(ModelStore(QueueLimits()))
     server = GrpcServer(ServerSettings(drain_s=1))
     server.incarnation.epoch = epoch
@@ -45,7 +45,7 @@ async def serving(name: str = "gpu-0", epoch: int = 0) -> AsyncIterator[ServiceM
 
 @asynccontextmanager
 async def registry() -> AsyncIterator[RegistryClient]:
-    async with serving() as member, Channel(member.address) as channel:
+    async with serving() as instance, Channel(instance.address) as channel:
         yield RegistryClient(channel)
 
 
@@ -61,23 +61,26 @@ async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task
 
 
 def announcing(
-    client: RegistryClient, member: ServiceMember, incarnation: Incarnation, lease_s: float = 60.0
+    client: RegistryClient,
+    instance: ServiceInstance,
+    incarnation: Incarnation,
+    lease_s: float = 60.0,
 ) -> Coroutine[Any, Any, None]:
     return announce(
-        client, RUN, member, lambda m: replace(m, load=2.0), incarnation, lease_s=lease_s
+        client, RUN, instance, lambda m: replace(m, load=2.0), incarnation, lease_s=lease_s
     )
 
 
 async def names(client: RegistryClient) -> list[str]:
-    return [member.name for member in await client.list_members(RUN)]
+    return [instance.name for instance in await client.list_instances(RUN)]
 
 
-async def test_a_service_is_a_member_from_its_announcement_to_its_end() -> None:
+async def test_a_service_is_a_instance_from_its_announcement_to_its_end() -> None:
     incarnation = Incarnation()
     async with registry() as client:
         async with running(announcing(client, GPU_0, incarnation)):
             await until(lambda: incarnation.epoch)
-            assert await client.list_members(RUN) == (
+            assert await client.list_instances(RUN) == (
                 replace(GPU_0, epoch=incarnation.epoch, load=2.0),
             )
         assert await names(client) == []
@@ -93,7 +96,7 @@ async def test_a_service_ends_when_another_has_taken_its_name() -> None:
             error = await orphan
         assert isinstance(error, PreconditionFailed)
         assert error.reason == Reason.MEMBER_REPLACED
-        assert await client.list_members(RUN) == (later,)  # the orphan withdrew nobody
+        assert await client.list_instances(RUN) == (later,)  # the orphan withdrew nobody
 
 
 async def _end_of(work: Coroutine[Any, Any, None]) -> Exception | None:
@@ -111,26 +114,28 @@ class Flaky:
         self.answers = list(answers)
         self.epochs: list[int] = []
 
-    async def announce(self, run: str, member: ServiceMember, *, lease_s: float) -> ServiceMember:
-        self.epochs.append(member.epoch)
+    async def announce(
+        self, run: str, instance: ServiceInstance, *, lease_s: float
+    ) -> ServiceInstance:
+        self.epochs.append(instance.epoch)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return replace(member, epoch=answer)
+        return replace(instance, epoch=answer)
 
     async def watch(
         self, run: str, role: str, *, interval_s: float
-    ) -> AsyncIterator[tuple[ServiceMember, ...]]:
+    ) -> AsyncIterator[tuple[ServiceInstance, ...]]:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
         yield answer
 
-    async def withdraw(self, run: str, member: ServiceMember) -> bool:
+    async def withdraw(self, run: str, instance: ServiceInstance) -> bool:
         raise Unavailable("Away.")
 
 
-async def test_a_member_keeps_its_epoch_while_the_registry_is_away() -> None:
+async def test_a_instance_keeps_its_epoch_while_the_registry_is_away() -> None:
     flaky = Flaky(Unavailable("Away."), 7, Unavailable("Away."), 7, InvalidInput("No such run."))
     with pytest.raises(InvalidInput):
         await announcing(cast("Any", flaky), GPU_0, Incarnation(), 0.001)
@@ -144,10 +149,10 @@ async def test_without_a_registry_members_stay_for_the_grace_only(
     monkeypatch.setattr(fleet, "_AGAIN_S", 0.001)
     away = [Unavailable("Away.")] * 9
     flaky = Flaky((GPU_0,), *away, InvalidInput("It ends."))
-    updates: list[tuple[ServiceMember, ...]] = []
+    updates: list[tuple[ServiceInstance, ...]] = []
 
-    async def take(members: tuple[ServiceMember, ...]) -> None:
-        updates.append(members)
+    async def take(instances: tuple[ServiceInstance, ...]) -> None:
+        updates.append(instances)
 
     with pytest.raises(InvalidInput):
         await follow(cast("Any", flaky), RUN, "inference", take, grace_s=grace_s)
@@ -156,10 +161,10 @@ async def test_without_a_registry_members_stay_for_the_grace_only(
 
 async def test_followers_see_who_joins_and_leaves_and_keep_the_clients_of_who_stays() -> None:
     updates: list[dict[str, object]] = []
-    fleet_: Fleet[object] = Fleet(lambda member: Channel(member.address), lambda *_: object())
+    fleet_: Fleet[object] = Fleet(lambda instance: Channel(instance.address), lambda *_: object())
 
-    async def take(members: tuple[ServiceMember, ...]) -> None:
-        updates.append({m.name: c for m, c in (await fleet_.update(members)).items()})
+    async def take(instances: tuple[ServiceInstance, ...]) -> None:
+        updates.append({m.name: c for m, c in (await fleet_.update(instances)).items()})
 
     async with registry() as client, running(follow(client, RUN, "inference", take)):
         await until(lambda: updates == [{}])
@@ -175,7 +180,7 @@ async def test_followers_see_who_joins_and_leaves_and_keep_the_clients_of_who_st
 
 async def test_no_answer_of_an_orphan_arrives_after_it_was_replaced() -> None:
     fleet_ = Fleet(
-        lambda member: Channel(member.address, epoch=member.epoch),
+        lambda instance: Channel(instance.address, epoch=instance.epoch),
         lambda channel, _: RegistryClient(channel),
     )
     async with serving(epoch=1) as orphan, serving(epoch=2) as later:
@@ -188,22 +193,22 @@ async def test_no_answer_of_an_orphan_arrives_after_it_was_replaced() -> None:
             await asyncio.wait_for(waiting, PATIENCE_S)
         assert refused.value.reason == Reason.CHANNEL_CLOSED
         with pytest.raises(Unavailable):
-            await client.list_members(RUN)
-        assert await replacement.list_members(RUN) == ()
+            await client.list_instances(RUN)
+        assert await replacement.list_instances(RUN) == ()
     await fleet_.close()
 
 
-async def test_calls_in_flight_to_a_member_that_left_go_on() -> None:
+async def test_calls_in_flight_to_a_instance_that_left_go_on() -> None:
     fleet_ = Fleet(
-        lambda member: Channel(member.address, epoch=member.epoch),
+        lambda instance: Channel(instance.address, epoch=instance.epoch),
         lambda channel, _: RegistryClient(channel),
     )
-    async with serving(epoch=1) as member:
-        (client,) = (await fleet_.update([member])).values()
+    async with serving(epoch=1) as instance:
+        (client,) = (await fleet_.update([instance])).values()
         held = client.watch(RUN, interval_s=0.01)
         assert await anext(held) == ()
         assert await fleet_.update([]) == {}
-        async with Channel(member.address) as channel:
+        async with Channel(instance.address) as channel:
             joined = await RegistryClient(channel).announce(RUN, GPU_1, lease_s=60)
         assert await asyncio.wait_for(anext(held), PATIENCE_S) == (joined,)
         await fleet_.close()
@@ -218,18 +223,18 @@ async def test_a_service_answers_no_call_to_another_incarnation(
     server.incarnation.epoch = 2
     servicer = RegistryServicer(ModelStore(QueueLimits()))
     server.add(add_RegistryServiceServicer_to_server, servicer, "dialoop.v1.RegistryService")
-    async with server, serving(epoch=2) as member:
+    async with server, serving(epoch=2) as instance:
         for channel in (
             network.connect("gpu-0", replace(GPU_0, epoch=epoch), retry=ONCE),
-            Channel(member.address, retry=ONCE, epoch=epoch),
+            Channel(instance.address, retry=ONCE, epoch=epoch),
         ):
             async with channel:
                 client = RegistryClient(channel)
                 if is_answered:
-                    assert await client.list_members(RUN) == ()
+                    assert await client.list_instances(RUN) == ()
                     continue
                 with pytest.raises(Unavailable) as refused:
-                    await client.list_members(RUN)
+                    await client.list_instances(RUN)
                 assert refused.value.reason == Reason.OTHER_INCARNATION
                 with pytest.raises(Unavailable, match="Another incarnation"):
                     await anext(client.watch(RUN))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from dialoop.clients.channel import Channel
-from dialoop.clients.registry import RegistryClient, ServiceMember
+from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import DeadlineExceeded
 from dialoop.sequences import PolicyVersion
@@ -56,7 +56,9 @@ class FakeReplay:
         return 0
 
 
-def connect(address: str, to: str | ServiceMember, *, retry: RetryPolicy | None = None) -> Channel:
+def connect(
+    address: str, to: str | ServiceInstance, *, retry: RetryPolicy | None = None
+) -> Channel:
     epoch = 0 if isinstance(to, str) else to.epoch
     return Channel(address, retry=RetryPolicy(max_attempts=1), epoch=epoch)
 
@@ -67,17 +69,17 @@ class Fleet:
     def __init__(self, publisher: Publisher, registry: RegistryClient, learner: Learner) -> None:
         self.publisher, self.registry, self.learner = publisher, registry, learner
 
-    async def join(self, name: str, w: World, *, address: str = "") -> ServiceMember:
+    async def join(self, name: str, w: World, *, address: str = "") -> ServiceInstance:
         """Announce a replica, as its process does."""
         address = address or w.server.address
-        member = ServiceMember(role="inference", name=name, address=address)
-        joined = await self.registry.announce(RUN, member, lease_s=600)
+        instance = ServiceInstance(role="inference", name=name, address=address)
+        joined = await self.registry.announce(RUN, instance, lease_s=600)
         w.server.incarnation.epoch = joined.epoch
         return joined
 
     async def names_admitted(self) -> set[str]:
-        members = await self.registry.list_members(RUN, "inference")
-        return {member.name for member in members if member.is_admitted}
+        instances = await self.registry.list_instances(RUN, "inference")
+        return {instance.name for instance in instances if instance.is_admitted}
 
     async def until_admitted(self, *names: str) -> None:
         while await self.names_admitted() != set(names):

@@ -1,4 +1,4 @@
-"""A rogue with a token of some scopes speaks for members, and gets nowhere; each store refuses."""
+"""A rogue with a token of some scopes speaks for instances, and gets nowhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from dialoop.clients.channel import Channel
-from dialoop.clients.registry import RegistryClient, ServiceMember
+from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import DialoopError, PermissionDenied, PreconditionFailed
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
@@ -30,7 +30,7 @@ from tests.support.redis_server import new_run, redis_url  # noqa: F401
 
 OWN = "the-own-token-of-the-job"
 ONCE = RetryPolicy(max_attempts=1)
-REAL = ServiceMember(
+REAL = ServiceInstance(
     role="inference", name="gpu-0", address="127.0.0.1:7002", rest_address="127.0.0.1:8002"
 )
 ROGUE = "127.0.0.1:666"
@@ -59,9 +59,9 @@ class World:
         ticket = self.authority.issue(run=run or self.run, role=role, name=name)
         return lambda: Proofs(ticket).to("replay")
 
-    async def members(self) -> tuple[ServiceMember, ...]:
+    async def instances(self) -> tuple[ServiceInstance, ...]:
         async with self.registry(OWN) as registry:
-            return await registry.list_members(self.run)
+            return await registry.list_instances(self.run)
 
 
 @pytest_asyncio.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
@@ -102,36 +102,36 @@ async def reason_of(call: Any) -> str:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-async def test_a_token_of_one_scope_speaks_for_no_member(world: World, scope: str) -> None:
-    before = await world.members()
+async def test_a_token_of_one_scope_speaks_for_no_instance(world: World, scope: str) -> None:
+    before = await world.instances()
     (real,) = before
     hijacked = replace(real, address=ROGUE, is_admitted=False)
     async with world.registry(f"only-{scope}") as registry:
         attempts = {
             "joins": registry.announce(
-                world.run, ServiceMember(role="inference", name="rogue", address=ROGUE), lease_s=9
+                world.run, ServiceInstance(role="inference", name="rogue", address=ROGUE), lease_s=9
             ),
             "joins as a collector": registry.announce(
-                world.run, ServiceMember(role="collector", name="c", address=ROGUE), lease_s=9
+                world.run, ServiceInstance(role="collector", name="c", address=ROGUE), lease_s=9
             ),
-            "moves a member": registry.announce(world.run, hijacked, lease_s=9),
-            "renews a member": registry.announce(world.run, real, lease_s=0.001),
-            "replaces a member": registry.announce(
+            "moves an instance": registry.announce(world.run, hijacked, lease_s=9),
+            "renews an instance": registry.announce(world.run, real, lease_s=0.001),
+            "replaces an instance": registry.announce(
                 world.run, replace(hijacked, epoch=0), lease_s=9
             ),
-            "ends a member": registry.withdraw(world.run, real),
+            "ends an instance": registry.withdraw(world.run, real),
         }
         reasons = {what: await reason_of(attempt) for what, attempt in attempts.items()}
     wanted = "TICKET_MISSING" if scope == "rollout" else "SCOPE_MISSING"
     assert reasons == dict.fromkeys(attempts, wanted)
-    assert await world.members() == before
+    assert await world.instances() == before
 
 
-async def test_not_even_the_jobs_own_token_speaks_for_a_member(world: World) -> None:
-    before = await world.members()
+async def test_not_even_the_jobs_own_token_speaks_for_a_instance(world: World) -> None:
+    before = await world.instances()
     async with world.registry(OWN) as registry:
         assert await reason_of(registry.announce(world.run, REAL, lease_s=9)) == "TICKET_MISSING"
-    assert await world.members() == before
+    assert await world.instances() == before
 
 
 @pytest.mark.parametrize("announced", sorted(ROLE_SCOPES))
@@ -139,53 +139,53 @@ async def test_not_even_the_jobs_own_token_speaks_for_a_member(world: World) -> 
 async def test_a_ticket_announces_its_own_role_and_name_alone(
     world: World, held: str, announced: str
 ) -> None:
-    before = await world.members()
-    mine = ServiceMember(role=announced, name="mine", address=ROGUE)
+    before = await world.instances()
+    mine = ServiceInstance(role=announced, name="mine", address=ROGUE)
     may_ask = "rollout" in ROLE_SCOPES[held]
     async with world.registry(world.ticket(held, "mine")) as registry:
         reason = await reason_of(registry.announce(world.run, mine, lease_s=9))
         if held == announced and may_ask:
             assert reason == ""
             assert await registry.withdraw(
-                world.run, next(m for m in await world.members() if m.name == "mine")
+                world.run, next(m for m in await world.instances() if m.name == "mine")
             )
         else:
             assert reason == ("TICKET_OF_OTHER_MEMBER" if may_ask else "SCOPE_MISSING")
         other = await reason_of(registry.announce(world.run, REAL, lease_s=9))
         assert other == ("TICKET_OF_OTHER_MEMBER" if may_ask else "SCOPE_MISSING")
-    assert await world.members() == before
+    assert await world.instances() == before
 
 
 async def test_a_ticket_without_a_name_speaks_for_any_of_its_role(world: World) -> None:
     async with world.registry(world.ticket("collector")) as registry:
         for name in ("a", "b"):
             await registry.announce(
-                world.run, ServiceMember(role="collector", name=name), lease_s=9
+                world.run, ServiceInstance(role="collector", name=name), lease_s=9
             )
         with pytest.raises(PermissionDenied, match="collector/\\*, and speaks for inference/gpu-0"):
             await registry.announce(world.run, REAL, lease_s=9)
 
 
-async def test_a_member_keeps_the_addresses_with_which_it_got_its_epoch(world: World) -> None:
-    (real,) = before = await world.members()
+async def test_a_instance_keeps_the_addresses_with_which_it_got_its_epoch(world: World) -> None:
+    (real,) = before = await world.instances()
     async with world.registry(world.ticket("inference", "gpu-0")) as registry:
         for moved in (replace(real, address=ROGUE), replace(real, rest_address=ROGUE)):
             with pytest.raises(PreconditionFailed) as refused:
                 await registry.announce(world.run, moved, lease_s=60)
             assert refused.value.reason == "MEMBER_MOVED"
-        assert await world.members() == before
+        assert await world.instances() == before
         again = await registry.announce(
             world.run, replace(real, address=ROGUE, epoch=0), lease_s=60
         )
     assert (again.epoch > real.epoch, again.is_admitted) == (True, False), "it proves itself anew"
 
 
-async def test_a_member_asks_about_its_own_run_alone(world: World) -> None:
+async def test_a_instance_asks_about_its_own_run_alone(world: World) -> None:
     other = new_run()
     async with world.registry(world.ticket("inference", "gpu-0", run=other)) as registry:
-        assert await registry.list_members(other) == ()
+        assert await registry.list_instances(other) == ()
         for call in (
-            registry.list_members(world.run),
+            registry.list_instances(world.run),
             registry.announce(world.run, REAL, lease_s=9),
             anext(registry.watch(world.run)),
         ):

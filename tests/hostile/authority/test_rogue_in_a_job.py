@@ -16,7 +16,7 @@ import grpc
 import pytest
 from dialoop.clients.channel import Channel
 from dialoop.clients.errors import error_of
-from dialoop.clients.registry import RegistryClient, ServiceMember
+from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import DialoopError
 from dialoop.wire.scopes import SCOPES
@@ -97,11 +97,11 @@ async def attack(replay: str, run: str, listener: Listener, token: Any) -> set[s
     async with Channel(replay, token=token, retry=ONCE) as channel:
         registry = RegistryClient(channel)
         async with Channel(replay, token=OWN, retry=ONCE) as owners:
-            members = await RegistryClient(owners).list_members(run)
+            members = await RegistryClient(owners).list_instances(run)
         mine = {"address": listener.address, "rest_address": listener.address, "is_ready": True}
         for role in ROLES:
             await attempt(
-                registry.announce(run, ServiceMember(role=role, name="rogue", **mine), lease_s=9)
+                registry.announce(run, ServiceInstance(role=role, name="rogue", **mine), lease_s=9)
             )
         for member in members:
             for epoch in (member.epoch, 0):
@@ -208,5 +208,5 @@ async def join(replay: str, run: str, listener: Listener) -> None:
     assert authority is not None
     proofs = Proofs(authority.issue(run=run, role="inference", name="insider"))
     async with Channel(replay, token=lambda: proofs.to("replay"), retry=ONCE) as channel:
-        me = ServiceMember(role="inference", name="insider", address=listener.address)
+        me = ServiceInstance(role="inference", name="insider", address=listener.address)
         await RegistryClient(channel).announce(run, replace(me, is_ready=True), lease_s=9)

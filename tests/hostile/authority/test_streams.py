@@ -234,7 +234,7 @@ def test_the_streams_of_the_protos_are_all_here() -> None:
     assert {rpc.name for rpc in STREAMS} == {
         "Interact",
         "GenerateStream",
-        "WatchMembers",
+        "WatchInstances",
         "Watch",
         "WatchPolicy",
     }

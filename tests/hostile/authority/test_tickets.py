@@ -262,7 +262,7 @@ async def test_a_proof_that_waited_with_its_call_is_sent_anew(tmp_path: Path) ->
         Channel(server.address, token=lambda: next(proofs, fresh.to("any"))) as channel,
     ):
         with pytest.raises(Unsupported):  # the method is not there: the second call was let in
-            await RegistryClient(channel).list_members(RUN)
+            await RegistryClient(channel).list_instances(RUN)
 
 
 async def test_a_ticket_opens_the_rpcs_of_its_roles_scopes_and_no_others(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ async def test_a_ticket_opens_the_rpcs_of_its_roles_scopes_and_no_others(tmp_pat
 
 async def test_with_an_admin_token_only_its_holder_signs(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "tokens.toml", {"unused": ["env"]})
-    (rpc,) = [r for s in descriptors() for r in s.methods if r.name == "ListMembers"]
+    (rpc,) = [r for s in descriptors() for r in s.methods if r.name == "ListInstances"]
     async with (
         serve(path, descriptors(), admin_token="the-admin") as server,
         grpc.aio.insecure_channel(server.address) as channel,

@@ -21,7 +21,7 @@ from dialoop_learning.rl.staleness import is_stale
 from dialoop_services.replay.store import Kind, MemberFacts, QueueLimits, parse_lease
 
 from tests.support.queue_model.assembly import Assembly, GroupClosing
-from tests.support.queue_model.members import Members
+from tests.support.queue_model.instances import Instances
 
 KIND_OF_STAGE = {
     Stage.UNSCORED: Kind.UNSCORED,
@@ -146,7 +146,7 @@ class Ledger:
     num_duplicates: int = 0
     num_rejected: int = 0
     num_overflowed: Counter[str] = field(default_factory=Counter)
-    members: Members = field(default_factory=Members)
+    instances: Instances = field(default_factory=Instances)
 
     @property
     def credits(self) -> int:

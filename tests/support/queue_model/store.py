@@ -453,14 +453,16 @@ _TRANSITIONS: Mapping[type[Message], Callable[[Ledger, Any], Message]] = Mapping
         pb.PeekRequest: _peek,
         pb.ListDeadLettersRequest: _list_dead_letters,
         pb.RequeueRequest: _requeue,
-        registry_pb.AnnounceRequest: lambda ledger, request: ledger.members.announce(
+        registry_pb.AnnounceRequest: lambda ledger, request: ledger.instances.announce(
             request, ledger.now
         ),
-        registry_pb.WithdrawRequest: lambda ledger, request: ledger.members.withdraw(
+        registry_pb.WithdrawRequest: lambda ledger, request: ledger.instances.withdraw(
             request, ledger.now
         ),
-        registry_pb.AdmitRequest: lambda ledger, request: ledger.members.admit(request, ledger.now),
-        registry_pb.ListMembersRequest: lambda ledger, request: ledger.members.list_members(
+        registry_pb.AdmitRequest: lambda ledger, request: ledger.instances.admit(
+            request, ledger.now
+        ),
+        registry_pb.ListInstancesRequest: lambda ledger, request: ledger.instances.list_instances(
             request, ledger.now
         ),
     }

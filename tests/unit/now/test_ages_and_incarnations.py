@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dialoop.clients.registry import ServiceMember
+from dialoop.clients.registry import ServiceInstance
 from dialoop.clients.replay import LedgerCounts, ReplayStats
 from dialoop_ops.cli.status import lines_of
 from dialoop_ops.now.watcher import Watcher
@@ -23,8 +23,8 @@ def stats(training: LedgerCounts, evaluation: LedgerCounts) -> ReplayStats:
     return ReplayStats(**values | {"training": training, "evaluation": evaluation})
 
 
-def member(name: str, address: str, epoch: int) -> ServiceMember:
-    return ServiceMember(role=name.partition("-")[0], name=name, address=address, epoch=epoch)
+def member(name: str, address: str, epoch: int) -> ServiceInstance:
+    return ServiceInstance(role=name.partition("-")[0], name=name, address=address, epoch=epoch)
 
 
 async def test_now_has_the_age_of_the_oldest_and_the_incarnation_of_each_service(

@@ -14,7 +14,7 @@ from dialoop_services.runtime.fleet import Fleet, follow
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-    from dialoop.clients.registry import ServiceMember
+    from dialoop.clients.registry import ServiceInstance
 
     from dialoop_services.runtime.hosting import Connect
     from dialoop_services.trainer.settings import TrainerSettings
@@ -30,10 +30,10 @@ class Rotation:
         self._registry = RegistryClient(self._channel)
         self._run = settings.run
         self._fleet = Fleet(
-            lambda member: connect(member.address, member),
+            lambda instance: connect(instance.address, instance),
             lambda channel, _: InferenceClient(channel),
         )
-        self._members: dict[InferenceClient, ServiceMember] = {}
+        self._instances: dict[InferenceClient, ServiceInstance] = {}
 
     async def follow(
         self, update: Callable[[Collection[InferenceClient], Collection[InferenceClient]], None]
@@ -43,34 +43,34 @@ class Rotation:
         It runs until it is cancelled. Raise what the registry refuses.
         """
 
-        async def take(members: tuple[ServiceMember, ...]) -> None:
-            clients = await self._fleet.update(members)
-            self._members = {client: member for member, client in clients.items()}
-            admitted = [client for member, client in clients.items() if member.is_admitted]
-            update(tuple(self._members), admitted)
+        async def take(instances: tuple[ServiceInstance, ...]) -> None:
+            clients = await self._fleet.update(instances)
+            self._instances = {client: instance for instance, client in clients.items()}
+            admitted = [client for instance, client in clients.items() if instance.is_admitted]
+            update(tuple(self._instances), admitted)
 
         await follow(self._registry, self._run, "inference", take)
 
     async def put(self, replicas: Iterable[InferenceClient], *, is_in: bool) -> None:
         """Put replicas into rotation, or take them out; one that left meanwhile is passed over."""
         for replica in replicas:
-            member = self._members.get(replica)
-            if member is None or (member.is_admitted and is_in):
+            instance = self._instances.get(replica)
+            if instance is None or (instance.is_admitted and is_in):
                 continue
             try:
-                await self._registry.admit(self._run, member, is_admitted=is_in)
+                await self._registry.admit(self._run, instance, is_admitted=is_in)
             except NotFound:
                 continue
             except DialoopError as error:  # the next look at the replicas says it again
                 log.warning("The registry was not told.", extra={"reason": error.reason})
                 continue
             message = "A replica is in rotation." if is_in else "A replica is out of rotation."
-            log.info(message, extra={"replica": member.name, "epoch": member.epoch})
+            log.info(message, extra={"replica": instance.name, "epoch": instance.epoch})
 
     def name_of(self, replica: InferenceClient) -> str:
         """Return the name that the replica announced; empty if it left."""
-        member = self._members.get(replica)
-        return "" if member is None else member.name
+        instance = self._instances.get(replica)
+        return "" if instance is None else instance.name
 
     async def close(self) -> None:
         """Close the connections."""

@@ -1,8 +1,8 @@
-local id = member_id(call)
-local member = find_member(id)
-if not member or member.epoch ~= call.epoch or member.ends_at <= now then
+local id = instance_id(call)
+local instance = find_instance(id)
+if not instance or instance.epoch ~= call.epoch or instance.ends_at <= now then
   return refused('MEMBER_NOT_FOUND', id)
 end
-member.is_admitted = call.is_admitted
-write_member(id, member)
+instance.is_admitted = call.is_admitted
+write_instance(id, instance)
 return {'{}'}

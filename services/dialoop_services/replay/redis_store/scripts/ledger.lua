@@ -199,19 +199,19 @@ end
 
 local function deadline(lease_s) return now + math.floor(lease_s * 1000 + 0.5) end
 
--- Ended leases of members are remembered, so that an orphan which renews its lease late is refused.
+-- Ended leases of instances are remembered, so that an orphan which renews its lease late is refused.
 local REMEMBERED_MS = 24 * 3600 * 1000
 
-local function member_id(member) return member.role .. '/' .. member.name end
+local function instance_id(instance) return instance.role .. '/' .. instance.name end
 
-local function find_member(id)
+local function find_instance(id)
   local raw = redis.call('HGET', key('registry'), id)
   return raw and cjson.decode(raw) or nil
 end
 
-local function write_member(id, member)
-  redis.call('HDEL', key('registry'), id) -- first, so that a full Redis lets members stay
-  redis.call('HSET', key('registry'), id, cjson.encode(member))
+local function write_instance(id, instance)
+  redis.call('HDEL', key('registry'), id) -- first, so that a full Redis lets instances stay
+  redis.call('HSET', key('registry'), id, cjson.encode(instance))
 end
 
 -- Return a lease of each task, in order.

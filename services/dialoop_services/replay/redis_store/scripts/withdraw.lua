@@ -1,8 +1,8 @@
-local id = member_id(call)
-local member = find_member(id)
-local was_listed = member ~= nil and member.epoch == call.epoch and member.ends_at > now
+local id = instance_id(call)
+local instance = find_instance(id)
+local was_listed = instance ~= nil and instance.epoch == call.epoch and instance.ends_at > now
 if was_listed then
-  member.ends_at = now
-  write_member(id, member)
+  instance.ends_at = now
+  write_instance(id, instance)
 end
 return {cjson.encode({was_listed = was_listed})}

@@ -1,4 +1,4 @@
-"""The members of one run in memory; `redis_store` does the same in Lua, function for function."""
+"""The instances of one run in memory; `redis_store` does the same in Lua, function for function."""
 
 from __future__ import annotations
 
@@ -14,59 +14,61 @@ REMEMBERED_S = 24 * 3600.0
 
 @dataclass(slots=True, kw_only=True)
 class _Lease:
-    """A member as it announced itself; times are those of the store's clock, in seconds."""
+    """An instance as it announced itself; times are those of the store's clock, in seconds."""
 
-    member: pb.Member
+    instance: pb.Instance
     ends_at: float
 
 
 @dataclass(slots=True)
-class Members:
+class Instances:
     """Who is there, by role and name; `last_epoch` is the highest that anybody had."""
 
     last_epoch: int = 0
     _leases: dict[str, _Lease] = field(default_factory=dict)
 
     def announce(self, request: pb.AnnounceRequest, now: float) -> pb.AnnounceResponse:
-        """Let a member join (epoch 0) or renew its lease; MEMBER_REPLACED if another has its name.
+        """Let an instance join (epoch 0) or renew its lease; MEMBER_REPLACED if its name is taken.
 
         MEMBER_MOVED if it has another address than the one with which it got its epoch. An epoch
         that is not known is taken over: the store may have lost it.
         """
-        member = pb.Member()
-        member.CopyFrom(request.member)
-        name = f"{member.role}/{member.name}"
+        instance = pb.Instance()
+        instance.CopyFrom(request.instance)
+        name = f"{instance.role}/{instance.name}"
         present = self._leases.get(name)
-        if member.epoch > 0 and present is not None and present.member.epoch > member.epoch:
+        if instance.epoch > 0 and present is not None and present.instance.epoch > instance.epoch:
             raise refusal(Reason.MEMBER_REPLACED, name)
-        member.is_admitted = False
-        if not member.epoch:
+        instance.is_admitted = False
+        if not instance.epoch:
             # Above all epochs that a store gave which has lost this run.
-            member.epoch = max(self.last_epoch + 1, round(now * 1000))
-        elif present is not None and present.member.epoch == member.epoch:
-            if _places(present.member) != _places(member):
+            instance.epoch = max(self.last_epoch + 1, round(now * 1000))
+        elif present is not None and present.instance.epoch == instance.epoch:
+            if _places(present.instance) != _places(instance):
                 raise refusal(Reason.MEMBER_MOVED, name)
-            member.is_admitted = present.member.is_admitted
-        self.last_epoch = max(self.last_epoch, member.epoch)
-        self._leases[name] = _Lease(member=member, ends_at=now + request.lease_s)
-        return pb.AnnounceResponse(epoch=member.epoch, is_admitted=member.is_admitted)
+            instance.is_admitted = present.instance.is_admitted
+        self.last_epoch = max(self.last_epoch, instance.epoch)
+        self._leases[name] = _Lease(instance=instance, ends_at=now + request.lease_s)
+        return pb.AnnounceResponse(epoch=instance.epoch, is_admitted=instance.is_admitted)
 
     def withdraw(self, request: pb.WithdrawRequest, now: float) -> pb.WithdrawResponse:
-        """End the lease of a member, if it still has that epoch."""
+        """End the lease of an instance, if it still has that epoch."""
         lease = self._present(request, now)
         if lease is not None:
             lease.ends_at = now
         return pb.WithdrawResponse(was_listed=lease is not None)
 
     def admit(self, request: pb.AdmitRequest, now: float) -> pb.AdmitResponse:
-        """Say whether a member is in rotation; MEMBER_NOT_FOUND if it left or was replaced."""
+        """Say whether an instance is in rotation; MEMBER_NOT_FOUND if it left or was replaced."""
         lease = self._present(request, now)
         if lease is None:
             raise refusal(Reason.MEMBER_NOT_FOUND, f"{request.role}/{request.name}")
-        lease.member.is_admitted = request.is_admitted
+        lease.instance.is_admitted = request.is_admitted
         return pb.AdmitResponse()
 
-    def list_members(self, request: pb.ListMembersRequest, now: float) -> pb.ListMembersResponse:
+    def list_instances(
+        self, request: pb.ListInstancesRequest, now: float
+    ) -> pb.ListInstancesResponse:
         """Return those whose lease has not ended, by role and name."""
         self._leases = {
             name: lease
@@ -74,18 +76,18 @@ class Members:
             if lease.ends_at + REMEMBERED_S > now
         }
         present = [
-            lease.member
+            lease.instance
             for _, lease in sorted(self._leases.items())
-            if lease.ends_at > now and request.role in ("", lease.member.role)
+            if lease.ends_at > now and request.role in ("", lease.instance.role)
         ]
-        return pb.ListMembersResponse(members=present)
+        return pb.ListInstancesResponse(instances=present)
 
     def _present(self, request: pb.WithdrawRequest | pb.AdmitRequest, now: float) -> _Lease | None:
         lease = self._leases.get(f"{request.role}/{request.name}")
-        if lease is None or lease.member.epoch != request.epoch or lease.ends_at <= now:
+        if lease is None or lease.instance.epoch != request.epoch or lease.ends_at <= now:
             return None
         return lease
 
 
-def _places(member: pb.Member) -> tuple[str, str]:
-    return member.address, member.rest_address
+def _places(instance: pb.Instance) -> tuple[str, str]:
+    return instance.address, instance.rest_address
