@@ -37,6 +37,7 @@ INTERACT: Rpc[Any, Any] = Rpc(
 )
 # A message takes no further request once it has this size, so that the service can read it.
 _MAX_BYTES = 1_000_000
+_LEAVE_S = 1.0
 
 
 class InteractiveSessions:
@@ -51,8 +52,8 @@ class InteractiveSessions:
         self.conversations = Conversations()
         self._deadline_s = deadline_s
         self._ids = itertools.count()
-        # Filled by calls, which then wait for their answers; drained by the stream.
-        self._outbox: asyncio.Queue[pb.InteractRequest] = asyncio.Queue()
+        # Filled by calls, which then wait for their answers; drained by the stream. None ends it.
+        self._outbox: asyncio.Queue[pb.InteractRequest | None] = asyncio.Queue()
         self._waiting: dict[str, asyncio.Future[pb.InteractResponse]] = {}
         # Whether the service reads and writes several requests and answers in one message.
         self._speaks_items = False
@@ -65,6 +66,9 @@ class InteractiveSessions:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._reader is not None
+        if not self._waiting:  # the service then ends the stream at once
+            self._outbox.put_nowait(None)
+            await asyncio.wait([self._reader], timeout=_LEAVE_S)
         self._reader.cancel()
         await asyncio.wait([self._reader])
 
@@ -137,8 +141,7 @@ class InteractiveSessions:
 
     async def _requests(self) -> AsyncIterator[pb.InteractRequest]:
         """Yield what calls ask; several in one message once the service has answered so."""
-        while True:
-            request = await self._outbox.get()
+        while (request := await self._outbox.get()) is not None:
             if not self._speaks_items:
                 request.takes_items = True
                 yield request
@@ -146,6 +149,9 @@ class InteractiveSessions:
             message, size = pb.InteractRequest(items=[request]), request.ByteSize()
             while not self._outbox.empty() and size < _MAX_BYTES:
                 request = self._outbox.get_nowait()
+                if request is None:
+                    self._outbox.put_nowait(None)
+                    break
                 message.items.append(request)
                 size += request.ByteSize()
             yield message

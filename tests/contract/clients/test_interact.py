@@ -114,6 +114,28 @@ async def test_a_service_without_items_is_asked_one_by_one():
             assert await asyncio.gather(*closing) == [True] * 8
 
 
+class Whole(Plain):
+    """Notes that a stream was whole."""
+
+    is_whole = False
+
+    async def Interact(self, requests, context):  # noqa: N802
+        async for answer in Plain.Interact(self, requests, context):
+            yield answer
+        self.is_whole = True
+
+
+@pytest.mark.parametrize("num_calls", [0, 3])
+async def test_leaving_ends_the_stream_by_its_mark(num_calls):
+    server, servicer = GrpcServer(load(ServerSettings, drain_s=0)), Whole()
+    server.add(stubs.add_EnvironmentServiceServicer_to_server, servicer, "x")
+    async with server, Channel(server.address) as channel:
+        async with InteractiveSessions(channel) as sessions:
+            for number in range(num_calls):
+                await sessions.close_session(f"s{number}")
+        assert servicer.is_whole
+
+
 class Silent(stubs.EnvironmentServiceServicer):
     """Reads and says nothing."""
 
