@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.errors import DialoopWarning, InvalidHistory, PreconditionFailed
@@ -48,32 +47,8 @@ __all__ = [
 ]
 
 
-class _Continuing(Sequence[Message]):
-    """What lets a turn be added without a copy of the turns before.
-
-    `_past` are the history that this one continues and the messages that were added to it; None
-    as soon as `messages` is there. Until then the slot `messages` is empty.
-    """
-
-    __slots__ = ("_length", "_past")
-
-    messages: tuple[Message, ...]
-    _length: int
-    _past: tuple[History, tuple[Message, ...]] | None
-
-    if not TYPE_CHECKING:  # or a type checker would accept every name
-
-        def __getattr__(self, name: str) -> tuple[Message, ...]:
-            if name != "messages":
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            messages = self._since(0)
-            _set_messages(self, messages)
-            _set_past(self, None)  # last, for threads; or this would keep all earlier histories
-            return messages
-
-
 @dataclass(frozen=True, slots=True)
-class History(_Continuing):
+class History(Sequence[Message]):
     """An ordered run of messages.
 
     Chat-API dicts among them become messages, and a list becomes a tuple. A single message becomes
@@ -84,12 +59,7 @@ class History(_Continuing):
 
     def __post_init__(self) -> None:
         if type(self.messages) is not tuple or not {type(m) for m in self.messages} <= _MESSAGE:
-            _set_messages(self, _as_messages(self.messages, "messages"))
-        _set_past(self, None)
-        _set_length(self, len(self.messages))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.messages,)
+            object.__setattr__(self, "messages", _as_messages(self.messages, "messages"))
 
     @overload
     @classmethod
@@ -187,13 +157,13 @@ class History(_Continuing):
 
     def append(self, message: Message | Mapping[str, Any]) -> History:
         """Return this history followed by one message or chat-API dict."""
-        return _continue(self, (message_from_chat(message),))
+        return history_of((*self.messages, message_from_chat(message)))
 
     def extend(self, messages: History | Iterable[Message | Mapping[str, Any]]) -> History:
         """Return this history followed by others' messages."""
         if not isinstance(messages, History):
             messages = History(_as_messages(messages, "messages"))
-        return _continue(self, messages.messages)
+        return history_of(self.messages + messages.messages) if messages else self
 
     @property
     def role(self) -> tuple[str, ...]:
@@ -205,23 +175,9 @@ class History(_Continuing):
         """Return the content of each message."""
         return tuple(message.content for message in self.messages)
 
-    def added_to(self, before: History) -> tuple[Message, ...] | None:
-        """Return the messages that follow those of `before`; None if this does not begin so."""
-        node = self
-        parts = []
-        while node._length > before._length and (past := node._past) is not None:
-            node, added = past
-            parts.append(added)
-        if node is before:
-            return _join(parts)
-        return self._since(before._length) if self.starts_with(before) else None
-
     def starts_with(self, other: History) -> bool:
         """Return whether the first messages are exactly those of `other`."""
-        if other._length > self._length:
-            return False
-        node = self._shortest(other._length)
-        return node is other or node.messages[: other._length] == other.messages
+        return self.messages[: len(other)] == other.messages
 
     def __repr__(self) -> str:
         return f"History({len(self)} messages: {messages_line(self)})"
@@ -236,43 +192,16 @@ class History(_Continuing):
         return iter(self.messages)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self.messages)
 
     @overload
     def __getitem__(self, index: int) -> Message: ...
     @overload
     def __getitem__(self, index: slice) -> History: ...
     def __getitem__(self, index: int | slice) -> Message | History:
-        past = self._past
         if isinstance(index, slice):
-            start, stop, step = index.indices(self._length)
-            if past is None or step != 1:
-                return history_of(self.messages[index])
-            part = self._shortest(stop)
-            if part._length != stop:
-                part = history_of(part.messages[:stop])
-            return part if not start else history_of(part._since(start))
-        if past is not None and -len(past[1]) <= index < 0:
-            return past[1][index]
+            return history_of(self.messages[index])
         return self.messages[index]
-
-    def _since(self, start: int) -> tuple[Message, ...]:
-        """Return the messages from an index on."""
-        node = self
-        parts = []
-        while node._length > start and (past := node._past) is not None:
-            node, added = past
-            parts.append(added)
-        if node._length > start:
-            parts.append(node.messages[start:])
-        return _join(parts)[max(start - node._length, 0) :]
-
-    def _shortest(self, length: int) -> History:
-        """Return the shortest of this history and those it continues that is at least as long."""
-        node = self
-        while (past := node._past) is not None and past[0]._length >= length:
-            node = past[0]
-        return node
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +302,7 @@ class ChatHistory:
                     object.__setattr__(self, name, history_of(_as_messages(part, name)))
         if self.prompt is None or self.response is None or self.full is None:
             return
-        if self.full.added_to(self.prompt) != self.response.messages:
+        if self.full.messages != self.prompt.messages + self.response.messages:
             raise InvalidHistory(
                 f"full has {len(self.full)} messages that are not the {len(self.prompt)} of prompt "
                 f"followed by the {len(self.response)} of response.",
@@ -457,37 +386,23 @@ class ChatHistory:
         """
         if self.full is None and self.response is not None:
             return _as_answer(prompt, self.response)
-        added = self.require_full().added_to(prompt)
-        if added is None:
+        full = self.require_full()
+        if not full.starts_with(prompt):
             raise PreconditionFailed(
                 f"full does not begin with the {len(prompt)} messages of the prompt.",
                 reason=Reason.HISTORY_REWRITTEN,
                 remedy="Send the prompt unchanged, followed by the response.",
             )
-        return _as_answer(prompt, history_of(added))
+        return ChatHistory(prompt=prompt, response=full[len(prompt) :], full=full)
 
 
 _PARTS = {History, type(None)}
 _MESSAGE = {Message}
-_new, _put = object.__new__, object.__setattr__
 
 
 def _as_answer(prompt: History, response: History) -> ChatHistory:
-    """Return prompt, response and full; full is made of both, so there is nothing to check."""
-    answered = _new(ChatHistory)
-    _put(answered, "prompt", prompt)
-    _put(answered, "response", response)
-    _put(answered, "full", _continue(prompt, response.messages))
-    return answered
-
-
-def response_alone(response: History) -> ChatHistory:
-    """Return a response without its prompt and full, as a step carries it."""
-    answered = _new(ChatHistory)
-    _put(answered, "prompt", None)
-    _put(answered, "response", response)
-    _put(answered, "full", None)
-    return answered
+    """Return prompt, response and both as full."""
+    return ChatHistory(prompt=prompt, response=response, full=prompt.extend(response))
 
 
 def _promote(chats: Any) -> Any:
@@ -502,32 +417,10 @@ def _promote(chats: Any) -> Any:
     return [chats]
 
 
-# `object.__setattr__` takes twice as long, and each step makes several histories.
-_set_messages = vars(History)["messages"].__set__
-_set_past, _set_length = (vars(_Continuing)[name].__set__ for name in ("_past", "_length"))
-
-
 def history_of(messages: tuple[Message, ...]) -> History:
     """Make a history of messages that are known to be messages, without looking at each again."""
-    history = _new(History)
-    _set_messages(history, messages)
-    _set_past(history, None)
-    _set_length(history, len(messages))
-    return history
-
-
-def _join(parts: list[tuple[Message, ...]]) -> tuple[Message, ...]:
-    """Return the messages of all parts, of which the last one comes first."""
-    return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(reversed(parts)))
-
-
-def _continue(before: History, added: tuple[Message, ...]) -> History:
-    """Make a history of an earlier one and the messages that follow it."""
-    if not added:
-        return before
-    history = _new(History)
-    _set_past(history, (before, added))
-    _set_length(history, before._length + len(added))
+    history = object.__new__(History)
+    object.__setattr__(history, "messages", messages)
     return history
 
 

@@ -132,19 +132,6 @@ class Message:
             and self.reasoning == self.tool_call_id == self.name == ""
         )
 
-    @property
-    def only_text(self) -> str | None:
-        """Return the content of a message that has a role and a text and nothing else, or None."""
-        has_more = (
-            self.tool_calls
-            or self.reasoning
-            or self.tool_responses
-            or self.tool_call_id
-            or self.name
-            or not self.is_complete
-        )
-        return None if has_more or not isinstance(self.content, str) else self.content
-
     def __repr__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {k: v for k, v in shown.items() if k in ("role", "content") or v != _DEFAULTS[k]}
@@ -174,24 +161,6 @@ class Message:
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Message)}
-_PUT_DEFAULTS = [
-    (Message.__dict__[name].__set__, default)
-    for name, default in _DEFAULTS.items()
-    if name not in ("role", "content")
-]
-_put_role, _put_content = (Message.__dict__[name].__set__ for name in ("role", "content"))
-
-
-def text_message(role: str, content: str) -> Message:
-    """Return a message of a role and a text; of a usual role it has nothing to be checked."""
-    if role not in _USUAL_ROLES:
-        return Message(role=role, content=content)
-    message = object.__new__(Message)
-    _put_role(message, role)
-    _put_content(message, content)
-    for put, default in _PUT_DEFAULTS:
-        put(message, default)
-    return message
 
 
 def messages_from_chats(chats: Iterable[Any], where: str = "messages") -> tuple[Message, ...]:

@@ -36,15 +36,14 @@ P = TypeVar("P", bound="Message")
 class FieldRow:
     """How one field crosses the wire.
 
-    encode: the dataclass's value to the message's. decode: the other way. wire: its name in the
-    message, where that is another one. With `is_many`, they convert one of a tuple. With `spreads`,
-    encode gives several fields of the message by name, and decode reads the whole message.
+    encode: the dataclass's value to the message's; None is not sent. decode: the other way. wire:
+    its name in the message, where that is another one. With `spreads`, encode gives several fields
+    of the message by name, and decode reads the whole message.
     """
 
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
     wire: str = ""
-    is_many: bool = False
     spreads: bool = False
 
 
@@ -55,7 +54,16 @@ def submessage(codec: Codec[Any, Any], *, wire: str = "") -> FieldRow:
 
 def many(codec: Codec[Any, Any], *, wire: str = "") -> FieldRow:
     """Return the row of a tuple of nested messages."""
-    return FieldRow(codec.to_proto, codec.from_proto, wire, is_many=True)
+    return each(codec.to_proto, codec.from_proto, wire=wire)
+
+
+def each(encode: Callable[[Any], Any], decode: Callable[[Any], Any], *, wire: str = "") -> FieldRow:
+    """Return the row of a tuple whose items are converted one by one."""
+    return FieldRow(
+        lambda values: [encode(value) for value in values],
+        lambda values: tuple([decode(value) for value in values]),
+        wire,
+    )
 
 
 def wire_name(wire: str) -> FieldRow:
@@ -68,22 +76,20 @@ def enum(kind: type[IntEnum], *, unspecified: IntEnum | None = None) -> FieldRow
 
     unspecified: what the number 0 means, where leaving the field out is no mistake.
     """
-    members = _Members({int(member): member for member in kind})
-    members.name = _snake(kind.__name__)
+    members: dict[int, IntEnum] = {int(member): member for member in kind}
+    name = _snake(kind.__name__)
     if unspecified is not None:
         members[0] = unspecified
-    return FieldRow(int, members.__getitem__)
 
+    def decode(number: int) -> IntEnum:
+        member = members.get(number)
+        if member is None:
+            raise InvalidInput(
+                f"{name} is unspecified or unknown ({number}).", remedy=f"Set {name}."
+            )
+        return member
 
-class _Members(dict[int, Any]):
-    """The members of an enum by their numbers."""
-
-    name = ""
-
-    def __missing__(self, number: int) -> Any:
-        raise InvalidInput(
-            f"{self.name} is unspecified or unknown ({number}).", remedy=f"Set {self.name}."
-        )
+    return FieldRow(int, decode)
 
 
 def array(dtype: type[np.generic], *, wire: str = "") -> FieldRow:
@@ -97,95 +103,48 @@ def array(dtype: type[np.generic], *, wire: str = "") -> FieldRow:
 
 
 class Codec(Generic[D, P]):
-    """Writes a dataclass as a message and reads it back; made once, from the table of its fields.
+    """Writes a dataclass as a message and reads it back, by the table of its fields."""
 
-    With `leaves_out_defaults`, a field that has its default is not sent.
-    """
-
-    to_proto: Callable[[D], P]
-    """Return the message."""
-    from_proto: Callable[[P], D]
-    """Return the value; raises what its own checks raise, and InvalidInput of an enum."""
-
-    def __init__(
-        self,
-        domain: type[D],
-        message: type[P],
-        *,
-        leaves_out_defaults: bool = False,
-        **rows: FieldRow,
-    ) -> None:
+    def __init__(self, domain: type[D], message: type[P], **rows: FieldRow) -> None:
         self.domain, self.message = domain, message
-        # The functions are generated as source, as dataclasses do: a loop over the fields takes
-        # twice as long, and every group is converted several times on its way to the trainer.
-        source = _Source(message, leaves_out_defaults=leaves_out_defaults)
+        # Of each field: its name, its name in the message (None if it spreads), how it is written
+        # and read, and whether it keeps its default where the message says that it is absent.
+        self._fields: list[tuple[str, str | None, Any, Any, bool]] = []
         for field in dataclasses.fields(domain):  # type: ignore[arg-type]  # D is a dataclass
-            source.add(field, rows.pop(field.name, None))
+            row = rows.pop(field.name, None)
+            if row is not None and row.spreads:
+                self._fields.append((field.name, None, row.encode, row.decode, False))
+                continue
+            wire = (row and row.wire) or field.name
+            descriptor = message.DESCRIPTOR.fields_by_name[wire]
+            row = row or _row_of(descriptor)
+            has_default = field.default is not MISSING or field.default_factory is not MISSING
+            is_optional = has_default and descriptor.has_presence
+            self._fields.append((field.name, wire, row.encode, row.decode, is_optional))
         if rows:
             raise TypeError(f"{domain.__name__} has no field {', '.join(rows)}.")
-        self.to_proto = source.function(message, source.sent, *source.sent_unless_default)
-        self.from_proto = source.function(domain, source.read)
 
+    def to_proto(self, value: D) -> P:
+        """Return the message."""
+        sent: dict[str, Any] = {}
+        for name, wire, encode, _, _ in self._fields:
+            held = getattr(value, name)
+            if wire is None:
+                sent.update(encode(held))
+            elif held is not None:
+                sent[wire] = held if encode is _same else encode(held)
+        return self.message(**sent)
 
-class _Source:
-    """The text of a codec's two functions, and the values that it names."""
-
-    def __init__(self, message: type[Message], *, leaves_out_defaults: bool) -> None:
-        self._descriptors = message.DESCRIPTOR.fields_by_name
-        self._leaves_out_defaults = leaves_out_defaults
-        self._names: dict[str, Any] = {}
-        self.sent: list[str] = []
-        self.sent_unless_default: list[str] = []
-        self.read: list[str] = []
-
-    def name(self, value: Any) -> str:
-        """Return the name under which the text has that value."""
-        name = f"_{len(self._names)}"
-        self._names[name] = value
-        return name
-
-    def add(self, field: dataclasses.Field[Any], row: FieldRow | None) -> None:
-        """Add one field of the dataclass to both functions."""
-        value, default = f"value.{field.name}", self._default_of(field)
-        if row is not None and row.spreads:
-            self.sent.append(f"**{self.name(row.encode)}({value})")
-            self.read.append(f"{field.name}={self.name(row.decode)}(value)")
-            return
-        wire = (row and row.wire) or field.name
-        descriptor = self._descriptors[wire]
-        row = row or _row_of(descriptor)
-        sent = self._call(row.encode, value, "[{} for each in {}]" if row.is_many else "")
-        if self._leaves_out_defaults and default:
-            put = f".extend({sent})" if descriptor.is_repeated else f" = {sent}"
-            self.sent_unless_default.append(f"if {value} != {default}: made.{wire}{put}")
-        elif field.default is None and sent != value:
-            self.sent.append(f"{wire}=None if {value} is None else {sent}")
-        else:
-            self.sent.append(f"{wire}={sent}")
-        read = self._call(
-            row.decode, f"value.{wire}", "tuple([{} for each in {}])" if row.is_many else ""
-        )
-        if descriptor.has_presence and default:
-            read = f"{read} if value.HasField({wire!r}) else {default}"
-        self.read.append(f"{field.name}={read}")
-
-    def _default_of(self, field: dataclasses.Field[Any]) -> str:
-        if field.default is not MISSING:
-            return self.name(field.default)
-        return "" if field.default_factory is MISSING else f"{self.name(field.default_factory)}()"
-
-    def _call(self, function: Callable[[Any], Any], argument: str, each: str) -> str:
-        if function is _same:
-            return argument
-        name = self.name(function)
-        return each.format(f"{name}(each)", argument) if each else f"{name}({argument})"
-
-    def function(self, make: Callable[..., Any], fields: list[str], *steps: str) -> Any:
-        """Return the function that makes something of the fields of its argument."""
-        made = f"made = {self.name(make)}({', '.join(fields)})"
-        body = "\n    ".join([made, *steps, "return made"])
-        exec(f"def convert(value):\n    {body}\n", self._names)
-        return self._names.pop("convert")
+    def from_proto(self, proto: P) -> D:
+        """Return the value; raises what its own checks raise, and InvalidInput of an enum."""
+        read: dict[str, Any] = {}
+        for name, wire, _, decode, is_optional in self._fields:
+            if wire is None:
+                read[name] = decode(proto)
+            elif not is_optional or proto.HasField(wire):
+                held = getattr(proto, wire)
+                read[name] = held if decode is _same else decode(held)
+        return self.domain(**read)
 
 
 def _same(value: Any) -> Any:

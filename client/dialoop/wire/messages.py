@@ -14,11 +14,8 @@ from dialoop.chat import (
     Message,
     ToolCall,
     ToolDefinition,
-    history_of,
-    response_alone,
 )
 from dialoop.environments.modes import Text, Tokens
-from dialoop.messages import text_message
 from dialoop.trajectory import Distribution
 from dialoop.v1 import chat_pb2 as pb
 from dialoop.views.views import LogProbRow, LogProbs, Masks
@@ -57,34 +54,18 @@ TOOL = Codec(
     pb.ToolDefinition,
     parameters_json=FieldRow(str, lambda schema: schema or "{}"),
 )
+_TEXT_IF_ANY = FieldRow(lambda text: text or None, str)
 MESSAGE = Codec(
     Message,
     pb.Message,
-    leaves_out_defaults=True,
     content=FieldRow(_content_fields, _content, spreads=True),
+    is_complete=FieldRow(lambda is_complete: None if is_complete else False, bool),
     tool_calls=many(TOOL_CALL),
+    reasoning=_TEXT_IF_ANY,
+    tool_call_id=_TEXT_IF_ANY,
+    name=_TEXT_IF_ANY,
 )
-_read_any_message = MESSAGE.from_proto
-
-
-def _read_message(proto: pb.Message) -> Message:
-    """Read a message; one of role and text, as nearly all are, in a third of the time."""
-    role, content = proto.role, proto.content
-    if role and content and len(proto.ListFields()) == 2:
-        return text_message(role, content)
-    return _read_any_message(proto)
-
-
-MESSAGE.from_proto = _read_message
 HISTORY = Codec(History, pb.History, messages=many(MESSAGE))
-
-
-def _read_history(proto: pb.History) -> History:
-    """Read a history, without looking again at what was just made."""
-    return history_of(tuple([_read_message(message) for message in proto.messages]))
-
-
-HISTORY.from_proto = _read_history
 CHAT_HISTORY = Codec(
     ChatHistory,
     pb.ChatHistory,
@@ -92,17 +73,6 @@ CHAT_HISTORY = Codec(
     response=submessage(HISTORY),
     full=submessage(HISTORY),
 )
-_read_any_chat_history = CHAT_HISTORY.from_proto
-
-
-def _read_chat_history(proto: pb.ChatHistory) -> ChatHistory:
-    """Read prompt, response and full; a response alone, as in nearly every step, faster."""
-    if proto.HasField("response") and not (proto.HasField("prompt") or proto.HasField("full")):
-        return response_alone(_read_history(proto.response))
-    return _read_any_chat_history(proto)
-
-
-CHAT_HISTORY.from_proto = _read_chat_history
 TEXT = Codec(Text, pb.Text)
 _IDS = FieldRow(_token_ids, lambda proto: tuple(proto.values))
 TOKENS = Codec(Tokens, pb.Tokens, prompt=_IDS, response=_IDS, full=_IDS)

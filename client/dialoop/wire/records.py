@@ -25,7 +25,7 @@ from dialoop.trajectory import (
 )
 from dialoop.v1 import scorer_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop.wire.codec import Codec, FieldRow, array, enum, many, submessage
+from dialoop.wire.codec import Codec, FieldRow, array, each, enum, many, submessage
 from dialoop.wire.messages import HISTORY
 from dialoop.wire.sequences import POLICY_VERSION, sequence_from_proto, sequence_to_proto
 
@@ -56,7 +56,7 @@ TRAJECTORY = Codec(
         lambda history: {"history": HISTORY.to_proto(history)}, _history, spreads=True
     ),
     turns=many(TURN),
-    sequences=FieldRow(sequence_to_proto, sequence_from_proto, is_many=True),
+    sequences=each(sequence_to_proto, sequence_from_proto),
     failures=many(FAILURE),
     sampling=submessage(SAMPLING),
     done_reason=enum(DoneReason),

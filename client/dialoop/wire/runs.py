@@ -16,7 +16,7 @@ from dialoop_extras.trials.trial import (
 
 from dialoop.sequences import Source
 from dialoop.v1 import environment_service_pb2 as pb
-from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage, wire_name
+from dialoop.wire.codec import Codec, FieldRow, each, enum, many, submessage, wire_name
 from dialoop.wire.messages import HISTORY, message_to_proto
 from dialoop.wire.records import FAILURE
 from dialoop.wire.sequences import POLICY_VERSION
@@ -59,7 +59,7 @@ TEXT_SEGMENT = Codec(
     pb.TextSegment,
     source=enum(Source),
     logprobs=wire_name("inference_logprobs"),
-    versions=FieldRow(_run_to_proto, _run_from_proto, "policy_runs", is_many=True),
+    versions=each(_run_to_proto, _run_from_proto, wire="policy_runs"),
 )
 TEXT_HISTORY = Codec(
     TextHistory, pb.TextHistory, segments=many(TEXT_SEGMENT), failures=many(FAILURE)

@@ -13,7 +13,7 @@ from dialoop.errors import InvalidInput
 from dialoop.trajectory import Purpose
 from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.wire import messages, records, runs, templates
-from dialoop.wire.codec import Codec, enum, many, submessage, wire_name
+from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage, wire_name
 
 ROOT = Path(__file__).parents[3]
 CODECS = [
@@ -83,10 +83,13 @@ def test_what_did_not_arrive_has_the_default_and_what_did_has_not():
     assert not codec.to_proto(Settings(top_k=None)).HasField("top_k")
 
 
-def test_defaults_are_left_out_where_that_is_asked_for():
-    codec = Codec(Settings, trajectory_pb2.SamplingParams, leaves_out_defaults=True)
+def test_what_a_row_writes_as_none_is_not_sent():
+    row = FieldRow(lambda top_k: None if top_k == 7 else top_k, int)
+    codec = Codec(Settings, trajectory_pb2.SamplingParams, top_k=row)
     assert not codec.to_proto(Settings()).ByteSize()
-    assert codec.to_proto(Settings(top_k=8, stop=("a", "b"))).stop == ["a", "b"]
+    assert codec.to_proto(Settings(top_k=8, stop=("a", "b"))).top_k == 8
+    plain = messages.message_to_proto(Message(role="user", content="a"))
+    assert [field.name for field, _ in plain.ListFields()] == ["role", "content"]
 
 
 def test_a_nested_message_and_an_enum_have_rows():

@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from hashlib import blake2b
-from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from dialoop.chat import History, history_of
+from dialoop.chat import History
 
 if TYPE_CHECKING:
     from dialoop.chat import Message
@@ -56,12 +55,8 @@ class PromptChain:
     def follow(self, before: Prompt, prompt: Prompt, num_same: int = 0) -> PromptChain:
         """Return the chain of `prompt`, where this is the chain of `before`.
 
-        num_same: how far texts or token ids are known to be the same, so that nobody needs to
-        compare them; a history tells by itself.
+        num_same: how far they are known to be the same, so that nobody needs to compare them.
         """
-        if isinstance(prompt, History) and isinstance(before, History):
-            added = prompt.added_to(before)
-            return PromptChain.of(prompt) if added is None else self.extend(history_of(added))
         if num_same >= len(before) or starts_with(prompt, before):
             return self.extend(prompt[len(before) :])
         return PromptChain.of(prompt)
@@ -131,14 +126,6 @@ def full_of(prompt: Prompt, answered: Answered) -> Prompt:
 
 def change_of_step(before: Prompt, answered: Answered, after: Prompt) -> PromptChange:
     """Return the next prompt as a difference from the full of a step: `before` and the response."""
-    sent_prompt, response, sent_full = sent_parts(answered)
-    is_response_alone = isinstance(response, History) and sent_prompt is None and sent_full is None
-    if is_response_alone and isinstance(before, History) and isinstance(after, History):
-        # As nearly always. The full is not made.
-        added, answers = after.added_to(before), response.messages
-        if added is not None and added[: len(answers)] == answers:
-            num_full = len(before) + len(answers)
-            return PromptChange(num_full, history_of(added[len(answers) :]))
     return change_of(full_of(before, answered), after)
 
 
@@ -184,10 +171,6 @@ def _tuple(values: Prompt) -> Any:
 
 def _line_of(message: Message) -> str:
     """Return a message's chat dict as a line of JSON with sorted keys."""
-    text = message.only_text
-    if text is not None:  # as nearly always, and several times as fast
-        content = encode_basestring_ascii(text)
-        return f'{{"content":{content},"role":{encode_basestring_ascii(message.role)}}}\n'
     return _to_json(message.to_chat()) + "\n"
 
 
