@@ -1,14 +1,11 @@
-"""Measure bytes and service CPU of Generate at turns 1, 100 and 400 of a conversation.
+"""Measure bytes, time and CPU of Generate at turns 1, 100 and 400 of a conversation.
 
-python -m benchmarks.generate_turns --before CHECKOUT > generate_turns.json
+python -m benchmarks.generate_turns > generate_turns.json
 
-Each checkout has its inference service in a process of its own, with an engine that answers at once
-(`servers/scripted_replica.py`): what is measured is the service, not the model. The client sends as
-the checkout's own client does: today what follows and the digests of what came before, in 127deda
-the whole history and its tokens. Every round measures both checkouts one after the other at each
-turn; figures are medians of the rounds. `cpu_ms` is the CPU time of all threads of the service for
-one request. `render_ms` is the template's share of it, measured here: the whole conversation is
-rendered at every turn.
+The inference service runs in a process of its own, with an engine that answers at once
+(`servers/scripted_replica.py`): what is measured is the service and the client, not the model.
+Every turn carries the whole conversation and its tokens. `wall_ms`, `client_cpu_ms` and
+`service_cpu_ms` are of one request; `render_ms` is the template's share of the service's.
 """
 
 from __future__ import annotations
@@ -24,14 +21,12 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 from dialoop.chat import History, Message
-from dialoop.v1 import inference_service_pb2 as pb
-from dialoop.v1.inference_service_pb2_grpc import InferenceServiceStub
+from dialoop.clients.channel import Channel
+from dialoop.clients.inference import InferenceClient
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.inference.rendering import Renderer
 
@@ -40,26 +35,14 @@ from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import cpu_ns, processor
 
 TURNS = (1, 100, 400)
-QUESTION = {"role": "user", "content": "An answer of some words, as long as a short one."}
-
-
-@dataclass
-class Cell:
-    """The figures of one checkout and turn, one of each round."""
-
-    cpu_ms: list[float] = field(default_factory=list)
-    request_bytes: int = 0
-    answer_bytes: int = 0
+QUESTION = Message(role="user", content="An answer of some words, as long as a short one.")
 
 
 @contextmanager
-def service(root: Path, model_dir: Path) -> Iterator[tuple[int, str]]:
-    """Run the service of a checkout; yield its process id and address."""
-    is_today = (root / "services" / "dialoop_services").exists()
-    path = [root / "client", root / "services" if is_today else root]
+def service(model_dir: Path) -> Iterator[tuple[int, str]]:
+    """Run the service; yield its process id and address."""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "benchmarks/servers/scripted_replica.py"), str(model_dir)],
-        env=os.environ | {"PYTHONPATH": ":".join(map(str, path))},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -74,97 +57,49 @@ def service(root: Path, model_dir: Path) -> Iterator[tuple[int, str]]:
         process.wait()
 
 
-class _Conversation:
-    """A conversation that grows by a question and an answer each turn."""
+class _Watched:
+    """A channel that notes the bytes of the last call."""
 
-    def __init__(self, stub: InferenceServiceStub, name: str, *, by_difference: bool) -> None:
-        self._stub = stub
-        self._question = QUESTION | {"content": f"{name} {QUESTION['content']}"}
-        self._by_difference = by_difference
-        self._messages: list[Any] = []
-        self._last: pb.Sample | None = None
-        self._sequence: Any = None
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.bytes: dict[str, int] = {}
 
-    async def turn(self, index: int, cell: Cell | None = None) -> None:
-        """Ask once; note the bytes in the cell."""
-        request = self._request(index)
-        answer = await self._stub.Generate(request)
-        if cell is not None:
-            cell.request_bytes, cell.answer_bytes = request.ByteSize(), answer.ByteSize()
-        self._take(answer.samples[0])
-
-    def _request(self, index: int) -> pb.GenerateRequest:
-        request = pb.GenerateRequest(turn=index)
-        if self._by_difference:
-            request.keep_context = True
-            request.history.prompt.messages.add(**self._question)
-            if self._last is not None:
-                request.known_context.CopyFrom(self._last.context)
-            return request
-        request.history.prompt.messages.extend(self._messages)
-        request.history.prompt.messages.add(**self._question)
-        if self._sequence is not None:
-            request.context.CopyFrom(self._sequence)
-            request.num_context_messages = len(self._messages)
-        return request
-
-    def _take(self, sample: pb.Sample) -> None:
-        self._last = sample
-        if self._by_difference:
-            return
-        self._messages = list(sample.history.full.messages)
-        more: Any = sample.sequence  # in 127deda's protos
-        if self._sequence is None:
-            self._sequence = more
-            return
-        start = len(self._sequence.token_ids)
-        self._sequence.token_ids.extend(more.token_ids)
-        self._sequence.inference_logprobs.extend(more.inference_logprobs)
-        for segment in more.segments:
-            segment.start += start
-            self._sequence.segments.append(segment)
+    async def call(self, rpc: Any, request: Any, **options: Any) -> Any:
+        answer = await self._channel.call(rpc, request, **options)
+        self.bytes = {"request_bytes": request.ByteSize(), "answer_bytes": answer.ByteSize()}
+        return answer
 
 
-async def measure(
-    running: tuple[int, str], cells: dict[int, Cell], options: argparse.Namespace, *, is_now: bool
-) -> None:
-    """Play one conversation; add the CPU of one request around each turn to its cell."""
-    pid, address = running
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = InferenceServiceStub(channel)
-        await _Conversation(stub, "first", by_difference=is_now).turn(0)
-        conversations = [
-            _Conversation(stub, str(i), by_difference=is_now) for i in range(options.conversations)
-        ]
-        for index in range(max(cells)):
-            before = cpu_ns(pid)
-            for conversation in conversations:
-                await conversation.turn(index, cells.get(index + 1))
-            if index + 1 in cells:
-                spent_ms = (cpu_ns(pid) - before) / 1e6
-                cells[index + 1].cpu_ms.append(spent_ms / len(conversations))
-
-
-async def compare(options: argparse.Namespace, model_dir: Path) -> dict[str, Any]:
-    """Measure every checkout in every round."""
-    checkouts = {"now": ROOT} | ({"before": options.before.resolve()} if options.before else {})
-    cells = {name: {turn: Cell() for turn in options.turns} for name in checkouts}
-    for _ in range(options.rounds):
-        for name, root in checkouts.items():
-            with service(root, model_dir) as running:
-                await measure(running, cells[name], options, is_now=name == "now")
-    figures: dict[str, Any] = {
-        name: {
-            str(turn): {
-                "cpu_ms": round(statistics.median(cell.cpu_ms), 3),
-                "request_bytes": cell.request_bytes,
-                "answer_bytes": cell.answer_bytes,
-            }
-            for turn, cell in turns.items()
-        }
-        for name, turns in cells.items()
-    }
-    return figures | {"render_ms": _render_ms(model_dir, options.turns)}
+async def measure(model_dir: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Play one conversation; at each turn that counts, ask several times."""
+    figures: dict[str, dict[str, float]] = {}
+    with service(model_dir) as (pid, address):
+        async with Channel(address) as channel:
+            watched = _Watched(channel)
+            client = InferenceClient(watched)  # type: ignore[arg-type]  # it only calls
+            history, sequence = History((QUESTION,)), None
+            for turn in range(1, max(options.turns) + 1):
+                walls, ours, theirs = [], time.process_time(), cpu_ns(pid)
+                repeats = options.repeats if turn in options.turns else 1
+                for _ in range(repeats):
+                    begun = time.perf_counter()
+                    (sample,) = await client.generate(
+                        history,
+                        context=sequence,
+                        num_context_messages=0 if sequence is None else len(history) - 1,
+                        turn=turn,
+                    )
+                    walls.append(time.perf_counter() - begun)
+                if turn in options.turns:
+                    figures[str(turn)] = watched.bytes | {
+                        "wall_ms": round(statistics.median(walls) * 1e3, 3),
+                        "client_cpu_ms": round((time.process_time() - ours) / repeats * 1e3, 3),
+                        "service_cpu_ms": round((cpu_ns(pid) - theirs) / repeats / 1e6, 3),
+                    }
+                added = sample.sequence
+                sequence = added if sequence is None else sequence.extended_by(added)
+                history = sample.history.require_full().append(QUESTION)
+    return figures
 
 
 def _render_ms(model_dir: Path, turns: tuple[int, ...]) -> dict[str, float]:
@@ -172,7 +107,7 @@ def _render_ms(model_dir: Path, turns: tuple[int, ...]) -> dict[str, float]:
     template, times = Renderer.of(model_dir).template, {}
     for turn in turns:
         answer = Message(role="assistant", content="11111111")
-        history = History((Message(**QUESTION), answer) * (turn - 1) + (Message(**QUESTION),))
+        history = History((QUESTION, answer) * (turn - 1) + (QUESTION,))
         template.render(history)
         begun = time.process_time()
         for _ in range(20):
@@ -184,23 +119,21 @@ def _render_ms(model_dir: Path, turns: tuple[int, ...]) -> dict[str, float]:
 def main() -> None:
     """Print JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", type=Path, help="a checkout to compare with")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--conversations", type=int, default=8, help="of a round")
+    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--turns", type=int, nargs="+", default=TURNS)
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_tiny_model(Path(folder) / "model", seed=0)
-        figures = asyncio.run(compare(options, model_dir))
+        figures: dict[str, Any] = dict(asyncio.run(measure(model_dir, options)))
+        figures["render_ms"] = _render_ms(model_dir, options.turns)
     context = {
         "benchmark": "generate_turns",
         "machine": platform.machine(),
         "processor": processor(),
         "cores": os.cpu_count(),
         "load": [round(load_before, 2), round(os.getloadavg()[0], 2)],
-        "rounds": options.rounds,
-        "conversations": options.conversations,
+        "repeats": options.repeats,
     }
     print_figures(context, figures)
 

@@ -144,7 +144,6 @@ _ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 text="Requests that came twice because the two sides knew other prompts, a second.",
                 curves={
                     "step, {{shown_by}}": "rate(dialoop_step_resends_total[5m])",
-                    "context, {{reason}}": "rate(dialoop_context_resends_total[5m])",
                 },
             ),
             Panel(

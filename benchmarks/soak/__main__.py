@@ -8,9 +8,9 @@ ten seconds the script reads, of each process of the stack, the resident memory 
 descriptors as the kernel counts them, and the size of the run's folder by what is in it. The load
 is the CPU time of all these processes over the time and the cores; `--groups-in-flight` sets it.
 
-The queue's ledger remembers finished tasks, and inference remembers conversations, each up to a
-bound that the settings state. With the defaults both would still fill after half an hour. The job
-sets bounds that are full after three minutes, so that what grows later is a leak.
+The queue's ledger remembers finished tasks up to a bound that the settings state. With the default
+it would still fill after half an hour. The job sets a bound that is full after three minutes, so
+that what grows later is a leak.
 
 Growth compares the median of the last two minutes with that of minutes four and five. The exit code
 is 1 where memory or descriptors of a process grew by more than a twentieth (and by more than 1 MiB,
@@ -53,7 +53,6 @@ run = "soak"
 engine = "transformers"
 [inference]
 max_model_len = 256
-context_cache_mib = 2
 [collector]
 max_groups_in_flight = {groups_in_flight}
 [warm_start]

@@ -177,7 +177,6 @@ class Reason(_Named):
     CONFIRM_RUN = "CONFIRM_RUN", "A purge must repeat the run's name."
     CONTAINER_LOST = "CONTAINER_LOST", "The sandbox's container is gone."
     CONTEXT_FULL = "CONTEXT_FULL", "The tokens do not fit the model's context."
-    CONTEXT_UNKNOWN = "CONTEXT_UNKNOWN", "The replica lacks that context: send the whole history."
     CONTEXT_LENGTH_EXCEEDED = (
         "CONTEXT_LENGTH_EXCEEDED",
         "The prompt does not fit the model's context.",

@@ -22,7 +22,6 @@ from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_t
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.config.own_data_plane import load_data_plane
-from dialoop_services.inference.contexts import ContextStore
 from dialoop_services.inference.engine import Engine, EngineOptions
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.device_lease import DeviceLease
@@ -103,7 +102,6 @@ async def world(
     data_plane: str = "chunks",
     awaits_policy: bool = False,
     engine: Engine | None = None,
-    contexts: ContextStore | None = None,
 ) -> AsyncIterator[World]:
     """A replica that may read `root`, or is on another host; with a REST door if asked."""
     root.mkdir(exist_ok=True)
@@ -128,9 +126,7 @@ async def world(
     )
     await replica.load_latest()
     renderer = Renderer.of(model_dir)
-    servicer = InferenceServicer(
-        replica, renderer, num_parameters=7, max_new_tokens=20, contexts=contexts
-    )
+    servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20)
     server.add(add_InferenceServiceServicer_to_server, servicer, SERVICE)
     templates = TemplateServicer(renderer, "tiny")
     server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as AnySequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.chat import ChatHistory
 from dialoop.clients.channel import Rpc, tell_warnings
-from dialoop.clients.contexts import SeenContexts
 from dialoop.clients.errors import require_count
-from dialoop.clients.inference_messages import Question, top_logprobs_from_proto
+from dialoop.clients.inference_messages import (
+    Question,
+    samples_from_proto,
+    top_logprobs_from_proto,
+)
 from dialoop.clients.weights import LoadedWeights as LoadedWeights
 from dialoop.clients.weights import Probe as Probe
 from dialoop.clients.weights import WeightsKind as WeightsKind
@@ -30,7 +33,7 @@ from dialoop.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 
     from dialoop.chat import History, ToolDefinition
     from dialoop.clients.channel import Channel
@@ -127,8 +130,6 @@ class InferenceClient:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        # What the replica has too; `num_resends` counts the requests that were sent twice.
-        self.seen_contexts = SeenContexts()
 
     async def generate(  # noqa: PLR0913  # one question, many ways to ask it
         self,
@@ -151,8 +152,7 @@ class InferenceClient:
     ) -> tuple[Sample, ...]:
         """Answer a history, or continue a text or token ids, `num_samples` times.
 
-        `context` are the tokens known so far of the first `num_context_messages` messages. What
-        the replica has seen of a conversation is not sent again, unless it has forgotten that. The
+        `context` are the tokens known so far of the first `num_context_messages` messages. The
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
         with `skip_special_tokens` its response's text leaves special tokens out.
@@ -176,10 +176,9 @@ class InferenceClient:
             truncate_prompt=truncate_prompt,
             skip_special_tokens=skip_special_tokens,
         )
-        send = partial(self._channel.call, GENERATE, deadline_s=deadline_s)
-        samples = await self.seen_contexts.ask(question, send)
-        require_count(len(samples), num_samples, "samples")
-        return samples
+        answer = await self._channel.call(GENERATE, question.to_proto(), deadline_s=deadline_s)
+        require_count(len(answer.samples), num_samples, "samples")
+        return samples_from_proto(answer)
 
     async def generate_stream(  # noqa: PLR0913
         self,
@@ -223,21 +222,21 @@ class InferenceClient:
             skip_special_tokens=skip_special_tokens,
             partial_answer=partial_answer,
         )
-
-        def send(request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-            stream = pb.GenerateStreamRequest(request=request, chunk_tokens=chunk_tokens)
-            return self._channel.stream(GENERATE_STREAM, stream, deadline_s=deadline_s)
-
-        async for answer, samples in self.seen_contexts.ask_stream(question, send):
-            tell_warnings(answer.completed)
-            yield SampleChunk(
-                token_ids=tuple(answer.token_ids),
-                inference_logprobs=tuple(answer.inference_logprobs),
-                policy_version=_version_of(answer),
-                text=answer.text,
-                samples=samples,
-                top_logprobs=top_logprobs_from_proto(answer.top_logprobs),
-            )
+        request = pb.GenerateStreamRequest(request=question.to_proto(), chunk_tokens=chunk_tokens)
+        answers = self._channel.stream(GENERATE_STREAM, request, deadline_s=deadline_s)
+        async with aclosing(answers):
+            async for answer in answers:
+                tell_warnings(answer.completed)
+                yield SampleChunk(
+                    token_ids=tuple(answer.token_ids),
+                    inference_logprobs=tuple(answer.inference_logprobs),
+                    policy_version=_version_of(answer),
+                    text=answer.text,
+                    samples=samples_from_proto(answer.completed)
+                    if answer.HasField("completed")
+                    else (),
+                    top_logprobs=top_logprobs_from_proto(answer.top_logprobs),
+                )
 
     async def logprobs(
         self, rows: Iterable[Iterable[int]], *, adapter: str = "", deadline_s: float | None = None

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dialoop.chat import ChatHistory
 from dialoop.episode import ContinuedText, Sample, UpdateMode
 from dialoop.trajectory import StopReason
@@ -52,11 +54,11 @@ class Question:
 
     def to_proto(self) -> pb.GenerateRequest:
         """Return the request; the service names missing fields."""
+        context = self.context
+        if context is not None:  # the service continues the tokens, and needs no numbers of theirs
+            context = replace(context, inference_logprobs=np.empty(0, np.float32), columns={})
         request = pb.GenerateRequest(
-            # Further columns of the tokens so far stay here: the service continues the tokens.
-            context=None
-            if self.context is None
-            else sequence_to_proto(replace(self.context, columns={})),
+            context=None if context is None else sequence_to_proto(context),
             num_context_messages=self.num_context_messages,
             sampling=trajectory_pb2.SamplingParams()
             if self.sampling is None

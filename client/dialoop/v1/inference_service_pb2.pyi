@@ -31,16 +31,8 @@ WEIGHTS_KIND_UNSPECIFIED: WeightsKind
 WEIGHTS_KIND_WHOLE: WeightsKind
 WEIGHTS_KIND_ADAPTER: WeightsKind
 
-class ContextDigest(_message.Message):
-    __slots__ = ("messages", "token_ids")
-    MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    messages: _chat_pb2.PromptDigest
-    token_ids: _chat_pb2.PromptDigest
-    def __init__(self, messages: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ..., token_ids: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ...) -> None: ...
-
 class GenerateRequest(_message.Message):
-    __slots__ = ("history", "context", "num_context_messages", "sampling", "turn", "num_samples", "text", "token_ids", "adapter", "template_name", "tools", "template_options_json", "truncate_prompt", "skip_special_tokens", "known_context", "keep_context", "partial_answer")
+    __slots__ = ("history", "context", "num_context_messages", "sampling", "turn", "num_samples", "text", "token_ids", "adapter", "template_name", "tools", "template_options_json", "truncate_prompt", "skip_special_tokens", "partial_answer")
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     NUM_CONTEXT_MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -55,8 +47,6 @@ class GenerateRequest(_message.Message):
     TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    KNOWN_CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    KEEP_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_ANSWER_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     context: _trajectory_pb2.Sequence
@@ -72,13 +62,11 @@ class GenerateRequest(_message.Message):
     template_options_json: str
     truncate_prompt: bool
     skip_special_tokens: bool
-    known_context: ContextDigest
-    keep_context: bool
     partial_answer: _trajectory_pb2.Sequence
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., context: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., num_context_messages: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., turn: _Optional[int] = ..., num_samples: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., adapter: _Optional[str] = ..., template_name: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., template_options_json: _Optional[str] = ..., truncate_prompt: bool = ..., skip_special_tokens: bool = ..., known_context: _Optional[_Union[ContextDigest, _Mapping]] = ..., keep_context: bool = ..., partial_answer: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ...) -> None: ...
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., context: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., num_context_messages: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., turn: _Optional[int] = ..., num_samples: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ..., adapter: _Optional[str] = ..., template_name: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., template_options_json: _Optional[str] = ..., truncate_prompt: bool = ..., skip_special_tokens: bool = ..., partial_answer: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("history", "sequence", "stop_reason", "stop_string", "text", "prompt_id", "sample_index", "top_logprobs", "model_digest", "context")
+    __slots__ = ("history", "sequence", "stop_reason", "stop_string", "text", "prompt_id", "sample_index", "top_logprobs", "model_digest")
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -88,7 +76,6 @@ class Sample(_message.Message):
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    CONTEXT_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     sequence: _trajectory_pb2.Sequence
     stop_reason: _trajectory_pb2.StopReason
@@ -98,8 +85,7 @@ class Sample(_message.Message):
     sample_index: int
     top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
     model_digest: str
-    context: ContextDigest
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., stop_reason: _Optional[_Union[_trajectory_pb2.StopReason, str]] = ..., stop_string: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., prompt_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., model_digest: _Optional[str] = ..., context: _Optional[_Union[ContextDigest, _Mapping]] = ...) -> None: ...
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., sequence: _Optional[_Union[_trajectory_pb2.Sequence, _Mapping]] = ..., stop_reason: _Optional[_Union[_trajectory_pb2.StopReason, str]] = ..., stop_string: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., prompt_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class TopLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs")

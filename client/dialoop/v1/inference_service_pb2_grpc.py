@@ -112,7 +112,7 @@ class InferenceServiceServicer(object):
         """Sample answers to a conversation, a text or token ids.
         A prompt that fills the context is answered with an empty sample and CONTEXT_FULL. A caller who
         leaves, or whose deadline passes, frees its place. OK, INVALID_ARGUMENT (bad history, sampling
-        or context), FAILED_PRECONDITION (CONTEXT_UNKNOWN: send the whole history), NOT_FOUND (TEMPLATE_NOT_FOUND, ADAPTER_NOT_FOUND), UNAVAILABLE (NOT_READY,
+        or context), NOT_FOUND (TEMPLATE_NOT_FOUND, ADAPTER_NOT_FOUND), UNAVAILABLE (NOT_READY,
         WEIGHTS_BAD, ASLEEP, ADAPTER_LOST; ENGINE_DIED: the engine failed under this request),
         UNIMPLEMENTED (PARTS_UNSUPPORTED, UNSUPPORTED_LOGPROBS).
         """

@@ -80,11 +80,6 @@ def pad_answer(rpc: str, request: Any, answer: Any, padding: Padding) -> dict[st
 
 
 def _rows_of_samples(request: Any, answer: Any) -> list[TurnView]:
-    if request.HasField("known_context"):
-        raise _padding_error(
-            "The tokens of a known_context are not in the answer.",
-            remedy="Send the context itself, or leave pad_output out.",
-        )
     context = sequence_from_proto(request.context) if request.HasField("context") else None
     return [TurnView.of_sample(sample, context=context) for sample in samples_from_proto(answer)]
 

@@ -233,9 +233,6 @@ class InferenceFields(Section):
     """Number of CPU threads of the transformers engine."""
     wake_after_s: float = Field(default=60.0, gt=0)
     """Seconds after which a sleeping replica wakes by itself if nobody uses the shared device."""
-    context_cache_mib: int = Field(default=64, ge=1)
-    """Memory for conversations that requests continue by digest, in MiB. A request whose
-    conversation was dropped is sent once more in full."""
     served_model_name: str = ""
     """Name of the policy under /v1/models; empty: the name of its directory."""
     max_recordings: int = Field(default=1024, ge=1)

@@ -21,7 +21,6 @@ from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_
 
 from dialoop_services.config.engines import ENGINES, facts_of_engine
 from dialoop_services.config.own_data_plane import load_data_plane
-from dialoop_services.inference.contexts import ContextStore
 from dialoop_services.inference.engine import (
     Engine,
     EngineOptions,
@@ -147,20 +146,12 @@ def _add_servicers(
         "stop_reason",
         lambda: replica.queue_s,
     )
-    contexts = ContextStore(max_bytes=settings.context_cache_mib << 20)
-    server.show(
-        "dialoop_context_resends",
-        "Requests that named a context this replica does not have, and come again in full.",
-        "reason",
-        lambda: contexts.num_resends,
-    )
     servicer = InferenceServicer(
         replica,
         renderer,
         num_parameters=_num_parameters(settings),
         max_new_tokens=settings.max_new_tokens,
         store=store,
-        contexts=contexts,
     )
     host = WireHost(
         replica=replica,

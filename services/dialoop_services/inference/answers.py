@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import repeat
 from typing import TYPE_CHECKING
 
-from dialoop.chat import ChatHistory
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.wire import (
     chat_history_to_proto,
@@ -23,20 +21,14 @@ if TYPE_CHECKING:
     from dialoop.episode import Sample
     from dialoop.tokens.tokenizer import RunningText
 
-    from dialoop_services.inference.contexts import SeenContext
     from dialoop_services.inference.engine import TokenChunk
 
 
-def generated_to_proto(
-    samples: Sequence[Sample], contexts: Sequence[SeenContext] = ()
-) -> pb.GenerateResponse:
-    """Encode all samples of one request, which share its prompt and sampling.
-
-    `contexts` are those that were kept of the samples, if the request asks for that.
-    """
+def generated_to_proto(samples: Sequence[Sample]) -> pb.GenerateResponse:
+    """Encode all samples of one request, which share its prompt and sampling."""
     first = samples[0]
     return pb.GenerateResponse(
-        samples=map(sample_to_proto, samples, contexts or repeat(None)),
+        samples=map(sample_to_proto, samples),
         tokenizer_digest=first.tokenizer_digest,
         template_digest=first.template_digest,
         sampling=sampling_to_proto(first.sampling),
@@ -49,11 +41,8 @@ def generated_to_proto(
     )
 
 
-def sample_to_proto(sample: Sample, context: SeenContext | None = None) -> pb.Sample:
-    """Encode one answer: a history, or text where the request gave text or token ids.
-
-    Where its context was kept, the history is the response alone.
-    """
+def sample_to_proto(sample: Sample) -> pb.Sample:
+    """Encode one answer: a history, or text where the request gave text or token ids."""
     proto = pb.Sample(
         sequence=sequence_to_proto(sample.sequence),
         stop_reason=int(sample.stop_reason),  # type: ignore[arg-type]  # enums are ints
@@ -63,11 +52,7 @@ def sample_to_proto(sample: Sample, context: SeenContext | None = None) -> pb.Sa
         top_logprobs=_top_to_proto(sample.top_logprobs),
         model_digest=sample.model_digest,
     )
-    if context is not None:
-        proto.context.CopyFrom(context.to_proto())
-        response = ChatHistory(response=sample.history.response)
-        proto.history.CopyFrom(chat_history_to_proto(response))
-    elif sample.text is None:
+    if sample.text is None:
         proto.history.CopyFrom(chat_history_to_proto(sample.history))
     else:
         proto.text.CopyFrom(text_to_proto(sample.text))  # type: ignore[arg-type]  # same fields

@@ -20,7 +20,6 @@ from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.wire import (
     chat_history_from_proto,
-    history_from_proto,
     policy_version_from_proto,
     sampling_from_proto,
     sequence_from_proto,
@@ -31,6 +30,7 @@ from dialoop_services.inference.generate import with_defaults
 from dialoop_services.inference.partial_answer import require_continuable
 from dialoop_services.inference.rendering import GenerationRequest
 from dialoop_services.inference.weights.data_planes import PlaneName
+from dialoop_services.runtime.calls import require_known_fields
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -39,44 +39,30 @@ if TYPE_CHECKING:
     from dialoop.v1 import chat_pb2
     from dialoop.v1 import inference_service_pb2 as pb
 
-    from dialoop_services.inference.contexts import SeenContext
-
 _MAX_SAMPLES = 1024
 _TRANSFERS = (PlaneName.NCCL, PlaneName.IPC)
 _INPUTS = ("history", "text", "token_ids")
 _ROWS = ("token_ids", "histories", "texts")
 
 
-def generation_request_of(
-    request: pb.GenerateRequest, *, max_new_tokens: int, seen: SeenContext | None = None
-) -> GenerationRequest:
-    """Read what to continue, how to render it and how to sample; `max_new_tokens` by default.
-
-    `seen` is the context that the request names by its digests.
-    """
+def generation_request_of(request: pb.GenerateRequest, *, max_new_tokens: int) -> GenerationRequest:
+    """Read what to continue, how to render it and how to sample; `max_new_tokens` by default."""
+    require_known_fields(request)
     present = [name for name in _INPUTS if request.HasField(name)]
     field = require_one_of(present, _INPUTS)
     if field != "history":
         _require_no_context(request, field)
-    history, context, num_context_messages = None, None, request.num_context_messages
-    if seen is not None:
-        _require_no_other_context(request)
-        history = seen.history.extend(history_from_proto(request.history.prompt))
-        context, num_context_messages = seen.sequence, len(seen.history)
-    elif field == "history":
-        history = _prompt_of(request.history)
-        context = sequence_from_proto(request.context) if request.HasField("context") else None
     sampling = with_defaults(sampling_from_proto(request.sampling), max_new_tokens=max_new_tokens)
     num_samples, partial_answer = _num_samples_of(request), None
     if request.HasField("partial_answer"):
         partial_answer = sequence_from_proto(request.partial_answer)
         require_continuable(partial_answer, sampling, num_samples=num_samples)
     return GenerationRequest(
-        history=history,
+        history=_prompt_of(request.history) if field == "history" else None,
         text=request.text if field == "text" else None,
         token_ids=tuple(request.token_ids.values) if field == "token_ids" else None,
-        context=context,
-        num_context_messages=num_context_messages,
+        context=sequence_from_proto(request.context) if request.HasField("context") else None,
+        num_context_messages=request.num_context_messages,
         turn=request.turn,
         template_name=request.template_name,
         tools=tuple(tool_from_proto(tool) for tool in request.tools),
@@ -251,19 +237,9 @@ def _prompt_of(proto: chat_pb2.ChatHistory) -> History:
 
 
 def _require_no_context(request: pb.GenerateRequest, field: str) -> None:
-    has_context = request.HasField("context") or request.HasField("known_context")
-    if has_context or request.num_context_messages or request.keep_context:
+    if request.HasField("context") or request.num_context_messages:
         raise InvalidInput(
             f"Expected a history beside context, found {field}.",
             reason=Reason.BAD_CONTEXT,
             remedy=f"Leave context out: {field} is continued as it stands.",
-        )
-
-
-def _require_no_other_context(request: pb.GenerateRequest) -> None:
-    if request.HasField("context") or request.num_context_messages:
-        raise InvalidInput(
-            "Expected known_context or context, found both.",
-            reason=Reason.BAD_CONTEXT,
-            remedy="Leave context and num_context_messages out.",
         )

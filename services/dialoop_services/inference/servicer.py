@@ -22,7 +22,6 @@ from dialoop_services.inference.answers import (
     gather_chunks,
     generated_to_proto,
 )
-from dialoop_services.inference.contexts import ContextStore
 from dialoop_services.inference.generate import generate, routing_of
 from dialoop_services.inference.recordings.rpcs import RecordingRpcs
 from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
@@ -62,14 +61,12 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         num_parameters: int,
         max_new_tokens: int,
         store: RecordingStore | None = None,
-        contexts: ContextStore | None = None,
     ) -> None:
         super().__init__(store or RecordingStore(RecordingLimits()), renderer)
         self._replica = replica
         self._renderer = renderer
         self._num_parameters = num_parameters
         self._max_new_tokens = max_new_tokens
-        self._contexts = contexts or ContextStore()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         await announce_start(context)
@@ -165,11 +162,8 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
     async def _generate(
         self, request: pb.GenerateRequest, chunks: asyncio.Queue[TokenChunk | None] | None = None
     ) -> pb.GenerateResponse:
-        is_named = request.HasField("known_context") and request.HasField("history")
-        seen = self._contexts.find(request.known_context) if is_named else None
-        question = generation_request_of(request, max_new_tokens=self._max_new_tokens, seen=seen)
         samples = await generate(
-            question,
+            generation_request_of(request, max_new_tokens=self._max_new_tokens),
             partial(
                 self._replica.sample,
                 adapter=request.adapter,
@@ -179,13 +173,8 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             max_model_len=self._replica.engine.max_model_len,
             routing=routing_of(self._replica.engine),
         )
-        kept = []
-        if request.keep_context:
-            keep = partial(self._contexts.keep, context=question.context, after=seen)
-            kept = [keep(sample) for sample in samples]
         return generated_to_proto(
-            [replace(s, model_digest=self._model_digest_of(s, request.adapter)) for s in samples],
-            kept,
+            [replace(s, model_digest=self._model_digest_of(s, request.adapter)) for s in samples]
         )
 
     def _model_digest_of(self, sample: Sample, adapter: str) -> str:

@@ -11,6 +11,9 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.clients.errors import STARTED_METADATA
+from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dialoop_services.runtime.logs import add_log_fields
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
     import grpc
     from google.protobuf.descriptor import Descriptor
+    from google.protobuf.message import Message
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +30,22 @@ log = logging.getLogger(__name__)
 _IDS = ("run", "session_id", "group_id", "trajectory_id")
 _CARRIERS = ("step", "group", "trajectory", "request")
 _MAX_ID = 128
+
+
+def require_known_fields(request: Message) -> None:
+    """Raise InvalidInput (UNKNOWN_FIELD) for fields that the protos do not have (any more).
+
+    To leave one out would answer another question, such as one of an earlier client that names
+    what came before by a digest.
+    """
+    numbers = sorted({field.field_number for field in UnknownFieldSet(request)})
+    if numbers:
+        raise InvalidInput(
+            f"{request.DESCRIPTOR.name} has fields with the unknown numbers "
+            f"{', '.join(map(str, numbers))}.",
+            reason=Reason.UNKNOWN_FIELD,
+            remedy="The client is of another version: install the one that the service has.",
+        )
 
 
 class Counter(Protocol):

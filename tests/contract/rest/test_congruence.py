@@ -231,8 +231,6 @@ async def inference_script(call: Call) -> None:
         inf.GenerateRequest(history=prompt, sampling={"temperature": -1.0}),
         inf.GenerateRequest(history=prompt, sampling={"stop": [""]}),
         inf.GenerateRequest(),
-        inf.GenerateRequest(history=prompt, keep_context=True),
-        inf.GenerateRequest(history=prompt, known_context={"messages": {"length": 1}}),
         inf.GenerateRequest(
             history={"prompt": {"messages": [{"role": "user", "parts": {"parts": parts}}]}}
         ),

@@ -98,12 +98,6 @@ async def test_a_continued_context_is_part_of_the_padded_row(model_dir, tmp_path
             "sampling": {"max_new_tokens": 3, "temperature": 0.0},
         }  # fmt: skip
         answer = await post_padded(http, "/v1/generate", body, pad_token_id=0)
-        kept = await http.post("/v1/generate", json=body | {"keep_context": True})
-        named = {"history": {"prompt": {"messages": []}},
-                 "known_context": kept.json()["samples"][0]["context"]}  # fmt: skip
-        query = {"pad_output": "true", "pad_token_id": "0"}
-        refused = await http.post("/v1/generate", json=named, params=query)
-        assert (refused.status_code, refused.json()["reason"]) == (400, "BAD_PADDING")
     (sample,) = answer["samples"]
     whole = first.sequence.token_ids.tolist() + columns_of(sample)["token_ids"]
     assert unpad(answer["padded"]["tokens"]["full"], 0) == whole
