@@ -47,12 +47,11 @@ Player = Callable[[int, list[float]], Awaitable[None]]
 
 @dataclass
 class Service:
-    """A running service; `sends_digests` where it reads and writes differences."""
+    """A running service."""
 
     pid: int
     address: str
     rest_address: str
-    sends_digests: bool
 
 
 @contextmanager
@@ -84,8 +83,7 @@ def service(root: Path, added: Mapping[str, str] = MappingProxyType({})) -> Iter
         match = re.search(r"rest_address=(\S+) address=([^\s\]]+)", line)
         if match is None:
             raise RuntimeError(f"the service did not start: {line}")
-        protos = (root / "client/dialoop/v1/environment_service_pb2.pyi").read_text("utf-8")
-        yield Service(process.pid, match[2], match[1], "PromptChange" in protos)
+        yield Service(process.pid, match[2], match[1])
     finally:
         process.terminate()
         process.wait()

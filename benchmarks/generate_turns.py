@@ -76,7 +76,7 @@ async def measure(model_dir: Path, options: argparse.Namespace) -> dict[str, dic
     with service(model_dir) as (pid, address):
         async with Channel(address) as channel:
             watched = _Watched(channel)
-            client = InferenceClient(watched)  # type: ignore[arg-type]  # it only calls
+            client = InferenceClient(watched)
             history, sequence = History((QUESTION,)), None
             for turn in range(1, max(options.turns) + 1):
                 walls, ours, theirs = [], time.process_time(), cpu_ns(pid)

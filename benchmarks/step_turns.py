@@ -101,16 +101,11 @@ def _unary(stub: EnvironmentServiceStub) -> Sender:
 
 
 class _Stream:
-    """Sends requests over one stream, and gives each caller its answer.
-
-    Where the service does so too, what is asked at the same time goes in one message, as
-    `dialoop.clients.interact` does.
-    """
+    """Sends requests over one stream, and gives each caller its answer."""
 
     def __init__(self, stub: EnvironmentServiceStub) -> None:
         self._outbox: asyncio.Queue[pb.InteractRequest] = asyncio.Queue()
         self._waiting: dict[str, asyncio.Future[Any]] = {}
-        self._speaks_items = False
         self._call = stub.Interact(self._requests(), metadata=METADATA)
         self._reading = asyncio.create_task(self._read())
 
@@ -126,21 +121,13 @@ class _Stream:
 
     async def _requests(self) -> AsyncIterator[pb.InteractRequest]:
         while True:
-            request = await self._outbox.get()
-            if self._speaks_items:
-                others = [self._outbox.get_nowait() for _ in range(self._outbox.qsize())]
-                yield pb.InteractRequest(items=[request, *others])
-            else:
-                request.takes_items = True
-                yield request
+            yield await self._outbox.get()
 
     async def _read(self) -> None:
-        async for message in self._call:
-            self._speaks_items |= bool(message.items)
-            for response in message.items or (message,):
-                if response.HasField("error"):
-                    raise RuntimeError(response.error.message)
-                self._waiting.pop(response.request_id).set_result(response)
+        async for response in self._call:
+            if response.HasField("error"):
+                raise RuntimeError(response.error.message)
+            self._waiting.pop(response.request_id).set_result(response)
 
 
 class _Batch:
@@ -180,31 +167,22 @@ def _past(turn: int) -> dict[str, Any]:
     return {"messages": {"messages": [{"role": "user", "content": "hello"}, *pair * (turn - 1)]}}
 
 
-def _digest_in(answer: Any) -> dict[str, Any]:
-    if isinstance(answer, dict):
-        return {"prompt": answer["prompt"]}
-    return {"prompt": {"length": answer.prompt.length, "digest": answer.prompt.digest}}
-
-
 async def measure(
     service: Service, send: Sender, cell: Cell, options: argparse.Namespace, turn: int
 ) -> None:
     """Play episodes of some steps from that turn on, and add the CPU of one step to the cell."""
     response = {"response": {"messages": [{"role": "assistant", "content": TEXT}]}}
-    last: dict[int, Any] = {}
     spent_ns = 0
 
     async def reset(number: int, episode: int) -> None:
         fields = {"session_id": _id(number), "episode": episode, **_past(turn)}
-        last[number] = (await send(number, "Reset", fields))[2]
+        await send(number, "Reset", fields)
 
     async def play(number: int, episode: int) -> None:
         for index in range(STEPS):
             fields = {"session_id": _id(number), "episode": episode, "step_index": index}
             fields["history"] = response
-            fields |= _digest_in(last[number]) if service.sends_digests else {}
-            sizes = await send(number, "Step", fields)
-            cell.request_bytes, cell.answer_bytes, last[number] = sizes
+            cell.request_bytes, cell.answer_bytes, _ = await send(number, "Step", fields)
 
     everyone = range(options.sessions)
     first = options.next_episode
@@ -256,7 +234,7 @@ def echo_service() -> Iterator[Service]:
     process = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield Service(process.pid, f"127.0.0.1:{process.stdout.readline().strip()}", "", True)
+        yield Service(process.pid, f"127.0.0.1:{process.stdout.readline().strip()}", "")
     finally:
         process.terminate()
         process.wait()

@@ -140,13 +140,6 @@ _ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 curves={"{{instance}} {{door}}": "dialoop_calls_running"},
             ),
             Panel(
-                title="Sent again",
-                text="Requests that came twice because the two sides knew other prompts, a second.",
-                curves={
-                    "step, {{shown_by}}": "rate(dialoop_step_resends_total[5m])",
-                },
-            ),
-            Panel(
                 title="Prefix cache",
                 text="Share of each replica's prompt tokens whose keys it had already.",
                 curves={

@@ -19,7 +19,7 @@ from dialoop.v1.environment_service_pb2_grpc import (
     add_EnvironmentServiceServicer_to_server,
 )
 
-_DIGEST = {"length": 2, "digest": bytes(16)}
+_ADDED = {"messages": [{"role": "user", "content": "go on"}]}
 
 
 class _Echo(EnvironmentServiceServicer):
@@ -27,10 +27,10 @@ class _Echo(EnvironmentServiceServicer):
         return pb.CreateSessionResponse(session_id=request.session_id)
 
     async def Reset(self, request: Any, context: Any) -> pb.ResetResponse:  # noqa: N802
-        return pb.ResetResponse(prompt=_DIGEST)
+        return pb.ResetResponse()
 
     async def Step(self, request: Any, context: Any) -> pb.StepResponse:  # noqa: N802
-        return pb.StepResponse(prompt=_DIGEST, change={"num_kept": 2})
+        return pb.StepResponse(added=_ADDED)
 
 
 class _Methods(grpc.GenericRpcHandler):

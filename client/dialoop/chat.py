@@ -379,25 +379,31 @@ class ChatHistory:
         return tokens_of_parts(self.prompt, self.full, template, ours, **options)
 
     def completed_from(self, prompt: History) -> ChatHistory:
-        """Return this answer to `prompt`; build `full` where the caller sent `response` alone.
+        """Return this answer to `prompt`; build `full` where the caller sent none.
 
-        Raises InvalidHistory (FULL_MISSING) when neither is there, and PreconditionFailed
-        (HISTORY_REWRITTEN) when `full` does not begin with `prompt`.
+        Raises InvalidHistory (FULL_MISSING) where there is no response either, and
+        PreconditionFailed (HISTORY_REWRITTEN) where what was sent does not begin with `prompt`.
         """
         if self.full is None and self.response is not None:
+            if self.prompt not in (None, prompt):
+                raise _rewritten("prompt is not", prompt)
             return _as_answer(prompt, self.response)
         full = self.require_full()
         if not full.starts_with(prompt):
-            raise PreconditionFailed(
-                f"full does not begin with the {len(prompt)} messages of the prompt.",
-                reason=Reason.HISTORY_REWRITTEN,
-                remedy="Send the prompt unchanged, followed by the response.",
-            )
+            raise _rewritten("full does not begin with", prompt)
         return ChatHistory(prompt=prompt, response=full[len(prompt) :], full=full)
 
 
 _PARTS = {History, type(None)}
 _MESSAGE = {Message}
+
+
+def _rewritten(what: str, prompt: History) -> PreconditionFailed:
+    return PreconditionFailed(
+        f"{what} the {len(prompt)} messages of the episode's prompt.",
+        reason=Reason.HISTORY_REWRITTEN,
+        remedy="Send the prompt unchanged, or the response alone; GetSession shows the prompt.",
+    )
 
 
 def _as_answer(prompt: History, response: History) -> ChatHistory:

@@ -396,7 +396,6 @@ class Reason(_Named):
     )
     PROBE_MISMATCH = "PROBE_MISMATCH", "The probe's log-probs are not those announced."
     PROMPT_AMBIGUOUS = "PROMPT_AMBIGUOUS", "Give exactly one form of the prompt."
-    PROMPT_MISMATCH = "PROMPT_MISMATCH", "The service has another prompt: send `full`."
     PROMPT_MISSING = "PROMPT_MISSING", "There is no prompt to respond to."
     PROMPT_NOT_PREFIX = "PROMPT_NOT_PREFIX", "The chat template rewrites earlier messages."
     QUERIES_MISSING = "QUERIES_MISSING", "There is no query."

@@ -31,11 +31,17 @@ def test_a_response_alone_is_completed_with_the_prompt():
     assert completed == ASKED.respond(THREE)
 
 
-def test_a_full_that_rewrites_the_prompt_is_refused():
-    other = ChatHistory(full=as_history("2+2").append(THREE))
+@pytest.mark.parametrize("form", ["full", "prompt and response"])
+def test_what_rewrites_the_prompt_is_refused(form):
+    whole = ChatHistory(prompt=as_history("2+2")).respond(THREE)
+    other = {
+        "full": ChatHistory(full=whole.full),
+        "prompt and response": ChatHistory(prompt=whole.prompt, response=whole.response),
+    }[form]
     with pytest.raises(PreconditionFailed) as caught:
         other.completed_from(as_history("1+2"))
     assert caught.value.reason == "HISTORY_REWRITTEN"
+    assert other.completed_from(as_history("2+2")) == whole
 
 
 def test_an_absent_history_is_not_an_empty_one():

@@ -10,7 +10,6 @@ from dialoop_extras.text_environment.environment import TextRun
 from dialoop_extras.trials.trial import TrialOptions
 
 from dialoop.clients.channel import Rpc
-from dialoop.clients.conversations import Conversations, stateless_result
 from dialoop.clients.environment_records import (
     EnvironmentInfo,
     ResetItem,
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 
     from dialoop.chat import ChatHistory
     from dialoop.clients.channel import Channel
-    from dialoop.clients.conversations import SentStep
     from dialoop.environments.modes import Answered
     from dialoop.episode import ResetResult, StepResult
     from dialoop.trajectory import Trajectory
@@ -123,8 +121,6 @@ class EnvironmentClient:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        # What the service has too; `num_resends` counts the steps that were sent twice.
-        self.conversations = Conversations()
 
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
         """Return all environments the service has."""
@@ -187,8 +183,7 @@ class EnvironmentClient:
             seed=seed,
             question=question or Given(),
         )
-        opening = reset_result_from_proto(await self._channel.call(RESET, reset_to_proto(item)))
-        return self.conversations.begin(session_id, episode, opening)
+        return reset_result_from_proto(await self._channel.call(RESET, reset_to_proto(item)))
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
@@ -196,32 +191,27 @@ class EnvironmentClient:
         """Step with the policy's answer; a retry gets the first result.
 
         `history` is a ChatHistory, or Text or Tokens where that is the environment's input mode.
+        What it has of the prompt must be the session's (HISTORY_REWRITTEN): of two clients of one
+        session the one who is behind asks `get_session`.
         """
         item = StepItem(
             session_id=session_id, episode=episode, step_index=step_index, history=history
         )
-        return await self.conversations.step(item, self._send_step)
+        return step_result_from_proto(await self._channel.call(STEP, step_to_proto(item)), history)
 
     async def step_and_reset(
         self, item: StepItem, *, next_split: str, next_task_key: str, next_seed: int = 0
     ) -> tuple[StepResult, ResetResult | None]:
         """Step, and where that ends the episode open the next one in the same session."""
-        opening: ResetResult | None = None
-
-        async def send(step: pb.StepRequest) -> pb.StepResponse:
-            nonlocal opening
-            request = pb.StepAndResetRequest(
-                step=step, next_split=next_split, next_task_key=next_task_key, next_seed=next_seed
-            )
-            answer = await self._channel.call(STEP_AND_RESET, request)
-            opening = reset_result_from_proto(answer.reset) if answer.HasField("reset") else None
-            response: pb.StepResponse = answer.step
-            return response
-
-        result = await self.conversations.step(item, send)
-        if opening is not None:
-            self.conversations.begin(item.session_id, item.episode + 1, opening)
-        return result, opening
+        request = pb.StepAndResetRequest(
+            step=step_to_proto(item),
+            next_split=next_split,
+            next_task_key=next_task_key,
+            next_seed=next_seed,
+        )
+        answer = await self._channel.call(STEP_AND_RESET, request)
+        opening = reset_result_from_proto(answer.reset) if answer.HasField("reset") else None
+        return step_result_from_proto(answer.step, item.history), opening
 
     async def batch_reset(
         self, items: Iterable[ResetItem]
@@ -231,29 +221,25 @@ class EnvironmentClient:
         request = pb.BatchResetRequest(items=[reset_to_proto(item) for item in items])
         answer = await self._channel.call(BATCH_RESET, request)
         require_count(len(answer.items), len(items), "resets")
-        begin = self.conversations.begin
         return tuple(
             error_of_item(reset.error)
             if reset.HasField("error")
-            else begin(item.session_id, item.episode, reset_result_from_proto(reset.response))
-            for item, reset in zip(items, answer.items, strict=True)
+            else reset_result_from_proto(reset.response)
+            for reset in answer.items
         )
 
     async def batch_step(self, items: Iterable[StepItem]) -> tuple[StepResult | DialoopError, ...]:
         """Step many sessions; an item that failed is its error, the others are unharmed."""
-        sent = [self.conversations.prepare(item) for item in items]
-        request = pb.BatchStepRequest(items=[step.request for step in sent])
+        items = list(items)
+        request = pb.BatchStepRequest(items=[step_to_proto(item) for item in items])
         answer = await self._channel.call(BATCH_STEP, request)
-        require_count(len(answer.items), len(sent), "steps")
-
-        async def finish(step: SentStep, item: pb.BatchStepItem) -> StepResult | DialoopError:
-            step_answer = error_of_item(item.error) if item.HasField("error") else item.response
-            try:
-                return await self.conversations.finish_step(step, step_answer, self._send_step)
-            except DialoopError as error:
-                return error
-
-        return tuple([await finish(*pair) for pair in zip(sent, answer.items, strict=True)])
+        require_count(len(answer.items), len(items), "steps")
+        return tuple(
+            error_of_item(step.error)
+            if step.HasField("error")
+            else step_result_from_proto(step.response, item.history)
+            for item, step in zip(items, answer.items, strict=True)
+        )
 
     async def step_history(
         self, environment: str, choice: TaskChoice, history: ChatHistory
@@ -265,7 +251,7 @@ class EnvironmentClient:
             history=chat_history_to_proto(history),
         )
         answer = await self._channel.call(STEP_HISTORY, request)
-        return stateless_result(history, answer.step)
+        return step_result_from_proto(answer.step, history)
 
     async def create_group(
         self,
@@ -286,13 +272,9 @@ class EnvironmentClient:
         )
         answer = await self._channel.call(CREATE_GROUP, request)
         require_count(len(answer.resets), num_sessions, "sessions")
-        openings = zip(answer.session_ids, answer.resets, strict=True)
         return GroupOpening(
             session_ids=tuple(answer.session_ids),
-            openings=tuple(
-                self.conversations.begin(session_id, 1, reset_result_from_proto(reset))
-                for session_id, reset in openings
-            ),
+            openings=tuple(map(reset_result_from_proto, answer.resets)),
             ttl_s=answer.ttl_s,
         )
 
@@ -313,7 +295,6 @@ class EnvironmentClient:
 
     async def close_session(self, session_id: str) -> bool:
         """Forget the session; return whether there was one."""
-        self.conversations.forget(session_id)
         request = pb.CloseSessionRequest(session_id=session_id)
         return bool((await self._channel.call(CLOSE_SESSION, request)).closed)
 
@@ -370,6 +351,3 @@ class EnvironmentClient:
         )
         answer = await self._channel.call(RUN_TRIAL, request)
         return trials_from_proto(answer.trials, mask_scope=options.mask_scope)
-
-    async def _send_step(self, request: pb.StepRequest) -> pb.StepResponse:
-        return await self._channel.call(STEP, request)

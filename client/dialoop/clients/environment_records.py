@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from dialoop.chat import ChatHistory
 from dialoop.environments.environment import Given
 from dialoop.environments.modes import InputMode, RewardShape, Text, Tokens
+from dialoop.environments.sessions.prompts import full_of
 from dialoop.environments.spec import EnvironmentSpec, FieldSpec
 from dialoop.episode import ResetResult, StepResult
 from dialoop.trajectory import DoneReason
@@ -16,6 +18,7 @@ from dialoop.wire import (
     chat_history_to_proto,
     failure_from_proto,
     history_to_proto,
+    message_from_proto,
     reward_from_proto,
     text_from_proto,
     text_to_proto,
@@ -138,16 +141,27 @@ def reset_to_proto(item: ResetItem) -> pb.ResetRequest:
 
 
 def step_to_proto(item: StepItem) -> pb.StepRequest:
-    """Return a step's request."""
-    answer: dict[str, Any]
-    if isinstance(item.history, Text):
-        answer = {"text": text_to_proto(item.history)}
-    elif isinstance(item.history, Tokens):
-        answer = {"tokens": tokens_to_proto(item.history)}
+    """Return a step's request: the service compares what there is of the prompt with its own.
+
+    An answer says what was added; where the caller brings the response alone, it is whole.
+    """
+    sent: Answered = item.history
+    answer: dict[str, Any] = {}
+    has_prompt = sent.prompt is not None or sent.full is not None
+    if sent.full is not None:
+        sent = replace(sent, prompt=None)  # `full` begins with it
+    if isinstance(sent, Text):
+        answer["text"] = text_to_proto(sent)
+    elif isinstance(sent, Tokens):
+        answer["tokens"] = tokens_to_proto(sent)
     else:
-        answer = {"history": chat_history_to_proto(item.history)}
+        answer["history"] = chat_history_to_proto(sent)
     return pb.StepRequest(
-        session_id=item.session_id, episode=item.episode, step_index=item.step_index, **answer
+        session_id=item.session_id,
+        episode=item.episode,
+        step_index=item.step_index,
+        whole_prompt=not has_prompt,
+        **answer,
     )
 
 
@@ -162,9 +176,9 @@ def reset_result_from_proto(proto: pb.ResetResponse) -> ResetResult:
     )
 
 
-def step_result_from_proto(proto: pb.StepResponse) -> StepResult:
-    """Return a step's result."""
-    return StepResult(
+def step_result_from_proto(proto: pb.StepResponse, sent: Answered) -> StepResult:
+    """Return the result of a step that sent this answer of a policy."""
+    result = StepResult(
         history=chat_history_from_proto(proto.history),
         rewards=tuple(reward_from_proto(r) for r in proto.rewards),
         terminated=proto.terminated,
@@ -177,3 +191,12 @@ def step_result_from_proto(proto: pb.StepResponse) -> StepResult:
         text=text_from_proto(proto.text) if proto.HasField("text") else None,
         tokens=tokens_from_proto(proto.tokens) if proto.HasField("tokens") else None,
     )
+    if not proto.HasField("added"):
+        return result
+    full, added = full_of(None, sent), proto.added
+    if isinstance(sent, Text):
+        return replace(result, text=Text(prompt=full + added.text))
+    if isinstance(sent, Tokens):
+        return replace(result, tokens=Tokens(prompt=(*full, *added.token_ids.values)))
+    messages = map(message_from_proto, added.messages)
+    return replace(result, history=ChatHistory(prompt=full.extend(messages)))

@@ -11,12 +11,13 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.channel import Rpc
-from dialoop.clients.conversations import Conversations
 from dialoop.clients.environment import (
     ResetItem,
     StepItem,
     reset_result_from_proto,
     reset_to_proto,
+    step_result_from_proto,
+    step_to_proto,
 )
 from dialoop.clients.errors import error_of_item
 from dialoop.environments.environment import Given
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 INTERACT: Rpc[Any, Any] = Rpc(
     "/dialoop.v1.EnvironmentService/Interact", pb.InteractRequest, pb.InteractResponse
 )
-# A message takes no further request once it has this size, so that the service can read it.
-_MAX_BYTES = 1_000_000
 _LEAVE_S = 1.0
 
 
@@ -49,14 +48,11 @@ class InteractiveSessions:
 
     def __init__(self, channel: Channel, *, deadline_s: float = 60.0) -> None:
         self._channel = channel
-        self.conversations = Conversations()
         self._deadline_s = deadline_s
         self._ids = itertools.count()
         # Filled by calls, which then wait for their answers; drained by the stream. None ends it.
         self._outbox: asyncio.Queue[pb.InteractRequest | None] = asyncio.Queue()
         self._waiting: dict[str, asyncio.Future[pb.InteractResponse]] = {}
-        # Whether the service reads and writes several requests and answers in one message.
-        self._speaks_items = False
         self._broken: DialoopError | None = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -100,8 +96,7 @@ class InteractiveSessions:
             seed=seed,
             question=question or Given(),
         )
-        opening = reset_result_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
-        return self.conversations.begin(session_id, episode, opening)
+        return reset_result_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
@@ -110,16 +105,12 @@ class InteractiveSessions:
         item = StepItem(
             session_id=session_id, episode=episode, step_index=step_index, history=history
         )
-        return await self.conversations.step(item, self._send_step)
+        return step_result_from_proto((await self._ask(step=step_to_proto(item))).step, history)
 
     async def close_session(self, session_id: str) -> bool:
         """Forget the session; return whether there was one."""
-        self.conversations.forget(session_id)
         request = pb.CloseSessionRequest(session_id=session_id)
         return (await self._ask(close_session=request)).close_session.closed
-
-    async def _send_step(self, request: pb.StepRequest) -> pb.StepResponse:
-        return (await self._ask(step=request)).step
 
     async def _ask(self, **request: Any) -> pb.InteractResponse:
         """Send one request and wait for the answer that carries its id."""
@@ -140,32 +131,18 @@ class InteractiveSessions:
         return response
 
     async def _requests(self) -> AsyncIterator[pb.InteractRequest]:
-        """Yield what calls ask; several in one message once the service has answered so."""
+        """Yield what calls ask, until a None."""
         while (request := await self._outbox.get()) is not None:
-            if not self._speaks_items:
-                request.takes_items = True
-                yield request
-                continue
-            message, size = pb.InteractRequest(items=[request]), request.ByteSize()
-            while not self._outbox.empty() and size < _MAX_BYTES:
-                request = self._outbox.get_nowait()
-                if request is None:
-                    self._outbox.put_nowait(None)
-                    break
-                message.items.append(request)
-                size += request.ByteSize()
-            yield message
+            yield request
 
     async def _read(self) -> None:
         """Hand answers to those who wait for them, until the stream breaks."""
         broken: DialoopError = Unavailable("The stream ended.", reason=Reason.STREAM_ENDED)
         try:
-            async for message in self._channel.exchange(INTERACT, self._requests()):
-                self._speaks_items |= bool(message.items)
-                for answer in message.items or (message,):
-                    waiting = self._waiting.get(answer.request_id)
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(answer)
+            async for answer in self._channel.exchange(INTERACT, self._requests()):
+                waiting = self._waiting.get(answer.request_id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
         except DialoopError as error:
             broken = error
         finally:

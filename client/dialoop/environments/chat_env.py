@@ -336,13 +336,6 @@ class ChatEnv:
             response = answered.response or answered.full[-1:]
             before = answered.full[: len(answered.full) - len(response)]
             return ChatHistory(prompt=before, response=response, full=answered.full)
-        only_response = answered.full is None and answered.response is not None
-        if only_response and answered.prompt not in (None, prompt):
-            raise PreconditionFailed(
-                "`prompt` is not the current prompt of this episode.",
-                reason=Reason.HISTORY_REWRITTEN,
-                remedy="Send the prompt unchanged, or `response` alone.",
-            )
         return answered.completed_from(prompt)
 
     async def _apply_transforms(self, outcome: Outcome) -> Outcome:

@@ -97,16 +97,6 @@ def step_conflict(what: str) -> PreconditionFailed:
     )
 
 
-def prompt_mismatch(num_sent: int, num_here: int) -> PreconditionFailed:
-    """Return the error for a step that continues another prompt than the session's."""
-    return PreconditionFailed(
-        f"The step continues a prompt of length {num_sent} that is not the session's, which has "
-        f"length {num_here}.",
-        reason=Reason.PROMPT_MISMATCH,
-        remedy="Send `full` without `prompt`, or ask for the prompt with GetSession.",
-    )
-
-
 def step_gap(what: str, expected: int) -> PreconditionFailed:
     """Return the error for an episode or step that skips earlier ones."""
     return PreconditionFailed(

@@ -223,7 +223,7 @@ def _response(now: _T, prompt: _T | None, response: _T | None, full: _T | None) 
         raise PreconditionFailed(
             "`prompt` or `full` does not begin with the prompt of this episode.",
             reason=Reason.HISTORY_REWRITTEN,
-            remedy="Send the prompt unchanged, or `response` alone.",
+            remedy="Send the prompt unchanged, or `response` alone; GetSession shows the prompt.",
         )
     part = full[len(now) :] if full is not None else response
     if not part:

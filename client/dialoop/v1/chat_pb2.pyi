@@ -92,14 +92,6 @@ class History(_message.Message):
     messages: _containers.RepeatedCompositeFieldContainer[Message]
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
 
-class PromptDigest(_message.Message):
-    __slots__ = ("length", "digest")
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    length: int
-    digest: bytes
-    def __init__(self, length: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
-
 class ChatHistory(_message.Message):
     __slots__ = ("prompt", "response", "full")
     PROMPT_FIELD_NUMBER: _ClassVar[int]

@@ -215,7 +215,7 @@ class ResetRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ..., query: _Optional[str] = ..., messages: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., data: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ResetResponse(_message.Message):
-    __slots__ = ("history", "info", "environment_version", "text", "tokens", "warnings", "prompt")
+    __slots__ = ("history", "info", "environment_version", "text", "tokens", "warnings")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -229,37 +229,32 @@ class ResetResponse(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     info: _containers.ScalarMap[str, str]
     environment_version: str
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    prompt: _chat_pb2.PromptDigest
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., prompt: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ...) -> None: ...
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class PromptChange(_message.Message):
-    __slots__ = ("num_kept", "messages", "text", "token_ids")
-    NUM_KEPT_FIELD_NUMBER: _ClassVar[int]
+class Added(_message.Message):
+    __slots__ = ("messages", "text", "token_ids")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    num_kept: int
     messages: _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]
     text: str
     token_ids: _chat_pb2.TokenIds
-    def __init__(self, num_kept: _Optional[int] = ..., messages: _Optional[_Iterable[_Union[_chat_pb2.Message, _Mapping]]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ...) -> None: ...
+    def __init__(self, messages: _Optional[_Iterable[_Union[_chat_pb2.Message, _Mapping]]] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_chat_pb2.TokenIds, _Mapping]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session_id", "episode", "step_index", "history", "text", "tokens", "prompt", "whole_prompt")
+    __slots__ = ("session_id", "episode", "step_index", "history", "text", "tokens", "whole_prompt")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPISODE_FIELD_NUMBER: _ClassVar[int]
     STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
     WHOLE_PROMPT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     episode: int
@@ -267,12 +262,11 @@ class StepRequest(_message.Message):
     history: _chat_pb2.ChatHistory
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
-    prompt: _chat_pb2.PromptDigest
     whole_prompt: bool
-    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., prompt: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ..., whole_prompt: bool = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., whole_prompt: bool = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed", "info", "text", "tokens", "warnings", "change", "prompt")
+    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed", "info", "text", "tokens", "warnings", "added")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -292,8 +286,7 @@ class StepResponse(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
-    CHANGE_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     rewards: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Reward]
     terminated: bool
@@ -306,9 +299,8 @@ class StepResponse(_message.Message):
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    change: PromptChange
-    prompt: _chat_pb2.PromptDigest
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., change: _Optional[_Union[PromptChange, _Mapping]] = ..., prompt: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ...) -> None: ...
+    added: Added
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., added: _Optional[_Union[Added, _Mapping]] = ...) -> None: ...
 
 class TaskChoice(_message.Message):
     __slots__ = ("split", "task_key", "seed", "query", "messages", "data")
@@ -456,42 +448,36 @@ class BatchStepItem(_message.Message):
     def __init__(self, response: _Optional[_Union[StepResponse, _Mapping]] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
 
 class InteractRequest(_message.Message):
-    __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "items", "takes_items", "end")
+    __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "end")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CREATE_SESSION_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
-    ITEMS_FIELD_NUMBER: _ClassVar[int]
-    TAKES_ITEMS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     create_session: CreateSessionRequest
     reset: ResetRequest
     step: StepRequest
     close_session: CloseSessionRequest
-    items: _containers.RepeatedCompositeFieldContainer[InteractRequest]
-    takes_items: bool
     end: _stream_pb2.StreamEnd
-    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionRequest, _Mapping]] = ..., items: _Optional[_Iterable[_Union[InteractRequest, _Mapping]]] = ..., takes_items: bool = ..., end: _Optional[_Union[_stream_pb2.StreamEnd, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionRequest, _Mapping]] = ..., reset: _Optional[_Union[ResetRequest, _Mapping]] = ..., step: _Optional[_Union[StepRequest, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionRequest, _Mapping]] = ..., end: _Optional[_Union[_stream_pb2.StreamEnd, _Mapping]] = ...) -> None: ...
 
 class InteractResponse(_message.Message):
-    __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "error", "items")
+    __slots__ = ("request_id", "create_session", "reset", "step", "close_session", "error")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CREATE_SESSION_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CLOSE_SESSION_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    ITEMS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     create_session: CreateSessionResponse
     reset: ResetResponse
     step: StepResponse
     close_session: CloseSessionResponse
     error: ItemError
-    items: _containers.RepeatedCompositeFieldContainer[InteractResponse]
-    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionResponse, _Mapping]] = ..., reset: _Optional[_Union[ResetResponse, _Mapping]] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionResponse, _Mapping]] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ..., items: _Optional[_Iterable[_Union[InteractResponse, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., create_session: _Optional[_Union[CreateSessionResponse, _Mapping]] = ..., reset: _Optional[_Union[ResetResponse, _Mapping]] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ..., close_session: _Optional[_Union[CloseSessionResponse, _Mapping]] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -500,7 +486,7 @@ class GetSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ...) -> None: ...
 
 class GetSessionResponse(_message.Message):
-    __slots__ = ("session_id", "environment", "episode", "next_step_index", "done", "history", "expires_in_s", "text", "tokens", "prompt")
+    __slots__ = ("session_id", "environment", "episode", "next_step_index", "done", "history", "expires_in_s", "text", "tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     EPISODE_FIELD_NUMBER: _ClassVar[int]
@@ -510,7 +496,6 @@ class GetSessionResponse(_message.Message):
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     environment: str
     episode: int
@@ -520,8 +505,7 @@ class GetSessionResponse(_message.Message):
     expires_in_s: float
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
-    prompt: _chat_pb2.PromptDigest
-    def __init__(self, session_id: _Optional[str] = ..., environment: _Optional[str] = ..., episode: _Optional[int] = ..., next_step_index: _Optional[int] = ..., done: bool = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., expires_in_s: _Optional[float] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., prompt: _Optional[_Union[_chat_pb2.PromptDigest, _Mapping]] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., environment: _Optional[str] = ..., episode: _Optional[int] = ..., next_step_index: _Optional[int] = ..., done: bool = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., expires_in_s: _Optional[float] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id",)

@@ -171,9 +171,10 @@ class EnvironmentServiceServicer(object):
 
     def Step(self, request, context):
         """Answer the policy's message. Idempotent by (episode, step_index): a retry gets the first answer
-        and runs no tool twice, whether it sends `response` or `full`. OK, INVALID_ARGUMENT (FULL_MISSING, bad history), NOT_FOUND
-        (SESSION_LOST, SESSION_EXPIRED), FAILED_PRECONDITION (HISTORY_REWRITTEN, EPISODE_DONE,
-        STEP_GAP, STEP_CONFLICT, PROMPT_MISMATCH), ABORTED (SESSION_BUSY).
+        and runs no tool twice, whether it sends `response` or `full`. OK, INVALID_ARGUMENT
+        (FULL_MISSING, bad history), NOT_FOUND (SESSION_LOST, SESSION_EXPIRED), FAILED_PRECONDITION
+        (HISTORY_REWRITTEN: the session has another prompt, which GetSession shows; EPISODE_DONE,
+        STEP_GAP, STEP_CONFLICT), ABORTED (SESSION_BUSY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

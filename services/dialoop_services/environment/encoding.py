@@ -15,25 +15,12 @@ from dialoop.environments import (
     TaskChoice,
     TaskPage,
 )
-from dialoop.environments.sessions.prompts import (
-    PromptChange,
-    PromptDigest,
-    change_of,
-    full_of,
-    prompt_of_episode,
-)
-from dialoop.environments.sessions.records import (
-    AnsweredStep,
-    EpisodeRecord,
-    ResetCall,
-    Session,
-    StepCall,
-)
+from dialoop.environments.sessions.prompts import Prompt, added_to, full_of, prompt_of_episode
+from dialoop.environments.sessions.records import AnsweredStep, ResetCall, Session, StepCall
 from dialoop.environments.spec import FieldSpec, spec_of
 from dialoop.episode import SessionState
 from dialoop.errors import DialoopError, InvalidHistory
 from dialoop.reasons import Reason
-from dialoop.v1 import chat_pb2
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
     chat_history_from_proto,
@@ -50,6 +37,8 @@ from dialoop.wire import (
 )
 from dialoop.wire.runs import mask_scope_from_proto
 from dialoop_extras.trials.trial import TrialOptions
+
+from dialoop_services.runtime.calls import require_known_fields
 
 _VIEWS = ("history", "text", "tokens")
 
@@ -85,13 +74,12 @@ def following_reset(request: pb.StepAndResetRequest) -> ResetCall:
 
 def step_call(request: pb.StepRequest) -> StepCall:
     """Return the call for a step; raise InvalidHistory when the request has several views."""
-    prompt = request.prompt
+    require_known_fields(request)
     return StepCall(
         session_id=request.session_id,
         episode=request.episode,
         step_index=request.step_index,
         answered=_response_of(request),
-        prompt=PromptDigest(prompt.length, prompt.digest) if request.HasField("prompt") else None,
     )
 
 
@@ -114,81 +102,49 @@ def _response_of(request: pb.StepRequest) -> Answered:
     return chat_history_from_proto(request.history)
 
 
-def _whole_prompt(shown: Opening | Outcome | SessionState) -> dict[str, Any]:
-    """Return the fields of the whole prompt, and of what transforms show beside it."""
+def _prompt_fields(
+    shown: Opening | Outcome | SessionState, added: Prompt | None = None
+) -> dict[str, Any]:
+    """Return the fields of the prompt: what was `added`, or without that the whole of it.
+
+    Text and tokens that transforms show beside messages are whole.
+    """
     is_messages = isinstance(shown, SessionState) or shown.episode.view is None
+    if added is not None and not is_messages:
+        return {"added": _added(added)}
     history, text, tokens = shown.history, shown.text, shown.tokens
-    return {
-        "history": chat_history_to_proto(history)
-        if is_messages and history.prompt is not None
-        else None,
+    fields: dict[str, Any] = {
         "text": None if text is None else text_to_proto(text),
         "tokens": None if tokens is None else tokens_to_proto(tokens),
     }
+    if added is not None:
+        fields["added"] = _added(added)
+    elif is_messages and history.prompt is not None:
+        fields["history"] = chat_history_to_proto(history)
+    return fields
 
 
-def _digest_message(prompt: PromptDigest) -> chat_pb2.PromptDigest:
-    return chat_pb2.PromptDigest(length=prompt.length, digest=prompt.digest)
+def _added(added: Prompt) -> pb.Added:
+    if isinstance(added, History):
+        return pb.Added(messages=map(message_to_proto, added))
+    if isinstance(added, str):
+        return pb.Added(text=added)
+    return pb.Added(token_ids={"values": added})
 
 
 def reset_response(opening: Opening, session: Session) -> pb.ResetResponse:
     """Return the answer to a reset."""
     return pb.ResetResponse(
-        **_whole_prompt(opening),
+        **_prompt_fields(opening),
         info=opening.info,
         environment_version=session.environment.version,
-        prompt=_digest_message(session.digest_of(opening)),
     )
 
 
-def put_step(response: pb.StepResponse, played: AnsweredStep, *, whole_prompt: bool) -> None:
-    """Write the answer to a step of a session into an empty message.
-
-    It is written in its place, because protobuf copies a message that becomes part of another.
-    """
-    change = None if whole_prompt else played.change
-    _put_outcome(response, played.outcome, change)
-    digest = played.digest(change)
-    response.prompt.length = digest.length
-    response.prompt.digest = digest.digest
-    if played.replayed:
-        response.replayed = True
-
-
-def _put_outcome(response: pb.StepResponse, outcome: Outcome, change: PromptChange | None) -> None:
-    """Write what a step led to, with the whole prompt where there is no change."""
-    episode = outcome.episode
-    if change is None:
-        response.MergeFrom(pb.StepResponse(**_whole_prompt(outcome)))
-    else:
-        _put_change(response.change, change)
-        if episode.view is None and (outcome.text or outcome.tokens):
-            shown = _whole_prompt(outcome) | {"history": None}
-            response.MergeFrom(pb.StepResponse(**shown))
-    response.done_reason = int(episode.done_reason)  # type: ignore[assignment]  # enums are ints
-    if episode.done:
-        response.terminated, response.truncated = episode.terminated, episode.truncated
-    if outcome.rewards:
-        response.rewards.extend(map(reward_to_proto, outcome.rewards))
-    if outcome.failures:
-        response.failures.extend(map(failure_to_proto, outcome.failures))
-    if outcome.num_tool_calls:
-        response.num_tool_calls = outcome.num_tool_calls
-    if outcome.info:
-        response.info.update(outcome.info)
-
-
-def _put_change(message: pb.PromptChange, change: PromptChange) -> None:
-    added = change.added
-    message.num_kept = change.num_kept
-    if isinstance(added, History):
-        if added:
-            message.messages.extend(map(message_to_proto, added))
-    elif isinstance(added, str):
-        message.text = added
-    else:
-        message.token_ids.values.extend(added)
-        message.token_ids.SetInParent()
+def step_response(played: AnsweredStep, *, whole_prompt: bool) -> pb.StepResponse:
+    """Return the answer to a step of a session."""
+    added = None if whole_prompt else played.added
+    return _outcome_response(played.outcome, added, replayed=played.replayed)
 
 
 def stateless_response(
@@ -196,10 +152,25 @@ def stateless_response(
 ) -> pb.StepResponse:
     """Return the answer to a step without a session."""
     full = full_of(History(), answered)
-    change = change_of(full, prompt_of_episode(outcome.episode))
-    response = pb.StepResponse()
-    _put_outcome(response, outcome, None if whole_prompt else change)
-    return response
+    added = None if whole_prompt else added_to(full, prompt_of_episode(outcome.episode))
+    return _outcome_response(outcome, added)
+
+
+def _outcome_response(
+    outcome: Outcome, added: Prompt | None, *, replayed: bool = False
+) -> pb.StepResponse:
+    episode = outcome.episode
+    return pb.StepResponse(
+        **_prompt_fields(outcome, added),
+        rewards=map(reward_to_proto, outcome.rewards),
+        terminated=episode.terminated,
+        truncated=episode.truncated,
+        done_reason=int(episode.done_reason),  # type: ignore[arg-type]  # enums are ints
+        failures=map(failure_to_proto, outcome.failures),
+        num_tool_calls=outcome.num_tool_calls,
+        replayed=replayed,
+        info=outcome.info,
+    )
 
 
 def group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResponse:
@@ -211,18 +182,16 @@ def group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResp
     )
 
 
-def session_response(state: SessionState, record: EpisodeRecord | None) -> pb.GetSessionResponse:
-    """Return the state of a session; `record` is its current episode."""
-    digest = None if record is None else record.digest_before(state.next_step_index)
+def session_response(state: SessionState) -> pb.GetSessionResponse:
+    """Return the state of a session."""
     return pb.GetSessionResponse(
         session_id=state.session_id,
         environment=state.environment,
         episode=state.episode,
         next_step_index=state.next_step_index,
         done=state.done,
-        **_whole_prompt(state),
+        **_prompt_fields(state),
         expires_in_s=state.expires_in_s,
-        prompt=None if digest is None else _digest_message(digest),
     )
 
 

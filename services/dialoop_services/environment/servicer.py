@@ -6,26 +6,22 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dialoop.errors import InvalidInput, PreconditionFailed
-from dialoop.reasons import Reason
+from dialoop.errors import InvalidInput
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
 from dialoop.wire import chat_history_from_proto, sampling_from_proto, trajectory_from_proto
 from dialoop.wire.runs import text_history_to_proto, trials_to_proto
 
 from dialoop_services.environment import encoding
-from dialoop_services.environment.interaction import Interaction
 from dialoop_services.runtime.calls import announce_start
 from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.sessions.engine import SessionEngine
-    from dialoop.environments.sessions.records import AnsweredStep
     from dialoop_extras.services.runs import Runs
 
 _Request = TypeVar("_Request")
-_Played = TypeVar("_Played")
 
 
 class EnvironmentServicer(EnvironmentServiceServicer):
@@ -49,9 +45,6 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             "step": self.Step,
             "close_session": self.CloseSession,
         }
-        # Steps that are sent twice because client and service had other prompts: by whether the
-        # step or its answer showed it.
-        self.num_resends = {"step": 0, "answer": 0}
 
     async def ListEnvironments(
         self, request: pb.ListEnvironmentsRequest, context: Any
@@ -87,24 +80,17 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return encoding.reset_response(opening, self._sessions.get(request.session_id))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        response = pb.StepResponse()
-        await self._put_step(request, response)
-        return response
-
-    async def _put_step(self, request: pb.StepRequest, response: pb.StepResponse) -> None:
-        """Take the step and write its answer."""
-        played = await self._count_mismatch(self._sessions.step(encoding.step_call(request)))
-        self._put_answer(request, played, response)
+        played = await self._sessions.step(encoding.step_call(request))
+        return encoding.step_response(played, whole_prompt=request.whole_prompt)
 
     async def StepAndReset(
         self, request: pb.StepAndResetRequest, context: Any
     ) -> pb.StepAndResetResponse:
-        playing = self._sessions.step_and_reset(
+        played, opening = await self._sessions.step_and_reset(
             encoding.step_call(request.step), encoding.following_reset(request)
         )
-        played, opening = await self._count_mismatch(playing)
-        response = pb.StepAndResetResponse()
-        self._put_answer(request.step, played, response.step)
+        step = encoding.step_response(played, whole_prompt=request.step.whole_prompt)
+        response = pb.StepAndResetResponse(step=step)
         if opening is not None:
             session = self._sessions.get(request.step.session_id)
             response.reset.CopyFrom(encoding.reset_response(opening, session))
@@ -122,18 +108,27 @@ class EnvironmentServicer(EnvironmentServiceServicer):
 
     async def BatchStep(self, request: pb.BatchStepRequest, context: Any) -> pb.BatchStepResponse:
         async def answer(item: pb.StepRequest, answered: pb.BatchStepItem) -> None:
-            await self._put_step(item, answered.response)
+            answered.response.CopyFrom(await self.Step(item, context))
 
         batch = pb.BatchStepResponse()
         await self._each(request.items, batch.items, answer)
         return batch
 
     async def Interact(self, requests: AsyncIterator[pb.InteractRequest], context: Any) -> None:
-        async def answer(request: pb.InteractRequest) -> pb.InteractResponse:
-            return await self._interact(request, context)
+        # A request has a place until its answer is written; without one nothing more is read, and
+        # the client has to wait. No answer waits for another one.
+        places, writing = asyncio.Semaphore(self._max_concurrent_items), asyncio.Lock()
 
-        stream = Interaction(context, answer, max_waiting=self._max_concurrent_items)
-        await stream.play(requests)
+        async def answer(request: pb.InteractRequest) -> None:
+            response = await self._interact(request, context)
+            async with writing:
+                await context.write(response)  # and no `yield`: answers come from several tasks
+            places.release()
+
+        async with asyncio.TaskGroup() as answering:
+            async for request in requests:
+                await places.acquire()
+                answering.create_task(answer(request))  # tasks begin in their order
 
     async def StepHistory(
         self, request: pb.StepHistoryRequest, context: Any
@@ -161,8 +156,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def GetSession(
         self, request: pb.GetSessionRequest, context: Any
     ) -> pb.GetSessionResponse:
-        state = self._sessions.state(request.session_id)
-        return encoding.session_response(state, self._sessions.get(request.session_id).current)
+        return encoding.session_response(self._sessions.state(request.session_id))
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Any
@@ -194,22 +188,6 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             sampling=sampling_from_proto(request.sampling),
         )
         return pb.RunTrialResponse(trials=trials_to_proto(result))
-
-    async def _count_mismatch(self, step: Awaitable[_Played]) -> _Played:
-        """Await a step; count it where it is refused because it continues another prompt."""
-        try:
-            return await step
-        except PreconditionFailed as error:
-            self.num_resends["step"] += error.reason == Reason.PROMPT_MISMATCH
-            raise
-
-    def _put_answer(
-        self, request: pb.StepRequest, played: AnsweredStep, response: pb.StepResponse
-    ) -> None:
-        whole_prompt = request.whole_prompt
-        if whole_prompt and played.replayed:
-            self.num_resends["answer"] += 1
-        encoding.put_step(response, played, whole_prompt=whole_prompt)
 
     async def _interact(self, request: pb.InteractRequest, context: Any) -> pb.InteractResponse:
         """Return the answer to one request of a stream, or its error."""

@@ -75,12 +75,6 @@ async def serving_on(
             Runs(catalogue, texts, policy),
             max_concurrent_items=settings.max_concurrent_items,
         )
-        server.show(
-            "dialoop_step_resends",
-            "Steps that were sent twice because client and service had other prompts.",
-            "shown_by",
-            lambda: servicer.num_resends,
-        )
         server.add(add_EnvironmentServiceServicer_to_server, servicer, SERVICE)
         if settings.openenv:
             from dialoop_extras.services.openenv_door import OpenEnvDoor

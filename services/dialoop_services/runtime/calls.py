@@ -38,7 +38,8 @@ def require_known_fields(request: Message) -> None:
     To leave one out would answer another question, such as one of an earlier client that names
     what came before by a digest.
     """
-    numbers = sorted({field.field_number for field in UnknownFieldSet(request)})
+    unknown = UnknownFieldSet(request)
+    numbers = sorted({unknown[index].field_number for index in range(len(unknown))})
     if numbers:
         raise InvalidInput(
             f"{request.DESCRIPTOR.name} has fields with the unknown numbers "

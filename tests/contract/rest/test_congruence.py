@@ -19,12 +19,12 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import ArithmeticTasks, arithmetic
 from dialoop.errors import DialoopError
 from dialoop.local.client import LocalEnvironmentClient
-from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.v1 import environment_service_pb2 as env
 from dialoop.v1 import inference_service_pb2 as inf
 from dialoop.v1 import replay_service_pb2 as rep
 from dialoop.v1 import scorer_service_pb2 as sco
 from dialoop.v1 import trainer_service_pb2 as tra
+from dialoop.v1 import trajectory_pb2
 from dialoop.wire import group_to_proto, trajectory_to_proto
 from google.protobuf.message import Message as Proto
 
@@ -58,8 +58,8 @@ def step(text: str, index: int = 0, session: str = "s", episode: int = 1) -> env
     )
 
 
-def with_prompt(request: env.StepRequest, digest: bytes) -> env.StepRequest:
-    request.prompt.CopyFrom(chat_pb2.PromptDigest(length=3, digest=digest))
+def with_prompt(request: env.StepRequest, text: str) -> env.StepRequest:
+    request.history.prompt.messages.add(role="user", content=text)
     return request
 
 
@@ -112,7 +112,7 @@ async def environment_script(call: Call) -> None:
         step(TOOL, session="gone"),
         env.StepRequest(session_id="s", episode=1, step_index=1),
         env.StepRequest(session_id="s", episode=1, step_index=1, history=response_of("x", role="")),
-        *(with_prompt(request, b"another") for request in (step(TOOL), step(SUBMIT, 1))),
+        *(with_prompt(request, "another") for request in (step(TOOL), step(SUBMIT, 1))),
         step(SUBMIT, 1),
         *map(whole, (step(TOOL), step(SUBMIT, 1))),
         step(SUBMIT, 2),
@@ -303,7 +303,7 @@ REACHED = {
         "TASK_NOT_FOUND",
         "STEP_GAP",
         "STEP_CONFLICT",
-        "PROMPT_MISMATCH",
+        "HISTORY_REWRITTEN",
         "FULL_MISSING",
         "INVALID_HISTORY",
         "EPISODE_DONE",

@@ -119,5 +119,5 @@ async def test_the_log_records_of_a_step_have_its_ids(caplog: pytest.LogCaptureF
         caplog.handler.addFilter(lambda _: fields.append(dict(_fields.get())) or True)
         status, _, document = await ask(server.rest_address, request(**step_of("s")))
     assert status == "HTTP/1.1 200 OK"
-    assert document["prompt"]
+    assert "added" in document
     assert {"rpc": "EnvironmentService.Step", "session_id": "s"} in fields

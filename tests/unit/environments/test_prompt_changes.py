@@ -1,55 +1,58 @@
-"""What a step changes in a prompt, and the digest by which client and service compare prompts."""
+"""What a step added, from what its caller sent, in each mode; and what makes it a retry."""
 
 from __future__ import annotations
 
-import json
+import pytest
+from dialoop.chat import ChatHistory, History, Message
+from dialoop.environments import Text, Tokens
+from dialoop.environments.sessions.prompts import added_to, content_of, full_of
 
-from dialoop.chat import ChatHistory, History, Message, ToolCall
-from dialoop.environments.modes import Text
-from dialoop.environments.sessions.prompts import (
-    PromptChain,
-    change_of,
-    change_of_step,
-    full_of,
-)
-
-
-def test_the_digest_of_a_plain_message_is_that_of_its_sorted_json():
-    messages = (
-        Message(role="user", content='a "quote", \n, \u00e9, \U0001f600 and \ud800'),
-        Message(
-            role="assistant", content="x", tool_calls=(ToolCall(name="f", arguments_json="{}"),)
-        ),
-        Message(role="assistant", content="cut", is_complete=False, name="n"),
-    )
-    for message in messages:
-        text = json.dumps(message.to_chat(), sort_keys=True, separators=(",", ":")) + "\n"
-        as_text = PromptChain.of(text).digest.digest
-        assert PromptChain.of(History((message,))).digest.digest == as_text
+HI, YES, MORE = (Message(role=role, content="x") for role in ("user", "assistant", "tool"))
+MODES = {
+    "history": (ChatHistory, History((HI,)), History((YES,)), History((MORE,))),
+    "text": (Text, "ab", "c", "d"),
+    "tokens": (Tokens, (1, 2), (3,), (4,)),
+}
 
 
-def test_a_change_that_is_found_in_one_comparison_is_that_of_the_general_way():
-    hi, yes, more, other = (Message(role="user", content=text) for text in "abcd")
-    before, response = History((hi,)), History((yes,))
-    sent = [
-        ChatHistory(response=response),
-        ChatHistory(prompt=before, response=response),
-        ChatHistory(full=History((hi, yes))),
-        ChatHistory(response=History()),
-    ]
-    afters = [(), (hi,), (hi, yes), (hi, yes, more), (hi, other, more), (other, yes), (hi, more)]
-    for answered in sent:
-        for after in map(History, afters):
-            change = change_of_step(before, answered, after)
-            full = full_of(before, answered)
-            assert change == change_of(full, after)
-            assert change.apply(full) == after
-    assert change_of_step("ab", Text(response="c"), "abcd").added == "d"
+def join(*parts):
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole.extend(part) if isinstance(whole, History) else whole + part
+    return whole
 
 
-def test_a_chain_follows_what_grows_and_begins_anew_where_the_past_has_changed():
-    hi, yes, other = (Message(role="user", content=text) for text in "abc")
-    chain = PromptChain.of(History((hi,)))
-    for after in ((hi, yes), (other, yes), ()):
-        followed = chain.follow(History((hi,)), History(after))
-        assert followed.digest == PromptChain.of(History(after)).digest
+@pytest.mark.parametrize("mode", MODES)
+def test_every_form_of_an_answer_is_one_step_and_adds_the_same(mode):
+    kind, prompt, response, more = MODES[mode]
+    full = join(prompt, response)
+    for answered in (
+        kind(response=response),
+        kind(prompt=prompt, response=response),
+        kind(full=full),
+        kind(prompt=prompt, response=response, full=full),
+    ):
+        assert full_of(prompt, answered) == full
+        assert content_of(prompt, answered) == response
+        assert added_to(full_of(prompt, answered), join(full, more)) == more
+        assert not added_to(full_of(prompt, answered), full)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_does_not_continue_the_prompt_is_another_step(mode):
+    kind, prompt, response, more = MODES[mode]
+    for answered in (
+        kind(prompt=more, response=response),
+        kind(full=join(more, response)),
+        kind(prompt=prompt),
+        kind(),
+    ):
+        assert content_of(prompt, answered) is answered
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_changed_past_adds_nothing_that_can_be_said(mode):
+    _, prompt, response, more = MODES[mode]
+    full = join(prompt, response)
+    for after in (prompt, join(prompt, more), join(prompt, more, more)):
+        assert added_to(full, after) is None

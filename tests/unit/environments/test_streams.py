@@ -30,10 +30,14 @@ class Written:
 
     def __init__(self) -> None:
         self.answers: list[pb.InteractResponse] = []
+        self.num_at_once = self._num_writing = 0
 
     async def write(self, answer: pb.InteractResponse) -> None:
         """Take an answer; others get a turn meanwhile, as at a socket."""
+        self._num_writing += 1
+        self.num_at_once = max(self.num_at_once, self._num_writing)
         await asyncio.sleep(0)
+        self._num_writing -= 1
         self.answers.append(answer)
 
 
@@ -118,56 +122,28 @@ async def open_sessions(service: EnvironmentServicer, *names: str) -> None:
     await service.Interact(stream_of(openings), Written())
 
 
-async def test_requests_in_one_message_are_answered_in_one_message():
+async def test_a_request_that_is_refused_spoils_no_other_one():
     service, written = servicer(), Written()
     await open_sessions(service, "a", "b")
     unknown = pb.InteractRequest(request_id="empty")
-    together = pb.InteractRequest(takes_items=True, items=[step("a"), unknown, step("b")])
-    await service.Interact(stream_of([together]), written)
-    steps, (error,) = (
-        [item for message in written.answers for item in message.items if item.HasField(kind)]
-        for kind in ("step", "error")
-    )
-    assert [item.request_id for item in steps] == ["a step", "b step"]
-    assert (error.request_id, error.error.reason) == ("empty", "INVALID_INPUT")
-    assert len(written.answers) == 2  # an error is ready sooner: it begins no step
+    await service.Interact(stream_of([step("a"), unknown, step("b")]), written)
+    kinds = {answer.request_id: answer.WhichOneof("response") for answer in written.answers}
+    assert kinds == {"a step": "step", "empty": "error", "b step": "step"}
 
 
-async def test_a_caller_that_does_not_take_items_gets_each_answer_alone():
-    service, written = servicer(), Written()
-    await open_sessions(service, "a", "b")
-    await service.Interact(stream_of([pb.InteractRequest(items=[step("a"), step("b")])]), written)
-    assert [answer.request_id for answer in written.answers] == ["a step", "b step"]
-    assert not any(answer.items for answer in written.answers)
-
-
-async def test_long_answers_are_written_one_by_one():
-    service, written = servicer(), Written()
-    await open_sessions(service, "a", "b")
-    steps = [step("a"), step("b")]
-    for request in steps:
-        request.step.whole_prompt = True
-        request.step.history.response.messages[0].content = "7" * 600_000
-    await service.Interact(stream_of([pb.InteractRequest(takes_items=True, items=steps)]), written)
-    answers = [answer for message in written.answers for answer in (message.items or [message])]
-    assert [answer.request_id for answer in answers] == ["a step", "b step"]
-    assert len(written.answers) == 2
-    assert all(len(answer.SerializeToString()) > 600_000 for answer in written.answers)
-
-
-async def test_answers_that_become_ready_while_one_is_written_go_together():
+async def test_answers_that_become_ready_together_are_written_one_after_the_other():
     Held.let_go = asyncio.Event()
     service, written = servicer(), Written()
     openings = [request for name in "hijk" for request in requests_to_open(name, "held")]
     await service.Interact(stream_of(openings), written)
     written.answers.clear()
-    together = pb.InteractRequest(takes_items=True, items=[step(name) for name in "hijk"])
-    playing = asyncio.create_task(service.Interact(stream_of([together]), written))
+    playing = asyncio.create_task(
+        service.Interact(stream_of([step(name) for name in "hijk"]), written)
+    )
     for _ in range(50):
         await asyncio.sleep(0)
     assert not written.answers
     Held.let_go.set()
     await playing
-    ids = [item.request_id for message in written.answers for item in message.items]
-    assert sorted(ids) == [f"{name} step" for name in "hijk"]
-    assert len(written.answers) < 4
+    assert sorted(a.request_id for a in written.answers) == [f"{name} step" for name in "hijk"]
+    assert written.num_at_once == 1

@@ -84,6 +84,8 @@ class BlockingEnvironmentClient:
         """Step with the policy's answer; a retry gets the first result.
 
         `history` is a ChatHistory, or Text or Tokens where that is the environment's input mode.
+        What it has of the prompt must be the session's (HISTORY_REWRITTEN): of two clients of one
+        session the one who is behind asks `get_session`.
         """
         ...
     def step_and_reset(
@@ -185,8 +187,7 @@ class BlockingInferenceClient:
     ) -> tuple[dialoop.episode.Sample, ...]:
         """Answer a history, or continue a text or token ids, `num_samples` times.
 
-        `context` are the tokens known so far of the first `num_context_messages` messages. What
-        the replica has seen of a conversation is not sent again, unless it has forgotten that. The
+        `context` are the tokens known so far of the first `num_context_messages` messages. The
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
         with `skip_special_tokens` its response's text leaves special tokens out.

@@ -7,21 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dialoop.environments import refusals
-from dialoop.environments.sessions.prompts import (
-    PromptChain,
-    PromptChange,
-    PromptDigest,
-    change_of_step,
-    content_of,
-    prompt_of_episode,
-)
+from dialoop.environments.sessions.prompts import added_to, content_of, full_of, prompt_of_episode
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from dialoop.environments.environment import Environment
     from dialoop.environments.episode import Episode, Opening, Outcome
     from dialoop.environments.modes import Answered
-    from dialoop.environments.sessions.prompts import PromptChange, PromptDigest
+    from dialoop.environments.sessions.prompts import Prompt
     from dialoop.environments.tasks.choosing import TaskChoice
     from dialoop.errors import DialoopError
 
@@ -51,13 +44,12 @@ class ResetCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCall:
-    """The arguments of a step; `prompt` is what the caller has as the prompt, if it says so."""
+    """The arguments of a step."""
 
     session_id: str
     episode: int
     step_index: int
     answered: Answered
-    prompt: PromptDigest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +62,11 @@ class AnsweredStep:
     replayed: bool
 
     @property
-    def change(self) -> PromptChange:
-        """Return the next prompt as a difference from what the caller has."""
+    def added(self) -> Prompt | None:
+        """Return what follows the step's full in the next prompt; None if the past was changed."""
         before = prompt_of_episode(self.record.episode_before(self.call.step_index))
-        return change_of_step(before, self.call.answered, prompt_of_episode(self.outcome.episode))
-
-    def digest(self, change: PromptChange | None = None) -> PromptDigest:
-        """Return the digest of the next prompt, whose change spares a comparison."""
-        num_same = 0 if change is None else change.num_kept
-        return self.record.digest_before(self.call.step_index + 1, num_same)
+        full = full_of(before, self.call.answered)
+        return added_to(full, prompt_of_episode(self.outcome.episode))
 
 
 @dataclass(slots=True)
@@ -130,9 +118,6 @@ class EpisodeRecord:
     steps: dict[int, StoredStep] = field(default_factory=dict)
     # Whether the engine has closed it at the environment.
     is_closed: bool = False
-    # Digests of the prompts before each step, as far as anybody asked, and the chain of the last.
-    _digests: list[PromptDigest] = field(default_factory=list)
-    _chain: PromptChain = field(default_factory=PromptChain)
 
     @property
     def number(self) -> int:
@@ -153,41 +138,11 @@ class EpisodeRecord:
         assert stored.outcome is not None  # a step that was refused is not stored
         return stored.outcome.episode
 
-    def digest_before(self, step_index: int, num_same: int = 0) -> PromptDigest:
-        """Return the digest of the prompt before a step that is stored, or that comes next.
-
-        num_same: how far this prompt is known to be the same as the one of the step before.
-        """
-        if step_index < len(self._digests):
-            return self._digests[step_index]
-        first = len(self._digests)
-        before = prompt_of_episode(self.episode_before(first - 1)) if first else None
-        for number in range(first, step_index + 1):
-            prompt = prompt_of_episode(self.episode_before(number))
-            if before is None:
-                chain = PromptChain.of(prompt)
-            else:
-                num_kept = num_same if number == step_index else 0
-                chain = self._chain.follow(before, prompt, num_kept)
-            self._chain, before = chain, prompt
-            self._digests.append(chain.digest)
-        return self._digests[step_index]
-
     def stored_for(self, call: StepCall) -> StoredStep | None:
-        """Return the stored step that the same call began, or None; PROMPT_MISMATCH."""
+        """Return the stored step that the same call began, or None."""
         stored = self.steps.get(call.step_index)
-        if stored is None:
-            return None
-        self.require_prompt(call)
-        return stored if self.content_of(call) == stored.content else None
-
-    def require_prompt(self, call: StepCall) -> None:
-        """Raise PreconditionFailed (PROMPT_MISMATCH) where the call continues another prompt."""
-        if call.prompt is None:
-            return
-        here = self.digest_before(call.step_index)
-        if call.prompt != here:
-            raise refusals.prompt_mismatch(call.prompt.length, here.length)
+        is_same = stored is not None and self.content_of(call) == stored.content
+        return stored if is_same else None
 
     def content_of(self, call: StepCall) -> Any:
         """Return what the policy sent in a step that is stored, or that comes next."""
@@ -231,14 +186,6 @@ class Session:
             raise refusals.step_conflict(f"Episode {call.episode}")
         return record.opening
 
-    def digest_of(self, opening: Opening) -> PromptDigest:
-        """Return the digest of the prompt of an episode's start."""
-        records = (self.current, self.previous)
-        record = next((r for r in records if r is not None and r.opening is opening), None)
-        if record is None:
-            return PromptChain.of(prompt_of_episode(opening.episode)).digest
-        return record.digest_before(0)
-
     def require_next_episode(self, episode: int) -> None:
         """Raise unless a reset may open this episode now."""
         following = self.episode_number + 1
@@ -271,7 +218,6 @@ class Session:
             raise refusals.episode_done(call.episode)
         if call.step_index != len(record.steps):
             raise refusals.step_gap(f"Step {call.step_index}", len(record.steps))
-        record.require_prompt(call)
         return record
 
     def _record_of(self, episode: int) -> EpisodeRecord | None:
