@@ -131,7 +131,7 @@ class Dialoop:
         return self._client("inference", TemplateClient)
 
     def recordings(self, rest_url: str) -> RecordingClient:
-        """Return the client of agents' recordings; `rest_url` is the inference's REST door."""
+        """Return the client of agents' recordings; `rest_url` is the inference's REST server."""
         return self._client("inference", partial(RecordingClient, rest_url=rest_url))
 
     @property

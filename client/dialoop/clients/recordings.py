@@ -78,7 +78,7 @@ CLOSE = _rpc("CloseRecording", pb.CloseRecordingRequest, pb.CloseRecordingRespon
 class RecordingClient:
     """Recordings of one inference replica; satisfies `dialoop.agents.Recordings`.
 
-    rest_url: of the replica's REST door, where the calls go.
+    rest_url: of the replica's REST server, where the calls go.
     """
 
     def __init__(self, channel: Channel, *, rest_url: str) -> None:

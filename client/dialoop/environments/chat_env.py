@@ -300,7 +300,12 @@ class ChatEnv:
                 reason=Reason.RESPONSE_MISSING,
                 remedy="Append the policy's message to the prompt.",
             )
-        after = episode.with_answer(completed.require_full(), answers[-1])
+        after = replace(
+            episode,
+            history=completed.require_full(),
+            step_index=episode.step_index + 1,
+            answer=answers[-1],
+        )
         return Outcome(episode=after, response=response)
 
     def _add_to_view(self, episode: Episode, answered: Answered) -> Outcome:

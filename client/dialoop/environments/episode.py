@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import ChatHistory, History, Message
@@ -69,17 +68,6 @@ class Episode:
         """Return a generator seeded by the seed, the step and the purpose, as in every replay."""
         return random.Random(f"{self.seed}:{self.step_index}:{purpose}")
 
-    def with_answer(self, history: History, answer: Message) -> Episode:
-        """Return the episode after one more answer of the policy."""
-        # `dataclasses.replace` takes several times as long, and each step needs it.
-        after = object.__new__(Episode)
-        for put, value in zip(_KEPT_SETTERS, _kept_values(self), strict=True):
-            put(after, value)
-        _set_history(after, history)
-        _set_step_index(after, self.step_index + 1)
-        _set_answer(after, answer)
-        return after
-
     @property
     def done(self) -> bool:
         """Return whether the episode was terminated or truncated."""
@@ -90,16 +78,6 @@ class Episode:
         """Return the text of the policy's last message; empty before the first."""
         return "" if self.answer is None else self.answer.text
 
-
-def _setter(name: str) -> Any:
-    """Return the function that sets a field of an Episode, which is frozen for everybody else."""
-    return Episode.__dict__[name].__set__
-
-
-_KEPT = [name for name in Episode.__slots__ if name not in ("history", "step_index", "answer")]
-_KEPT_SETTERS = [_setter(name) for name in _KEPT]
-_kept_values = attrgetter(*_KEPT)
-_set_history, _set_step_index, _set_answer = map(_setter, ("history", "step_index", "answer"))
 
 _CURRENT: ContextVar[Episode] = ContextVar("dialoop_episode")
 

@@ -52,7 +52,7 @@ class EnvironmentSettings(JobSettings):
     model_dir: Path | None = None
     """Model directory with the tokenizer of the policy at inference_address."""
     openenv: bool = False
-    """Whether to serve OpenEnv's protocol too, at /openenv/{environment} of the REST door."""
+    """Whether to serve OpenEnv's protocol too, at /openenv/{environment} of the REST server."""
     ttl_s: float = Field(default=900.0, gt=0)
     """Seconds without use after which a session expires, unless it was created with its own
     ttl_s."""

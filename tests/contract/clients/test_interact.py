@@ -12,9 +12,7 @@ from dialoop.errors import DeadlineExceeded, NotFound, Unavailable
 from dialoop.rollout import play_group
 from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import SamplingParams, Task
-from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
-from dialoop_services.environment.servicer import EnvironmentServicer
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.runtime import GrpcServer, ServerSettings, load
@@ -60,68 +58,15 @@ async def test_an_item_error_concerns_its_caller_only():
         assert await sessions.close_session("s")
 
 
-class Counting(EnvironmentServicer):
-    """Counts the messages of a stream and the requests in them."""
-
-    num_messages = num_requests = 0
-
-    async def Interact(self, requests, context):  # noqa: N802
-        async def count_each():
-            async for message in requests:
-                self.num_messages += 1
-                self.num_requests += max(1, len(message.items))
-                yield message
-
-        await EnvironmentServicer.Interact(self, count_each(), context)
-
-
-async def test_what_is_asked_at_the_same_time_travels_in_one_message(monkeypatch):
-    served = []
-
-    def make(*args, **named):
-        served.append(Counting(*args, **named))
-        return served[-1]
-
-    monkeypatch.setattr("dialoop_services.environment.serving.EnvironmentServicer", make)
-    async with connect() as (_, sessions):
-        await sessions.create_session("first", "arithmetic")
-        opening = [sessions.create_session(f"s{n}", "arithmetic") for n in range(16)]
-        await asyncio.gather(*opening)
-        assert served[0].num_requests == 17
-        assert served[0].num_messages < 10
-
-
-class Plain(stubs.EnvironmentServiceServicer):
-    """Reads and writes one request at a time, as services did before messages had items."""
-
-    async def Interact(self, requests, context):  # noqa: N802
-        async for request in requests:
-            assert not request.items
-            closed = pb.CloseSessionResponse(closed=True)
-            yield pb.InteractResponse(request_id=request.request_id, close_session=closed)
-
-
-async def test_a_service_without_items_is_asked_one_by_one():
-    server = GrpcServer(load(ServerSettings, drain_s=0))
-    server.add(stubs.add_EnvironmentServiceServicer_to_server, Plain(), "x")
-    async with (
-        server,
-        Channel(server.address) as channel,
-        InteractiveSessions(channel) as sessions,
-    ):
-        for _ in range(2):
-            closing = [sessions.close_session(f"s{n}") for n in range(8)]
-            assert await asyncio.gather(*closing) == [True] * 8
-
-
-class Whole(Plain):
-    """Notes that a stream was whole."""
+class Whole(stubs.EnvironmentServiceServicer):
+    """Closes any session, and notes that a stream was whole."""
 
     is_whole = False
 
     async def Interact(self, requests, context):  # noqa: N802
-        async for answer in Plain.Interact(self, requests, context):
-            yield answer
+        async for request in requests:
+            closed = pb.CloseSessionResponse(closed=True)
+            yield pb.InteractResponse(request_id=request.request_id, close_session=closed)
         self.is_whole = True
 
 
