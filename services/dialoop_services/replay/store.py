@@ -166,7 +166,9 @@ def pack_member(trajectory: pb.Trajectory) -> tuple[MemberFacts, bytes]:
             number = version.number
             low, high = versions.get(version.lineage, (number, number))
             versions[version.lineage] = min(low, number), max(high, number)
-    raw = pb.Group(trajectories=[trajectory]).SerializeToString(deterministic=True)
+    part = pb.Group()
+    part.trajectories.append(trajectory)
+    raw = part.SerializeToString(deterministic=True)
     whole = sha256(raw).hexdigest()[:_WHOLE]
     digest = f"{_digest_without_scores(trajectory)}.{whole}"
     return MemberFacts(digest, versions, trajectory.trajectory_id), raw
