@@ -12,6 +12,7 @@ from dialoop.errors import DeadlineExceeded, NotFound, Unavailable
 from dialoop.rollout import play_group
 from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import SamplingParams, Task
+from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
