@@ -33,7 +33,7 @@ from statistics import median
 from typing import Any
 
 import psutil
-from dialoop_ops.cli.running_stacks import find_stack
+from dialoop.running_stacks import find_stack
 
 from benchmarks.environment_doors import ROOT
 from benchmarks.servers.figures import print_figures

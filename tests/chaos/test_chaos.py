@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop_ops.cli.running_stacks import find_stack
+from dialoop.running_stacks import find_stack
 from dialoop_ops.stack.processes.redis_server import find_redis
 
 from tests.chaos.ledger_checker import check_run

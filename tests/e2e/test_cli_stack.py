@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from dialoop import BlockingDialoop, SamplingParams
-from dialoop_ops.cli.running_stacks import find_stack
+from dialoop.running_stacks import find_stack
 
 from tests.support.stack_jobs import wait_for
 

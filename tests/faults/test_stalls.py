@@ -15,7 +15,7 @@ import pytest
 import redis
 from dialoop.clients.channel import Channel
 from dialoop.clients.trainer import TrainerClient
-from dialoop_ops.cli.running_stacks import find_stack
+from dialoop.running_stacks import find_stack
 from dialoop_ops.now import Now, Watcher
 
 from tests.support.stack_jobs import Job, lines_of, wait_for, write_config

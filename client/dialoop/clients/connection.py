@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dialoop_ops.cli.running_stacks import SERVICES_VARIABLE, named_stack, require_addresses
-
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
@@ -33,6 +31,7 @@ from dialoop.errors import InvalidConfig, NotFound
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
 from dialoop.rollout import play, play_group
+from dialoop.running_stacks import SERVICES_VARIABLE, named_stack, require_addresses
 from dialoop.trajectory import SamplingParams, Task
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from dialoop.environments.loading import BUILT_IN, built_in_paths, load_environm
 from dialoop.errors import InvalidInput
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
+from dialoop.running_stacks import require_addresses
 
 from dialoop_ops.cli.console import say, say_json
 from dialoop_ops.cli.env_template import JOB_TEMPLATE, TEMPLATE
 from dialoop_ops.cli.play import import_from_here, options_of
-from dialoop_ops.cli.running_stacks import require_addresses
 from dialoop_ops.conformance.environment.checks import Finding, check_environment
 
 if TYPE_CHECKING:

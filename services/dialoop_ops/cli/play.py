@@ -12,13 +12,13 @@ from dialoop.clients.connection import Dialoop
 from dialoop.environments import load_environment
 from dialoop.errors import InvalidInput, NotFound, Unavailable
 from dialoop.reasons import Reason, reason_of
+from dialoop.running_stacks import require_addresses
 from dialoop.sequences import Source
 from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import SamplingParams
 from rich.text import Text
 
 from dialoop_ops.cli.console import rich_console, say
-from dialoop_ops.cli.running_stacks import require_addresses
 from dialoop_ops.runs.display import STYLES, visible
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.trainer import TrainerClient
 from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
+from dialoop.running_stacks import find_stack
 
-from dialoop_ops.cli.running_stacks import find_stack
 from dialoop_ops.now import Watcher
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from dialoop.clients.replay import DeadLetter
-
-    from dialoop_ops.cli.running_stacks import Stack
+    from dialoop.running_stacks import Stack
 
 LOOK_EVERY_S = 1.0
 _MAX_DEAD_LETTERS = 200

@@ -23,9 +23,9 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.tls import open_channel
 from dialoop.clients.trainer import TrainerClient
 from dialoop.errors import DialoopError
+from dialoop.running_stacks import read_announcement
 from dialoop.waits import Wait
 
-from dialoop_ops.cli.running_stacks import read_announcement
 from dialoop_ops.now.blocked import blocked_by
 from dialoop_ops.now.snapshot import SERVING, Now, ServiceNow
 
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from dialoop.clients.inference import PolicyStatus
     from dialoop.clients.registry import ServiceInstance
     from dialoop.clients.replay import ReplayStats
-
-    from dialoop_ops.cli.running_stacks import Stack
+    from dialoop.running_stacks import Stack
 
     Check = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.running_stacks import STACK_FILE
 from dialoop_extras.importers.imported import import_config
 from dialoop_services.config.file import (
     LoadedConfig,
@@ -35,7 +36,6 @@ from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent, end_command
 from rich.console import Console
 
-from dialoop_ops.cli.running_stacks import STACK_FILE
 from dialoop_ops.launch import commands, slurm
 from dialoop_ops.stack import job, preflight
 from dialoop_ops.stack.branch import find_branch

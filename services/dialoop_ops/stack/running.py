@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop.running_stacks import STACK_FILE
 from dialoop_services.runtime.access.principals import ADMIN_TOKEN, DIGEST_MARK, TOKEN
 
-from dialoop_ops.cli.running_stacks import STACK_FILE
 from dialoop_ops.launch.site import this_site
 from dialoop_ops.stack.devices import VISIBLE, with_data_plane
 from dialoop_ops.stack.gpus import driver_lists, hold

@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.running_stacks import SCALE_FILE, SCALED
 
-from dialoop_ops.cli.running_stacks import SCALE_FILE, SCALED
 from dialoop_ops.stack.devices import plan_here
 from dialoop_ops.stack.layout import rest_name, service_of
 from dialoop_ops.stack.processes.ports import choose_ports

@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
+from dialoop import running_stacks
 from dialoop.clients.blocking.connection import BlockingDialoop
 from dialoop.clients.connection import Dialoop
 from dialoop.errors import Unauthenticated
-from dialoop_ops.cli import running_stacks
+from dialoop.running_stacks import PORTS, SERVICES_VARIABLE
 from dialoop_ops.cli.env import list_environments
-from dialoop_ops.cli.running_stacks import PORTS, SERVICES_VARIABLE
 from dialoop_ops.cli.status import status, watch
 from dialoop_ops.stack.layout import FIXED_PORTS, rest_name
 

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dialoop import BlockingDialoop, Dialoop
+from dialoop import BlockingDialoop, Dialoop, running_stacks
 from dialoop.errors import PermissionDenied
-from dialoop_ops.cli import running_stacks
+from dialoop.running_stacks import find_stack, require_addresses
 from dialoop_ops.cli.main import main
-from dialoop_ops.cli.running_stacks import find_stack, require_addresses
 from dialoop_ops.console.live_runs import LiveRuns
 from dialoop_ops.now import Watcher
 

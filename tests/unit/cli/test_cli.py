@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import DialoopError
-from dialoop_ops.cli import doctor as doctor_module
-from dialoop_ops.cli.main import main
-from dialoop_ops.cli.running_stacks import (
+from dialoop.running_stacks import (
     find_stack,
     find_stacks,
     read_announcement,
     require_addresses,
 )
+from dialoop_ops.cli import doctor as doctor_module
+from dialoop_ops.cli.main import main
 from dialoop_services.config.file import load_config, toml_of
 
 from tests.support.waiting import PATIENCE_S

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from dialoop_ops.cli.running_stacks import read_announcement
+from dialoop.running_stacks import read_announcement
 from dialoop_ops.stack.layout import Layout, ports_of
 from dialoop_ops.stack.processes.log_stream import LogStream
 from dialoop_ops.stack.processes.supervisor import State

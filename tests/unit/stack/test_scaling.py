@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from dialoop.errors import InvalidConfig, Unavailable
-from dialoop_ops.cli.running_stacks import SCALE_FILE
+from dialoop.running_stacks import SCALE_FILE
 from dialoop_ops.cli.scale import wanted_counts
 from dialoop_ops.launch.plan import Needs
 from dialoop_ops.stack import scaling

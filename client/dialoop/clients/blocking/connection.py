@@ -10,8 +10,6 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dialoop_ops.cli.running_stacks import require_addresses
-
 from dialoop.clients.blocking.loop import BackgroundLoop, blocking
 from dialoop.clients.blocking.twins import (
     BlockingEnvironmentClient,
@@ -23,6 +21,7 @@ from dialoop.clients.blocking.twins import (
     BlockingTrainerClient,
 )
 from dialoop.clients.connection import Dialoop
+from dialoop.running_stacks import require_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
