@@ -17,11 +17,11 @@ demo: setup  ## the main job: a tiny model learns to use a calculator; SEED=1 fo
 	@SEED=$(SEED) $(BIN)/python -m dialoop_ops.stack train infra/configs/demo.toml --fresh
 
 learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lora takes some
-	@SEED=$(SEED) $(BIN)/python -m dialoop_ops.stack.learn infra/configs/demo.toml \
+	@SEED=$(SEED) $(BIN)/python -m benchmarks.learn infra/configs/demo.toml \
 	  infra/configs/learn --only "$(ONLY)"
 
 models: setup  ## tiny random checkpoints of the model families, in runs/models
-	@$(BIN)/python -m dialoop_ops.conformance.families runs/models
+	@$(BIN)/python -m benchmarks.servers.families runs/models
 
 up: setup  ## every service on this machine, until Ctrl-C
 	@$(BIN)/python -m dialoop_ops.stack

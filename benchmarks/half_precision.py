@@ -20,10 +20,10 @@ from dialoop.trajectory import SamplingParams
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.rl.depth import mismatch_by_depth
-from dialoop_ops.conformance.families import make_family
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 
+from benchmarks.servers.families import make_family
 from benchmarks.servers.figures import print_figures
 
 PROMPT = list(range(5, 13))

@@ -22,11 +22,11 @@ import torch
 from dialoop.trajectory import SamplingParams
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
-from dialoop_ops.conformance.families import make_family
 from dialoop_services.inference.engine import EngineOptions, Sampled, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 
 from benchmarks.gpu.train_step import EXACT, LARGE, require
+from benchmarks.servers.families import make_family
 
 NUM_ROWS, NUM_TOKENS = 64, 128
 NUM_SCORED = 8

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 import torch
-from dialoop_ops.conformance.families import make_family
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.gpu.smoke import MODEL
+from benchmarks.servers.families import make_family
 
 _OF_THE_FILE = ("architectures", "dtype", "quantization_config", "transformers_version")
 

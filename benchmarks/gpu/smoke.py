@@ -308,7 +308,7 @@ def _words_of(check: Check, folder: Path, *, rehearsal: bool) -> list[str]:
     if not check.job:
         dtype = _REHEARSED["dtype"] if rehearsal else "bfloat16"
         return [word.format(dtype=dtype) for word in check.words]
-    from dialoop_ops.conformance.families import make_family
+    from benchmarks.servers.families import make_family
 
     model = make_family("qwen2", folder / "model", fields=MODEL)
     text = job_file(check, model, rehearsal=rehearsal)

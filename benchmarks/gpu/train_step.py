@@ -17,10 +17,11 @@ import torch
 from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows
-from dialoop_ops.conformance.families import make_family
 from dialoop_services.config.memory import PROCESS_BYTES, ModelShape, Training, training_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from benchmarks.servers.families import make_family
 
 CUDA = torch.device("cuda")
 LENGTHS = (700, 301, 64, 5)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dialoop_ops.conformance.families import make_family
 from dialoop_ops.policies.rescore import rescore
 
+from benchmarks.servers.families import make_family
 from tests.support.stack_jobs import ROOT, Job
 
 CONFIG = """

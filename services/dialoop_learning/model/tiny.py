@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dialoop_learning.loss.facts import TINY_MODEL_POSITIONS
 from dialoop_learning.model.checkpoint import save_model
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Tokens of the chat template. They are special, so they never count as content."""
@@ -51,6 +56,17 @@ _SPLIT = (
 INITIALIZER_RANGE = 0.08
 """Standard deviation of the initial weights; at the usual 0.02 so small a model learns nothing."""
 
+_SMALL: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": INITIALIZER_RANGE,
+    "dtype": "float32",
+}
+
 
 def make_tiny_model(directory: Path | str, *, seed: int = 0) -> Path:
     """Write tokenizer and seeded random weights to `directory`; make it if it is missing."""
@@ -82,6 +98,43 @@ def tiny_config() -> Qwen2Config:
         pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
         dtype="float32",
     )
+
+
+def make_random_model(
+    directory: Path | str,
+    model_type: str,
+    *,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+    seed: int = 0,
+) -> Path:
+    """Write a tiny checkpoint of any model type of transformers; make its folder if it is missing.
+
+    Every tensor has noise, so that a bias or a norm that is left out shows in log-probs. `fields`
+    replace those of its config.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(directory)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(random_config(model_type, fields))
+        for tensor in model.state_dict().values():
+            tensor.add_(torch.randn_like(tensor) * (0.2 if tensor.ndim < 2 else 0.05))
+    save_model(model, directory)
+    return directory
+
+
+def random_config(model_type: str, fields: Mapping[str, Any]) -> Any:
+    """Return transformers' config of such a model."""
+    tokenizer = tiny_tokenizer()
+    tokens = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+    }
+    values = {**_SMALL, **tokens, **fields}
+    return AutoConfig.for_model(model_type, **deepcopy(values))  # it writes into tables
 
 
 def tiny_tokenizer() -> Tokenizer:

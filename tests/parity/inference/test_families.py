@@ -22,7 +22,6 @@ from dialoop_learning.lora.layers import ADAPTER
 from dialoop_learning.model.checkpoint_names import to_checkpoint
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
-from dialoop_ops.conformance.families import FAMILIES, make_family
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import (
     TransformersEngine,
@@ -33,6 +32,8 @@ from dialoop_services.inference.weights.loadable import PolicyAdapter
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from safetensors.torch import load_file
+
+from benchmarks.servers.families import FAMILIES, make_family
 
 PROMPTS = ([5, 9, 17, 30], [7, 6, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50])
 NUM_TOKENS = 24

@@ -15,11 +15,12 @@ import torch
 from dialoop.errors import DialoopError, PreconditionFailed
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
-from dialoop_ops.conformance.families import FAMILIES, VLLM_CPU_REFUSES, make_family
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.vllm_engine.environment import prepare
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
+
+from benchmarks.servers.families import FAMILIES, VLLM_CPU_REFUSES, make_family
 
 if TYPE_CHECKING:
     from dialoop_services.inference.vllm_engine.engine import VllmEngine

@@ -17,7 +17,6 @@ from dialoop.errors import InvalidConfig, Unavailable, Unsupported
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
-from dialoop_ops.conformance.families import make_family
 from dialoop_ops.conformance.inference import checks
 from dialoop_ops.conformance.inference.running import check_engine
 from dialoop_services.inference.engine import OUTSIDE_VERSION, EngineOptions, StopTokens
@@ -27,6 +26,7 @@ from dialoop_services.inference.transformers_engine.engine import TransformersEn
 from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.settings import ScorerSettings
 
+from benchmarks.servers.families import make_family
 from tests.support.agent_world import MODEL, ScriptedEngine, agent_world
 from tests.support.programs.completion_servers import Form, completion_server
 from tests.support.samples.scorer_samples import make_group

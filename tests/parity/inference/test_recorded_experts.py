@@ -11,12 +11,12 @@ from dialoop.chat import History, Message
 from dialoop.sequences import Along, ForkCause
 from dialoop.trajectory import SamplingParams, StopReason
 from dialoop_learning.model.experts import chosen_experts, routers_of, watch_routers
-from dialoop_ops.conformance.families import make_family
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.generate import EnginePolicy
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine, load_model
 
+from benchmarks.servers.families import make_family
 from tests.support.inference_world import QUESTION, world
 from tests.support.rest_world import http_of
 

@@ -14,10 +14,11 @@ from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop_learning.model.experts import chosen_experts, routers_of, watch_routers
 from dialoop_learning.rl.routed_experts import experts_column
-from dialoop_ops.conformance.families import make_family
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine, load_model
 from safetensors.torch import load_file, save_file
+
+from benchmarks.servers.families import make_family
 
 if TYPE_CHECKING:
     from pathlib import Path

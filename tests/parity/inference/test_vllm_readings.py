@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop_ops.conformance.families import FAMILIES
+
+from benchmarks.servers.families import FAMILIES
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.heavy(reason="compares some sixty models of each family"),
     pytest.mark.timeout(900),
 ]
-PROGRAM = Path(__file__).parents[2] / "support" / "programs" / "vllm_twin.py"
+ROOT = Path(__file__).parents[3]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -93,7 +94,7 @@ MOST = 1e-3
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("deepseek")])
 def test_what_is_refused_differs_and_what_is_admitted_agrees(family: str) -> None:
     program = subprocess.run(
-        [sys.executable, str(PROGRAM), family],
+        [sys.executable, "-m", "tests.support.programs.vllm_twin", family], cwd=ROOT,
         input=json.dumps(VARIED), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert program.returncode == 0, program.stderr[-2000:]

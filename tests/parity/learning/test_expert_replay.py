@@ -30,7 +30,6 @@ from dialoop_learning.rl.routed_experts import (
     recorded_experts,
 )
 from dialoop_learning.training import forward_backward
-from dialoop_ops.conformance.families import make_family
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.trainer.data.batches import TrainedSequence
@@ -42,6 +41,8 @@ from transformers import (
     PhimoeConfig,
     PhimoeForCausalLM,
 )
+
+from benchmarks.servers.families import make_family
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 PROMPTS = ([5, 9, 17, 30], [7, 6, 40, 41, 42, 43, 44, 45, 46])

@@ -10,8 +10,9 @@ from dialoop_learning.model.experts import balance_of, routers_of, watch_routers
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.training import forward_backward
-from dialoop_ops.conformance.families import make_family
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from benchmarks.servers.families import make_family
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 IDS = [5, 9, 17, 30, 41, 8, 77, 23, 6, 54]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
-from dialoop_ops.conformance.families import (
+
+from benchmarks.servers.families import (
     FAMILIES,
     WINDOW,
     families_table,

@@ -22,7 +22,8 @@ from dialoop_learning.model.policy import load_policy
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.packing.prefixes import share_prefixes
 from dialoop_learning.packing.rows import TokenRow, pack_rows
-from dialoop_ops.conformance.families import make_family
+
+from benchmarks.servers.families import make_family
 
 ROWS, WIDTH, VOCABULARY = 9, 16, 50
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -29,10 +29,10 @@ from dialoop_learning.parallel.parallel_state import (
 )
 from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
 from dialoop_learning.training import update
-from dialoop_ops.conformance.families import make_family
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
+from benchmarks.servers.families import make_family
 from tests.support.programs.parallel_worker import Job, made_rows, run
 
 pytestmark = pytest.mark.timeout(300)  # processes start slowly on a busy machine

@@ -1,6 +1,6 @@
 """vLLM's model code beside transformers', on one row, without an engine: a second for each model.
 
-python vllm_twin.py FAMILY < fields.json
+python -m tests.support.programs.vllm_twin FAMILY < fields.json
 
 reads a JSON object of names and fields that replace the family's own, and prints for each name the
 largest difference of log-probs, or what refused the model. Attention is computed here, from what
@@ -23,7 +23,6 @@ from dialoop_services.inference.vllm_engine.environment import prepare
 prepare()
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 
-from dialoop_ops.conformance.families import make_family  # noqa: E402
 from dialoop_services.inference.engine import EngineOptions  # noqa: E402
 from dialoop_services.inference.vllm_engine import options  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
@@ -35,6 +34,8 @@ from vllm.forward_context import set_forward_context  # noqa: E402
 from vllm.model_executor.layers.attention import Attention  # noqa: E402
 from vllm.model_executor.model_loader import get_model_loader  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
+
+from benchmarks.servers.families import make_family  # noqa: E402
 
 IDS = [
     5,

@@ -11,7 +11,6 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.trajectory import SamplingParams
 from dialoop_learning.model.experts import routers_of, routing_of
-from dialoop_ops.conformance.families import make_family
 from dialoop_ops.conformance.inference.running import check_engine
 from dialoop_services.config.file import parse_config
 from dialoop_services.inference.engine import EngineOptions
@@ -29,6 +28,8 @@ from dialoop_services.inference.transformers_engine.sampler import (
     processed_logprobs,
     sample_rows,
 )
+
+from benchmarks.servers.families import make_family
 
 ON_CUDA = {"engine": "transformers", "inference": {"device": "cuda"}}
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it shows what no GPU refuses")

@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from dialoop_ops.conformance.families import make_family
+
+from benchmarks.servers.families import make_family
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from dialoop_ops.conformance.families import make_family
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.vllm_engine import environment
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
+
+from benchmarks.servers.families import make_family
 
 environment.prepare()
 vllm = pytest.importorskip("vllm")

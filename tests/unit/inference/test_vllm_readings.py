@@ -11,16 +11,17 @@ import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_learning.model.vllm_readings import READINGS, require_same_reading
-from dialoop_ops.conformance.families import (
+from dialoop_ops.stack.preflight import mistakes_in
+from dialoop_services.config.file import parse_config
+from dialoop_services.inference.engine import EngineOptions
+from dialoop_services.inference.vllm_engine.environment import prepare
+
+from benchmarks.servers.families import (
     FAMILIES,
     VLLM_CPU_REFUSES,
     family_config,
     make_family,
 )
-from dialoop_ops.stack.preflight import mistakes_in
-from dialoop_services.config.file import parse_config
-from dialoop_services.inference.engine import EngineOptions
-from dialoop_services.inference.vllm_engine.environment import prepare
 
 SHARE = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
 WINDOW = {"sliding_window": 32}

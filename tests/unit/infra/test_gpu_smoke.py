@@ -6,7 +6,6 @@ import json
 import tomllib
 
 import pytest
-from dialoop_ops.conformance.families import make_family
 from dialoop_ops.conformance.inference import running
 from dialoop_ops.stack.devices import Node, plan_devices
 from dialoop_services.config.file import parse_config
@@ -14,6 +13,7 @@ from dialoop_services.config.file import parse_config
 from benchmarks.gpu import smoke
 from benchmarks.gpu.engine import figures_of
 from benchmarks.gpu.smoke import CHECKS, Check, Outcome
+from benchmarks.servers.families import make_family
 
 HERE = {
     "passes": Check(name="passes", what="", words=("json.tool", "--help")),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_ops.conformance.families import FAMILIES, make_family
+
+from benchmarks.servers.families import FAMILIES, make_family
 
 
 def saved_policy(directory: Path) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop_learning.model.checkpoint import require_whole
-from dialoop_ops.conformance.families import FAMILIES, make_family
 from dialoop_ops.stack import preflight
 from dialoop_services.config.job import JobConfig
 from safetensors.torch import load_file, save_file
+
+from benchmarks.servers.families import FAMILIES, make_family
 
 NORM = "model.norm.weight"
 EXTRA = "model.extra.weight"

@@ -14,7 +14,6 @@ import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_learning.model.checkpoint import cuda_problem
-from dialoop_ops.conformance.families import make_family
 from dialoop_ops.stack import gpus as gpus_module
 from dialoop_ops.stack import preflight, running
 from dialoop_ops.stack.__main__ import main
@@ -32,6 +31,8 @@ from dialoop_ops.stack.layout import Layout
 from dialoop_ops.stack.preflight import mistakes_in
 from dialoop_ops.stack.run_dir import open_run
 from dialoop_services.config.file import parse_config
+
+from benchmarks.servers.families import make_family
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig

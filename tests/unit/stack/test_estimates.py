@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from dialoop_ops.conformance.families import make_family
 from dialoop_ops.stack import preflight
 from dialoop_ops.stack.estimates import estimate_of, require_memory
 from dialoop_services.config.file import parse_config
@@ -19,6 +18,8 @@ from dialoop_services.config.memory import (
     training_memory,
     training_products,
 )
+
+from benchmarks.servers.families import make_family
 
 SHAPE = ModelShape(
     num_parameters=1000,

@@ -14,6 +14,7 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.trajectory import StopReason
+from dialoop_learning.model.tiny import make_random_model
 from dialoop_services.inference.engine import (
     BASE_VERSION,
     OUTSIDE_VERSION,
@@ -34,7 +35,6 @@ from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter
 from dialoop_services.inference.weights.parameters import is_tied
 from safetensors.torch import save_file
 
-from dialoop_ops.conformance.families import make_family
 from dialoop_ops.conformance.inference.bench import (
     NO_STOP,
     NUM_TOKENS,
@@ -54,6 +54,12 @@ from dialoop_ops.conformance.inference.bench import (
 )
 
 _HELD_S = 0.3
+_EXPERTS: dict[str, Any] = {
+    "head_dim": 16,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 
 
 async def _status(bench: EngineBench) -> str:
@@ -361,7 +367,7 @@ async def _transfer(bench: EngineBench) -> str:
 
 async def _routed_experts(bench: EngineBench) -> str:
     """Check the experts of each token, with a mixture of experts, against a full forward pass."""
-    model_dir = make_family("qwen3_moe", bench.folder / "experts")
+    model_dir = make_random_model(bench.folder / "experts", "qwen3_moe", fields=_EXPERTS)
     kind: Any = type(bench.engine)
     # In float32, since rounding decides between experts that are nearly alike.
     options = replace(bench.options, adapters=NO_ADAPTERS, records_experts=True, dtype="float32")

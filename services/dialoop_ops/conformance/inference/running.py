@@ -11,6 +11,7 @@ from typing import Any
 from dialoop.errors import DialoopError, InvalidConfig, Unsupported
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
+from dialoop_learning.model.tiny import make_random_model
 from dialoop_services.config.engines import ENGINES, facts_of_engine, require_device
 from dialoop_services.inference.engine import Engine, EngineOptions, OutsideWeights
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
@@ -18,7 +19,6 @@ from dialoop_services.runtime.device_lock import DEVICE_LOCK
 
 from dialoop_ops.conformance.environment.checks import Finding
 from dialoop_ops.conformance.environment.play import Broken
-from dialoop_ops.conformance.families import make_family
 from dialoop_ops.conformance.inference.bench import RANK, EngineBench, reference, used_mib
 from dialoop_ops.conformance.inference.checks import (
     CAPABILITIES,
@@ -31,7 +31,8 @@ from dialoop_ops.conformance.inference.checks import (
 _REFUSED = "refused by name,"
 # Heads as wide as vLLM's kernels need on a CPU and on CUDA. Its Qwen2 takes their width from the
 # model's, whatever head_dim says.
-_WIDE = {
+_WIDE: dict[str, Any] = {
+    "tie_word_embeddings": True,
     "hidden_size": 128,
     "intermediate_size": 96,
     "head_dim": 64,
@@ -72,7 +73,7 @@ async def check_engine(
         dtype=dtype,
         device_lock=folder / DEVICE_LOCK,
     )
-    model_dir = model_dir or make_family("qwen2", folder / "model", fields=_WIDE)
+    model_dir = model_dir or make_random_model(folder / "model", "qwen2", fields=_WIDE)
     async with _bench(engine, model_dir, folder, options) as bench:
         findings: list[Finding] = []
         for name, check in CORE.items():

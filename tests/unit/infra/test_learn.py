@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop_learning.loss.loss_loading import load_objective
-from dialoop_ops.stack.learn import Suite, cases_of
-from dialoop_ops.stack.report.learn_report import AlgorithmResult, failures_of, table_of
 from dialoop_ops.stack.report.summary import gates_of
 from dialoop_services.config.file import load_config
 from dialoop_services.config.job import JobConfig, warnings_for_advantages
 from dialoop_services.trainer.settings import TrainerSettings
 from rich.console import Console
+
+from benchmarks.learn.__main__ import Suite, cases_of
+from benchmarks.learn.report import AlgorithmResult, failures_of, table_of
 
 CONFIGS = Path(__file__).parents[3] / "infra" / "configs"
 ALGORITHMS = (*("cispo", "dapo", "distill", "dppo_mask", "dr_grpo", "grpo", "lora", "rloo", "sft"),)

@@ -1,6 +1,7 @@
 """Train every shipped algorithm from one warm start (`make learn`); exit 1 if one does not learn.
 
-`python -m dialoop_ops.stack.learn DEMO.toml FOLDER_OF_CONFIGS [--only grpo,lora]`
+    python -m benchmarks.learn infra/configs/demo.toml infra/configs/learn [--only grpo,lora]
+
 runs the demo unless a finished one is there, exports its first policy as runs/learn/warm_start and
 its last as runs/learn/teacher, trains each config of the folder, and sums all up in one table and
 runs/learn/summary.json.
@@ -19,18 +20,13 @@ from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
-from dialoop_services.config.file import load_config
-from rich.console import Console
-
 from dialoop_ops.stack.__main__ import ROOT
 from dialoop_ops.stack.__main__ import main as stack
 from dialoop_ops.stack.branch import export_policy
-from dialoop_ops.stack.report.learn_report import (
-    AlgorithmResult,
-    failures_of,
-    kept_outcomes,
-    table_of,
-)
+from dialoop_services.config.file import load_config
+from rich.console import Console
+
+from benchmarks.learn.report import AlgorithmResult, failures_of, kept_outcomes, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -158,7 +154,7 @@ def train_fresh(config: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if every gate of every run holds, 2 for a wrong setting or argument, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m dialoop_ops.stack.learn", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learn", description=__doc__)
     parser.add_argument("demo", type=Path, help="config of the demo")
     parser.add_argument("folder", type=Path, help="folder of configs to train")
     parser.add_argument("--only", default="", help="names of configs, as grpo,lora")

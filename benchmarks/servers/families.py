@@ -1,6 +1,6 @@
 """Tiny checkpoints of the model families that people train, with random weights.
 
-python -m dialoop_ops.conformance.families DIRECTORY [--only NAME]
+python -m benchmarks.servers.families DIRECTORY [--only NAME]
 
 writes one folder a family: config, generation config, tokenizer and weights, as transformers' own
 class saves them. No weights are downloaded. What the families differ in is kept, made small: heads
@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
-from dialoop_learning.model.checkpoint import save_model
-from dialoop_learning.model.tiny import INITIALIZER_RANGE, tiny_tokenizer, write_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from dialoop_learning.model.tiny import make_random_model, random_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,16 +25,6 @@ if TYPE_CHECKING:
 WINDOW = 12
 """Tokens in a sliding window: longer than a probe of nine, shorter than a chat."""
 
-_SHAPE: Mapping[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": INITIALIZER_RANGE,
-    "dtype": "float32",
-}
 _ALTERNATE = ["sliding_attention", "full_attention"]
 _LATENT: Mapping[str, Any] = {
     "num_key_value_heads": 4,
@@ -237,35 +223,16 @@ def make_family(
 
     `fields` replace those of its config, such as max_position_embeddings for a longer context.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(directory)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(family_config(name, fields))
-        _move_everything(model)
-    save_model(model, directory)
-    return directory
+    family = FAMILIES[name]
+    return make_random_model(
+        directory, family.model_type, fields={**family.fields, **fields}, seed=seed
+    )
 
 
 def family_config(name: str, fields: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return transformers' config of the family's tiny model, with `fields` in place of its own."""
-    family, tokenizer = FAMILIES[name], tiny_tokenizer()
-    tokens = {
-        "vocab_size": tokenizer.get_vocab_size(),
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
-    }
-    values = {**_SHAPE, **family.fields, **tokens, **fields}
-    return AutoConfig.for_model(family.model_type, **deepcopy(values))  # it writes into tables
-
-
-@torch.no_grad()
-def _move_everything(model: torch.nn.Module) -> None:
-    """Add noise to each tensor, so that a bias or norm that is left out shows in log-probs."""
-    for tensor in model.state_dict().values():
-        tensor.add_(torch.randn_like(tensor) * (0.2 if tensor.ndim < 2 else 0.05))
+    family = FAMILIES[name]
+    return random_config(family.model_type, {**family.fields, **fields})
 
 
 def main() -> None:
