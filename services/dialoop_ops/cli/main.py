@@ -137,7 +137,7 @@ def _add_stack_commands(commands: Commands) -> None:
     train.add_argument(
         "--on",
         default="",
-        choices=("local", "ray", "slurm", "kubernetes", "skypilot"),
+        metavar="local|ray|slurm",
         help="what runs the job, instead of the config's launch.on",
     )
     train.add_argument(

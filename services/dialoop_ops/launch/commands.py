@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dialoop.errors import InvalidConfig
+from dialoop_services.config.file import toml_of
 
 from dialoop_ops.launch import slurm
 from dialoop_ops.launch.ray import MovedError, bundles_of, ray_site
@@ -22,16 +21,9 @@ from dialoop_ops.stack.run_dir import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from dialoop_services.config.job import JobConfig
-
-
-_NEXT = {
-    "kubernetes": "| kubectl apply -f -",
-    "skypilot": "> job.yaml`, and `sky jobs launch job.yaml --secret DIALOOP_TOKEN "
-    "--secret DIALOOP_REPLAY_REDIS_URL",
-}
-"""What takes the files that are printed."""
 
 
 @contextmanager
@@ -57,17 +49,11 @@ def has_moved(error: BaseException) -> bool:
 
 def runs_here(config: JobConfig) -> bool:
     """Return whether this process starts the job's processes, and does not hand the job over."""
-    return config.launch.on in ("local", "ray") or slurm.is_inside(os.environ)
+    return config.launch.on != "slurm" or slurm.is_inside(os.environ)
 
 
 def hand_over(config: JobConfig, words: Sequence[str], root: Path) -> int:
-    """Give the job to what [launch] names, say what became of it, and return the exit code."""
-    on = config.launch.on
-    if on in _NEXT:
-        raise InvalidConfig(
-            f"Dialoop writes the files for {on} and starts nothing there itself.",
-            remedy=f"Run `dialoop train CONFIG --on {on} --print {_NEXT[on]}`.",
-        )
+    """Give the job to Slurm, say what became of it, and return the exit code."""
     number = slurm.submit(config, words, root)
     sys.stdout.write(
         f"Submitted job {number}. It writes to {slurm.log_of(config, root)} and to "
@@ -80,9 +66,6 @@ def text_of(config: JobConfig, words: Sequence[str], root: Path, folder: Path) -
     """Return what would be started or handed over, as `--print` shows it."""
     if config.launch.on == "slurm":
         return slurm.script_of(config, words, root)
-    if config.launch.on in _NEXT:  # imported here, since it needs PyYAML
-        module = import_module(f"dialoop_ops.launch.{config.launch.on}")
-        return str(module.text_of(config))
     if config.launch.on == "ray":
         bundles = "".join(f"# Bundle: {json.dumps(each)}\n" for each in bundles_of(config))
         needs = needs_elsewhere(config)
@@ -92,7 +75,7 @@ def text_of(config: JobConfig, words: Sequence[str], root: Path, folder: Path) -
 
 
 def _plan_text(config: JobConfig, site: Site, root: Path, folder: Path) -> str:
-    """Return the launch plan as shell commands, with the ports of this moment."""
+    """Return the job file and the launch plan as shell commands, with the ports of this moment."""
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
     layout = Layout(
         config=config,
@@ -105,4 +88,6 @@ def _plan_text(config: JobConfig, site: Site, root: Path, folder: Path) -> str:
         needs=site.needs,
         hosts=site.hosts,
     )
-    return "\n".join(process.as_shell() for process in layout.launch_plan().processes)
+    file = shlex.quote(str(layout.run_dir.job_file))
+    job = f"cat > {file} <<'END_OF_JOB_FILE'\n{toml_of(config, whole=False)}END_OF_JOB_FILE\n"
+    return "\n".join((job, *(process.as_shell() for process in layout.launch_plan().processes)))

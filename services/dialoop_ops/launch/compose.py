@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
-from dialoop_services.config.file import Override, load_with_origins
+from dialoop_services.config.file import Override, load_with_origins, toml_of
 from dialoop_services.config.settings import CONFIG_VARIABLE
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.config.values import paths_in
@@ -51,18 +51,27 @@ from dialoop_ops.launch.compose_job import (
     require_writable,
     trainer_end,
 )
-from dialoop_ops.launch.elsewhere import CONFIG_FILE, FOLDER, job_file, plan_elsewhere
 from dialoop_ops.stack.devices import needs_elsewhere
-from dialoop_ops.stack.layout import FIXED_PORTS
-from dialoop_ops.stack.run_dir import mark_run
+from dialoop_ops.stack.layout import (
+    FIXED_PORTS,
+    SETTINGS,
+    Layout,
+    replica_names,
+    rest_name,
+    service_of,
+)
+from dialoop_ops.stack.run_dir import RunDir, mark_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dialoop_services.config.job import JobConfig
 
-    from dialoop_ops.launch.plan import PlannedProcess
+    from dialoop_ops.launch.plan import LaunchPlan, PlannedProcess
 
+FOLDER = Path("/var/lib/dialoop")
+"""Where the containers have the runs: infra/docker/Dockerfile makes it."""
+CONFIG_FILE = "/etc/dialoop/job.toml"
 CHECK = "check"
 JOB = "job"
 SERVICES = ("environment", "inference", "replay", "scorer", "trainer", "collector")
@@ -198,6 +207,39 @@ def _require_files(config: JobConfig, settings: ComposeSettings) -> None:
         require_readable(path, name, settings.as_given(path))
 
 
+def plan_in_containers(
+    config: JobConfig, host: Callable[[str], str], *, folder: Path = FOLDER
+) -> LaunchPlan:
+    """Return the plan of processes on machines of their own, which this one does not see.
+
+    They reach each other at `host(name)`, with the same ports everywhere, and read CONFIG_FILE.
+    Raises InvalidConfig for a job whose queue would be lost with a process's memory.
+    """
+    if config.store != "redis":
+        raise InvalidConfig(
+            'store is "memory", and such a queue is lost with its container.',
+            reason=Reason.NO_REDIS,
+            remedy='Set store = "redis", and give the address of a Redis that you run.',
+        )
+    names = [*replica_names(config), *(name for name in SETTINGS if name != "inference")]
+    ports = {
+        port_of(name): FIXED_PORTS[port_of(service_of(name))]
+        for name in names
+        for port_of in (str, rest_name)
+    }
+    layout = Layout(
+        config=config,
+        run_dir=RunDir(path=folder / "runs" / config.run, run_id=config.run),
+        ports=ports,
+        hosts={name: host(name) for name in names},
+        needs=needs_elsewhere(config),
+        config_file=CONFIG_FILE,
+    )
+    plan = layout.launch_plan()
+    processes = (replace(each, command=("python", *each.command[1:])) for each in plan.processes)
+    return replace(plan, processes=tuple(processes))
+
+
 def plan_service(role: str, config: JobConfig, settings: ComposeSettings) -> PlannedProcess:
     """Return how the container of a service starts it; InvalidConfig where it cannot run there."""
     tables = {"train": config.train.device, "inference": config.inference.device}
@@ -217,10 +259,8 @@ def plan_service(role: str, config: JobConfig, settings: ComposeSettings) -> Pla
             return settings.head
         return DOOR if "environment" in (role, name) else name
 
-    process = plan_elsewhere(config, host, folder=settings.folder).process(role)
+    process = plan_in_containers(config, host, folder=settings.folder).process(role)
     variables = dict(process.variables)
-    # It answers after the job's end, as all others do; the service `job` ends.
-    variables.pop("DIALOOP_TRAINER_EXIT_WHEN_DONE", None)
     if role == "inference" and settings.address:
         address = f"{settings.address}:{FIXED_PORTS[role]}"
         variables["DIALOOP_INFERENCE_ADVERTISED_ADDRESS"] = address
@@ -279,7 +319,7 @@ def become(process: PlannedProcess, config: JobConfig, environment: Mapping[str,
     """Replace this process by the service, once the model that it loads is there."""
     handle, path = tempfile.mkstemp(prefix="dialoop-job-", suffix=".toml")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(job_file(config))
+        file.write(toml_of(config, whole=False))
     own = {CONFIG_VARIABLE: path, **_ticket_of(process, config, environment)}
     variables = {**process.variables, **without_tokens(environment), **own}
     if process.needs_model and not config.model.directory:

@@ -23,10 +23,9 @@ from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
 from dialoop_services.runtime.access.principals import TOKEN, without_tokens
 
-from dialoop_ops.launch.cluster import ClusterNode, components_of, require_room
 from dialoop_ops.launch.plan import Needs
 from dialoop_ops.launch.ray_worker import RayWorker
-from dialoop_ops.launch.site import Site
+from dialoop_ops.launch.site import ClusterNode, Site, components_of, require_room
 from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import replica_names, service_of
 from dialoop_ops.stack.processes.child import Room
@@ -109,7 +108,7 @@ def _nodes_of(ray: Any) -> list[ClusterNode]:
 
 def bundles_of(config: JobConfig) -> list[dict[str, float]]:
     """Return the resources of the head's bundle and of each replica's."""
-    return [_bundle(component.needs) for component in components_of(config)]
+    return [_bundle(needs) for needs in components_of(config).values()]
 
 
 def needs_this_machine(config: JobConfig, environment: Mapping[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""Say where a stack's processes run: all on this machine, or some on others.
+"""Say where a stack's processes run: all on this machine, or some on others that have room.
 
 A launcher makes a Site; the layout takes addresses and variables from it, the supervisor what
 starts a process that runs elsewhere.
@@ -12,12 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop_services.runtime.access.principals import TOKEN
 
 from dialoop_ops.launch.plan import Needs
 from dialoop_ops.stack.devices import needs_elsewhere, plan_devices, plan_here, this_machine
+from dialoop_ops.stack.layout import replica_names, service_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dialoop_services.config.job import JobConfig
 
     from dialoop_ops.stack.processes.child import Grow, Starter
@@ -71,3 +76,44 @@ def spread_site(
         devices=threads | {each.name: each.variables for each in here},
         needs=elsewhere | {each.name: each.needs for each in here},
     )
+
+
+def components_of(config: JobConfig) -> dict[str, Needs]:
+    """Return what has to lie on one node each: the head, as the trainer, and each replica.
+
+    The head needs the sum of what its processes need.
+    """
+    needs = needs_elsewhere(config)
+    head = [each for name, each in needs.items() if service_of(name) != "inference"]
+    total = Needs(
+        gpus=sum(each.gpus for each in head),
+        processors=sum(each.processors for each in head),
+        memory_gib=sum(each.memory_gib for each in head),
+    )
+    return {"trainer": total, **{name: needs[name] for name in replica_names(config)}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNode:
+    """A node of a cluster: its processors, GiB of memory and GPUs."""
+
+    processors: int
+    memory_gib: float
+    gpus: int
+
+
+def require_room(components: Mapping[str, Needs], nodes: Sequence[ClusterNode]) -> None:
+    """Raise InvalidConfig (PLAN_TOO_LARGE) where the cluster could never run all components."""
+    for key, unit in (("gpus", "GPUs"), ("processors", "processors"), ("memory_gib", "GiB")):
+        wanted = {name: getattr(needs, key) for name, needs in components.items()}
+        offered = [getattr(node, key) for node in nodes]
+        terms = " + ".join(f"{name} {value:g}" for name, value in wanted.items() if value)
+        total = sum(wanted.values())
+        if total > sum(offered) or max(wanted.values()) > max(offered):
+            raise InvalidConfig(
+                f"The job does not fit on the cluster's {len(nodes)} nodes. {unit}: {terms} = "
+                f"{total:g} of {sum(offered):g}, {max(offered):g} at most on one node.",
+                reason=Reason.PLAN_TOO_LARGE,
+                remedy="Lower what [resources] asks for, num_replicas or num_processes, or take a "
+                "larger cluster or partition.",
+            )

@@ -21,9 +21,14 @@ from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
 from dialoop_services.runtime.process import PARENT_VARIABLE
 
-from dialoop_ops.launch.cluster import ClusterNode, components_of, require_room
 from dialoop_ops.launch.plan import Needs
-from dialoop_ops.launch.site import Site, spread_site
+from dialoop_ops.launch.site import (
+    ClusterNode,
+    Site,
+    components_of,
+    require_room,
+    spread_site,
+)
 from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import replica_names, service_of
 from dialoop_ops.stack.processes.child import Child
@@ -61,7 +66,7 @@ def script_of(config: JobConfig, words: Sequence[str], root: Path) -> str:
         *((f"--account={slurm.account}",) if slurm.account else ()),
         *slurm.options,
     ]
-    first, *others = components_of(config)
+    head, *replicas = components_of(config).values()
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name=dialoop-{config.run}",
@@ -70,10 +75,10 @@ def script_of(config: JobConfig, words: Sequence[str], root: Path) -> str:
         "#SBATCH --requeue",
         f"#SBATCH --signal=B:USR1@{slurm.save_before_s}",
         *((f"#SBATCH --time={slurm.time_limit_min}",) if slurm.time_limit_min else ()),
-        *(f"#SBATCH {option}" for option in (*common, *options_of(first.needs))),
+        *(f"#SBATCH {option}" for option in (*common, *options_of(head))),
     ]
-    for component in others:
-        options = (*common, *options_of(component.needs))
+    for needs in replicas:
+        options = (*common, *options_of(needs))
         time = (f"--time={slurm.time_limit_min}",) if slurm.time_limit_min else ()
         lines += ["#SBATCH hetjob", f"#SBATCH --job-name=dialoop-{config.run}"]
         lines += [f"#SBATCH {option}" for option in (*time, *options)]

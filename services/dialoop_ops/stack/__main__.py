@@ -31,7 +31,6 @@ from dialoop_services.config.file import (
     overrides_of_words,
     toml_of,
 )
-from dialoop_services.config.launch import TARGETS
 from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent, end_command
 from rich.console import Console
@@ -202,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "train":
             command.add_argument("--seeds", default="", help="run once for each seed, as 0,1,2")
-            command.add_argument("--on", default="", choices=TARGETS, help="what runs the job")
+            command.add_argument("--on", default="", help="what runs the job: local, ray or slurm")
             command.add_argument(
                 "--print", action="store_true", help="print what --on would start, and end"
             )

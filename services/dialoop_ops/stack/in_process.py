@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +43,12 @@ from dialoop_services.runtime.settings import load
 
 from dialoop_ops.stack import preflight
 from dialoop_ops.stack.layout import (
+    SETTINGS,
     STOP_ORDER,
     Layout,
     replica_names,
     rest_name,
     service_of,
-    settings_of,
     variables_of_tables,
 )
 from dialoop_ops.stack.processes.ports import choose_ports
@@ -58,7 +57,7 @@ from dialoop_ops.stack.report.observer import PhaseClock
 from dialoop_ops.stack.run_dir import open_run
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 
     from dialoop.clients.channel import Channel
     from dialoop.clients.inference import PolicyStatus
@@ -147,9 +146,9 @@ def _rescore(job: JobConfig, run_dir: RunDir) -> dict[str, Any]:
     options = summary.rescoring_options(job)
     if not options:
         return dict(summary.NOT_RESCORED)
-    rescore = import_module("dialoop_ops.policies.rescore").rescore
-    answer: dict[str, Any] = rescore(run_dir.path, run_dir.model(job), **options)
-    return answer
+    from dialoop_ops.policies.rescore import rescore
+
+    return rescore(run_dir.path, run_dir.model(job), **options)
 
 
 @asynccontextmanager
@@ -223,6 +222,25 @@ class _Host:
     ticket_name: str = ""
 
 
+def _mains() -> dict[str, Callable[..., Coroutine[Any, Any, None]]]:
+    """Return what serves each service; imported here, since it imports torch."""
+    from dialoop_services.collector.__main__ import serve_in as collector
+    from dialoop_services.environment.__main__ import serve_in as environment
+    from dialoop_services.inference.__main__ import serve_in as inference
+    from dialoop_services.replay.__main__ import serve_in as replay
+    from dialoop_services.scorer.__main__ import serve_in as scorer
+    from dialoop_services.trainer.__main__ import serve_in as trainer
+
+    return {
+        "collector": collector,
+        "environment": environment,
+        "inference": inference,
+        "replay": replay,
+        "scorer": scorer,
+        "trainer": trainer,
+    }
+
+
 class _Services:
     """The tasks in which the services run, from the first start to the last end."""
 
@@ -262,9 +280,8 @@ class _Services:
 
     def _begin(self, name: str) -> None:
         service = service_of(name)
-        settings = load(settings_of(service), **self._layout.values_of(name))
-        # Imported by name, so that this module does not import torch.
-        serve_in = import_module(f"dialoop_services.{service}.__main__").serve_in
+        settings = load(SETTINGS[service], **self._layout.values_of(name))
+        serve_in = _mains()[service]
         rest_port = self._layout.ports.get(rest_name(name))
         self._servers[name] = server = self.network.server(name, rest_port=rest_port)
         host = _Host(server=server, connect=self._connect)
@@ -340,6 +357,9 @@ def _make_model(layout: Layout) -> None:
     directory = layout.model_to_make()
     if directory is None:
         return
+    import torch
+    from dialoop_learning.model.tiny import make_tiny_model
+
     # A worker keeps the number of threads with which it begins, and sums depend on that number.
-    import_module("torch").set_num_threads(layout.config.train.num_threads)
-    import_module("dialoop_learning.model.tiny").make_tiny_model(directory, seed=layout.config.seed)
+    torch.set_num_threads(layout.config.train.num_threads)
+    make_tiny_model(directory, seed=layout.config.seed)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from dialoop_services.config.settings import CONFIG_VARIABLE, overrides_of
+from dialoop_services.collector.settings import CollectorSettings
+from dialoop_services.config.file import toml_of
+from dialoop_services.config.settings import CONFIG_VARIABLE, keys_in, overrides_of
+from dialoop_services.environment.settings import EnvironmentSettings
+from dialoop_services.inference.settings import InferenceSettings
+from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.runtime.access.principals import TICKET
 from dialoop_services.runtime.device_lock import DEVICE_LOCK, is_owned
+from dialoop_services.scorer.settings import ScorerSettings
+from dialoop_services.trainer.settings import TrainerSettings
 
 from dialoop_ops.launch.plan import (
     HEAD,
@@ -30,7 +37,7 @@ from dialoop_ops.stack.processes.readiness import grpc_alive, grpc_ready
 from dialoop_ops.stack.processes.redis_server import redis_command, redis_service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
     from dialoop_services.config.file import Override
     from dialoop_services.config.job import JobConfig
@@ -51,13 +58,23 @@ STOP_ORDER = (
 )
 """Order in which services stop: producers of work first, the queue's store last."""
 
+SETTINGS: Mapping[str, type[JobSettings]] = MappingProxyType(
+    {
+        "environment": EnvironmentSettings,
+        "inference": InferenceSettings,
+        "replay": ReplaySettings,
+        "scorer": ScorerSettings,
+        "trainer": TrainerSettings,
+        "collector": CollectorSettings,
+    }
+)
+"""The settings of each service."""
+
 FIXED_PORTS = MappingProxyType(
     {
         name + door: first + number
         for door, first in (("", 7000), ("_rest", 8000))
-        for number, name in enumerate(
-            ("environment", "inference", "replay", "scorer", "trainer", "collector"), start=1
-        )
+        for number, name in enumerate(SETTINGS, start=1)
     }
 )
 """Ports of a stack without a config, and in containers: gRPC from 7001 on, REST from 8001 on."""
@@ -90,7 +107,7 @@ class Layout:
     grow: Grow | None = None
     """What makes room elsewhere for a process that is added; None: it is added here."""
     config_file: str = ""
-    """Job file that the processes read by themselves; empty: variables have all its values."""
+    """Job file that the processes read; empty: that in the run's folder."""
     redis_program: str = ""
     """The Redis that the stack starts itself; empty: none."""
     folder: Path | None = None
@@ -180,16 +197,15 @@ class Layout:
 
     def _variables_of(self, name: str) -> dict[str, str]:
         """Return all variables that a process gets beside those of its machine."""
-        service = service_of(name)
+        service, places = service_of(name), self.places_of(name)
         variables = (
-            self.environment_of(name)
+            {f"DIALOOP_{service.upper()}_{k.upper()}": _text(v) for k, v in places.items()}
             | dict(self.devices.get(name, {}))
             | {
                 f"DIALOOP_{service.upper()}_PORT": str(self.ports[name]),
                 f"DIALOOP_{service.upper()}_REST_PORT": str(self.ports[rest_name(name)]),
                 "DIALOOP_RUN": self.run_dir.run_id,
-                # Empty: the variables already hold all values of the file.
-                CONFIG_VARIABLE: self.config_file,
+                CONFIG_VARIABLE: self._job_of(name),
             }
         )
         if name in self.hosts:  # of several machines, so it listens to all; a token is required
@@ -247,29 +263,35 @@ class Layout:
             return ("dialoop_services.trainer.learner.launch", str(num_processes))
         return (f"dialoop_services.{service}",)
 
-    def environment_of(self, name: str) -> dict[str, str]:
-        """Return the variables of a process, without its ports."""
-        prefix = f"DIALOOP_{service_of(name).upper()}_"
-        return {f"{prefix}{key.upper()}": _text(v) for key, v in self.values_of(name).items()}
+    def write_job(self) -> None:
+        """Write the job file of the run's folder, which each process reads when it starts."""
+        self.run_dir.job_file.write_text(toml_of(self.config, whole=False), encoding="utf-8")
+
+    def _job_of(self, name: str) -> str:
+        """Return the job file of a process; its text where its machine does not see the file."""
+        if self._is_apart(name):
+            return toml_of(self.config, whole=False)
+        return self.config_file or str(self.run_dir.job_file)
+
+    def _is_apart(self, name: str) -> bool:
+        """Return whether a process does not see the run's folder."""
+        is_replica = service_of(name) == "inference"
+        return is_replica and name in self.hosts and not self.config.launch.shared_folder
 
     def values_of(self, name: str) -> dict[str, object]:
-        """Return the settings of a process without its ports: the job's, and addresses and files.
-
-        Settings without a value, as `stop_at`, are left out.
-        """
-        job = {} if self.config_file else settings_of(service_of(name)).of_job(self.config)
-        values = job | self._places_of(name)
+        """Return the settings of a service in this process: the job's, and its places."""
+        values = SETTINGS[service_of(name)].of_job(self.config) | self.places_of(name)
         return {key: value for key, value in values.items() if value is not None}
 
-    def _places_of(self, name: str) -> dict[str, object]:
-        """Return the addresses, files and names that a process needs."""
+    def places_of(self, name: str) -> dict[str, object]:
+        """Return the addresses, files and names that a process needs beside the job file."""
         of_run = {"run": self.run_dir.run_id, "replay_address": self.address("replay")}
         model: dict[str, object] = {"model_dir": self.run_dir.model(self.config).resolve()}
         service = service_of(name)
         if service == "replay":
-            redis = {"redis_url": self.redis_url}
-            saved = {"run_dir": self.run_dir.path.resolve()}
-            return model | (redis if self.config.store == "redis" else saved)
+            if self.config.store == "memory":
+                return model | {"run_dir": self.run_dir.path.resolve()}
+            return model | ({"redis_url": self.redis_url} if self.redis_url else {})
         if service == "environment":
             return {**model, "inference_address": self.address("inference")}
         if service == "inference":
@@ -277,7 +299,7 @@ class Layout:
             weights: dict[str, object] = {
                 "weights_root": self.memory or self.run_dir.policies.resolve()
             }
-            if name in self.hosts and not self.config.launch.shared_folder:
+            if self._is_apart(name):
                 weights = {"awaits_policy": True}
             own = {**of_run, "name": name, "seed": self._seed_of(name)}
             if name in self.hosts:
@@ -321,17 +343,23 @@ class Layout:
         return {"device_lock": self.run_dir.path.resolve() / DEVICE_LOCK}
 
 
-def settings_of(service: str) -> type[JobSettings]:
-    """Return the settings class of a service, imported by name since a stack imports no service."""
-    module = import_module(f"dialoop_services.{service}.settings")
-    kind: type[JobSettings] = getattr(module, f"{service.title()}Settings")
-    return kind
-
-
 def variables_of_tables(environment: Mapping[str, str]) -> list[Override]:
     """Return the keys of the job file that variables of its services override."""
-    services = {name.split("_")[1].lower() for name in environment if name.startswith("DIALOOP_")}
-    return overrides_of(environment, [settings_of(name) for name in STOP_ORDER if name in services])
+    return overrides_of(environment, SETTINGS.values())
+
+
+@contextmanager
+def without_keys(environment: MutableMapping[str, str]) -> Iterator[None]:
+    """Take out the variables that say keys of the job file, which has had its say by now.
+
+    A service that inherited one would prefer it to what --set says.
+    """
+    names = [name for kind in SETTINGS.values() for name in keys_in(environment, kind)]
+    kept = {name: environment.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        environment.update(kept)
 
 
 def service_of(name: str) -> str:

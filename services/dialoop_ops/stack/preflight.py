@@ -102,8 +102,6 @@ class _Checks:
             _check_memory,
             _check_queue_and_ports,
         ):
-            if step in _OF_THIS_MACHINE and config.launch.on in ("kubernetes", "skypilot"):
-                continue
             try:
                 with working_in(folder):
                     step(config)
@@ -458,16 +456,6 @@ def _check_memory(config: JobConfig) -> None:
             reason=Reason.MODEL_INCOMPLETE,
             remedy="Save the model there with model.save_pretrained(directory).",
         ) from error
-
-
-_OF_THIS_MACHINE = (
-    _check_engine,
-    _check_models,
-    _check_packages,
-    _check_memory,
-    _check_queue_and_ports,
-)
-"""Checks that say nothing of a job whose processes run in containers elsewhere."""
 
 
 def gflops_of_this_machine() -> float:

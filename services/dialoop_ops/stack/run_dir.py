@@ -46,6 +46,11 @@ class RunDir:
         return self.path / "logs"
 
     @property
+    def job_file(self) -> Path:
+        """Return the job file that the services of the run read."""
+        return (self.path / "job.toml").resolve()
+
+    @property
     def policies(self) -> Path:
         """Return the folder of published weights."""
         return self.path / "policies"

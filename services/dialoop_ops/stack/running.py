@@ -24,7 +24,7 @@ from dialoop_services.runtime.access.principals import ADMIN_TOKEN, DIGEST_MARK,
 from dialoop_ops.launch.site import this_site
 from dialoop_ops.stack.devices import VISIBLE, with_data_plane
 from dialoop_ops.stack.gpus import driver_lists, hold
-from dialoop_ops.stack.layout import Layout, ports_of
+from dialoop_ops.stack.layout import Layout, ports_of, without_keys
 from dialoop_ops.stack.processes.ports import HOST
 from dialoop_ops.stack.processes.redis_server import (
     FoundRedis,
@@ -132,7 +132,9 @@ def _authority() -> Authority | None:
 @asynccontextmanager
 async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStack]:
     """Start everything in the plan; when the context is left, all of it has ended."""
+    plan.layout.write_job()
     with (
+        without_keys(os.environ),
         _holding_gpus(plan.layout),
         fill_with_latest(plan.layout.memory, plan.layout.run_dir.policies),
     ):

@@ -163,13 +163,36 @@ def parse_config(
         raise _mistake((origins or {}).get(key, source), detail) from None
 
 
-def toml_of(config: JobConfig, origins: Mapping[str, str] | None = None) -> str:
-    """Return the whole config as TOML, with the meaning of each key in a comment.
+def toml_of(
+    config: JobConfig, origins: Mapping[str, str] | None = None, *, whole: bool = True
+) -> str:
+    """Return the config as TOML, with the meaning of each key in a comment.
 
     A key without a value is commented out. With `origins` the comments say where values are from.
+    Unless `whole`, only keys that differ from their defaults are there, without comments.
     """
+    if not whole:  # the values of a preset are written out
+        plain = config.model_copy(update={"preset": ""})
+        return "\n".join(_bare_lines(plain, "")).strip() + "\n"
     head = f"schema = {SCHEMA}  # Version of this file's keys."
     return "\n".join([head, *_lines(config, "", origins)]) + "\n"
+
+
+def _bare_lines(section: BaseModel, path: str) -> list[str]:
+    """Return a section's keys that differ, then the sections inside it."""
+    lines, inside = [], []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if value == field.get_default(call_default_factory=True):
+            continue
+        if isinstance(value, BaseModel):
+            table = f"{path}.{name}" if path else name
+            below = _bare_lines(value, table)
+            inside += (["", f"[{table}]"] if below[0][:1] not in ("", "[") else []) + below
+        else:
+            plain = section.model_dump(mode="json", include={name}, exclude_defaults=True)[name]
+            lines.append(f"{name} = {toml_value(plain)}")
+    return lines + inside
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -185,17 +208,22 @@ def _source_of(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(
-            sys.stdin.read() if path == STANDARD_INPUT else path.read_text("utf-8")
-        )
+        text = sys.stdin.read() if path == STANDARD_INPUT else path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidConfig(
             f"The config {path} cannot be read: {getattr(error, 'strerror', None) or error}.",
             remedy="Name a TOML file, such as infra/configs/demo.toml.",
         ) from None
+    return values_in(text, str(path))
+
+
+def values_in(text: str, source: str) -> dict[str, Any]:
+    """Return what TOML says; InvalidConfig where it is none."""
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InvalidConfig(
-            f"{path} is not valid TOML: {error}.", remedy="Correct that line."
+            f"{source} is not valid TOML: {error}.", remedy="Correct that line."
         ) from None
 
 

@@ -7,7 +7,7 @@ class TrainerSettings(JobSettings, TrainFields):
     max_new_tokens: int = job_key("collector.max_new_tokens")
 
 A value is taken from an argument, else from a variable, else from the job file that DIALOOP_CONFIG
-names, else it is the default.
+names, else it is the default. Every process of a stack is started so, on whatever machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from dialoop_services.config.file import Override, load_config
+from dialoop_services.config.file import Override, load_config, parse_config, values_in
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.values import table_of
 from dialoop_services.runtime.settings import ServerSettings
@@ -101,18 +101,21 @@ class JobSettings(ServerSettings):
 
 
 class _JobFile(PydanticBaseSettingsSource):
-    """The values of the file that DIALOOP_CONFIG names."""
+    """The values of the file that DIALOOP_CONFIG names, or whose lines it has."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         """Return nothing, since `__call__` returns all values at once."""
         return None, field_name, False
 
     def __call__(self) -> dict[str, Any]:
-        path = os.environ.get(CONFIG_VARIABLE, "")
-        kind = self.settings_cls
-        if not path or not issubclass(kind, JobSettings):
+        job, kind = os.environ.get(CONFIG_VARIABLE, ""), self.settings_cls
+        if not job or not issubclass(kind, JobSettings):
             return {}
-        return kind.of_job(load_config(Path(path), environment={}))
+        if "\n" in job:
+            return kind.of_job(
+                parse_config(values_in(job, CONFIG_VARIABLE), source=CONFIG_VARIABLE)
+            )
+        return kind.of_job(load_config(Path(job), environment={}))
 
 
 def overrides_of(
@@ -125,15 +128,22 @@ def overrides_of(
     """
     overrides = []
     for kind in kinds:
-        prefix, paths = str(kind.model_config.get("env_prefix")), kind.job_paths()
-        for variable, text in environment.items():
-            field, *inner = variable.removeprefix(prefix).lower().split("__")
-            if not variable.startswith(prefix) or field not in paths:
-                continue
-            path = ".".join((paths[field], *inner))
-            if path.startswith(f"{kind.TABLE}.") or is_table(paths[field]):
-                overrides.append(Override(path=path, value=_parse(text), origin=variable))
+        for variable, (key, *inner) in keys_in(environment, kind).items():
+            if key.startswith(f"{kind.TABLE}.") or is_table(key):
+                path, value = ".".join((key, *inner)), _parse(environment[variable])
+                overrides.append(Override(path=path, value=value, origin=variable))
     return overrides
+
+
+def keys_in(environment: Mapping[str, str], kind: type[JobSettings]) -> dict[str, list[str]]:
+    """Return the service's variables that say a key of the job file, with key and inner names."""
+    prefix, paths = str(kind.model_config.get("env_prefix")), kind.job_paths()
+    keys = {}
+    for variable in (name for name in environment if name.startswith(prefix)):
+        field, *inner = variable.removeprefix(prefix).lower().split("__")
+        if field in paths:
+            keys[variable] = [paths[field], *inner]
+    return keys
 
 
 def _parse(text: str) -> Any:

@@ -23,7 +23,7 @@ import pytest
 from dialoop.clients.channel import EPOCH_METADATA, Channel
 from dialoop_ops.stack import in_process as module
 from dialoop_ops.stack.in_process import read_job
-from dialoop_ops.stack.layout import service_of, settings_of
+from dialoop_ops.stack.layout import SETTINGS, service_of
 from dialoop_ops.stack.run_dir import open_run
 from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.runtime.settings import load
@@ -61,7 +61,7 @@ class Services(module._Services):
     def _begin(self, name: str) -> None:
         service, channels = service_of(name), list[Channel]()
         own = {"worker": name} if service == "collector" else {}
-        settings = load(settings_of(service), **self._layout.values_of(name), **own)
+        settings = load(SETTINGS[service], **self._layout.values_of(name), **own)
 
         def connect(address: str, to: Any, **options: Any) -> Channel:
             channels.append(self.network.connect(address, to, **options))

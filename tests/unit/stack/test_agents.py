@@ -37,7 +37,8 @@ def layout_of(tmp_path: Path, agent: str = "", **environment: str) -> Layout:
 def test_the_collector_is_told_who_plays_and_where(tmp_path, monkeypatch):
     layout = layout_of(tmp_path, f"{__name__}:run")
     preflight.check(layout.config)
-    variables = layout.environment_of("collector")
+    layout.write_job()
+    variables = layout.process("collector").variables
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     settings = CollectorSettings()
@@ -57,7 +58,8 @@ def test_without_an_agent_nothing_is_told(tmp_path):
 def test_what_is_played_by_token_ids_brings_the_model_to_the_collector(tmp_path, monkeypatch):
     assert "model_dir" not in layout_of(tmp_path).values_of("collector")
     layout = layout_of(tmp_path, use="calculator", play="text")
-    for name, value in layout.environment_of("collector").items():
+    layout.write_job()
+    for name, value in layout.process("collector").variables.items():
         monkeypatch.setenv(name, value)
     settings = CollectorSettings()
     assert settings.model_dir == layout.values_of("trainer")["model_dir"]

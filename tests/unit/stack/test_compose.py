@@ -87,11 +87,12 @@ def settings_of(service: str, monkeypatch: pytest.MonkeyPatch) -> ServerSettings
     return settings_in(monkeypatch, variables | {"DIALOOP_CONFIG": str(DEMO)}, SETTINGS[service])
 
 
-def spec_of(service: str) -> ServiceSpec:
+def spec_of(service: str, folder: Path) -> ServiceSpec:
     config = load_config(DEMO, environment={})
-    run_dir = RunDir(path=Path("runs/demo"), run_id="demo")
+    run_dir = RunDir(path=folder, run_id="demo")
     ports = {name: 1 for service in SETTINGS for name in (service, rest_name(service))}
     layout = Layout(config=config, run_dir=run_dir, ports=ports, redis_url="redis://127.0.0.1:1/0")
+    layout.write_job()
     return layout.spec(service)
 
 
@@ -124,10 +125,10 @@ def test_a_misspelt_variable_would_be_refused(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("service", SETTINGS)
 def test_a_container_is_told_what_the_demo_tells_the_embedded_service(
-    service: str, monkeypatch: pytest.MonkeyPatch
+    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = settings_of(service, monkeypatch)
-    variables = spec_of(service).environment
+    variables = spec_of(service, tmp_path).environment
     theirs = settings_in(monkeypatch, variables, SETTINGS[service])
     assert ours.model_dump(exclude=PLACES) == theirs.model_dump(exclude=PLACES)
 
@@ -342,9 +343,11 @@ def test_whatever_is_waited_for_can_become_ready(service: str) -> None:
 
 
 @pytest.mark.parametrize("service", SETTINGS)
-def test_an_image_runs_the_embedded_command_and_probes_its_port(service: str) -> None:
+def test_an_image_runs_the_embedded_command_and_probes_its_port(
+    service: str, tmp_path: Path
+) -> None:
     target = TARGETS[SERVICES[service]["build"]["target"]]
-    assert target.command == ["python", *spec_of(service).command[1:]]
+    assert target.command == ["python", *spec_of(service, tmp_path).command[1:]]
     assert tuple(target.command) == PLANS[service].command
     assert target.probe == [
         *("python", "-I", "-S"),
@@ -384,9 +387,11 @@ def test_an_image_installs_its_own_extra_and_drops_root_last(service: str) -> No
 
 
 @pytest.mark.parametrize("service", SETTINGS)
-def test_a_container_has_as_long_to_end_as_the_embedded_service(service: str) -> None:
+def test_a_container_has_as_long_to_end_as_the_embedded_service(
+    service: str, tmp_path: Path
+) -> None:
     grace_s = float(SERVICES[service]["stop_grace_period"].removesuffix("s"))
-    assert grace_s >= spec_of(service).stop_grace_s
+    assert grace_s >= spec_of(service, tmp_path).stop_grace_s
 
 
 @pytest.mark.parametrize("service", [*SETTINGS, "redis"])

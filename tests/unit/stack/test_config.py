@@ -291,6 +291,7 @@ def test_every_variable_is_a_valid_setting_of_its_service(
         ports=ports,
         redis_url="redis://127.0.0.1:1/0",
     )
+    layout.write_job()
     for name, value in layout.spec(service).environment.items():
         monkeypatch.setenv(name, value)
     loaded = settings()

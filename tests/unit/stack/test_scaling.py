@@ -116,7 +116,7 @@ async def test_processes_are_started_and_stopped_until_there_are_as_many(tmp_pat
     added = {spec.name: spec for spec in stack.supervisor.started}
     replica = added["inference-1"].environment
     assert replica["DIALOOP_INFERENCE_NAME"] == "inference-1"
-    assert replica["DIALOOP_INFERENCE_DISCOVERY"] == "registry"
+    assert replica["DIALOOP_CONFIG"] == str(stack.layout.run_dir.job_file)
     assert replica["DIALOOP_INFERENCE_PORT"] not in {"0", "7003"}
     assert (
         replica["DIALOOP_INFERENCE_SEED"]

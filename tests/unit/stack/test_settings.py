@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop_learning.loss.facts import LOSSES
-from dialoop_ops.stack.layout import Layout, rest_name, settings_of
+from dialoop_ops.stack.layout import SETTINGS, Layout, rest_name, without_keys
 from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import JobSettings, field_at, is_table, overrides_of
+from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.runtime.settings import ServerSettings, load
 from dialoop_services.trainer.settings import TrainerSettings
 
@@ -62,7 +64,7 @@ def own_fields(kind: type[JobSettings]) -> set[str]:
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_setting_that_is_a_key_of_the_job_file_is_the_very_same_field(service: str) -> None:
     """A second check, default or meaning would be another field."""
-    kind = settings_of(service)
+    kind = SETTINGS[service]
     for name, path in kind.job_paths().items():
         if name in NO_KEY:
             continue
@@ -73,7 +75,7 @@ def test_a_setting_that_is_a_key_of_the_job_file_is_the_very_same_field(service:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_setting_is_a_key_or_a_place(service: str) -> None:
-    kind = settings_of(service)
+    kind = SETTINGS[service]
     places = set(PLACES[service].split())
     assert own_fields(kind) - set(kind.job_paths()) - set(kind.derive(JobConfig())) <= places
     assert places <= own_fields(kind) - set(kind.job_paths())
@@ -83,11 +85,11 @@ def test_every_setting_is_a_key_or_a_place(service: str) -> None:
 def test_every_key_of_a_table_is_a_setting_of_its_service(service: str) -> None:
     table = field_at(TABLES[service]).annotation
     assert isinstance(table, type)
-    assert table.model_fields.keys() - settings_of(service).model_fields <= OF_THE_STACK  # type: ignore[attr-defined]
+    assert table.model_fields.keys() - SETTINGS[service].model_fields <= OF_THE_STACK  # type: ignore[attr-defined]
 
 
 def test_every_table_is_some_services() -> None:
-    read = {path for service in SERVICES for path in settings_of(service).job_paths().values()}
+    read = {path for service in SERVICES for path in SETTINGS[service].job_paths().values()}
     tables = {name for name in JobConfig.model_fields if is_table(name)}
     unread = {name for name in tables if name not in read and name not in TABLES.values()}
     assert unread == {
@@ -100,7 +102,7 @@ def test_every_table_is_some_services() -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_successor_is_a_variable_that_is_read(service: str) -> None:
-    kind = settings_of(service)
+    kind = SETTINGS[service]
     for old, new in kind.SUCCESSORS.items():
         assert old not in kind.model_fields
         name, *inner = new.split("__")
@@ -161,7 +163,7 @@ def test_each_service_reads_the_job_file_and_variables_override_it(
     monkeypatch.setenv("DIALOOP_TRAINER_NUM_STEPS", "6")
     monkeypatch.setenv("DIALOOP_TRAINER_EVALUATION__NUM_TASKS", "2")
     settings: dict[str, Any] = {
-        name: load(settings_of(name), **({"model_dir": "m"} if name == "inference" else {}))
+        name: load(SETTINGS[name], **({"model_dir": "m"} if name == "inference" else {}))
         for name in SERVICES
     }
     trainer, collector = settings["trainer"], settings["collector"]
@@ -182,18 +184,48 @@ def test_each_service_reads_the_job_file_and_variables_override_it(
     assert [entry.use for entry in settings["environment"].environments] == ["twenty_questions"]
 
 
-def test_the_stack_tells_a_service_what_the_service_would_read_itself() -> None:
-    """The file's word and the stack's differ in places only."""
-    config = {"train": {"loss_options": {"cap": 2.0}}, "scorer": {"divide_by_std": True}}
-    made = layout(config)
-    for service in SERVICES:
-        read = settings_of(service).of_job(made.config)
-        values = made.values_of(service)
-        places = {"run", "model_dir", "run_dir"}
-        assert {k: v for k, v in read.items() if k not in places and v is not None} == {
-            k: v for k, v in values.items() if k in read and k not in places
-        }
-        assert values.keys() - read.keys() <= set(PLACES[service].split())
+@pytest.mark.parametrize("shared_folder", [True, False])
+def test_a_replica_of_another_machine_has_the_jobs_text_where_it_does_not_see_the_file(
+    shared_folder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that nobody sees there would end the replica."""
+    job = {"inference": {"max_num_seqs": 7}, "launch": {"shared_folder": shared_folder}}
+    made = replace(layout(job), hosts={"inference": "10.0.0.6", "trainer": "10.0.0.5"})
+    assert made.process("trainer").variables["DIALOOP_CONFIG"].endswith("runs/r/job.toml")
+    replica = made.process("inference").variables
+    assert replica["DIALOOP_CONFIG"].endswith("runs/r/job.toml") == shared_folder
+    if not shared_folder:
+        for name, value in replica.items():
+            monkeypatch.setenv(name, value)
+        assert load(InferenceSettings).max_num_seqs == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("[train\nloss = 1\n", "not valid TOML"), ("[train]\nlos = 1\n", "loss")]
+)
+def test_a_mistake_in_the_jobs_text_is_one_sentence(
+    text: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIALOOP_CONFIG", text)
+    with pytest.raises(InvalidConfig, match=f"DIALOOP_CONFIG .*{says}"):
+        load(TrainerSettings)
+
+
+def test_what_the_command_says_of_a_key_is_not_undone_by_a_variable_of_the_service() -> None:
+    """--set comes before a variable, and the job file of the run has what it says."""
+    variables = {
+        "DIALOOP_TRAINER_LOSS": "rloo",
+        "DIALOOP_TRAINER_EVALUATION__EVERY": "3",
+        "DIALOOP_TRAINER_SEED": "9",
+        "DIALOOP_REPLAY_LEASE_S": "30",
+        "DIALOOP_TRAINER_LOS": "a mistake, which the trainer refuses",
+        "PATH": "/bin",
+    }
+    environment = dict(variables)
+    with without_keys(environment):
+        kept = {"DIALOOP_REPLAY_LEASE_S", "DIALOOP_TRAINER_LOS", "PATH"}
+        assert environment.keys() == kept
+    assert environment == variables
 
 
 def test_replicas_have_seeds_of_their_own() -> None:
@@ -211,7 +243,7 @@ def test_a_variable_of_a_service_says_keys_of_its_tables_but_not_of_the_whole_jo
         "DIALOOP_TRAINER_RUN_DIR": "elsewhere",
         "DIALOOP_COLLECTOR_MAX_TURNS": "2",
     }
-    overrides = overrides_of(variables, [settings_of("trainer"), settings_of("collector")])
+    overrides = overrides_of(variables, [SETTINGS["trainer"], SETTINGS["collector"]])
     assert {override.path: override.value for override in overrides} == {
         "train.loss": "rloo",
         "evaluation.every": "3",

@@ -74,6 +74,6 @@ def test_both_sides_are_told_of_the_data_plane(plane: str, transfer: str, tmp_pa
     # A replica that is started again reads the newest policy there, whatever the plane.
     newest = memory or run_dir(tmp_path).policies.resolve()
     assert (inference.weights_root, inference.weight_transfer) == (newest, transfer)
-    trainer = layout.environment_of("trainer")
-    assert trainer["DIALOOP_TRAINER_DATA_PLANE"] == plane
-    assert trainer.get("DIALOOP_TRAINER_SHARED_MEMORY_DIR") == (str(memory) if memory else None)
+    trainer = layout.values_of("trainer")
+    assert trainer["data_plane"] == plane
+    assert trainer.get("shared_memory_dir") == memory

@@ -26,7 +26,7 @@ CONFIG = {
         "activation_checkpointing": True,
         "max_trajectories_mb": 7,
     },
-    "sft": {"file": "chats.jsonl", "num_epochs": 3},
+    "sft": {"file": "/mine/chats.jsonl", "num_epochs": 3},
     "evaluation": {"stop_at": 0.9, "stop_without_gain": 5},
     "trackers": {"tensorboard": True},
 }
@@ -35,10 +35,11 @@ CONFIG = {
 def load_settings(
     config: dict[str, object], run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> object:
-    """The trainer's settings, as its process reads them from its variables."""
+    """The trainer's settings, as its process reads them from the job file and its variables."""
     job = parse_config(config, source="test")
     layout = Layout(config=job, run_dir=run_dir, ports=ports_of(job, with_redis=False))
-    for name, value in layout.environment_of("trainer").items():
+    layout.write_job()
+    for name, value in layout.process("trainer").variables.items():
         monkeypatch.setenv(name, value)
     return load(TrainerSettings)
 
@@ -52,7 +53,11 @@ def test_the_trainer_is_told_what_the_config_says(
     model = settings.model
     assert (model.lora_rank, model.lora_alpha) == (8, 4.0)
     assert model.lora_targets == ("q_proj", "v_proj")
-    assert (settings.mode, settings.sft.file, settings.sft.num_epochs) == ("sft", "chats.jsonl", 3)
+    assert (settings.mode, settings.sft.file, settings.sft.num_epochs) == (
+        "sft",
+        "/mine/chats.jsonl",
+        3,
+    )
     assert (settings.device, settings.autocast) == ("cuda", "bfloat16")
     assert settings.activation_checkpointing
     assert settings.logprob_kernel == "cut"

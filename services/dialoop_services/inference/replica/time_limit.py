@@ -11,9 +11,7 @@ from dialoop.errors import DeadlineExceeded
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from dialoop_services.inference.engine import OnBegin
+    from collections.abc import AsyncIterator, Callable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +22,9 @@ class TimeLimit:
     per_token_s: float = 1.0
 
     @asynccontextmanager
-    async def around(self, num_tokens: int, *, from_begin: bool) -> AsyncIterator[OnBegin]:
+    async def around(
+        self, num_tokens: int, *, from_begin: bool
+    ) -> AsyncIterator[Callable[[], None]]:
         """Raise DeadlineExceeded (ANSWER_TIMED_OUT) if the block takes longer than the limit.
 
         The time runs from the last call of the function that it yields. Before the first call it

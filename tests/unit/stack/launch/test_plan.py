@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,11 @@ import pytest
 from dialoop_ops.launch.plan import HEAD, REPLICAS, LaunchPlan, Needs
 from dialoop_ops.stack.devices import Node, plan_devices
 from dialoop_ops.stack.layout import (
+    SETTINGS,
     STOP_ORDER,
     Layout,
     replica_names,
     rest_name,
-    service_of,
-    settings_of,
 )
 from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.file import load_config, parse_config
@@ -45,7 +44,7 @@ def layout_of(case: dict[str, Any]) -> Layout:
         config=config,
         run_dir=RunDir(path=Path("/runs/golden"), run_id="golden-1"),
         ports=PORTS | replicas | {rest_name(name): port + 1000 for name, port in replicas.items()},
-        redis_url="redis://127.0.0.1:7000/0",
+        redis_url="redis://127.0.0.1:7000/0" if config.store == "redis" else "",
         redis_program="/usr/bin/redis-server" if config.store == "redis" else "",
         devices={each.name: each.variables for each in devices},
         needs={each.name: each.needs for each in devices},
@@ -56,14 +55,6 @@ def plan_of(case: dict[str, Any]) -> LaunchPlan:
     return layout_of(case).launch_plan()
 
 
-def places_in(layout: Layout, name: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Leave out the values of the job file: a new key of it is no other plan."""
-    service = service_of(name)
-    keys = settings_of(service).of_job(layout.config).keys() - layout._places_of(name).keys()
-    of_file = {f"DIALOOP_{service.upper()}_{key.upper()}" for key in keys}
-    return {key: value for key, value in variables.items() if key not in of_file}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_process_of_the_local_stack_gets_the_variables_that_it_always_got(name: str) -> None:
     layout = layout_of(CASES[name])
@@ -71,7 +62,7 @@ def test_every_process_of_the_local_stack_gets_the_variables_that_it_always_got(
     started = {
         service: {
             "command": ["python", *spec.command[1:]],
-            "variables": places_in(layout, service, spec.environment),
+            "variables": dict(spec.environment),
             "address": spec.address,
             "rest_address": spec.rest_address,
             "ready_timeout_s": spec.ready_timeout_s,
@@ -85,15 +76,19 @@ def test_every_process_of_the_local_stack_gets_the_variables_that_it_always_got(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_value_of_the_job_file_reaches_its_service(name: str) -> None:
+def test_a_process_reads_the_very_job_from_the_file_of_its_run(name: str, tmp_path: Path) -> None:
     layout = layout_of(CASES[name])
+    layout = replace(layout, run_dir=RunDir(path=tmp_path, run_id="golden-1"))
+    layout.write_job()
+    file = str(tmp_path / "job.toml")
+    plain = layout.config.model_copy(update={"preset": ""})  # whose values the file has
+    assert load_config(Path(file), environment={}) == plain
     for process in layout.launch_plan().processes[layout.redis_program != "" :]:
-        values = settings_of(process.role).of_job(layout.config)
-        missing = {key for key, value in values.items() if value is not None} - {
-            variable.removeprefix(f"DIALOOP_{process.role.upper()}_").lower()
-            for variable in process.variables
-        }
-        assert not missing
+        assert process.variables["DIALOOP_CONFIG"] == file
+        prefix = f"DIALOOP_{process.role.upper()}_"
+        keys = {name.removeprefix(prefix).lower() for name in process.variables}
+        # What a replica has of its own, beside what it is to make of the job.
+        assert keys & SETTINGS[process.role].job_paths().keys() <= {"run", "seed"}
 
 
 @pytest.mark.parametrize("name", CASES)

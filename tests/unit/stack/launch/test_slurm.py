@@ -12,13 +12,8 @@ from typing import Any
 import pytest
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop_ops.launch import slurm
-from dialoop_ops.launch.cluster import (
-    ClusterNode,
-    Component,
-    components_of,
-    require_room,
-)
 from dialoop_ops.launch.plan import Needs
+from dialoop_ops.launch.site import ClusterNode, components_of, require_room
 from dialoop_ops.launch.slurm import SlurmStep
 from dialoop_ops.stack.__main__ import main
 from dialoop_services.config.file import parse_config
@@ -105,7 +100,7 @@ def test_a_job_that_was_stopped_by_its_time_limit_goes_back_in_the_queue(
 
 
 NODES = [ClusterNode(processors=8, memory_gib=16, gpus=2)] * 2
-FITS = Component(name="trainer", needs=Needs(gpus=2, processors=8, memory_gib=16))
+FITS = Needs(gpus=2, processors=8, memory_gib=16)
 REFUSED = {
     "gpus": (Needs(gpus=3), "GPUs: trainer 2 + inference 3 = 5 of 4, 2 at most on one node"),
     "processors": (Needs(processors=9), "processors: trainer 8 + inference 9 = 17 of 16"),
@@ -116,9 +111,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_job_larger_than_the_cluster_is_refused_with_its_arithmetic(name: str) -> None:
     needs, says = REFUSED[name]
-    require_room([FITS, FITS], NODES)
+    require_room({"trainer": FITS, "inference": FITS}, NODES)
     with pytest.raises(InvalidConfig, match="does not fit") as caught:
-        require_room([FITS, Component(name="inference", needs=needs)], NODES)
+        require_room({"trainer": FITS, "inference": needs}, NODES)
     assert says in caught.value.message
     assert caught.value.reason == "PLAN_TOO_LARGE"
 
