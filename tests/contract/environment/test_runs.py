@@ -40,8 +40,8 @@ from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.runtime import GrpcServer, ServerSettings
-from dialoop_services.runtime.relay import Passage, listen
 
+from tests.support.connections import connection_to, copy, serving_connections
 from tests.support.environment_doors import RawChannel, reason_of
 from tests.support.rest_world import MAIN_3, GrpcDoor, RestDoor, TwinEngine
 from tests.support.waiting import PATIENCE_S
@@ -251,12 +251,16 @@ async def test_81_twenty_questions_by_seed_and_its_refusals(door, tmp_path):
 
 async def test_a_service_without_a_way_to_its_policy_reaches_it_through_a_relay(tmp_path):
     async with policy(guesses, model_of(tmp_path / "model")) as address:
-        host, _, port = address.rpartition(":")
-        to = {"target_host": host, "target_port": int(port)}
-        async with await listen(Passage(host="127.0.0.1", port=0, **to)) as relay:
-            relayed = f"127.0.0.1:{relay.sockets[0].getsockname()[1]}"
-            async with at("sdk", guesses, tmp_path, inference_address=relayed) as client:
-                result = await client.run_trial("twenty_questions", [{"solution": "key"}])
+
+        async def relay(reader, writer):
+            async with connection_to(int(address.rpartition(":")[2])) as (answers, there):
+                await asyncio.gather(copy(reader, there), copy(answers, writer))
+
+        async with (
+            serving_connections(relay) as relayed,
+            at("sdk", guesses, tmp_path, inference_address=relayed) as client,
+        ):
+            result = await client.run_trial("twenty_questions", [{"solution": "key"}])
     assert result.rewards == [1.0]
 
 

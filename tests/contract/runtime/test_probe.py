@@ -7,12 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import grpc
 import pytest
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop_services.runtime import GrpcServer, ServerSettings, load, probe
 from dialoop_services.runtime.probe import SILENT, kill_if_hung, main, status_of
-from dialoop_services.runtime.relay import Passage, listen
 
 NAME = "dialoop.v1.EnvironmentService"
 
@@ -82,61 +80,6 @@ async def test_a_probe_imports_no_package_and_costs_little(
     spent = after.children_user + after.children_system
     # By gRPC it was .75 to 1.05.
     assert spent - before.children_user - before.children_system < 0.3
-
-
-async def test_a_relay_passes_grpc_on(unused_tcp_port: int) -> None:
-    async with serving() as server:
-        passage = Passage.parse(f"127.0.0.1:{unused_tcp_port}={server.address}")
-        async with await listen(passage):
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{unused_tcp_port}") as channel:
-                call = stubs.EnvironmentServiceStub(channel).ListEnvironments
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call(b"")
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-async def test_a_probe_passes_a_relay(unused_tcp_port: int) -> None:
-    async with serving() as server:
-        passage = Passage.parse(f"127.0.0.1:{unused_tcp_port}={server.rest_address}")
-        async with await listen(passage):
-            assert await exit_code(f"127.0.0.1:{unused_tcp_port}") == 0
-    async with await listen(passage):  # it stays, and says that nobody is there
-        assert await exit_code(f"127.0.0.1:{unused_tcp_port}") == 1
-
-
-async def test_a_relay_without_a_target_closes_the_connection(unused_tcp_port: int) -> None:
-    passage = Passage.parse(f"127.0.0.1:{unused_tcp_port}=127.0.0.1:1")
-    async with await listen(passage):
-        reader, writer = await asyncio.open_connection("127.0.0.1", unused_tcp_port)
-        assert await reader.read() == b""
-        writer.close()
-        await writer.wait_closed()
-
-
-async def test_a_relay_passes_large_answers_on_whole(unused_tcp_port: int) -> None:
-    answer = bytes(range(256)) * 40_000
-
-    async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readexactly(4)
-        writer.write(answer)
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(answering, "127.0.0.1", 0) as target:
-        port = target.sockets[0].getsockname()[1]
-        passage = Passage.parse(f"127.0.0.1:{unused_tcp_port}=127.0.0.1:{port}")
-        async with await listen(passage):
-            reader, writer = await asyncio.open_connection("127.0.0.1", unused_tcp_port)
-            writer.write(b"ping")
-            assert await reader.read() == answer
-            writer.close()
-            await writer.wait_closed()
-
-
-@pytest.mark.parametrize("text", ["7001", "a:b=c:d", "0.0.0.0:7001", "0.0.0.0:7001=environment"])
-def test_a_passage_names_two_addresses(text: str) -> None:
-    with pytest.raises(ValueError, match="is not host:port"):
-        Passage.parse(text)
 
 
 def test_a_service_that_has_gone_silent_is_killed_and_one_that_starts_is_not(

@@ -24,7 +24,6 @@ from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.runtime.logs import LogSettings
-from dialoop_services.runtime.relay import Passage
 from dialoop_services.runtime.settings import ServerSettings, load
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.trainer.settings import TrainerSettings
@@ -188,10 +187,10 @@ def test_published_ports_are_those_the_service_listens_on(service: str) -> None:
 
 def passages() -> dict[int, tuple[str, int]]:
     """Where each port of the door leads."""
-    words = SERVICES["door"]["command"]
-    assert words[:3] == ["python", "-m", "dialoop_services.runtime.relay"]
-    passages = [Passage.parse(word) for word in words[3:]]
-    return {passage.port: (passage.target_host, passage.target_port) for passage in passages}
+    program, *ways = SERVICES["door"]["command"]
+    assert program == "./door.sh"
+    ends = (re.fullmatch(r"(\d+)=(\w+):(\d+)", way) for way in ways)
+    return {int(end[1]): (end[2], int(end[3])) for end in ends if end is not None}
 
 
 def members(network: str) -> set[str]:
@@ -318,7 +317,7 @@ def builder_of(service: str) -> str:
 def test_each_image_is_built_by_one_service() -> None:
     assert {name: builder_of(name) for name in OURS} == {
         **{name: name for name in SETTINGS},
-        "door": "environment",
+        "door": "door",
         "job": "environment",
     }
 
@@ -364,6 +363,10 @@ def test_the_door_outlives_its_environment_and_shows_whether_that_serves() -> No
     probe = SERVICES["door"]["healthcheck"]["test"]
     into = f"127.0.0.1:{listens('environment', 'REST_PORT')}"
     assert probe == ["CMD", *TARGETS["environment"].probe[:-2], into]  # and no seconds: no kill
+    file = probe[4].removeprefix("/opt/dialoop/")
+    door = TARGETS[SERVICES["door"]["build"]["target"]]
+    assert door.all_of("COPY") == [f"{file} {file}", "infra/docker/door.sh door.sh"]
+    assert door.last("USER") == SERVICES["door"]["user"]
 
 
 @pytest.mark.parametrize("service", SETTINGS)
