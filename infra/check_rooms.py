@@ -32,6 +32,7 @@ ALLOWED: Mapping[str, str] = {
     "function client/examples/grpo_by_hand.py:main": "the loop, read from top to bottom",
     "small dialoop.clients.blocking.twins": "its types stand beside it, in twins.pyi",
     "small dialoop.sandbox.confined.work": "bubblewrap starts it alone, without the fork server",
+    "small dialoop_services.environment.__main__": "a program, which in_process runs too",
 }
 KNOWN: Mapping[str, str] = {}
 

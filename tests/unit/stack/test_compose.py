@@ -379,6 +379,18 @@ def test_an_image_installs_the_packages_of_others_before_our_source(service: str
     assert any(text.startswith("pip install -r") or "dependencies.py" in text for text in texts)
 
 
+def test_whatever_an_image_copies_is_sent_to_the_builder() -> None:
+    lines = (ROOT / ".dockerignore").read_text("utf-8").split("\n")
+    sent = [line.removeprefix("!") for line in lines if line.startswith("!")]
+    copied = {
+        text.replace("${REQUIREMENTS}", "infra/requirements/own.txt").split()[0]
+        for target in TARGETS.values()
+        for text in target.all_of("COPY")
+    }
+    assert "infra/docker/door.sh" in copied
+    assert not [c for c in copied if not any(Path(c).is_relative_to(each) for each in sent)]
+
+
 @pytest.mark.parametrize("service", SETTINGS)
 def test_an_image_installs_its_own_extra_and_drops_root_last(service: str) -> None:
     target = TARGETS[SERVICES[service]["build"]["target"]]
