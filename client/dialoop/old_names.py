@@ -18,6 +18,7 @@ MOVED: Final = {
     "dialoop.train_async": "dialoop_ops.train_async",
     "dialoop.audit": "dialoop_ops.audit",
     "dialoop.cli": "dialoop_ops.cli",
+    "dialoop.cli.running_stacks": "dialoop.running_stacks",
     "dialoop.compat": "dialoop_extras.compat",
     "dialoop.conformance": "dialoop_ops.conformance.environment",
     "dialoop.environments.BrowserTools": "dialoop_extras.browser.BrowserTools",

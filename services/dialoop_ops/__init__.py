@@ -3,7 +3,6 @@
 Every name below is imported when it is first used.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +14,9 @@ __all__ = ["BlockingJob", "Job", "JobResult", "train", "train_async"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.jobs"), name)
+    from dialoop_ops import jobs
+
+    value: object = getattr(jobs, name)
     globals()[name] = value
     return value
 

@@ -8,14 +8,12 @@ async with dialoop_ops.Job({"train": {"num_steps": 20}}, in_process=True) as job
         ...
     result = await job.result()
 
-A config is the path of a job file, or a mapping of the same tables. This needs the package
-dialoop-services, which is imported when a job starts.
+A config is the path of a job file, or a mapping of the same tables.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import os
@@ -24,13 +22,15 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.errors import InvalidConfig, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
+from dialoop_services.config.file import LoadedConfig, load_with_origins, parse_config, toml_of
+
+from dialoop_ops.stack.in_process import read_job, train_in_process
 
 if TYPE_CHECKING:
     from typing import Self
@@ -124,7 +124,6 @@ class Job:
         fresh: bool = False,
         quiet: bool = False,
     ) -> None:
-        _require_services()
         self._config = config
         self._folder = Path(folder)
         self._fresh = fresh
@@ -184,11 +183,7 @@ class Job:
         return self._ended
 
     async def _run_here(self) -> Mapping[str, Any]:
-        module = import_module("dialoop_ops.stack.in_process")
-        summary: Mapping[str, Any] = await module.train_in_process(
-            self._loaded, folder=self._folder, fresh=self._fresh
-        )
-        return summary
+        return await train_in_process(self._loaded, folder=self._folder, fresh=self._fresh)
 
     async def _run_processes(self) -> Mapping[str, Any]:
         """Run the stack as `dialoop train` does, in a process of its own."""
@@ -205,7 +200,7 @@ class Job:
             start_new_session=True,  # Ctrl-C reaches this process, which then stops the stack
             env=os.environ | {_PARENT: str(os.getpid())},  # it ends with this process
         )
-        text = None if is_file else _toml_of(self._loaded.config).encode()
+        text = None if is_file else toml_of(self._loaded.config).encode()
         try:
             _, errors = await process.communicate(text)
         except asyncio.CancelledError:
@@ -309,27 +304,11 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
             await process.communicate()
 
 
-def _require_services() -> None:
-    if importlib.util.find_spec("dialoop_services") is None:
-        raise InvalidConfig(
-            "Training needs the package dialoop-services, which is not installed.",
-            reason=Reason.NO_SERVICES,
-            remedy="Install it with `pip install "
-            "'dialoop-services[replay,inference,scorer,trainer]' 'dialoop-ops[stack]'`.",
-        )
-
-
-def _load(config: Config, *, in_process: bool) -> Any:
+def _load(config: Config, *, in_process: bool) -> LoadedConfig:
     """Return the checked config; InvalidConfig names the first mistake."""
     if in_process:
-        return import_module("dialoop_ops.stack.in_process").read_job(config)
-    files = import_module("dialoop_services.config.file")
+        return read_job(config)
     if not isinstance(config, Mapping):
-        return files.load_with_origins(Path(config), environment=os.environ)
-    job = files.parse_config(dict(config), source="the config")
-    return files.LoadedConfig(config=job, origins={}, folder=Path.cwd())
-
-
-def _toml_of(config: Any) -> str:
-    text: str = import_module("dialoop_services.config.file").toml_of(config)
-    return text
+        return load_with_origins(Path(config), environment=os.environ)
+    job = parse_config(dict(config), source="the config")
+    return LoadedConfig(config=job, origins={}, folder=Path.cwd())
