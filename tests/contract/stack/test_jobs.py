@@ -125,11 +125,3 @@ def test_a_mistake_that_only_the_stack_finds_is_raised_too(tmp_path: Path) -> No
     with pytest.raises(InvalidConfig, match="Did you mean 'arithmetic'"):
         dialoop_ops.train(config, folder=tmp_path, quiet=True)
     assert not (tmp_path / "default").exists()
-
-
-def test_without_the_services_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("dialoop_ops.jobs.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InvalidConfig, match="pip install"):
-        dialoop_ops.Job({})
