@@ -289,9 +289,7 @@ class Layout:
         model: dict[str, object] = {"model_dir": self.run_dir.model(self.config).resolve()}
         service = service_of(name)
         if service == "replay":
-            if self.config.store == "memory":
-                return model | {"run_dir": self.run_dir.path.resolve()}
-            return model | ({"redis_url": self.redis_url} if self.redis_url else {})
+            return model | self._store
         if service == "environment":
             return {**model, "inference_address": self.address("inference")}
         if service == "inference":
@@ -324,6 +322,13 @@ class Layout:
         if any(section.agent for section in sections):
             common["inference_rest_addresses"] = [self.rest_address(r) for r in self.replicas]
         return common
+
+    @property
+    def _store(self) -> dict[str, object]:
+        """Return where the queue is kept; empty where the process finds that out itself."""
+        if self.config.store == "memory":
+            return {"run_dir": self.run_dir.path.resolve()}
+        return {"redis_url": self.redis_url} if self.redis_url else {}
 
     def _seed_of(self, replica: str) -> int:
         """Return a seed for the replica: replicas with one seed would sample the same."""
