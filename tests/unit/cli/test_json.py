@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from dialoop_ops.cli.console import WITHOUT_JSON
 from dialoop_ops.cli.main import main, parser
+from dialoop_ops.policies import export
 from dialoop_ops.stack import __main__ as stack
-from dialoop_services.trainer.publish import export
 
 
 @pytest.fixture(autouse=True)

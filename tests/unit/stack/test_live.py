@@ -15,6 +15,7 @@ import pytest
 from dialoop.clients.replay import LedgerCounts
 from dialoop.clients.trainer import Phase, TrainerStatus
 from dialoop.sequences import PolicyVersion
+from dialoop_ops.policies import rescore
 from dialoop_ops.stack import __main__ as stack
 from dialoop_ops.stack.job import rescoring_progress
 from dialoop_ops.stack.processes.log_stream import LogStream
@@ -23,7 +24,6 @@ from dialoop_ops.stack.report.live import LiveView, PhaseProgress
 from dialoop_ops.stack.report.observer import Snapshot
 from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.job import JobConfig
-from dialoop_services.trainer.records import rescore
 from rich.console import Console
 
 EMPTY = LedgerCounts(
