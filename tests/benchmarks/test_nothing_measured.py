@@ -108,12 +108,13 @@ REFUSING = {
     "audit.rollouts": ("no-such-run",),
     "gpu.evidence": ("--rehearse", "--only", "no-such-line"),
     "gpu.smoke": ("--rehearse", "--only", "no such check"),
+    "learn.__main__": ("demo.toml", str(ROOT / "infra/configs/learn"), "--only", "no-such-config"),
     "silent_bugs.__main__": ("no-such-bug",),
 }
 # Run by others, or they print what they made.
 PARTS = {
     *("gpu.engine", "gpu.pack", "gpu.real_model", "gpu.real_shape", "gpu.train_step", "gpu.unpack"),
-    *("gpu", "gpu.fatbin", "gpu.lines", "gpu.place", "silent_bugs.bugs"),
+    *("gpu", "gpu.fatbin", "gpu.lines", "gpu.place", "learn.report", "silent_bugs.bugs"),
 }
 
 

@@ -1,6 +1,6 @@
 """Every benchmark runs from end to end on the least work, and finds something.
 
-`soak`, `silent_bugs` and those of `gpu` are run by tests of their own, or by `make gpu-smoke`.
+`learn`, `soak`, `silent_bugs` and those of `gpu` are run by tests of their own, or by `make gpu-smoke`.
 """
 
 from __future__ import annotations
