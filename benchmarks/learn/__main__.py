@@ -64,7 +64,7 @@ def cases_of(folder: Path, only: str = "") -> list[LearnCase]:
     unknown = [name for name in names if name not in paths]
     if unknown or not names:
         raise InvalidConfig(
-            f"{folder} has no config {', '.join(unknown) or 'at all'}.",
+            f"There is no config {', '.join(unknown) or 'at all'} in {folder}.",
             reason=Reason.UNKNOWN_CONFIG,
             remedy=f"Choose from {', '.join(paths)}." if paths else "Name a folder of configs.",
         )

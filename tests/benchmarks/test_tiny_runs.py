@@ -1,6 +1,7 @@
 """Every benchmark runs from end to end on the least work, and finds something.
 
-`learn`, `soak`, `silent_bugs` and those of `gpu` are run by tests of their own, or by `make gpu-smoke`.
+`soak`, `silent_bugs` and those of `gpu` are run by tests of their own, or by `make gpu-smoke`;
+`learn` is `make learn`.
 """
 
 from __future__ import annotations
