@@ -46,8 +46,6 @@ EXCEPTIONS: Mapping[tuple[str, str], str] = {
         "?._attn_implementation",
     ): "transformers sets it by public means, and reads it by none",
     ("benchmarks/servers/trl_rollouts.py", "RecordingTrainer."): "TRL shows its batches nowhere",
-    ("*/redis_store/store.py", "ShrinkingPool."): "goes with the pool",
-    ("*/rest/connections.py", "LimitedConnection."): "goes with this file",
 }
 
 
