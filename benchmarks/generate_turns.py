@@ -125,8 +125,8 @@ def main() -> None:
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         model_dir = make_tiny_model(Path(folder) / "model", seed=0)
-        figures: dict[str, Any] = dict(asyncio.run(measure(model_dir, options)))
-        figures["render_ms"] = _render_ms(model_dir, options.turns)
+        figures = asyncio.run(measure(model_dir, options))
+        render_ms = _render_ms(model_dir, options.turns)
     context = {
         "benchmark": "generate_turns",
         "machine": platform.machine(),
@@ -134,6 +134,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "load": [round(load_before, 2), round(os.getloadavg()[0], 2)],
         "repeats": options.repeats,
+        "render_ms": render_ms,
     }
     print_figures(context, figures)
 

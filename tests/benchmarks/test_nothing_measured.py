@@ -59,7 +59,9 @@ CASES = {
             "measure": {"one": {"hit_rate": 0.0}, "routed": {"hit_rate": 0.0}},
         }
     ),
-    "generate_turns": Case(returns={"make_tiny_model": Path(), "compare": {}}),
+    "generate_turns": Case(
+        returns={"make_tiny_model": Path(), "measure": {}, "_render_ms": {}},
+    ),
     "gpu.rates": Case(
         ("model",),
         {

@@ -29,7 +29,7 @@ RUNS = {
     "environment_steps --stream": "--sessions 2 --seconds 0.3",
     "fleet.registry_members": "--members 20 --seconds 6",
     "fleet.routing": "--groups 2 --groups-in-flight 2 --turns 4",
-    "generate_turns": "--rounds 1 --conversations 1 --turns 1 2",
+    "generate_turns": "--repeats 1 --turns 1 2",
     "half_precision": "--families qwen3 --tokens 500",
     "in_process_calls": "--rounds 1 --calls 20",
     "inference_tokens": "--requests 1 --rounds 1",
