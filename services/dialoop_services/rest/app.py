@@ -3,9 +3,9 @@
 app = rest_app([(servicer, pool.FindServiceByName("dialoop.v1.EnvironmentService"))], options)
 
 An endpoint decodes the request, calls the method that gRPC calls too, and encodes the answer as
-JSON or `application/x-protobuf`. Errors are those of gRPC, as problem documents. FastAPI serves the
-OpenAPI document at /openapi.json and Swagger UI at /docs. This process serves their files, so that
-pages load nothing from other hosts.
+JSON or `application/x-protobuf`. Errors are those of gRPC, as problem documents. The OpenAPI
+document is at /openapi.json and Swagger UI at /docs. This process serves their files, so that pages
+load nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import WebSocketRoute
@@ -82,11 +82,11 @@ class RestOptions:
 
 def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOptions) -> App:
     """Return the application behind its guard."""
-    # FastAPI's own pages would load Swagger UI from another host; `_add_docs` adds ours.
-    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Starlette(exception_handlers={404: _no_route, 405: _no_method})
+    app.router.redirect_slashes = False
     routes = [(route, servicer) for servicer, d in servicers for route in routes_of(d)]
     _require_distinct([route for route, _ in routes])
-    guarded: Any = app  # FastAPI spells ASGI's types with other names
+    guarded: Any = app  # Starlette spells ASGI's types with other names
     for route, servicer in routes:
         endpoint: Any = Endpoint(
             route,
@@ -100,7 +100,7 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
     _add_other_routes(app, options)
     described = [route for route, _ in routes]
     # The document is made at its first request, so that the service starts sooner.
-    app.openapi = cache(  # type: ignore[method-assign]
+    document = cache(
         partial(
             openapi,
             described,
@@ -110,16 +110,14 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
             middleware=options.middleware,
         )
     )
-    _add_docs(app, title_of(described))
+    _add_docs(app, title_of(described), document)
     _add_states(app, options)
-    app.add_exception_handler(404, _no_route)
-    app.add_exception_handler(405, _no_method)
     refuse = _refuse_as_route(options.http_routes)
     own_keys = tuple({route.own_prefix for route in options.http_routes if route.admits})
     return Guard(guarded, options.token, refuse, own_keys=own_keys)
 
 
-def _add_other_routes(app: FastAPI, options: RestOptions) -> None:
+def _add_other_routes(app: Starlette, options: RestOptions) -> None:
     for route in options.http_routes:
         endpoint: Any = HttpEndpoint(
             route, calls=options.calls, token=options.token, bodies=options.bodies
@@ -143,8 +141,8 @@ def _refuse_as_route(http_routes: Sequence[HttpRoute]) -> Refuse:
     return refuse
 
 
-def _add_docs(app: FastAPI, title: str) -> None:
-    """Serve Swagger UI and its files."""
+def _add_docs(app: Starlette, title: str, document: Callable[[], dict[str, Any]]) -> None:
+    """Serve the document, and Swagger UI with its files."""
     page = get_swagger_ui_html(
         title=title,
         openapi_url="/openapi.json",
@@ -167,15 +165,19 @@ def _add_docs(app: FastAPI, title: str) -> None:
     async def docs(_: Request) -> Response:
         return page
 
+    async def show_document(_: Request) -> Response:
+        return JSONResponse(document())
+
     async def root(_: Request) -> Response:
         return RedirectResponse("/docs")
 
     app.router.add_route("/", root, methods=["GET"])
     app.router.add_route("/docs", docs, methods=["GET"])
+    app.router.add_route("/openapi.json", show_document, methods=["GET"])
     app.mount(ASSETS, StaticFiles(packages=[("fastapi_offline", "static")]))
 
 
-def _add_states(app: FastAPI, options: RestOptions) -> None:
+def _add_states(app: Starlette, options: RestOptions) -> None:
     """Serve the pages that probes and Prometheus read."""
 
     async def health(_: Request) -> Response:

@@ -63,7 +63,7 @@ ToErrorAnswer = Callable[[DialoopError], ErrorAnswer]
 class HttpRoute:
     """One route. OpenAPI, metrics and logs call it by its `name`.
 
-    scope: what a token needs. path: with parameters in braces, as in FastAPI. operation: its part
+    scope: what a token needs. path: with parameters in braces, as in Starlette. operation: its part
     of the OpenAPI document. admits: whether a bearer token opens the route although it is none of
     the service's, given the path's parameters; None: no other token does.
     """
