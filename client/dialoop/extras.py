@@ -5,6 +5,7 @@ own, which its reader gives:
 
     agents               mapping of names to `module:attribute`     dialoop.agents
     environments         the same                                   environments.loading
+    rest_middleware      type of a Middleware                       dialoop_services.rest
     task_players         mapping of `play` to `module:function`     dialoop_services.collector
 """
 

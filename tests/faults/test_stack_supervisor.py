@@ -66,7 +66,8 @@ run(serve, name="probe")
 """
 NOT_SERVING = """
 import asyncio, pathlib, sys
-from dialoop_services.runtime import GrpcServer, ServerSettings
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings
 async def main():
     async with GrpcServer(ServerSettings()) as server:
         await server.set_serving(False)

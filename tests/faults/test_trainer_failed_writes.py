@@ -14,8 +14,8 @@ from dialoop.clients.trainer import Phase, TrainerClient
 from dialoop.errors import PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_services.hosting.hosts import OwnProcess
 from dialoop_services.replay.store import QueueLimits
-from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.trainer.__main__ import serve_in
 from dialoop_services.trainer.settings import TrainerSettings
 

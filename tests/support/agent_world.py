@@ -20,6 +20,7 @@ from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import StopReason
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop_learning.model.tiny import make_tiny_model, tiny_config
+from dialoop_services.hosting.server import GrpcServer
 from dialoop_services.inference.engine import BASE_VERSION, Sampled, TokenChunk, VersionSpan
 from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
 from dialoop_services.inference.rendering import Renderer
@@ -27,7 +28,6 @@ from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.inference.wires.base import WireHost
 from dialoop_services.inference.wires.openai.routes import openai_routes
-from dialoop_services.runtime.server import GrpcServer
 from dialoop_services.runtime.settings import ServerSettings
 from transformers import Qwen2ForCausalLM
 

@@ -41,10 +41,11 @@ from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
-from dialoop_services.runtime import GrpcServer, ServerSettings
+from dialoop_services.runtime import ServerSettings
 
 from tests.support.queue_model.store import ModelStore
 from tests.support.waiting import PATIENCE_S

@@ -22,6 +22,7 @@ from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_t
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.config.own_data_plane import load_data_plane
+from dialoop_services.hosting.server import GrpcServer
 from dialoop_services.inference.engine import Engine, EngineOptions
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.device_lease import DeviceLease
@@ -31,7 +32,6 @@ from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS, AdapterLimits
 from dialoop_services.inference.weights.publications import ModelDigests
-from dialoop_services.runtime.server import GrpcServer
 from dialoop_services.runtime.settings import ServerSettings
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file

@@ -24,9 +24,10 @@ from dialoop.trajectory import Group, Stage, Trajectory
 from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueStore
-from dialoop_services.runtime import GrpcServer, ServerSettings
+from dialoop_services.runtime import ServerSettings
 from transformers import Qwen2ForCausalLM
 
 from tests.support.inference_world import world as replica_world

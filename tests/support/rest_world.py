@@ -28,6 +28,8 @@ from dialoop.v1 import (
 )
 from dialoop_services.environment.serving import serving_on
 from dialoop_services.environment.settings import EnvironmentSettings
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.hosting.in_process import InProcessNetwork
 from dialoop_services.inference.__main__ import WIRES
 from dialoop_services.inference.engine import (
     LoadTimes,
@@ -48,8 +50,7 @@ from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.rest.routes import Route, routes_of
 from dialoop_services.rest.schema import decode, models
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
-from dialoop_services.runtime.in_process import InProcessNetwork
+from dialoop_services.runtime import ServerSettings, load
 from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.scoring import Scoring
 from dialoop_services.scorer.servicer import Scorer, ScorerServicer

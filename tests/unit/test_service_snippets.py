@@ -115,10 +115,11 @@ def renderer_of_bytes() -> Any:
 )
 def of_a_wire(_: Path) -> Names:
     from dialoop.trajectory import SamplingParams
+    from dialoop_services.hosting import GrpcServer
     from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
     from dialoop_services.inference.replica.replica import Replica
     from dialoop_services.inference.wires.base import WireHost
-    from dialoop_services.runtime import GrpcServer, ServerSettings
+    from dialoop_services.runtime import ServerSettings
 
     from tests.support.rest_world import TwinEngine
 
@@ -291,8 +292,8 @@ def of_the_queue(_: Path) -> Names:
 )
 @context(
     "dialoop_services.runtime.handlers",
-    "dialoop_services.runtime.in_process",
-    "dialoop_services.runtime.server",
+    "dialoop_services.hosting.in_process",
+    "dialoop_services.hosting.server",
 )
 def of_a_service(_: Path) -> Names:
     import pydantic_core
@@ -304,9 +305,10 @@ def of_a_service(_: Path) -> Names:
     from dialoop.v1 import environment_service_pb2 as pb
     from dialoop.v1 import environment_service_pb2_grpc, scope_pb2
     from dialoop_services.environment.servicer import EnvironmentServicer
+    from dialoop_services.hosting import GrpcServer
     from dialoop_services.rest.app import RestOptions
     from dialoop_services.rest.requests import BodyLimits
-    from dialoop_services.runtime import GrpcServer, ServerSettings
+    from dialoop_services.runtime import ServerSettings
     from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
     from dialoop_services.runtime.handlers import Handlers

@@ -35,9 +35,9 @@ from dialoop_extras.services.openenv_documents import SCHEMAS, operation, reply_
 if TYPE_CHECKING:
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.sessions.engine import SessionEngine
+    from dialoop_services.hosting.server import GrpcServer
     from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest
     from dialoop_services.rest.socket_routes import Socket
-    from dialoop_services.runtime.server import GrpcServer
 
 _PREFIX = "/openenv/{environment}"
 

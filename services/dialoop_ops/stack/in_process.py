@@ -38,7 +38,7 @@ from dialoop_services.config.file import (
     parse_config,
     read_values,
 )
-from dialoop_services.runtime.in_process import InProcessNetwork
+from dialoop_services.hosting.in_process import InProcessNetwork
 from dialoop_services.runtime.settings import load
 
 from dialoop_ops.stack import preflight
@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from dialoop.clients.registry import ServiceInstance
     from dialoop.clients.retry import RetryPolicy
     from dialoop_services.config.job import JobConfig
-    from dialoop_services.runtime.hosting import Connect
-    from dialoop_services.runtime.server import GrpcServer
+    from dialoop_services.hosting.hosts import Connect
+    from dialoop_services.hosting.server import GrpcServer
 
     from dialoop_ops.stack.run_dir import RunDir
 

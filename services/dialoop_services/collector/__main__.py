@@ -31,7 +31,8 @@ from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.routing import RoutingCounts
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
-from dialoop_services.runtime import Connect, Host, OwnProcess, load, run
+from dialoop_services.hosting import Connect, Host, OwnProcess
+from dialoop_services.runtime import load, run
 from dialoop_services.runtime.fleet import Fleet, follow, membership, reachable_address
 
 ENVIRONMENT, REPLAY = "environment", "replay"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dialoop_services.runtime.server import GrpcServer
+    from dialoop_services.hosting.server import GrpcServer
 
 # A new group begins at the first in its rank that has at most so many times the mean with it.
 _EVEN = 1.25

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dialoop_services.environment.serving import serving_on
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.runtime import Host, OwnProcess, load, run
+from dialoop_services.hosting import Host, OwnProcess
+from dialoop_services.runtime import load, run
 
 
 async def main() -> None:

@@ -17,7 +17,7 @@ from dialoop_extras.services.runs import OwnPolicy, Runs, TextCatalogue
 
 from dialoop_services.environment.servicer import EnvironmentServicer
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.runtime import Connect, GrpcServer, OwnProcess
+from dialoop_services.hosting import Connect, GrpcServer, OwnProcess
 
 log = logging.getLogger(__name__)
 

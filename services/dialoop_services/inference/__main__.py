@@ -21,6 +21,7 @@ from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_
 
 from dialoop_services.config.engines import ENGINES, facts_of_engine
 from dialoop_services.config.own_data_plane import load_data_plane
+from dialoop_services.hosting.hosts import OwnProcess
 from dialoop_services.inference.engine import (
     Engine,
     EngineOptions,
@@ -45,7 +46,6 @@ from dialoop_services.inference.weights.publications import ModelDigests, Public
 from dialoop_services.inference.wires.base import WireHost
 from dialoop_services.inference.wires.openai.routes import openai_routes
 from dialoop_services.runtime.fleet import membership, reachable_address
-from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.runtime.process import RESTARTS_VARIABLE, run
 from dialoop_services.runtime.settings import load
 from dialoop_services.runtime.shutdown import owns_process
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
     from pathlib import Path
 
-    from dialoop_services.runtime.hosting import Host
-    from dialoop_services.runtime.server import GrpcServer
+    from dialoop_services.hosting.hosts import Host
+    from dialoop_services.hosting.server import GrpcServer
 
 log = logging.getLogger(__name__)
 

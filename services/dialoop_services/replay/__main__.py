@@ -12,13 +12,13 @@ from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 
+from dialoop_services.hosting.hosts import Host, OwnProcess
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.replay.store import QueueStore
 from dialoop_services.replay.unsaved_redis import unsaved_redis
-from dialoop_services.runtime.hosting import Host, OwnProcess
 from dialoop_services.runtime.logs import LogSettings
 from dialoop_services.runtime.process import run
 from dialoop_services.runtime.settings import load

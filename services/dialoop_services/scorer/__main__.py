@@ -11,7 +11,8 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 
 from dialoop_services.config.scorer_tables import REFERENCE
-from dialoop_services.runtime import Host, OwnProcess, load, run
+from dialoop_services.hosting import Host, OwnProcess
+from dialoop_services.runtime import load, run
 from dialoop_services.scorer.estimator import load_estimator
 from dialoop_services.scorer.outside_reference import load_outside_reference
 from dialoop_services.scorer.reference_batches import ReferenceBatches

@@ -34,7 +34,8 @@ from dialoop.v1 import (
     template_service_pb2,
     trainer_service_pb2,
 )
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load
 
 from tests.support.connections import connection_to, copy, serving_connections
 from tests.support.waiting import PATIENCE_S

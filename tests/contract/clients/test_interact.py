@@ -16,7 +16,8 @@ from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load
 
 from tests.support.waiting import PATIENCE_S
 

@@ -33,7 +33,8 @@ from dialoop.wire import (
     sequence_from_proto,
     sequence_to_proto,
 )
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load
 
 V3 = PolicyVersion(lineage="main", number=3)
 POLICY = ScriptedPolicy(["12<call>", "7"], policy_version=V3)

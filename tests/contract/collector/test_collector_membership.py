@@ -12,7 +12,7 @@ from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.errors import PreconditionFailed
 from dialoop_services.collector.__main__ import serve_in
 from dialoop_services.collector.settings import CollectorSettings
-from dialoop_services.runtime.hosting import OwnProcess
+from dialoop_services.hosting.hosts import OwnProcess
 
 from tests.support.collector_world import RUN, ScriptedPolicy, World, adds_up, serving_policy, world
 from tests.support.waiting import PATIENCE_S

@@ -28,7 +28,7 @@ from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import Round
 from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
-from dialoop_services.runtime.in_process import InProcessNetwork
+from dialoop_services.hosting.in_process import InProcessNetwork
 
 from tests.support.collector_world import ScriptedPolicy, adds_up, world
 from tests.support.waiting import PATIENCE_S

@@ -35,11 +35,12 @@ from dialoop_extras.trials.trial import MaskScope, TrialOptions, run_trial
 from dialoop_extras.trials.twenty_questions import TwentyQuestions
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.inference.engine import Sampled, VersionSpan
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.servicer import InferenceServicer
-from dialoop_services.runtime import GrpcServer, ServerSettings
+from dialoop_services.runtime import ServerSettings
 
 from tests.support.connections import connection_to, copy, serving_connections
 from tests.support.environment_doors import RawChannel, reason_of

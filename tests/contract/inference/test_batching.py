@@ -13,12 +13,12 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
+from dialoop_services.hosting.in_process import InProcessNetwork
 from dialoop_services.inference.__main__ import _until_over
 from dialoop_services.inference.engine import Sampled, StopTokens
 from dialoop_services.inference.replica.batching import BatchLimits, RequestBatches
 from dialoop_services.inference.replica.replica import Replica
 from dialoop_services.inference.settings import InferenceSettings
-from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.runtime.settings import load
 
 from tests.support.inference_world import QUESTION, model_dir, world  # noqa: F401

@@ -21,11 +21,12 @@ from dialoop.errors import InvalidConfig, InvalidInput, Unavailable
 from dialoop.sequences import ForkCause, Source
 from dialoop.tokens.tokenizer import RunningText
 from dialoop.trajectory import SamplingParams, StopReason
+from dialoop_services.hosting import OwnProcess
 from dialoop_services.inference.__main__ import serve_in
 from dialoop_services.inference.engine import BASE_VERSION, StopTokens
 from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.settings import InferenceSettings
-from dialoop_services.runtime import OwnProcess, load
+from dialoop_services.runtime import load
 
 from tests.support.connections import connection_to, copy, serving_connections
 from tests.support.inference_world import (  # noqa: F401

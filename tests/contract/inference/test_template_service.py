@@ -25,7 +25,7 @@ from dialoop.errors import (
 )
 from dialoop.templates.declared_parser import TemplateParser
 from dialoop.testing import byte_tokenizer
-from dialoop_services.runtime import GrpcServer
+from dialoop_services.hosting import GrpcServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.environment_doors import RawChannel

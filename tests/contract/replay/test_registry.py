@@ -15,10 +15,11 @@ from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
 from dialoop.sequences import PolicyVersion
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.store import QueueLimits
-from dialoop_services.runtime import GrpcServer, ServerSettings
+from dialoop_services.runtime import ServerSettings
 
 from tests.support.queue_model.store import ModelStore
 from tests.support.redis_server import new_run, redis_url  # noqa: F401

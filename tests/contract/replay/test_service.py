@@ -22,10 +22,11 @@ from dialoop.v1.replay_service_pb2_grpc import (
     add_ReplayServiceServicer_to_server,
 )
 from dialoop.wire import column_to_proto
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
-from dialoop_services.runtime import GrpcServer, ServerSettings
+from dialoop_services.runtime import ServerSettings
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 

@@ -17,8 +17,9 @@ from dialoop.errors import InvalidConfig
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop.v1 import replay_service_pb2
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.rest import requests
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.runtime import ServerSettings, load
 from google.protobuf.proto import parse_length_prefixed
 
 from tests.support.rest_world import http_of, refusal, service
@@ -233,7 +234,8 @@ def slow_server_on(port: int) -> GrpcServer:
 def test_without_the_door_nothing_of_it_is_imported():
     program = (
         "import asyncio, sys\n"
-        "from dialoop_services.runtime import GrpcServer, ServerSettings\n"
+        "from dialoop_services.hosting import GrpcServer\n"
+        "from dialoop_services.runtime import ServerSettings\n"
         "import dialoop_services.environment.serving, dialoop_services.replay.__main__\n"
         "async def main():\n"
         "    async with GrpcServer(ServerSettings()):\n"

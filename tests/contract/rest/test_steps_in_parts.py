@@ -14,7 +14,7 @@ import pytest
 from dialoop.environments import arithmetic
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop_services.environment.serving import serving_on
-from dialoop_services.runtime import GrpcServer
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.runtime.logs import _fields
 
 from tests.support.rest_world import http_of, settings_of

@@ -13,7 +13,8 @@ from pathlib import Path
 import grpc
 import pytest
 from dialoop.v1 import environment_service_pb2_grpc as stubs
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load
 from dialoop_services.runtime.probe import main
 
 from tests.support.connections import connection_to, serving_connections

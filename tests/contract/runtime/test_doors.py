@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 import pytest
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.rest.connections import MAX_HEAD_BYTES
-from dialoop_services.runtime import GrpcServer
 from dialoop_services.runtime.listening import ConnectionLimits
 from grpc_status import rpc_status
 

@@ -16,11 +16,12 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import InvalidInput, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.hosting.in_process import InProcessNetwork
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.store import QueueLimits
-from dialoop_services.runtime import GrpcServer, ServerSettings, fleet
+from dialoop_services.runtime import ServerSettings, fleet
 from dialoop_services.runtime.fleet import Fleet, Incarnation, announce, follow, reachable_address
-from dialoop_services.runtime.in_process import InProcessNetwork
 
 from tests.support.queue_model.store import ModelStore
 from tests.support.waiting import PATIENCE_S, until

@@ -19,8 +19,8 @@ import grpc
 import httpx
 import psutil
 import pytest
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.rest.routes import Route, routes_of
-from dialoop_services.runtime import GrpcServer
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message

@@ -20,8 +20,9 @@ from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop_services.environment.serving import serving_on
 from dialoop_services.environment.settings import EnvironmentSettings
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
-from dialoop_services.runtime.in_process import InProcessNetwork
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.hosting.in_process import InProcessNetwork
+from dialoop_services.runtime import ServerSettings, load
 from dialoop_services.runtime.logs import log_fields
 
 from tests.support.waiting import PATIENCE_S

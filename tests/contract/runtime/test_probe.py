@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from dialoop.v1 import environment_service_pb2_grpc as stubs
-from dialoop_services.runtime import GrpcServer, ServerSettings, load, probe
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load, probe
 from dialoop_services.runtime.probe import SILENT, kill_if_hung, main, status_of
 
 NAME = "dialoop.v1.EnvironmentService"

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[3]
 SERVICE = """
 import asyncio, sys
 from pydantic_settings import SettingsConfigDict
-from dialoop_services.runtime import GrpcServer, ServerSettings, load, run
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load, run
 
 class Settings(ServerSettings):
     model_config = SettingsConfigDict(env_prefix="DIALOOP_PROBE_")

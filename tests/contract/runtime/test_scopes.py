@@ -12,8 +12,9 @@ import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.wire.scopes import SCOPES
 from dialoop_ops.cli.main import main
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.rest.routes import Route, routes_of
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.runtime import ServerSettings, load
 from dialoop_services.runtime.access.token_file import TokenFile
 from google.protobuf import descriptor_pool
 from websockets.asyncio.client import connect

@@ -11,7 +11,8 @@ import pytest
 from dialoop import errors
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc

@@ -16,7 +16,8 @@ from dialoop.clients.channel import Channel, Rpc
 from dialoop.clients.interact import INTERACT
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.v1 import environment_service_pb2 as pb
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass

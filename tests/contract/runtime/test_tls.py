@@ -15,7 +15,8 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.tls import Tls
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop_ops.stack.processes.readiness import answers, is_serving
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load
 from dialoop_services.runtime.probe import status_of
 
 from tests.support.rest_world import service

@@ -17,7 +17,8 @@ from dialoop.clients.scorer import ScorerClient
 from dialoop.errors import InvalidInput, PreconditionFailed, Unavailable
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
-from dialoop_services.runtime import GrpcServer, ServerSettings
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings
 from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.rewards import GroupReward
 from dialoop_services.scorer.scoring import Scoring

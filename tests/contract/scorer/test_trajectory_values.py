@@ -19,7 +19,8 @@ from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.trajectory import SamplingParams, Trajectory
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_services.runtime import GrpcServer, ServerSettings
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings
 from dialoop_services.scorer.__main__ import make_scorer
 from dialoop_services.scorer.servicer import ScorerServicer
 from dialoop_services.scorer.settings import ScorerSettings

@@ -18,9 +18,9 @@ from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.trajectory import Group, SamplingParams, Stage
 from dialoop_learning.model.tiny import make_tiny_model, tiny_config
+from dialoop_services.hosting.hosts import OwnProcess
 from dialoop_services.replay import servicer
 from dialoop_services.replay.store import QueueLimits
-from dialoop_services.runtime.hosting import OwnProcess
 from dialoop_services.trainer.__main__ import serve_in
 from dialoop_services.trainer.data.batches import sort_batch
 from dialoop_services.trainer.data.untrainable import read_rows

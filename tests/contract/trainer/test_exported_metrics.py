@@ -9,7 +9,8 @@ from dialoop.v1.trainer_service_pb2_grpc import (
     TrainerServiceServicer,
     add_TrainerServiceServicer_to_server,
 )
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load
 from dialoop_services.trainer.__main__ import show_metrics
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.records.records import RunRecords

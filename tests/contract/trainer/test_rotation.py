@@ -22,9 +22,10 @@ from dialoop.sequences import PolicyVersion
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.store import QueueLimits
-from dialoop_services.runtime import GrpcServer, ServerSettings
+from dialoop_services.runtime import ServerSettings
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.publish import publisher as publisher_module
 from dialoop_services.trainer.publish.publisher import Publisher

@@ -18,11 +18,12 @@ from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import DialoopError, PermissionDenied, PreconditionFailed
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from dialoop.wire.scopes import SCOPES
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.registry_servicer import RegistryServicer
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.replay.store import QueueLimits
-from dialoop_services.runtime import GrpcServer, load
+from dialoop_services.runtime import load
 from dialoop_services.runtime.access.tickets import ROLE_SCOPES, Authority, Proofs
 
 from tests.support.queue_model.store import ModelStore

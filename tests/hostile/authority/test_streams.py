@@ -14,11 +14,12 @@ import grpc
 import httpx
 import pytest
 from dialoop.v1.scope_pb2 import SCOPE_ENV, SCOPE_ROLLOUT
+from dialoop_services.hosting import GrpcServer
 from dialoop_services.inference.wires.openai.routes import error_answer
 from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest, HttpRoute
 from dialoop_services.rest.routes import routes_of
 from dialoop_services.rest.socket_routes import Socket, SocketRoute
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.runtime import ServerSettings, load
 from dialoop_services.runtime.access.tickets import Authority, Proofs
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass

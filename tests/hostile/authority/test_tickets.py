@@ -28,8 +28,9 @@ from dialoop.errors import (
 from dialoop.wire.scopes import SCOPES
 from dialoop_ops.cli.main import main
 from dialoop_services.collector.settings import CollectorSettings
+from dialoop_services.hosting import OwnProcess
 from dialoop_services.inference.settings import InferenceSettings
-from dialoop_services.runtime import OwnProcess, load
+from dialoop_services.runtime import load
 from dialoop_services.runtime.access import tickets
 from dialoop_services.runtime.access.principals import digest_of, without_tokens
 from dialoop_services.runtime.access.tickets import (

@@ -28,9 +28,9 @@ from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
+from dialoop_services.hosting.in_process import InProcessNetwork
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
-from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.trainer.publish.publisher import Published
 
 from tests.support.queue_model.store import ModelStore

@@ -13,7 +13,8 @@ import dialoop.v1
 import grpc
 from dialoop.v1 import scope_pb2
 from dialoop.wire.scopes import SCOPES
-from dialoop_services.runtime import GrpcServer, ServerSettings, load
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.runtime import ServerSettings, load
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 OWN, ADMIN = "own", "admin"

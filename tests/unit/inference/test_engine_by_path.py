@@ -23,11 +23,11 @@ from dialoop_ops.cli.doctor import examine
 from dialoop_ops.stack import preflight
 from dialoop_services.config.engines import ENGINES
 from dialoop_services.config.file import parse_config
+from dialoop_services.hosting import GrpcServer
+from dialoop_services.hosting.in_process import InProcessNetwork
 from dialoop_services.inference import engine as engines
 from dialoop_services.inference.__main__ import serve_in
 from dialoop_services.inference.settings import InferenceSettings
-from dialoop_services.runtime import GrpcServer
-from dialoop_services.runtime.in_process import InProcessNetwork
 from dialoop_services.runtime.process import RESTARTS_VARIABLE
 from dialoop_services.runtime.settings import load
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.registry import ServiceInstance
 
-    from dialoop_services.runtime.hosting import Connect
+    from dialoop_services.hosting.hosts import Connect
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dialoop.clients.channel import Channel
 from pydantic import SecretStr
 
-from dialoop_services.runtime.server import GrpcServer
+from dialoop_services.hosting.server import GrpcServer
 from dialoop_services.runtime.settings import ServerSettings
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ from dialoop.clients.channel import Channel
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
+from dialoop_services.hosting.server import GrpcServer
 from dialoop_services.runtime.access.principals import (
     ADMIN_TOKEN,
     DIGEST_MARK,
     TICKET,
     TOKEN,
 )
-from dialoop_services.runtime.server import GrpcServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from dialoop.errors import InvalidConfig
+from dialoop.extras import offered
 from dialoop.reasons import Reason
 from dialoop.waits import current_waits
 from google.protobuf import descriptor_pool
@@ -222,7 +223,6 @@ class GrpcServer:
         return metrics
 
     def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:
-        from dialoop_extras.rest.old_requests import OldRequests
 
         from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
         from dialoop_services.rest.requests import BodyLimits
@@ -244,7 +244,7 @@ class GrpcServer:
             serving=lambda: dict(self._serving),
             details=lambda: dict(self._details),
             http_routes=tuple(self._routes),
-            middleware=OldRequests(),
+            middleware=next((make() for make in offered("rest_middleware")), None),
             socket_routes=tuple(self._sockets),
         )
         size = self._settings.max_message_bytes if self._sockets else 0
