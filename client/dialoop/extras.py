@@ -7,6 +7,7 @@ own, which its reader gives:
     environments         the same                                   environments.loading
     rest_middleware      type of a Middleware                       dialoop_services.rest
     task_players         mapping of `play` to `module:function`     dialoop_services.collector
+    environment_service  `ServeExtra`                              dialoop_services.environment
 """
 
 from __future__ import annotations

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import asynccontextmanager
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from dialoop_services.environment.serving import ServedEnvironments
 
 AGENTS: Final[Mapping[str, str]] = MappingProxyType(
     {"verifiers": "dialoop_extras.compat.verifiers:verifiers_agent"}
@@ -19,3 +25,13 @@ ENVIRONMENTS: Final[Mapping[str, str]] = MappingProxyType(
 TASK_PLAYERS: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(("trial", "text"), "dialoop_extras.task_players:load_token_player")
 )
+
+
+@asynccontextmanager
+async def serve_environments(served: ServedEnvironments) -> AsyncIterator[None]:
+    """Add to the environment service what is here: whole runs, and OpenEnv's protocol."""
+    from dialoop_extras.services.openenv_door import serve_openenv
+    from dialoop_extras.services.run_servicer import serve_runs
+
+    async with serve_runs(served), serve_openenv(served):
+        yield

@@ -117,21 +117,21 @@ class Dialoop:
     @property
     def environment(self) -> Environments:
         """Return the client of environments, tasks, sessions and episodes."""
-        return self._local or self._client("environment", EnvironmentClient)
+        return self._local or self.client("environment", EnvironmentClient)
 
     @property
     def inference(self) -> InferenceClient:
         """Return the inference client; InvalidConfig where the policy is in this process."""
-        return self._client("inference", InferenceClient)
+        return self.client("inference", InferenceClient)
 
     @property
     def templates(self) -> TemplateClient:
         """Return the client of the inference service's chat templates."""
-        return self._client("inference", TemplateClient)
+        return self.client("inference", TemplateClient)
 
     def recordings(self, rest_url: str) -> RecordingClient:
         """Return the client of agents' recordings; `rest_url` is the inference's REST server."""
-        return self._client("inference", partial(RecordingClient, rest_url=rest_url))
+        return self.client("inference", partial(RecordingClient, rest_url=rest_url))
 
     @property
     def policy(self) -> Policy:
@@ -141,17 +141,17 @@ class Dialoop:
     @property
     def replay(self) -> ReplayClient:
         """Return the client of the task ledger and the queue of groups."""
-        return self._client("replay", ReplayClient)
+        return self.client("replay", ReplayClient)
 
     @property
     def scorer(self) -> ScorerClient:
         """Return the client of reference log-probs and scored groups."""
-        return self._client("scorer", ScorerClient)
+        return self.client("scorer", ScorerClient)
 
     @property
     def trainer(self) -> TrainerClient:
         """Return the client of training's state and controls."""
-        return self._client("trainer", TrainerClient)
+        return self.client("trainer", TrainerClient)
 
     async def task(
         self,
@@ -198,7 +198,11 @@ class Dialoop:
         """
         return collect(self.environment, self.policy, name=environment, **options)
 
-    def _client(self, name: str, kind: Callable[[Channel], C]) -> C:
+    def client(self, name: str, kind: Callable[[Channel], C]) -> C:
+        """Return a client of any kind on the channel of a service, such as `RunsClient`.
+
+        Raise InvalidConfig (NO_ADDRESS) for a service that was not named.
+        """
         named = named_stack(Path())
         address = self._services.get(name) or (named.addresses[name] if named else "")
         if isinstance(address, Channel):

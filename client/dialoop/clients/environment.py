@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import TYPE_CHECKING, Any
-
-from dialoop_extras.text_environment.environment import TextRun
-from dialoop_extras.trials.trial import TrialOptions
 
 from dialoop.clients.channel import Rpc
 from dialoop.clients.environment_records import (
@@ -29,24 +25,19 @@ from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage, TaskRef
 from dialoop.episode import GroupOpening, SessionState
 from dialoop.errors import DialoopError
-from dialoop.trajectory import SamplingParams
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
     chat_history_from_proto,
     chat_history_to_proto,
     failure_from_proto,
     reward_from_proto,
-    sampling_to_proto,
     text_from_proto,
     tokens_from_proto,
     trajectory_to_proto,
 )
-from dialoop.wire.runs import mask_scope_to_proto, text_history_from_proto, trials_from_proto
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from dialoop_extras.trials.trial import TrialResult
+    from collections.abc import Iterable
 
     from dialoop.chat import ChatHistory
     from dialoop.clients.channel import Channel
@@ -101,19 +92,6 @@ CREATE_GROUP = _rpc(
 GET_SESSION = _rpc("GetSession", pb.GetSessionRequest, pb.GetSessionResponse)
 CLOSE_SESSION = _rpc("CloseSession", pb.CloseSessionRequest, pb.CloseSessionResponse)
 SCORE = _rpc("Score", pb.ScoreRequest, pb.ScoreResponse)
-# Not repeated: all episodes would be played again.
-RUN_TEXT: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.EnvironmentService/RunText",
-    pb.RunTextRequest,
-    pb.RunTextResponse,
-    deadline_s=600.0,
-)
-RUN_TRIAL: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.EnvironmentService/RunTrial",
-    pb.RunTrialRequest,
-    pb.RunTrialResponse,
-    deadline_s=600.0,
-)
 
 
 class EnvironmentClient:
@@ -310,44 +288,3 @@ class EnvironmentClient:
             for turn in answer.turns
         )
 
-    async def run_text(
-        self,
-        environment: str,
-        queries: Iterable[str],
-        *,
-        extra: Mapping[str, Any] | None = None,
-        sampling: SamplingParams | None = None,
-        compat: str = "",
-    ) -> TextRun:
-        """Play a text environment of the service on its own policy; `extra` goes to the reward."""
-        request = pb.RunTextRequest(
-            environment=environment,
-            queries=queries,
-            extra_json=json.dumps(extra) if extra else "",
-            sampling=sampling_to_proto(sampling or SamplingParams()),
-            compat=compat,
-        )
-        answer = await self._channel.call(RUN_TEXT, request)
-        return TextRun.of(text_history_from_proto(proto) for proto in answer.histories)
-
-    async def run_trial(
-        self,
-        environment: str,
-        inputs: Iterable[Mapping[str, str]],
-        *,
-        options: TrialOptions | None = None,
-        sampling: SamplingParams | None = None,
-    ) -> TrialResult:
-        """Play one trial per input in a game of the service, on its own policy."""
-        options = options or TrialOptions()
-        request = pb.RunTrialRequest(
-            environment=environment,
-            inputs=[pb.TrialInput(data=data) for data in inputs],
-            episodes_per_trial=options.episodes_per_trial,
-            free_shots=options.free_shots,
-            mask_scope=mask_scope_to_proto(options.mask_scope),
-            seed=options.seed,
-            sampling=sampling_to_proto(sampling or SamplingParams()),
-        )
-        answer = await self._channel.call(RUN_TRIAL, request)
-        return trials_from_proto(answer.trials, mask_scope=options.mask_scope)

@@ -25,7 +25,6 @@ from dialoop.environments.spec import spec_of
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
 from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError
-from dialoop.local.runs import LocalRuns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -70,7 +69,7 @@ def _error_of_service(error: Exception) -> DialoopError:
     return kind(error.message, reason=error.reason, remedy=error.remedy)
 
 
-class LocalEnvironmentClient(LocalRuns):
+class LocalEnvironmentClient:
     """Plays environments in this process; use one from one event loop.
 
     An environment acquires what it needs (a connection, a pool) with its first session; leaving

@@ -111,16 +111,6 @@ class EnvironmentServiceStub(object):
                 request_serializer=dialoop_dot_v1_dot_environment__service__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=dialoop_dot_v1_dot_environment__service__pb2.ScoreResponse.FromString,
                 _registered_method=True)
-        self.RunText = channel.unary_unary(
-                '/dialoop.v1.EnvironmentService/RunText',
-                request_serializer=dialoop_dot_v1_dot_environment__service__pb2.RunTextRequest.SerializeToString,
-                response_deserializer=dialoop_dot_v1_dot_environment__service__pb2.RunTextResponse.FromString,
-                _registered_method=True)
-        self.RunTrial = channel.unary_unary(
-                '/dialoop.v1.EnvironmentService/RunTrial',
-                request_serializer=dialoop_dot_v1_dot_environment__service__pb2.RunTrialRequest.SerializeToString,
-                response_deserializer=dialoop_dot_v1_dot_environment__service__pb2.RunTrialResponse.FromString,
-                _registered_method=True)
 
 
 class EnvironmentServiceServicer(object):
@@ -250,26 +240,6 @@ class EnvironmentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RunText(self, request, context):
-        """Plays one text environment on the service's own policy, all queries at the same time. OK,
-        NOT_FOUND (ENVIRONMENT_NOT_FOUND), INVALID_ARGUMENT (QUERIES_MISSING, BAD_COMPAT, BAD_EXTRA,
-        OUT_OF_RANGE, bad sampling), FAILED_PRECONDITION (NO_INFERENCE, TOKENIZER_MISMATCH),
-        UNAVAILABLE.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RunTrial(self, request, context):
-        """Plays several episodes of each hidden task on the service's own policy. OK, NOT_FOUND
-        (ENVIRONMENT_NOT_FOUND), INVALID_ARGUMENT (a bad input, OUT_OF_RANGE, bad sampling),
-        UNIMPLEMENTED (NOT_A_GAME), FAILED_PRECONDITION (NO_INFERENCE, TOKENIZER_MISMATCH),
-        UNAVAILABLE.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_EnvironmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -347,16 +317,6 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=dialoop_dot_v1_dot_environment__service__pb2.ScoreRequest.FromString,
                     response_serializer=dialoop_dot_v1_dot_environment__service__pb2.ScoreResponse.SerializeToString,
-            ),
-            'RunText': grpc.unary_unary_rpc_method_handler(
-                    servicer.RunText,
-                    request_deserializer=dialoop_dot_v1_dot_environment__service__pb2.RunTextRequest.FromString,
-                    response_serializer=dialoop_dot_v1_dot_environment__service__pb2.RunTextResponse.SerializeToString,
-            ),
-            'RunTrial': grpc.unary_unary_rpc_method_handler(
-                    servicer.RunTrial,
-                    request_deserializer=dialoop_dot_v1_dot_environment__service__pb2.RunTrialRequest.FromString,
-                    response_serializer=dialoop_dot_v1_dot_environment__service__pb2.RunTrialResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -766,60 +726,6 @@ class EnvironmentService(object):
             '/dialoop.v1.EnvironmentService/Score',
             dialoop_dot_v1_dot_environment__service__pb2.ScoreRequest.SerializeToString,
             dialoop_dot_v1_dot_environment__service__pb2.ScoreResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RunText(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/dialoop.v1.EnvironmentService/RunText',
-            dialoop_dot_v1_dot_environment__service__pb2.RunTextRequest.SerializeToString,
-            dialoop_dot_v1_dot_environment__service__pb2.RunTextResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RunTrial(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/dialoop.v1.EnvironmentService/RunTrial',
-            dialoop_dot_v1_dot_environment__service__pb2.RunTrialRequest.SerializeToString,
-            dialoop_dot_v1_dot_environment__service__pb2.RunTrialResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ ws://any:TOKEN@host, because OpenEnv's client sets no headers.
 from __future__ import annotations
 
 import uuid
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dialoop_extras.services.openenv_documents import SCHEMAS, operation, reply_of
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.sessions.engine import SessionEngine
+    from dialoop_services.environment.serving import ServedEnvironments
     from dialoop_services.hosting.server import GrpcServer
     from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest
     from dialoop_services.rest.socket_routes import Socket
@@ -318,3 +322,11 @@ def _error_frame(message: str, code: str, reason: str) -> dict[str, Any]:
 def _error_answer(error: DialoopError) -> ErrorAnswer:
     headers = {k.decode(): v.decode() for k, v in problem_headers(error) if k != b"content-type"}
     return ErrorAnswer(document={"detail": str(error), "reason": error.reason}, headers=headers)
+
+
+@asynccontextmanager
+async def serve_openenv(served: ServedEnvironments) -> AsyncIterator[None]:
+    """Add OpenEnv's routes to the environment service's server, if its settings say so."""
+    if served.settings.openenv:
+        OpenEnvDoor(served.catalogue, served.sessions).add_to(served.server)
+    yield

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.environments import refusals
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
-from dialoop.local.runs import no_inference
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 
@@ -125,6 +124,15 @@ class Runs:
         client, tokenizer = await self._policy.get()
         agent = DirectOutputAgent(client, tokenizer, sampling)
         return await run_trial(game, inputs, agent, tokenizer=tokenizer, options=options)
+
+
+def no_inference(remedy: str) -> PreconditionFailed:
+    """Return the error of a run that needs a policy where the service was given none."""
+    return PreconditionFailed(
+        "This environment service has no inference service.",
+        reason=Reason.NO_INFERENCE,
+        remedy=remedy,
+    )
 
 
 def _kind_of(compat: str) -> type[TextEnvironment]:

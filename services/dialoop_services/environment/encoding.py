@@ -35,8 +35,6 @@ from dialoop.wire import (
     tokens_to_proto,
     tool_to_proto,
 )
-from dialoop.wire.runs import mask_scope_from_proto
-from dialoop_extras.trials.trial import TrialOptions
 
 from dialoop_services.runtime.calls import require_known_fields
 
@@ -235,16 +233,6 @@ def tasks_response(page: TaskPage) -> pb.ListTasksResponse:
     """Return a page of tasks."""
     refs = [pb.TaskRef(key=ref.key, epoch=ref.epoch, seed=ref.seed) for ref in page.tasks]
     return pb.ListTasksResponse(tasks=refs, next_page_token=page.next_page_token)
-
-
-def trial_options(request: pb.RunTrialRequest) -> TrialOptions:
-    """Return how often tasks are played; raise InvalidInput for impossible numbers."""
-    return TrialOptions(
-        episodes_per_trial=request.episodes_per_trial or 1,
-        free_shots=request.free_shots,
-        mask_scope=mask_scope_from_proto(request.mask_scope),
-        seed=request.seed,
-    )
 
 
 def score_response(scores: tuple[Score, ...]) -> pb.ScoreResponse:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dialoop.errors import InvalidInput
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
-from dialoop.wire import chat_history_from_proto, sampling_from_proto, trajectory_from_proto
-from dialoop.wire.runs import text_history_to_proto, trials_to_proto
+from dialoop.wire import chat_history_from_proto, trajectory_from_proto
 
 from dialoop_services.environment import encoding
 from dialoop_services.runtime.calls import announce_start
@@ -19,7 +18,6 @@ from dialoop_services.runtime.errors import public_error
 if TYPE_CHECKING:
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.sessions.engine import SessionEngine
-    from dialoop_extras.services.runs import Runs
 
 _Request = TypeVar("_Request")
 
@@ -31,13 +29,11 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         self,
         catalogue: Catalogue,
         sessions: SessionEngine,
-        runs: Runs,
         *,
         max_concurrent_items: int = 256,
     ) -> None:
         self._catalogue = catalogue
         self._sessions = sessions
-        self._runs = runs
         self._max_concurrent_items = max_concurrent_items
         self._streamed: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
             "create_session": self.CreateSession,
@@ -170,24 +166,6 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         scores = await environment.score(task, trajectory)
         return encoding.score_response(scores)
 
-    async def RunText(self, request: pb.RunTextRequest, context: Any) -> pb.RunTextResponse:
-        run = await self._runs.text(
-            request.environment,
-            list(request.queries),
-            extra_json=request.extra_json,
-            sampling=sampling_from_proto(request.sampling),
-            compat=request.compat,
-        )
-        return pb.RunTextResponse(histories=[text_history_to_proto(h) for h in run.histories])
-
-    async def RunTrial(self, request: pb.RunTrialRequest, context: Any) -> pb.RunTrialResponse:
-        result = await self._runs.trial(
-            request.environment,
-            [dict(trial_input.data) for trial_input in request.inputs],
-            options=encoding.trial_options(request),
-            sampling=sampling_from_proto(request.sampling),
-        )
-        return pb.RunTrialResponse(trials=trials_to_proto(result))
 
     async def _interact(self, request: pb.InteractRequest, context: Any) -> pb.InteractResponse:
         """Return the answer to one request of a stream, or its error."""

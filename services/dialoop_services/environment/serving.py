@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
-from dialoop.clients.inference import InferenceClient
 from dialoop.environments import Environment, Managed, load_environment
 from dialoop.environments.sessions.catalogue import Catalogue
-from dialoop.environments.sessions.engine import open_sessions
+from dialoop.environments.sessions.engine import SessionEngine, open_sessions
 from dialoop.environments.sessions.records import SessionLimits
+from dialoop.errors import InvalidConfig
+from dialoop.extras import offered
+from dialoop.reasons import Reason
 from dialoop.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
-from dialoop_extras.services.runs import OwnPolicy, Runs, TextCatalogue
 
 from dialoop_services.environment.servicer import EnvironmentServicer
 from dialoop_services.environment.settings import EnvironmentSettings
@@ -24,6 +26,21 @@ log = logging.getLogger(__name__)
 SERVICE = "dialoop.v1.EnvironmentService"
 
 Report = Callable[[bool, str], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedEnvironments:
+    """What extras add services to: the server before it starts, and what it serves."""
+
+    server: GrpcServer
+    settings: EnvironmentSettings
+    catalogue: Catalogue
+    sessions: SessionEngine
+    connect: Connect
+
+
+ServeExtra = Callable[[ServedEnvironments], AbstractAsyncContextManager[None]]
+"""What the entry point `environment_service` names: it adds to the server, and releases on exit."""
 
 
 @asynccontextmanager
@@ -63,23 +80,24 @@ async def serving_on(
         max_working=settings.max_working_steps,
         reap_interval_s=settings.reap_interval_s,
     )
-    texts = TextCatalogue.from_entries(settings.text_environments)
     async with (
         acquire_all(catalogue),
         open_sessions(catalogue, limits) as sessions,
-        _own_policy(settings, connect or OwnProcess(settings).connect) as policy,
+        AsyncExitStack() as exits,
     ):
         servicer = EnvironmentServicer(
-            catalogue,
-            sessions,
-            Runs(catalogue, texts, policy),
-            max_concurrent_items=settings.max_concurrent_items,
+            catalogue, sessions, max_concurrent_items=settings.max_concurrent_items
         )
         server.add(add_EnvironmentServiceServicer_to_server, servicer, SERVICE)
-        if settings.openenv:
-            from dialoop_extras.services.openenv_door import OpenEnvDoor
-
-            OpenEnvDoor(catalogue, sessions).add_to(server)
+        served = ServedEnvironments(
+            server=server,
+            settings=settings,
+            catalogue=catalogue,
+            sessions=sessions,
+            connect=connect or OwnProcess(settings).connect,
+        )
+        for extra in _extras(settings):
+            await exits.enter_async_context(extra(served))
         for environment in catalogue:
             if facts := environment.traits.facts:
                 server.describe(f"environments/{environment.name}", facts)
@@ -124,10 +142,12 @@ async def watch_health(
         await asyncio.sleep(interval_s)
 
 
-@asynccontextmanager
-async def _own_policy(settings: EnvironmentSettings, connect: Connect) -> AsyncIterator[OwnPolicy]:
-    if not settings.inference_address:
-        yield OwnPolicy(None, settings.model_dir)
-        return
-    async with connect(settings.inference_address, "inference") as channel:
-        yield OwnPolicy(InferenceClient(channel), settings.model_dir)
+def _extras(settings: EnvironmentSettings) -> tuple[ServeExtra, ...]:
+    extras: tuple[ServeExtra, ...] = offered("environment_service")
+    if settings.openenv and not extras:
+        raise InvalidConfig(
+            "OpenEnv's clients are served by dialoop-extras, which is not installed.",
+            reason=Reason.PACKAGE_MISSING,
+            remedy='Run: pip install "dialoop-extras[openenv]"',
+        )
+    return extras

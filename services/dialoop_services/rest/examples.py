@@ -66,12 +66,12 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "EnvironmentService.BatchReset": {"items": [{"session_id": "s-1", **_RESET}]},
         "EnvironmentService.BatchStep": {"items": [{"session_id": "s-1", **_STEP}]},
-        "EnvironmentService.RunText": {
+        "RunService.RunText": {
             "environment": "calculator",
             "queries": ["What is 12+34?\n"],
             "extra_json": '{"answers": ["46"]}',
         },
-        "EnvironmentService.RunTrial": {
+        "RunService.RunTrial": {
             "environment": "twenty_questions",
             "inputs": [{"data": {"solution": "apple"}}],
             "episodes_per_trial": 2,

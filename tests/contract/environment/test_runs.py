@@ -15,19 +15,18 @@ from typing import Any
 import grpc
 import pytest
 from dialoop.clients.channel import Channel
-from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import arithmetic
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.errors import InvalidConfig
-from dialoop.local.client import LocalEnvironmentClient
 from dialoop.sequences import Source
 from dialoop.testing import CHAT_TEMPLATE, byte_tokenizer
 from dialoop.trajectory import Owner, SamplingParams, StopReason
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
-from dialoop.wire.runs import trials_from_proto, trials_to_proto
 from dialoop_extras.compat.trials import trial_keys
 from dialoop_extras.games import twenty_questions
+from dialoop_extras.services.runs_client import RunsClient
+from dialoop_extras.services.runs_wire import trials_from_proto, trials_to_proto
 from dialoop_extras.text_environment.environment import TextLimits, each
 from dialoop_extras.text_environment.setups import TextSetup, exact_result, load_text_setup
 from dialoop_extras.trials.agents import ScriptedAgent
@@ -139,7 +138,7 @@ async def at(
         if door == "sdk":
             once = RetryPolicy(max_attempts=1)
             channel = await exits.enter_async_context(Channel(server.address, retry=once))
-            yield EnvironmentClient(channel)
+            yield RunsClient(channel)
             return
         raw = (
             RestDoor(server)
@@ -147,7 +146,7 @@ async def at(
             else GrpcDoor(grpc.aio.insecure_channel(server.address))
         )
         exits.push_async_callback(raw.close)
-        yield EnvironmentClient(RawChannel(raw))  # type: ignore[arg-type]
+        yield RunsClient(RawChannel(raw))  # type: ignore[arg-type]
 
 
 def sums(prompt: str) -> str:
@@ -372,12 +371,6 @@ async def test_a_caller_who_leaves_frees_the_policys_places(tmp_path):
             await engine.asked.wait()
             running.cancel()
             await engine.cancelled.wait()
-
-
-async def test_environments_in_this_process_have_no_policy():
-    client = LocalEnvironmentClient(twenty_questions())
-    assert await reason_of(client.run_text("sums", [QUERY])) == "NO_INFERENCE"
-    assert await reason_of(client.run_trial("twenty_questions", [{}])) == "NO_INFERENCE"
 
 
 async def test_a_policy_with_another_tokenizer_is_refused(tmp_path):

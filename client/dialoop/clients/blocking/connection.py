@@ -10,7 +10,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from dialoop.clients.blocking.loop import BackgroundLoop, blocking
+from dialoop.clients.blocking.loop import BackgroundLoop, blocking, twin_of
 from dialoop.clients.blocking.twins import (
     BlockingEnvironmentClient,
     BlockingInferenceClient,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any, Self
 
+    from dialoop.clients.channel import Channel
     from dialoop.collection import CollectedBatch
     from dialoop.environments import Environment
     from dialoop.episode import Policy
@@ -118,6 +119,11 @@ class BlockingDialoop:
     def trainer(self) -> BlockingTrainerClient:
         """Return the client of training's state and controls."""
         return BlockingTrainerClient(self._get(lambda d: d.trainer), self._loop)
+
+    def client(self, name: str, kind: Callable[[Channel], Any]) -> Any:
+        """Return the blocking twin of a client of any kind, such as `RunsClient`."""
+        client = self._get(lambda d: d.client(name, kind))
+        return twin_of(type(client))(client, self._loop)
 
     task = blocking(Dialoop.task)
     play = blocking(Dialoop.play)

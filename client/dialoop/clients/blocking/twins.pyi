@@ -3,9 +3,6 @@
 import collections.abc
 import typing
 
-import dialoop_extras.text_environment.environment
-import dialoop_extras.trials.trial
-
 import dialoop.agents
 import dialoop.chat
 import dialoop.clients.blocking.loop
@@ -137,27 +134,6 @@ class BlockingEnvironmentClient:
         self, trajectory: dialoop.trajectory.Trajectory, *, split: str
     ) -> tuple[dialoop.environments.episode.Score, ...]:
         """Recompute a finished trajectory's rewards: one score per turn, with what failed."""
-        ...
-    def run_text(
-        self,
-        environment: str,
-        queries: collections.abc.Iterable[str],
-        *,
-        extra: collections.abc.Mapping[str, typing.Any] | None = None,
-        sampling: dialoop.trajectory.SamplingParams | None = None,
-        compat: str = "",
-    ) -> dialoop_extras.text_environment.environment.TextRun:
-        """Play a text environment of the service on its own policy; `extra` goes to the reward."""
-        ...
-    def run_trial(
-        self,
-        environment: str,
-        inputs: collections.abc.Iterable[collections.abc.Mapping[str, str]],
-        *,
-        options: dialoop_extras.trials.trial.TrialOptions | None = None,
-        sampling: dialoop.trajectory.SamplingParams | None = None,
-    ) -> dialoop_extras.trials.trial.TrialResult:
-        """Play one trial per input in a game of the service, on its own policy."""
         ...
 
 class BlockingInferenceClient:

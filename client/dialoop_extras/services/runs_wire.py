@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dialoop.sequences import Source
+from dialoop.v1 import run_service_pb2 as pb
+from dialoop.wire.codec import Codec, FieldRow, each, enum, many, submessage, wire_name
+from dialoop.wire.messages import HISTORY, message_to_proto
+from dialoop.wire.records import FAILURE
+from dialoop.wire.sequences import POLICY_VERSION
+
 from dialoop_extras.text_environment.history import TextHistory, TextSegment
 from dialoop_extras.trials.trial import (
     Action,
@@ -13,13 +20,6 @@ from dialoop_extras.trials.trial import (
     Trial,
     TrialResult,
 )
-
-from dialoop.sequences import Source
-from dialoop.v1 import environment_service_pb2 as pb
-from dialoop.wire.codec import Codec, FieldRow, each, enum, many, submessage, wire_name
-from dialoop.wire.messages import HISTORY, message_to_proto
-from dialoop.wire.records import FAILURE
-from dialoop.wire.sequences import POLICY_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
