@@ -22,6 +22,7 @@ from dialoop.local.client import LocalEnvironmentClient
 from dialoop.v1 import environment_service_pb2 as env
 from dialoop.v1 import inference_service_pb2 as inf
 from dialoop.v1 import replay_service_pb2 as rep
+from dialoop.v1 import run_service_pb2 as runs
 from dialoop.v1 import scorer_service_pb2 as sco
 from dialoop.v1 import trainer_service_pb2 as tra
 from dialoop.v1 import trajectory_pb2
@@ -133,18 +134,21 @@ async def environment_script(call: Call) -> None:
     await of("BatchReset", env.BatchResetRequest(items=[reset("t"), reset("gone"), reset("t", 9)]))
     await of("BatchStep", env.BatchStepRequest(items=[step(TOOL, session="t"), step("x", 9)]))
     await of("Score", env.ScoreRequest(split="train"))
-    await runs_script(of)
+    await runs_script(call)
     for _ in range(2):
         await of("CloseSession", env.CloseSessionRequest(session_id="s"))
 
 
-async def runs_script(of: Call) -> None:
+async def runs_script(call: Call) -> None:
+    async def of(name: str, request: Proto) -> Any:
+        return await call(f"RunService.{name}", request)
+
     for fields in ({}, {"extra_json": "[]"}, {"environment": "nope"}):
         run = {"environment": "calculator", "queries": ["1+2"], **fields}
-        await of("RunText", env.RunTextRequest(**run))
+        await of("RunText", runs.RunTextRequest(**run))
     for fields in ({}, {"free_shots": 1}, {"environment": "nope"}):
         trial = {"environment": "arithmetic", "inputs": [{"data": {"solution": "key"}}], **fields}
-        await of("RunTrial", env.RunTrialRequest(**trial))
+        await of("RunTrial", runs.RunTrialRequest(**trial))
 
 
 async def overflow_script(of: Call) -> None:
