@@ -46,7 +46,7 @@ _TRAJECTORY = {
 }
 _GROUP = {"group_id": "arithmetic/0", "task": _TASK, "trajectories": [_TRAJECTORY]}
 _LEASE = "task/1/arithmetic/0"
-_MEMBER = {
+_INSTANCE = {
     "role": "inference",
     "name": "gpu-0",
     "address": "127.0.0.1:7002",
@@ -134,7 +134,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "ReplayService.Requeue": {"group_ids": ["arithmetic/0"]},
         "ReplayService.Purge": {"confirm": "demo"},
-        "RegistryService.Announce": {"member": _MEMBER, "lease_s": 10.0},
+        "RegistryService.Announce": {"instance": _INSTANCE, "lease_s": 10.0},
         "RegistryService.Withdraw": {"role": "inference", "name": "gpu-0", "epoch": 7},
         "RegistryService.Admit": {
             "role": "inference",
