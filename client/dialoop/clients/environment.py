@@ -287,4 +287,3 @@ class EnvironmentClient:
             )
             for turn in answer.turns
         )
-

@@ -166,7 +166,6 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         scores = await environment.score(task, trajectory)
         return encoding.score_response(scores)
 
-
     async def _interact(self, request: pb.InteractRequest, context: Any) -> pb.InteractResponse:
         """Return the answer to one request of a stream, or its error."""
         kind = request.WhichOneof("request")
