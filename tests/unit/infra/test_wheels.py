@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -101,3 +102,16 @@ def test_what_modules_read_beside_their_code_is_there(site_folder: Path, tmp_pat
         "import dialoop_services.replay.redis_store.store\n"
     )
     run(site_folder, tmp_path, "-c", code)
+
+
+def test_every_dependency_has_an_upper_bound() -> None:
+    unbound = []
+    for path in PROJECTS.values():
+        project = tomllib.loads((path / "pyproject.toml").read_text("utf-8"))
+        extras = project["project"].get("optional-dependencies", {})
+        needed = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+        for line in (*needed, *(line for lines in extras.values() for line in lines)):
+            requirement = line.partition(";")[0]
+            if "<" not in requirement and "==" not in requirement:
+                unbound.append(f"{path.name}: {line}")
+    assert unbound == []
