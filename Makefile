@@ -54,7 +54,7 @@ gpu-evidence: $(if $(REHEARSE),setup)  ## what a GPU shows, line by line; REHEAR
 gpu-smoke: setup  ## what only a GPU can show, in 15 minutes; exit code 2 where there is none
 	@$(BIN)/python -m benchmarks.gpu.smoke
 
-check: setup  ## format, lint, types, layers, protos, generated code, the console's page, rooms, private names, evidence
+check: setup  ## format, lint, types, layers, protos, generated code, the console's page, rooms, private names
 	$(BIN)/ruff format --check --exclude '*.md' .  # snippets align their comments by hand
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -65,7 +65,6 @@ check: setup  ## format, lint, types, layers, protos, generated code, the consol
 	infra/check_console.sh
 	$(BIN)/python infra/check_rooms.py
 	$(BIN)/python infra/check_private.py
-	$(BIN)/python infra/evidence_page.py --check
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml infra/docker/gpu.yml
 
 proto: setup  ## generate client/dialoop/v1 from proto/, and the types of blocking clients

@@ -47,6 +47,7 @@ DECISIONS = ROOT / "infra" / "decisions"
 PAGES = (
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
     ROOT / "benchmarks" / "README.md",
     DECISIONS / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
@@ -91,6 +92,7 @@ TESTED_ELSEWHERE = {
     "add_rpc": "tests/e2e/test_places_to_touch.py",
     "add_template_family": "tests/e2e/test_places_to_touch.py",
     "add_trajectory_field": "tests/e2e/test_places_to_touch.py",
+    "add_wire": "tests/e2e/test_places_to_touch.py",
 }
 LIGHT = """
 run = "default"
@@ -163,14 +165,34 @@ def test_every_path_and_link_exists() -> None:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+def test_every_page_that_the_product_names_exists() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "client", "services", "infra", "benchmarks", "docker-compose.yml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    suffixes = (".py", ".toml", ".yml", ".yaml", ".sh", ".md")
+    files = [ROOT / name for name in listed.stdout.splitlines() if name.endswith(suffixes)]
+    named = {
+        (page, file.relative_to(ROOT))
+        for file in files
+        for page in re.findall(r"\b(?:docs|infra/decisions)/[\w-]+\.md", file.read_text("utf-8"))
+    }
+    assert len(named) > 10
+    for page, file in named:
+        assert (ROOT / page).is_file(), f"{file} names {page}"
+
+
 def test_every_decision_is_listed() -> None:
     listed = re.findall(r"\]\((0[\w-]+\.md)\)", (DECISIONS / "README.md").read_text("utf-8"))
     assert listed == sorted(path.name for path in DECISIONS.glob("0*.md"))
 
 
 def test_every_module_and_command_named_exists() -> None:
-    text = "".join(page.read_text("utf-8") for page in PAGES if page.name != "changes.md")
-    for module in set(re.findall(r"-m ((?:dialoop|dialoop_services)[\w.]*)", text)):
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    for module in set(re.findall(r"-m (dialoop[\w.]*)", text)):
         assert importlib.util.find_spec(module.rstrip(".")) is not None, module
     shown = subprocess.run(
         [sys.executable, "-m", "dialoop_ops.cli.main", "--help"],
