@@ -14,11 +14,12 @@ from typing import Any
 
 import grpc
 import pytest
+from dialoop import BlockingDialoop
 from dialoop.clients.channel import Channel
 from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import arithmetic
 from dialoop.environments.sessions.catalogue import Catalogue
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.sequences import Source
 from dialoop.testing import CHAT_TEMPLATE, byte_tokenizer
 from dialoop.trajectory import Owner, SamplingParams, StopReason
@@ -43,7 +44,7 @@ from dialoop_services.runtime import ServerSettings
 
 from tests.support.connections import connection_to, copy, serving_connections
 from tests.support.environment_doors import RawChannel, reason_of
-from tests.support.rest_world import MAIN_3, GrpcDoor, RestDoor, TwinEngine
+from tests.support.rest_world import MAIN_3, GrpcDoor, RestDoor, TwinEngine, service_in_a_thread
 from tests.support.waiting import PATIENCE_S
 
 Script = Callable[[str], str]
@@ -393,3 +394,13 @@ def test_what_is_no_text_environment_is_refused():
         load_text_setup("dialoop.environments:arithmetic")
     with pytest.raises(InvalidConfig, match="calculator or module:attribute"):
         load_text_setup("nope")
+
+
+def test_a_thread_without_a_loop_asks_for_runs_by_the_twin_of_their_client():
+    with (
+        service_in_a_thread("environment", rest_port=None) as service,
+        BlockingDialoop(environment=service.address) as dialoop,
+        pytest.raises(PreconditionFailed) as caught,
+    ):
+        dialoop.client("environment", RunsClient).run_text("calculator", [QUERY])
+    assert caught.value.reason == "NO_INFERENCE"
