@@ -1,4 +1,4 @@
-"""Serve steps that do nothing with grpc.aio alone, to compare with the services' gRPC door.
+"""Serve steps that do nothing with grpc.aio alone, to compare with the services' gRPC server.
 
 It has no token, no sessions and no counts. The messages and the event loop are those of the
 environment service.

@@ -47,7 +47,7 @@ MOVED: Final = {
     "dialoop_services.config.imported": "dialoop_extras.importers.imported",
     "dialoop_services.console": "dialoop_ops.console",
     "dialoop_services.environment.openenv_documents": "dialoop_extras.services.openenv_documents",
-    "dialoop_services.environment.openenv_door": "dialoop_extras.services.openenv_door",
+    "dialoop_services.environment.openenv_door": "dialoop_extras.services.openenv_server",
     "dialoop_services.environment.runs": "dialoop_extras.services.runs",
     "dialoop_services.inference.conformance": "dialoop_ops.conformance.inference",
     "dialoop_services.learning": "dialoop_learning",

@@ -30,7 +30,7 @@ TASK_PLAYERS: Final[Mapping[str, str]] = MappingProxyType(
 @asynccontextmanager
 async def serve_environments(served: ServedEnvironments) -> AsyncIterator[None]:
     """Add to the environment service what is here: whole runs, and OpenEnv's protocol."""
-    from dialoop_extras.services.openenv_door import serve_openenv
+    from dialoop_extras.services.openenv_server import serve_openenv
     from dialoop_extras.services.run_servicer import serve_runs
 
     async with serve_runs(served), serve_openenv(served):

@@ -298,7 +298,7 @@ class Containers:
         return ended.returncode == 0
 
     def rest(self, name: str, path: str) -> int:
-        """Status of a GET at the REST door, without a token."""
+        """Status of a GET at the REST server, without a token."""
         port = self.ports[str(FIXED_PORTS[rest_name(name)])]
         connection = HTTPConnection(self._at, port, timeout=10)
         try:

@@ -21,7 +21,7 @@ from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 from google.protobuf.message import Message as Proto
 
-from tests.support.rest_world import GrpcDoor, Refusal, RestDoor
+from tests.support.rest_world import GrpcDoor, Refusal, RestServer
 
 DOORS = ("grpc", "rest", "sdk", "in_process")
 
@@ -33,7 +33,7 @@ class Refused(DialoopError):
 class RawChannel:
     """A Channel for EnvironmentClient whose calls go through a raw door, gRPC or REST in JSON."""
 
-    def __init__(self, door: GrpcDoor | RestDoor) -> None:
+    def __init__(self, door: GrpcDoor | RestServer) -> None:
         self._door = door
 
     async def call(self, rpc: Any, request: Proto) -> Any:
@@ -56,11 +56,11 @@ async def at(door: str, *environments: Environment, **settings: Any) -> AsyncIte
             async with Channel(server.address, retry=RetryPolicy(max_attempts=1)) as channel:
                 yield EnvironmentClient(channel)
             return
-        raw: GrpcDoor | RestDoor
+        raw: GrpcDoor | RestServer
         if door == "grpc":
             raw = GrpcDoor(grpc.aio.insecure_channel(server.address))
         else:
-            raw = RestDoor(server)
+            raw = RestServer(server)
         try:
             yield EnvironmentClient(RawChannel(raw))  # type: ignore[arg-type]
         finally:

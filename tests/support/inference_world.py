@@ -103,7 +103,7 @@ async def world(
     awaits_policy: bool = False,
     engine: Engine | None = None,
 ) -> AsyncIterator[World]:
-    """A replica that may read `root`, or is on another host; with a REST door if asked."""
+    """A replica that may read `root`, or is on another host; with a REST server if asked."""
     root.mkdir(exist_ok=True)
     engine = engine or await TransformersEngine.start(
         model_dir,

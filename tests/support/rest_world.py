@@ -314,7 +314,7 @@ class GrpcDoor:
         await self._channel.close()
 
 
-class RestDoor:
+class RestServer:
     """Calls by REST, in JSON or in protobuf."""
 
     def __init__(self, server: GrpcServer, token: str = "", *, binary: bool = False) -> None:
@@ -376,7 +376,7 @@ def _path(route: Route, request: Message) -> str:
 
 
 def http_of(server: GrpcServer, token: str = "") -> httpx.AsyncClient:
-    """An HTTP client of a server's REST door."""
+    """An HTTP client of a server's REST server."""
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return httpx.AsyncClient(
         base_url=f"http://{server.rest_address}",

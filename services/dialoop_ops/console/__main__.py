@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidInput, NotFound
-from dialoop_services.rest.app import RestDoor
+from dialoop_services.rest.app import RestServer
 from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.listening import address_of, bound_socket, require_safe_address
 from dialoop_services.runtime.process import die_with_parent, end_command
@@ -72,15 +72,15 @@ async def _serve(settings: ServerSettings, runs: WatchedRuns) -> None:
     port = bound.getsockname()[1]
     token = Token(settings.token.get_secret_value(), settings.admin_token.get_secret_value())
     async with LiveRuns() as live, StopSignal() as stop:
-        door = RestDoor(console_app(runs, live, token=token), drain_s=1.0)
-        await door.open(bound)
+        server = RestServer(console_app(runs, live, token=token), drain_s=1.0)
+        await server.open(bound)
         sys.stdout.write(f"console of {', '.join(runs.indexes)}: ")
         sys.stdout.write(f"http://{address_of(settings.host, port)}/ (Ctrl-C stops it)\n")
         sys.stdout.flush()
         try:
             await stop.wait()
         finally:
-            await door.close()
+            await server.close()
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def blocking_in_process(
 
 
 def _rest_ports(job: JobConfig) -> dict[str, int]:
-    """Choose a port for the REST door of each replica, which agents alone need."""
+    """Choose a port for the REST server of each replica, which agents alone need."""
     if not any(section.agent for section in job.all_environments):
         return {}
     return choose_ports({rest_name(name): 0 for name in replica_names(job)})

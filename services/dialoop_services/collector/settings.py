@@ -55,7 +55,7 @@ class CollectorSettings(JobSettings, CollectorSection):
     inference_addresses: list[str] = Field(default=["127.0.0.1:7002"], min_length=1)
     """host:port of every inference replica; each group goes to one of them."""
     inference_rest_addresses: list[str] = Field(default_factory=list)
-    """host:port of every replica's REST door, in the same order; agents call these."""
+    """host:port of every replica's REST server, in the same order; agents call these."""
 
     model_dir: Path | None = None
     """Model directory with the policy's tokenizer; trials and text episodes need it."""

@@ -43,7 +43,7 @@ class InProcessNetwork:
     ) -> GrpcServer:
         """Return a server that listens at that name once it is entered.
 
-        With `rest_port` it also has a REST door there, for programs that speak HTTP.
+        With `rest_port` it also has a REST server there, for programs that speak HTTP.
         """
         # Of the arguments alone: the variables are meant for services that have a process each.
         settings = ServerSettings.model_construct(

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Self
 
-    from dialoop_services.rest.app import RestDoor
+    from dialoop_services.rest.app import RestServer
     from dialoop_services.rest.http_routes import HttpRoute
     from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.access.tickets import TicketCheck
@@ -87,11 +87,11 @@ class GrpcServer:
         self._services.append(service)
 
     def add_route(self, route: HttpRoute) -> None:
-        """Serve one more route at the REST door."""
+        """Serve one more route at the REST server."""
         self._routes.append(route)
 
     def add_socket(self, route: SocketRoute) -> None:
-        """Serve one more WebSocket at the REST door; InvalidConfig (PACKAGE_MISSING)."""
+        """Serve one more WebSocket at the REST server; InvalidConfig (PACKAGE_MISSING)."""
         from dialoop_services.rest.socket_routes import require_sockets
 
         require_sockets()
@@ -127,7 +127,7 @@ class GrpcServer:
 
     @property
     def rest_address(self) -> str:
-        """Return `host:port` of the REST door; empty when there is none."""
+        """Return `host:port` of the REST server; empty when there is none."""
         return "" if self._rest_port is None else address_of(self._settings.host, self._rest_port)
 
     @property
@@ -165,24 +165,24 @@ class GrpcServer:
         metrics = self._metrics()
         calls = Calls(metrics)
         grpc_server = self._grpc_server(calls)
-        door, bound = None, None
+        rest_server, bound = None, None
         if metrics is not None:
-            door = self._rest_door(calls, metrics)
+            rest_server = self._rest_server(calls, metrics)
             bound = bound_socket(self._settings.host, self._settings.rest_port or 0)
-            self._exits.callback(bound.close)  # which its door does too, once it is open
+            self._exits.callback(bound.close)  # which its server does too, once it is open
         self._port = self._listen(grpc_server)
-        self._exits.push_async_callback(self._drain, grpc_server, door)
+        self._exits.push_async_callback(self._drain, grpc_server, rest_server)
         await grpc_server.start()
-        if door is not None and bound is not None:
+        if rest_server is not None and bound is not None:
             self._rest_port = bound.getsockname()[1]
-            await door.open(bound)
+            await rest_server.open(bound)
         if not self._unix_path:  # the services of one process have their waits in common
             stalls = asyncio.create_task(log_stalls(current_waits.get()))
             self._exits.callback(stalls.cancel)
         await self.set_serving(True)
         if owns_process.get():
             tune_memory()
-        where = {"rest_address": self.rest_address} if door else {}
+        where = {"rest_address": self.rest_address} if rest_server else {}
         log.info("Serving.", extra={**where, "address": self.address})
 
     async def __aexit__(self, *_: object) -> None:
@@ -210,7 +210,7 @@ class GrpcServer:
             ) from error
 
     def _metrics(self) -> Metrics | None:
-        """Return the metrics of the REST door; without the door they are not even imported."""
+        """Return the metrics of the REST server; without the server they are not even imported."""
         if self._settings.rest_port is None:
             return None
         from dialoop_services.runtime.metrics import LabelledCounts, Metrics
@@ -222,9 +222,9 @@ class GrpcServer:
             metrics.show(counts)
         return metrics
 
-    def _rest_door(self, calls: Calls, metrics: Metrics) -> RestDoor:
+    def _rest_server(self, calls: Calls, metrics: Metrics) -> RestServer:
 
-        from dialoop_services.rest.app import RestDoor, RestOptions, rest_app
+        from dialoop_services.rest.app import RestOptions, RestServer, rest_app
         from dialoop_services.rest.requests import BodyLimits
 
         pool = descriptor_pool.Default()
@@ -249,7 +249,7 @@ class GrpcServer:
         )
         size = self._settings.max_message_bytes if self._sockets else 0
         app = rest_app(servicers, options)
-        return RestDoor(
+        return RestServer(
             app,
             drain_s=self._settings.drain_s,
             max_socket_bytes=size,
@@ -295,14 +295,14 @@ class GrpcServer:
             audience=lambda: self.incarnation.audience,
         )
 
-    async def _drain(self, grpc_server: grpc.aio.Server, door: RestDoor | None) -> None:
-        """Let calls in flight end, at both doors at the same time."""
+    async def _drain(self, grpc_server: grpc.aio.Server, rest_server: RestServer | None) -> None:
+        """Let calls in flight end, at both servers at the same time."""
         self._serving = dict.fromkeys(self._serving, False)
         await self._health.enter_graceful_shutdown()
-        async with asyncio.TaskGroup() as doors:
-            doors.create_task(grpc_server.stop(self._settings.drain_s))
-            if door is not None:
-                doors.create_task(door.close())
+        async with asyncio.TaskGroup() as ending:
+            ending.create_task(grpc_server.stop(self._settings.drain_s))
+            if rest_server is not None:
+                ending.create_task(rest_server.close())
 
     def _grpc_server(self, calls: Calls) -> grpc.aio.Server:
         size = self._settings.max_message_bytes

@@ -231,7 +231,7 @@ def _problem(error: DialoopError, headers: Mapping[str, str] | None = None) -> R
     )
 
 
-class RestDoor:
+class RestServer:
     """uvicorn on the event loop of the gRPC server; it serves from `open` until `close`.
 
     It leaves signals to the service, and drains together with the gRPC server.
@@ -273,7 +273,7 @@ class RestDoor:
         self._ticking: asyncio.Task[None] | None = None
 
     async def open(self, bound: socket.socket) -> None:
-        """Serve on a bound socket, which this door owns from now on."""
+        """Serve on a bound socket, which this server owns from now on."""
         try:
             self._config.load()
             self._server.lifespan = self._config.lifespan_class(self._config)

@@ -1,4 +1,4 @@
-"""Pydantic models and JSON encoders made from protobuf descriptors: one schema for both doors.
+"""Pydantic models and JSON encoders made from protobuf descriptors: one schema for both servers.
 
 model = models().model(pb.StepRequest.DESCRIPTOR)                   # for the OpenAPI document
 request = models().reader(pb.StepRequest.DESCRIPTOR)(body)          # rejects unknown fields
@@ -59,7 +59,7 @@ def comments() -> Mapping[str, str]:
 
 @cache
 def models() -> Models:
-    """Return this process's models. Making one takes milliseconds, so doors share them."""
+    """Return this process's models. Making one takes milliseconds, so servers share them."""
     return Models(comments())
 
 

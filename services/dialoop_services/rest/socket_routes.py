@@ -1,4 +1,4 @@
-"""WebSockets of other protocols at the REST door. They share its guard and limits.
+"""WebSockets of other protocols at the REST server. They share its guard and limits.
 
     async def echo(socket: Socket) -> None:
         while (text := await socket.receive()) is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """How many connections a door holds, and the seconds for a request's head and for its body."""
+    """How many connections a server holds, and the seconds for a head and for a body."""
 
     max_connections: int = 2048
     head_s: float = 10.0
@@ -29,7 +29,7 @@ class ConnectionLimits:
     def within_descriptors(self) -> ConnectionLimits:
         """Return the limits with no more connections than this process has descriptors for.
 
-        Two doors share what is left after a reserve for files and for the service's own calls.
+        Two servers share what is left after a reserve for files and for the service's own calls.
         """
         available, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if available == resource.RLIM_INFINITY:

@@ -129,7 +129,7 @@ class ServerSettings(StrictSettings):
     of_run: str = Field(default="", validation_alias="DIALOOP_RUN")
     """Run whose members may call with tickets; empty: any whose tickets this job's token signed."""
     tls_certificate: Path | None = Field(default=None, validation_alias="DIALOOP_TLS_CERTIFICATE")
-    """PEM certificate of the service, which both doors then show: they speak TLS alone."""
+    """PEM certificate of the service, which both servers then show: they speak TLS alone."""
     tls_key: Path | None = Field(default=None, validation_alias="DIALOOP_TLS_KEY")
     """PEM file of the certificate's key."""
     tls_ca: Path | None = Field(default=None, validation_alias="DIALOOP_TLS_CA")

@@ -207,7 +207,7 @@ def test_agents_are_loaded_by_import_path():
             load_agent(wrong)
 
 
-def test_agents_need_every_replicas_rest_door():
+def test_agents_need_every_replicas_rest_server():
     environment = {"agent": f"{__name__}:ask_once"}
     with pytest.raises(InvalidConfig) as caught:
         load_agents(CollectorSettings(environment=environment))

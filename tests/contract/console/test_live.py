@@ -22,7 +22,7 @@ from dialoop.v1 import trainer_service_pb2
 from dialoop_ops.console.app import console_app
 from dialoop_ops.console.live_runs import LiveRuns
 from dialoop_ops.console.watched_runs import WatchedRuns
-from dialoop_services.rest.app import RestDoor
+from dialoop_services.rest.app import RestServer
 from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.access.principals import digest_of
 from dialoop_services.runtime.listening import bound_socket
@@ -41,7 +41,7 @@ async def console_of(run_dir: Path, token: Token | None = None) -> AsyncIterator
     with WatchedRuns([run_dir]) as runs:
         async with LiveRuns() as live:
             bound = bound_socket("127.0.0.1", 0)
-            door = RestDoor(console_app(runs, live, token=token or Token("")), drain_s=0.1)
+            door = RestServer(console_app(runs, live, token=token or Token("")), drain_s=0.1)
             await door.open(bound)
             try:
                 yield f"http://127.0.0.1:{bound.getsockname()[1]}"

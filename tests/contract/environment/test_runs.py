@@ -44,7 +44,7 @@ from dialoop_services.runtime import ServerSettings
 
 from tests.support.connections import connection_to, copy, serving_connections
 from tests.support.environment_doors import RawChannel, reason_of
-from tests.support.rest_world import MAIN_3, GrpcDoor, RestDoor, TwinEngine, service_in_a_thread
+from tests.support.rest_world import MAIN_3, GrpcDoor, RestServer, TwinEngine, service_in_a_thread
 from tests.support.waiting import PATIENCE_S
 
 Script = Callable[[str], str]
@@ -142,7 +142,7 @@ async def at(
             yield RunsClient(channel)
             return
         raw = (
-            RestDoor(server)
+            RestServer(server)
             if door == "rest"
             else GrpcDoor(grpc.aio.insecure_channel(server.address))
         )

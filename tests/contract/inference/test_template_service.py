@@ -29,7 +29,7 @@ from dialoop_services.hosting import GrpcServer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.environment_doors import RawChannel
-from tests.support.rest_world import GrpcDoor, RestDoor, http_of, refusal, service
+from tests.support.rest_world import GrpcDoor, RestServer, http_of, refusal, service
 
 PIPES = (
     "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}[/]"
@@ -77,7 +77,7 @@ async def through(request, server: GrpcServer) -> AsyncIterator[TemplateClient]:
                 await exits.enter_async_context(Channel(server.address, retry=once))
             )
             return
-        door = RestDoor(server)
+        door = RestServer(server)
         if request.param == "grpc":
             door = GrpcDoor(grpc.aio.insecure_channel(server.address))
         exits.push_async_callback(door.close)

@@ -11,7 +11,7 @@ import pytest
 from dialoop.v1 import replay_service_pb2 as rep
 from dialoop.v1 import trajectory_pb2 as pb
 
-from tests.support.rest_world import GrpcDoor, RestDoor, refusal, routes, service
+from tests.support.rest_world import GrpcDoor, RestServer, refusal, routes, service
 from tests.support.samples.replay_samples import make_group, make_task, set_values
 
 Spoil = Callable[[pb.Trajectory], object]
@@ -104,7 +104,7 @@ def members_of(request: rep.AppendGroupsRequest) -> rep.AppendMembersRequest:
     return rep.AppendMembersRequest(run="r", items=[item])
 
 
-async def outcome_of(door: GrpcDoor | RestDoor, request: Any) -> rep.AppendOutcome:
+async def outcome_of(door: GrpcDoor | RestServer, request: Any) -> rep.AppendOutcome:
     name = type(request).__name__.removesuffix("Request")
     answer: Any = await door(f"ReplayService.{name}", request)
     outcome: rep.AppendOutcome = answer.outcomes[0]
@@ -113,8 +113,8 @@ async def outcome_of(door: GrpcDoor | RestDoor, request: Any) -> rep.AppendOutco
 
 async def test_what_nobody_can_train_is_refused_alike_with_the_field_named() -> None:
     async with service("replay") as server, grpc.aio.insecure_channel(server.address) as channel:
-        by_grpc, by_rest = GrpcDoor(channel), RestDoor(server)
-        binary = RestDoor(server, binary=True)
+        by_grpc, by_rest = GrpcDoor(channel), RestServer(server)
+        binary = RestServer(server, binary=True)
         for case, (spoil, reason, field) in REFUSED.items():
             request = request_of(spoil)
             expected = await outcome_of(by_grpc, request)
@@ -133,8 +133,8 @@ async def test_what_nobody_can_train_is_refused_alike_with_the_field_named() -> 
 async def test_a_number_that_is_not_finite_is_refused_at_every_door(number: str) -> None:
     route = routes("ReplayService")["AppendGroups"]
     async with service("replay") as server, grpc.aio.insecure_channel(server.address) as channel:
-        by_grpc, by_rest = GrpcDoor(channel), RestDoor(server)
-        binary = RestDoor(server, binary=True)
+        by_grpc, by_rest = GrpcDoor(channel), RestServer(server)
+        binary = RestServer(server, binary=True)
         for case, (spoil_with, field) in NOT_FINITE.items():
             request = request_of(spoil_with(float(number)))
             expected = await outcome_of(by_grpc, request)

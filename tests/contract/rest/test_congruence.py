@@ -31,7 +31,7 @@ from google.protobuf.message import Message as Proto
 
 from tests.support.rest_world import (
     GrpcDoor,
-    RestDoor,
+    RestServer,
     failing_environment,
     service,
     service_in_process,
@@ -378,7 +378,7 @@ async def open_door(name: str, door: str) -> AsyncIterator[Call]:
         {"capacity": 2} if name == "environment" else {}
     )
     async with AsyncExitStack() as exits:
-        caller: GrpcDoor | RestDoor
+        caller: GrpcDoor | RestServer
         if door == "in_process":
             network = await exits.enter_async_context(service_in_process(name, **settings))
             caller = GrpcDoor(grpc.aio.insecure_channel(network.address(name)), "right")
@@ -387,7 +387,7 @@ async def open_door(name: str, door: str) -> AsyncIterator[Call]:
             if door == "grpc":
                 caller = GrpcDoor(grpc.aio.insecure_channel(server.address), "right")
             else:
-                caller = RestDoor(server, "right", binary=door == "protobuf")
+                caller = RestServer(server, "right", binary=door == "protobuf")
         exits.push_async_callback(caller.close)
         yield caller
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvicorn
 import websockets
-from dialoop_services.rest.app import RestDoor
+from dialoop_services.rest.app import RestServer
 from dialoop_services.rest.connections import MAX_HEAD_BYTES, LimitedConnection, noting_requests
 from dialoop_services.runtime.listening import ConnectionLimits, bound_socket
 
@@ -218,7 +218,7 @@ async def test_a_websocket_takes_a_place_until_its_end() -> None:
 
 async def test_a_door_that_does_not_open_leaves_no_socket() -> None:
     bound = bound_socket("127.0.0.1", 0)
-    door = RestDoor(echo, drain_s=1, tls={"ssl_certfile": "/no/such/file"})
+    door = RestServer(echo, drain_s=1, tls={"ssl_certfile": "/no/such/file"})
     with pytest.raises(FileNotFoundError):
         await door.open(bound)
     assert bound.fileno() == -1

@@ -1,4 +1,4 @@
-"""Who the REST door lets in, and what it refuses, in one clear error that changes nothing."""
+"""Who the REST server lets in, and what it refuses, in one clear error that changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The REST door of real services: their own pages, streams, deadlines, the end."""
+"""The REST server of real services: their own pages, streams, deadlines, the end."""
 
 from __future__ import annotations
 

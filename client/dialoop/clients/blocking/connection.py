@@ -102,7 +102,7 @@ class BlockingDialoop:
         return BlockingTemplateClient(self._get(lambda d: d.templates), self._loop)
 
     def recordings(self, rest_url: str) -> BlockingRecordingClient:
-        """Return the client of agents' recordings; `rest_url` is the inference's REST door."""
+        """Return the client of agents' recordings; `rest_url` is the inference's REST server."""
         return BlockingRecordingClient(self._get(lambda d: d.recordings(rest_url)), self._loop)
 
     @property

@@ -1,4 +1,4 @@
-"""TLS of a service's doors: its certificate, and whether callers have to show one too."""
+"""TLS of a service's servers: its certificate, and whether callers have to show one too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class ServerTls:
-    """What the doors of a service need; it raises InvalidConfig (TLS_FILE) for wrong files."""
+    """What the servers of a service need; it raises InvalidConfig (TLS_FILE) for wrong files."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._files = Tls(
@@ -44,11 +44,11 @@ class ServerTls:
 
     @property
     def is_on(self) -> bool:
-        """Return whether the doors speak TLS."""
+        """Return whether the servers speak TLS."""
         return self._files.certificate is not None
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
-        """Return the credentials of the gRPC door; None without TLS."""
+        """Return the credentials of the gRPC server; None without TLS."""
         files = self._files
         if files.certificate is None or files.key is None:
             return None
@@ -59,7 +59,7 @@ class ServerTls:
         )
 
     def uvicorn_options(self) -> dict[str, Any]:
-        """Return the options of the REST door's uvicorn; none without TLS."""
+        """Return the options of the REST server's uvicorn; none without TLS."""
         if not self.is_on:
             return {}
         options: dict[str, Any] = {
@@ -71,7 +71,7 @@ class ServerTls:
         return options
 
     def _require_pair(self) -> None:
-        """Load the files as both doors will, since gRPC's own error names none of them."""
+        """Load the files as both servers will, since gRPC's own error names none of them."""
         certificate, key = self._files.certificate, self._files.key
         assert certificate is not None
         assert key is not None

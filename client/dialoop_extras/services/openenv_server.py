@@ -102,7 +102,7 @@ class _Player:
     num_steps: int = 0
 
 
-class OpenEnvDoor:
+class OpenEnvServer:
     """Serves every environment of a catalogue to clients of OpenEnv."""
 
     def __init__(self, catalogue: Catalogue, sessions: SessionEngine) -> None:
@@ -110,7 +110,7 @@ class OpenEnvDoor:
         self._sessions = sessions
 
     def add_to(self, server: GrpcServer) -> None:
-        """Add the routes to a server, which serves them if it has a REST door."""
+        """Add the routes to a server, which serves them if it has a REST server."""
         routes = {
             ("POST", "reset"): self.reset,
             ("POST", "step"): self.step,
@@ -328,5 +328,5 @@ def _error_answer(error: DialoopError) -> ErrorAnswer:
 async def serve_openenv(served: ServedEnvironments) -> AsyncIterator[None]:
     """Add OpenEnv's routes to the environment service's server, if its settings say so."""
     if served.settings.openenv:
-        OpenEnvDoor(served.catalogue, served.sessions).add_to(served.server)
+        OpenEnvServer(served.catalogue, served.sessions).add_to(served.server)
     yield
