@@ -19,7 +19,7 @@ import torch
 from dialoop.trajectory import SamplingParams
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
-from dialoop_learning.rl.depth import mismatch_by_depth
+from dialoop_learning.rl.buckets import mismatch_by_depth
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 

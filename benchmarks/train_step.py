@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dialoop_learning.model.attention import share_prefixes
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_learning.packing.prefixes import share_prefixes
 from transformers import AutoConfig
 
 from benchmarks.servers import train_step_batch

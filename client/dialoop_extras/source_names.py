@@ -20,7 +20,7 @@ from dialoop.errors import DialoopWarning, InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
 from dialoop_learning.loss import losses
 from dialoop_learning.loss.corrections import Correction
-from dialoop_learning.loss.loss_inputs import LossInputs
+from dialoop_learning.loss.losses import LossInputs
 from dialoop_learning.loss.objective import Objective, k3
 from dialoop_learning.rl.monte_carlo import trajectory_advantages, with_turn_advantages
 from dialoop_learning.rl.selection import TopKWindow, with_best_alone

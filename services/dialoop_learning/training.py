@@ -1,4 +1,8 @@
-"""One update of the policy from packed rows: forward, loss, backward, step."""
+"""One update of the policy from packed rows: forward, loss, backward, step.
+
+At the end are checks of rows before any forward pass: that they are short enough, with the same
+values, and with what the loss reads.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,27 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
-from dialoop_learning.loss.loss_inputs import LossInputs
+from dialoop_learning.loss.losses import LossInputs
 from dialoop_learning.loss.objective import Objective, combine_metrics
 from dialoop_learning.memory import return_free_memory
-from dialoop_learning.parallel.parallel_rows import keep_pace, rows_behind
-from dialoop_learning.parallel.ranks import ALONE, Ranks
+from dialoop_learning.packing.rows import OPTIONAL, pack_rows
+from dialoop_learning.parallel.ranks import ALONE, Ranks, keep_pace, rows_behind
+from dialoop_learning.rl.packing_plan import plan_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from dialoop_learning.loss.loss_inputs import Loss
+    from dialoop_learning.loss.facts import Oversize
+    from dialoop_learning.loss.losses import Loss
     from dialoop_learning.model.policy import PolicyModel
     from dialoop_learning.optim import GuardedOptimizer, StepReport
     from dialoop_learning.packing.rows import PackedBatch, TokenRow
+
 
 _GROWTH = 512 << 20
 """Bytes by which rows may leave the process larger before it gives them back. The next row touches
@@ -248,3 +257,72 @@ def _whitening(tokens: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
         return lambda advantages: advantages
     std, mean = torch.std_mean(tokens, correction=0)
     return lambda advantages: (advantages - mean) / (std + eps)
+
+
+def fit_rows(rows: Sequence[TokenRow], *, max_tokens: int, oversize: Oversize) -> list[TokenRow]:
+    """Return rows of at most `max_tokens` tokens.
+
+    A longer row raises InvalidInput (SEQUENCE_TOO_LONG) or, as `oversize` says, is dropped or
+    truncated. Truncation changes no token that stays, because a token depends only on earlier ones.
+    A truncated row without a token left to train is dropped. Raises InvalidInput
+    (SEQUENCE_TOO_LONG) as well when no row is left.
+    """
+    lengths = [len(row.token_ids) for row in rows]
+    if oversize == "error":
+        plan_rows(lengths, max_tokens=max_tokens)
+        return list(rows)
+    if oversize == "truncate":
+        cut = (truncate(row, max_tokens) for row in rows)
+        kept = [row for row in cut if bool(row.response_mask.any())]
+    else:
+        kept = [row for row in rows if len(row.token_ids) <= max_tokens]
+    if rows and not kept:
+        raise InvalidInput(
+            f"None of {len(rows)} sequences can be trained in rows of {max_tokens} tokens; the "
+            f"longest has {max(lengths)}.",
+            reason=Reason.SEQUENCE_TOO_LONG,
+            remedy="Raise max_row_tokens in [train], or shorten the episodes.",
+        )
+    return kept
+
+
+def truncate(row: TokenRow, max_tokens: int) -> TokenRow:
+    """Return the row's first `max_tokens` tokens, with their values."""
+    if len(row.token_ids) <= max_tokens:
+        return row
+    mask = row.response_mask[:max_tokens]
+    count = int(mask.sum())
+    present = {name: values for name in OPTIONAL if (values := getattr(row, name)) is not None}
+    cut: dict[str, Any] = {name: values[:count] for name, values in present.items()}
+    if row.routed_experts is not None:
+        cut["routed_experts"] = row.routed_experts[:max_tokens]
+    return replace(row, token_ids=row.token_ids[:max_tokens], response_mask=mask, **cut)
+
+
+def keep_common_values(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """Return the rows without the values that only some have: a packed row holds all or none.
+
+    If the loss needs these values, `require_trainable` raises.
+    """
+    with_response = [row for row in rows if bool(row.response_mask.any())]
+    partial: dict[str, Any] = {
+        name: None
+        for name in ("ref_logprobs", "advantages")
+        if any(getattr(row, name) is None for row in with_response)
+    }
+    return [replace(row, **partial) for row in rows] if partial else list(rows)
+
+
+@torch.no_grad()
+def require_trainable(rows: Sequence[TokenRow], objective: Objective) -> None:
+    """Raise InvalidInput where rows lack what the loss reads (LOSS_INPUT_MISSING), or some do.
+
+    It calls the loss itself, with log-probs of 0, because only the loss knows what it reads.
+    """
+    if not any(bool(row.response_mask.any()) for row in rows):
+        return
+    batch = pack_rows(rows)
+    nothing = torch.zeros(batch.num_loss_tokens)
+    if batch.proximal_logprobs is None and objective.needs_proximal:
+        batch = replace(batch, proximal_logprobs=batch.scatter(nothing))
+    objective(loss_inputs(batch, nothing, entropy=nothing))

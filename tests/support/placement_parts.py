@@ -13,8 +13,7 @@ from dialoop_services.runtime.device_lock import is_owned
 
 if TYPE_CHECKING:
     from dialoop.trajectory import Group
-    from dialoop_learning.loss.loss_inputs import LossInputs
-    from dialoop_learning.loss.losses import LossOutput
+    from dialoop_learning.loss.losses import LossInputs, LossOutput
 
 HOLD = "TEST_HOLD"
 """Variable with a file's path: while it exists, a train step stands in the middle of its loss."""

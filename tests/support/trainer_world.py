@@ -24,7 +24,7 @@ from dialoop_services.trainer.job.job import TrainingJob
 from dialoop_services.trainer.job.parts import JobParts
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.learner.learner import TrainStepReport
-from dialoop_services.trainer.learner.weights_file import ExportedWeights
+from dialoop_services.trainer.learner.learner_state import ExportedWeights
 from dialoop_services.trainer.publish.placement import Split
 from dialoop_services.trainer.publish.publisher import Published
 from dialoop_services.trainer.records.records import RunRecords

@@ -24,7 +24,7 @@ from dialoop_learning.loss.objective import Objective
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from dialoop_learning.loss.loss_inputs import Loss
+    from dialoop_learning.loss.losses import Loss
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dialoop_learning.loss.loss_inputs import MAX_LOG_RATIO, LossInputs, LossOutput
-from dialoop_learning.rl.depth import buckets_of
+from dialoop_learning.loss.losses import MAX_LOG_RATIO, LossInputs, LossOutput
+from dialoop_learning.rl.buckets import buckets_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dialoop_learning.loss.corrections import Correction
     from dialoop_learning.loss.facts import Aggregation
-    from dialoop_learning.loss.loss_inputs import Loss
+    from dialoop_learning.loss.losses import Loss
 
 Estimator = Literal["k1", "k2", "k3"]
 """How to estimate KL(policy || other) from the tokens that the policy sampled, [M].
@@ -124,7 +124,7 @@ def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, A
     ess: the effective sample size as a share of all tokens, mean(r)^2 / mean(r^2), 1 on-policy.
     by_staleness: {versions behind: {num_tokens, mismatch_kl, ratio, ess, ...}}, means over the
     tokens of that age. by_depth: the same for tokens of the current policy by how many tokens
-    precede them, under the smallest number of a bucket (`dialoop_learning.rl.depth`).
+    precede them, under the smallest number of a bucket (`dialoop_learning.rl.buckets`).
     """
     totals: dict[str, Any] = {}
     tables: dict[str, dict[int, dict[str, float]]] = {name: {} for name in _TABLES}

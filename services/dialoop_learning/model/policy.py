@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dialoop_learning.model.attention import PACKED_ATTENTION, plan_attention
+from dialoop_learning.model.attention import PACKED_ATTENTION, plan_attention, share_prefixes
 from dialoop_learning.model.checkpoint import save_model
 from dialoop_learning.model.experts import (
     ExpertReplay,
@@ -33,7 +33,6 @@ from dialoop_learning.model.fused_head import (
 )
 from dialoop_learning.model.logprobs import DEFAULT_CHUNK_ROWS, TokenScores, token_logprobs
 from dialoop_learning.model.products import linear_products
-from dialoop_learning.packing.prefixes import share_prefixes
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 
 if TYPE_CHECKING:
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from dialoop_learning.model.attention import SharedPrefixes
     from dialoop_learning.model.fused_head import LogprobKernel
-    from dialoop_learning.packing.prefixes import SharedPrefixes
     from dialoop_learning.packing.rows import PackedBatch
     from dialoop_learning.rl.routed_experts import Routing
 

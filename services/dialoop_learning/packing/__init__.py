@@ -1,4 +1,4 @@
-"""Packing: sequences of tokens as rows without padding, shared prefixes, and what does not fit.
+"""Packing: sequences of tokens as rows without padding.
 
 Token rows enter; packed batches leave.
 """

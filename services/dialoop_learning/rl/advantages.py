@@ -296,3 +296,19 @@ def _require_summed(settings: AdvantageSettings) -> None:
             reason=Reason.DENSE_REWARD_NOT_SUMMED,
             remedy='Set advantage_aggregate to "sum" in [scorer], or give rewards of one number.',
         )
+
+
+def mean_absolute_advantage(group: Group) -> float:
+    """Return the mean of |advantage| over the group's sampled tokens: how much it moves the policy.
+
+    The priority of a scored group, 0 where nothing is to be learned.
+    """
+    total = num_tokens = 0.0
+    for trajectory in group.trajectories:
+        for sequence in trajectory.sequences:
+            num_tokens += sequence.num_model_tokens
+            if len(sequence.token_advantages):
+                total += float(abs(sequence.token_advantages).sum())
+            else:
+                total += abs(sequence.advantage or 0.0) * sequence.num_model_tokens
+    return total / num_tokens if num_tokens else 0.0

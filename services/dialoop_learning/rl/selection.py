@@ -1,4 +1,4 @@
-"""Select trajectories to imitate, as torchrl's TopKRewardSelector does, and rank groups.
+"""Select trajectories to imitate, as torchrl's TopKRewardSelector does.
 
     best_of([0.1, 0.4, 0.5, 0.9, 0.7], k=3)      # (3, 4): two are above the median 0.5
     window = TopKWindow(num_turns=64, k=8)       # of each task; the best of every 64 turns
@@ -116,19 +116,3 @@ class TopKWindow:
         ]
         best = best_of(rewards, k=min(self._k, len(window)))
         return tuple(window[index] for index in best)
-
-
-def mean_absolute_advantage(group: Group) -> float:
-    """Return the mean of |advantage| over the group's sampled tokens: how much it moves the policy.
-
-    The priority of a scored group, 0 where nothing is to be learned.
-    """
-    total = num_tokens = 0.0
-    for trajectory in group.trajectories:
-        for sequence in trajectory.sequences:
-            num_tokens += sequence.num_model_tokens
-            if len(sequence.token_advantages):
-                total += float(abs(sequence.token_advantages).sum())
-            else:
-                total += abs(sequence.advantage or 0.0) * sequence.num_model_tokens
-    return total / num_tokens if num_tokens else 0.0

@@ -32,7 +32,7 @@ from dialoop_learning.lora.layers import ADAPTER
 from dialoop_learning.model.checkpoint_names import from_checkpoint
 from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
-from dialoop_learning.rl.depth import mismatch_by_depth
+from dialoop_learning.rl.buckets import mismatch_by_depth
 from dialoop_learning.rl.routed_experts import COLUMN, Routing, experts_of
 from dialoop_services.trainer.records.rows import trajectory_files
 from numpy.typing import NDArray

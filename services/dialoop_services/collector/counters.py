@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.sequences import ForkCause
 from dialoop.trajectory import Owner, Purpose
 from dialoop.waits import waiting_for
-from dialoop_learning.rl.lengths import length_bin
+from dialoop_learning.rl.buckets import length_bin
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from dialoop.errors import DialoopError, InvalidInput
 from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Stage
 from dialoop.waits import waiting_for
-from dialoop_learning.rl.selection import mean_absolute_advantage
+from dialoop_learning.rl.advantages import mean_absolute_advantage
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence

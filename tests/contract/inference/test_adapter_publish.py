@@ -33,7 +33,7 @@ from tests.support.waiting import PATIENCE_S
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dialoop_services.trainer.learner.weights_file import ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import ExportedWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -22,8 +22,7 @@ from dialoop_services.hosting.hosts import OwnProcess
 from dialoop_services.replay import servicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.trainer.__main__ import serve_in
-from dialoop_services.trainer.data.batches import sort_batch
-from dialoop_services.trainer.data.untrainable import read_rows
+from dialoop_services.trainer.data.batches import read_rows, sort_batch
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from transformers import Qwen2ForCausalLM

@@ -13,7 +13,7 @@ from dialoop.clients.weights import WeightsManifest
 from dialoop.errors import DeadlineExceeded, InvalidConfig, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
-from dialoop_services.trainer.learner.weights_file import ExportedWeights
+from dialoop_services.trainer.learner.learner_state import ExportedWeights
 from dialoop_services.trainer.publish import vllm_transfer as module
 
 from tests.support.waiting import PATIENCE_S

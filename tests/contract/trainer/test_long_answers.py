@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dialoop_learning.rl.lengths import length_bin, share_table
+from dialoop_learning.rl.buckets import length_bin, share_table
 
 from tests.support.loop.rl_loop import run_loop
 from tests.support.loop.virtual_time import run_virtually

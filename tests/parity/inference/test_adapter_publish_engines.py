@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop_services.inference.engine import Engine
-    from dialoop_services.trainer.learner.weights_file import ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import ExportedWeights
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -17,7 +17,7 @@ from dialoop.sequences import PolicyVersion
 from dialoop_services.inference.requests import contents_of, manifest_of
 from dialoop_services.inference.vllm_engine.environment import prepare
 from dialoop_services.inference.weights.data_planes import PlaneName, Transfer
-from dialoop_services.trainer.learner.weights_file import ExportedWeights
+from dialoop_services.trainer.learner.learner_state import ExportedWeights
 from safetensors.torch import save_file
 
 from tests.support.programs import nccl_twin

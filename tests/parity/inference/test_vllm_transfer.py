@@ -125,7 +125,7 @@ async def test_policies_go_from_device_to_device(
     if torch.cuda.device_count() < num_devices:
         pytest.skip(f"not run: needs CUDA devices: {num_devices} for {backend}, found fewer")
     from dialoop_services.inference.vllm_engine.engine import VllmEngine
-    from dialoop_services.trainer.learner.weights_file import ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import ExportedWeights
     from dialoop_services.trainer.publish.vllm_transfer import VllmTransfer
 
     from tests.parity.inference.test_engines import forward_logprobs, save_model, save_weights

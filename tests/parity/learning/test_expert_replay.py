@@ -21,7 +21,6 @@ from dialoop_learning.model.experts import (
 )
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
-from dialoop_learning.packing.trainable import truncate
 from dialoop_learning.parallel.group_commands import decode, encode
 from dialoop_learning.rl.routed_experts import (
     NO_EXPERT,
@@ -29,7 +28,7 @@ from dialoop_learning.rl.routed_experts import (
     experts_column,
     recorded_experts,
 )
-from dialoop_learning.training import forward_backward
+from dialoop_learning.training import forward_backward, truncate
 from dialoop_services.inference.engine import EngineOptions, StopTokens
 from dialoop_services.inference.transformers_engine.engine import TransformersEngine
 from dialoop_services.trainer.data.batches import TrainedSequence

@@ -13,6 +13,7 @@ from dialoop_learning.model.attention import (
     VarlenPlan,
     packed_attention,
     plan_attention,
+    share_prefixes,
     takes_varlen,
     varlen_attention,
 )
@@ -20,7 +21,6 @@ from dialoop_learning.model.fused_head import cut_kernel, cut_logprobs
 from dialoop_learning.model.logprobs import token_logprobs
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_learning.packing.prefixes import share_prefixes
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 
 from benchmarks.servers.families import make_family

@@ -9,9 +9,10 @@ from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop_learning.loss import losses
 from dialoop_learning.loss.corrections import Correction
 from dialoop_learning.loss.facts import LOSSES, facts_of
-from dialoop_learning.loss.loss_inputs import LossInputs, LossOutput
 from dialoop_learning.loss.loss_loading import load_loss, load_objective
 from dialoop_learning.loss.losses import (
+    LossInputs,
+    LossOutput,
     cispo,
     decoupled_ppo,
     distill,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from dialoop_learning.loss.corrections import Correction
 from dialoop_learning.loss.facts import LOSSES
-from dialoop_learning.loss.loss_inputs import LossInputs
 from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.loss.losses import LossInputs
 from dialoop_learning.loss.objective import combine_metrics, mean_metrics
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.training import (

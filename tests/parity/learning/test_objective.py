@@ -7,9 +7,8 @@ import pytest
 import torch
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop_learning.loss.corrections import Correction
-from dialoop_learning.loss.loss_inputs import LossInputs
 from dialoop_learning.loss.loss_loading import load_objective
-from dialoop_learning.loss.losses import dppo_mask, grpo, reinforce, sft
+from dialoop_learning.loss.losses import LossInputs, dppo_mask, grpo, reinforce, sft
 from dialoop_learning.loss.objective import Objective, combine_metrics, k1, k2, k3
 from dialoop_services.trainer.learner.learner import objective_of
 from dialoop_services.trainer.settings import TrainerSettings

@@ -21,13 +21,12 @@ from dialoop_learning.model.tiny import tiny_config
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.parallel.group_commands import RankGroup, collective, decode, encode
-from dialoop_learning.parallel.parallel_rows import own_rows, score_rows
 from dialoop_learning.parallel.parallel_state import (
     load_optimizer,
     load_sharded,
     load_weights,
 )
-from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
+from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, own_rows, score_rows, shard
 from dialoop_learning.training import update
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from dialoop_learning.loss.corrections import Correction
-from dialoop_learning.loss.loss_inputs import LossInputs, LossOutput
 from dialoop_learning.loss.loss_loading import load_objective as load
+from dialoop_learning.loss.losses import LossInputs, LossOutput
 from dialoop_learning.loss.objective import Objective, k3
 
 from tests.goldens.losses_samples import MAX_COMPLETION_LENGTH
@@ -27,7 +27,7 @@ from tests.support.samples.peer_losses import (
 )
 
 if TYPE_CHECKING:
-    from dialoop_learning.loss.loss_inputs import Loss
+    from dialoop_learning.loss.losses import Loss
 
 TRL = peer_goldens("trl")
 TORCHRL = peer_goldens("torchrl")

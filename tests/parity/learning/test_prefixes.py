@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from dialoop_learning.model.attention import plan_attention
+from dialoop_learning.model.attention import SharedPrefixes, plan_attention, share_prefixes
 from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_learning.packing.prefixes import SharedPrefixes, share_prefixes
 from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows
 
 PROMPT, OTHER = [7, 8, 9, 10, 11], [7, 8, 3]

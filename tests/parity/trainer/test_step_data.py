@@ -15,7 +15,7 @@ from dialoop.errors import InvalidInput, InvalidSequence
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.packing.rows import PackedBatch, TokenRow
-from dialoop_learning.packing.trainable import truncate
+from dialoop_learning.training import truncate
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner import learner as learner_module
 from dialoop_services.trainer.learner.learner import Learner

@@ -25,7 +25,6 @@ from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_learning.packing.rows import TokenRow
 from dialoop_learning.parallel.group_commands import RankGroup, collective
-from dialoop_learning.parallel.parallel_rows import own_rows, score_rows
 from dialoop_learning.parallel.parallel_state import (
     gather_optimizer,
     gather_weights,
@@ -35,7 +34,7 @@ from dialoop_learning.parallel.parallel_state import (
     load_weights,
     save_sharded,
 )
-from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
+from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, own_rows, score_rows, shard
 from dialoop_learning.rl.routed_experts import NO_EXPERT, Routing
 from dialoop_learning.training import UpdateReport, update
 from safetensors.torch import load_file, save_file

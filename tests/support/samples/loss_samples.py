@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from dialoop_learning.loss.loss_inputs import LossInputs
+from dialoop_learning.loss.losses import LossInputs
 
 
 def inputs_of(

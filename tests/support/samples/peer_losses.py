@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dialoop_learning.loss.loss_inputs import LossInputs
+from dialoop_learning.loss.losses import LossInputs
 
 from tests.goldens.losses_samples import GROUP_SIZE, variant
 
 if TYPE_CHECKING:
-    from dialoop_learning.loss.loss_inputs import Loss
+    from dialoop_learning.loss.losses import Loss
 
 
 def peer_goldens(peer: str) -> dict[str, Any]:

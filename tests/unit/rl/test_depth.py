@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from dialoop_learning.rl.depth import buckets_of, first_above, mismatch_by_depth
+from dialoop_learning.rl.buckets import buckets_of, first_above, mismatch_by_depth
 
 
 def test_a_bucket_is_named_by_its_smallest_depth() -> None:

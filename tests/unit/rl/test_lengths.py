@@ -3,7 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from dialoop_learning.rl.lengths import length_bin, share_table
+from dialoop_learning.rl.buckets import length_bin, share_table
 from dialoop_ops.stack.report.summary import lengths
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from dialoop import testing
 from dialoop.trajectory import Group
-from dialoop_learning.rl.selection import mean_absolute_advantage
+from dialoop_learning.rl.advantages import mean_absolute_advantage
 
 
 def group_of(*advantages: float | list[float] | None) -> Group:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dialoop.errors import InvalidConfig
-from dialoop_learning.loss.loss_inputs import LossInputs
+from dialoop_learning.loss.losses import LossInputs
 from dialoop_learning.rl.advantages import group_advantages
 from dialoop_services.config.file import load_with_origins, parse_config
 from dialoop_services.config.job import JobConfig

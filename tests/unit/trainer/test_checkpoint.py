@@ -19,8 +19,12 @@ from dialoop_learning.parallel.ranks import Ranks
 from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.learner_state import LearnerState
-from dialoop_services.trainer.recovery.checkpoint import Checkpoints, published_policy
-from dialoop_services.trainer.recovery.journal import Journal, JournalEntry
+from dialoop_services.trainer.recovery.checkpoint import (
+    Checkpoints,
+    Journal,
+    JournalEntry,
+    published_policy,
+)
 from dialoop_services.trainer.settings import TrainerSettings
 
 VERSION = PolicyVersion(lineage="main", number=3)

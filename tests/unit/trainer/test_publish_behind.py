@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dialoop.errors import PreconditionFailed
-from dialoop_services.trainer.learner.weights_file import CapturedWeights
+from dialoop_services.trainer.learner.learner_state import CapturedWeights
 from safetensors.torch import load_file, save_file
 
 from tests.support.trainer_world import World, worlds

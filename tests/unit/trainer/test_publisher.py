@@ -22,7 +22,7 @@ from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, U
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.learner.weights_file import ExportedWeights
+from dialoop_services.trainer.learner.learner_state import ExportedWeights
 from dialoop_services.trainer.publish import publisher as module
 from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.settings import TrainerSettings

@@ -14,7 +14,7 @@ from dialoop.clients.replay import GroupLease, ReturnItem
 from dialoop.sequences import PolicyVersion
 from dialoop_ops.stack.report.plot import read_metrics
 from dialoop_services.trainer.records.records import BATCH_KINDS
-from dialoop_services.trainer.recovery.journal import JournalEntry
+from dialoop_services.trainer.recovery.checkpoint import JournalEntry
 
 from tests.support.trainer_world import (
     FIRST,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop_learning.rl.lengths import share_table
+from dialoop_learning.rl.buckets import share_table
 from dialoop_services.trainer.records.rows import trajectory_files
 from rich.panel import Panel
 from rich.table import Table

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import dialoop
 from dialoop.reasons import DropReason
-from dialoop_learning.rl.depth import first_above
+from dialoop_learning.rl.buckets import first_above
 from dialoop_services.config.engines import ENGINES
 from dialoop_services.trainer.records.rows import trajectory_files
 
@@ -207,7 +207,7 @@ def turns(findings: Findings) -> dict[str, int]:
 def lengths(findings: Findings) -> dict[str, dict[int, int]]:
     """Return training trajectories by sampled tokens: all that were played, and those trained.
 
-    The key of a bin is its largest length (`dialoop_learning.rl.lengths`). If long answers are lost
+    The key of a bin is its largest length (`dialoop_learning.rl.buckets`). If long answers are lost
     on the way, as by staleness, the two distributions differ.
     """
     generated: Counter[int] = Counter()

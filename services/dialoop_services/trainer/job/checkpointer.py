@@ -10,10 +10,14 @@ from dialoop.clients.replay import ReturnItem
 from dialoop.reasons import DropReason
 
 from dialoop_services.trainer.data.batches import figures_of_dropped
-from dialoop_services.trainer.data.leases import HeldLeases
+from dialoop_services.trainer.data.queue_client import HeldLeases
 from dialoop_services.trainer.job.state import PhaseTimer
-from dialoop_services.trainer.recovery.checkpoint import lineage_after_restore, published_policy
-from dialoop_services.trainer.recovery.journal import Journal, JournalEntry
+from dialoop_services.trainer.recovery.checkpoint import (
+    Journal,
+    JournalEntry,
+    lineage_after_restore,
+    published_policy,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable

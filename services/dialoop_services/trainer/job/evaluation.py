@@ -14,7 +14,7 @@ from dialoop.reasons import DropReason
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
 from dialoop.waits import waiting_for
 
-from dialoop_services.trainer.data.leases import WORKER
+from dialoop_services.trainer.data.queue_client import WORKER
 
 if TYPE_CHECKING:
     from typing import Self

@@ -18,13 +18,16 @@ from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import DropReason, Reason, turns_spent
 from dialoop.trajectory import Stage
 from dialoop.waits import waiting_for
-from dialoop_learning.rl.depth import first_above
-from dialoop_learning.rl.lengths import length_bin
+from dialoop_learning.rl.buckets import first_above, length_bin
 
-from dialoop_services.trainer.data.batches import keep_for_step, metrics_of_candidates, sort_batch
+from dialoop_services.trainer.data.batches import (
+    keep_for_step,
+    metrics_of_candidates,
+    read_rows,
+    sort_batch,
+)
 from dialoop_services.trainer.data.debug_table import write_debug_table
-from dialoop_services.trainer.data.leases import WORKER
-from dialoop_services.trainer.data.untrainable import read_rows
+from dialoop_services.trainer.data.queue_client import WORKER
 from dialoop_services.trainer.learner.learner import StepObserver
 from dialoop_services.trainer.step_replay.keeping import keep_step
 from dialoop_services.trainer.step_replay.trace import StepTrace
@@ -39,14 +42,13 @@ if TYPE_CHECKING:
     from dialoop.waits import OpenWait
     from dialoop_learning.packing.rows import TokenRow
 
-    from dialoop_services.trainer.data.batches import Batch
-    from dialoop_services.trainer.data.untrainable import Untrainable
+    from dialoop_services.trainer.data.batches import Batch, Untrainable
     from dialoop_services.trainer.job.checkpointer import Checkpointer
     from dialoop_services.trainer.job.parts import JobParts
     from dialoop_services.trainer.job.policy_versions import VersionedPublisher
     from dialoop_services.trainer.learner.learner import TrainStepReport
     from dialoop_services.trainer.publish.publisher import Published
-    from dialoop_services.trainer.recovery.journal import JournalEntry
+    from dialoop_services.trainer.recovery.checkpoint import JournalEntry
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)

@@ -29,20 +29,17 @@ from dialoop_learning.model.policy import DTYPES, load_policy
 from dialoop_learning.model.products import library_of
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_learning.packing.rows import TokenRow
-from dialoop_learning.packing.trainable import (
-    fit_rows,
-    keep_common_values,
-    require_trainable,
-)
 from dialoop_learning.parallel.group_commands import RankGroup, collective
-from dialoop_learning.parallel.parallel_rows import own_packing, pack_own, score_rows
-from dialoop_learning.parallel.ranks import ALONE, Ranks, shard
+from dialoop_learning.parallel.ranks import ALONE, Ranks, own_packing, pack_own, score_rows, shard
 from dialoop_learning.rl.bounds import BOUNDS, MAX_SIZE
 from dialoop_learning.rl.routed_experts import recorded_experts
 from dialoop_learning.training import (
     BackwardReport,
     UpdateReport,
+    fit_rows,
     forward_backward,
+    keep_common_values,
+    require_trainable,
     whiten_sequences,
 )
 
@@ -65,7 +62,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dialoop_services.trainer.data.batches import TrainedSequence
-    from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import CapturedWeights, ExportedWeights
     from dialoop_services.trainer.settings import TrainerSettings
 
 Kind = Literal["warm_start", "sft", "rl"]

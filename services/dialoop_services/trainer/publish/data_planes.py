@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import PolicyVersion
 
     from dialoop_services.config.own_data_plane import OwnDataPlane
-    from dialoop_services.trainer.learner.weights_file import ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import ExportedWeights
 
 _CHUNK_BYTES = 1 << 20
 # The newest policy, and the one before it, which a replica may still read.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import Floats
 
     from dialoop_services.trainer.learner.learner import Learner
-    from dialoop_services.trainer.learner.weights_file import CapturedWeights, ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import CapturedWeights, ExportedWeights
     from dialoop_services.trainer.publish.data_planes import WeightsSender
     from dialoop_services.trainer.publish.placement import Placement
     from dialoop_services.trainer.publish.rotation import Rotation

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.inference import InferenceClient, WeightsManifest
 
-    from dialoop_services.trainer.learner.weights_file import ExportedWeights
+    from dialoop_services.trainer.learner.learner_state import ExportedWeights
 
 Backend = Literal["nccl", "ipc"]
 _DEVICE = "cuda"

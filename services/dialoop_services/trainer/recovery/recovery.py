@@ -17,7 +17,7 @@ from dialoop.reasons import DropReason
 from dialoop.trajectory import Stage
 
 from dialoop_services.trainer.data.batches import Batch
-from dialoop_services.trainer.data.leases import WORKER
+from dialoop_services.trainer.data.queue_client import WORKER
 from dialoop_services.trainer.recovery.checkpoint import published_policy
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.job.parts import JobParts
     from dialoop_services.trainer.job.policy_versions import VersionedPublisher
     from dialoop_services.trainer.job.train_steps import TrainSteps
-    from dialoop_services.trainer.recovery.checkpoint import LatestPolicy
-    from dialoop_services.trainer.recovery.journal import JournalEntry
+    from dialoop_services.trainer.recovery.checkpoint import JournalEntry, LatestPolicy
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)

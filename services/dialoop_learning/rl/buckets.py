@@ -1,4 +1,7 @@
-"""How far engine and trainer are apart, by the depth of a token in its context.
+"""Buckets in powers of two: of how long answers are, and of how deep tokens lie in their context.
+
+length_bin(1), length_bin(5), length_bin(8), length_bin(9)    # 1, 8, 8, 16
+share_table({8: 3, 16: 1}, {8: 2})      # [(8, 0.75, 1.0), (16, 0.25, 0.0)]
 
 A wrong position, a window that one side leaves out, or rounding that adds up shows in deep tokens
 first, where the mean over all tokens hides it.
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from numpy.typing import NDArray
+
 
 FIRST = 128
 """Tokens in the first bucket; each further bucket is as long as all before it."""
@@ -63,3 +67,23 @@ def first_above(by_depth: Mapping[int, Mapping[str, Any]], bound: float) -> int 
         ),
         None,
     )
+
+
+def length_bin(num_tokens: int) -> int:
+    """Return the largest length of the bin: the smallest power of two that is not less, or 0."""
+    return 1 << (num_tokens - 1).bit_length() if num_tokens else 0
+
+
+def share_table(
+    generated: Mapping[int, int], trained: Mapping[int, int]
+) -> list[tuple[int, float, float]]:
+    """Return (largest length, share of generated, share of trained) of each bin, ascending."""
+    num_generated, num_trained = sum(generated.values()), sum(trained.values())
+    return [
+        (
+            longest,
+            generated.get(longest, 0) / max(1, num_generated),
+            trained.get(longest, 0) / max(1, num_trained),
+        )
+        for longest in sorted({*generated, *trained})
+    ]
