@@ -18,8 +18,11 @@ AGENTS: Final[Mapping[str, str]] = MappingProxyType(
 ENVIRONMENTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "calculator": "dialoop_extras.text_environment.setups:calculator",
+        "messages": "dialoop_extras.importers.messages:messages",
+        "trl": "dialoop_extras.importers.trl:trl",
         "twenty_questions": "dialoop_extras.games:twenty_questions",
         "verifiers": "dialoop_extras.compat.verifiers:verifiers",
+        "verl": "dialoop_extras.importers.verl:verl",
     }
 )
 TASK_PLAYERS: Final[Mapping[str, str]] = MappingProxyType(

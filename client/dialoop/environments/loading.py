@@ -21,18 +21,6 @@ BUILT_IN: Mapping[str, Callable[..., Environment]] = {
     "jsonl": jsonl,
 }
 
-BUILT_IN_PATHS: Mapping[str, str] = {
-    "messages": "dialoop.tasks.messages:messages",
-    "trl": "dialoop.tasks.trl:trl",
-    "verl": "dialoop.tasks.verl:verl",
-}
-"""Built-in environments that are imported when they are used, by name."""
-
-
-def built_in_paths() -> Mapping[str, str]:
-    """Return BUILT_IN_PATHS with what extras offer."""
-    return {**BUILT_IN_PATHS, **offered_paths("environments")}
-
 
 @runtime_checkable
 class MakesEnvironment(Protocol):
@@ -49,7 +37,7 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
     The attribute is an environment, a TextSetup, or a function or class that makes one from the
     options. Raise InvalidConfig when there is no such environment.
     """
-    paths = {} if use in BUILT_IN else built_in_paths()
+    paths = {} if use in BUILT_IN else offered_paths("environments")
     target = BUILT_IN.get(use) or load_attribute(
         paths.get(use, use),
         what="environment",

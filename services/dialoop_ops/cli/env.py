@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.clients.connection import Dialoop
-from dialoop.environments.loading import BUILT_IN, built_in_paths, load_environment
+from dialoop.environments.loading import BUILT_IN, load_environment
 from dialoop.errors import InvalidInput
+from dialoop.extras import offered_paths
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.running_stacks import require_addresses
@@ -112,7 +113,7 @@ def _environments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
         return rows
     return [
         *((name, _first_line(function)) for name, function in BUILT_IN.items()),
-        *((name, _first_line_at(use)) for name, use in built_in_paths().items()),
+        *((name, _first_line_at(use)) for name, use in offered_paths("environments").items()),
         *((use, _first_line_at(use)) for use in READY_MADE),
     ]
 

@@ -19,7 +19,8 @@ from dialoop.errors import InvalidInput
 from dialoop.messages import Message
 from dialoop.reasons import Reason
 from dialoop.tasks.stored_tasks import RowTask, read_messages, row_environment
-from dialoop.tasks.trl import trl_rewards
+
+from dialoop_extras.importers.trl import trl_rewards
 
 if TYPE_CHECKING:
     from dialoop.environments.chat_env import ChatEnv
