@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 
 from dialoop.clients.errors import error_of
 from dialoop.clients.retry import RetryPolicy, retry
@@ -27,7 +28,7 @@ from dialoop.waits import current_waits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-    from types import TracebackType
+    from types import ModuleType, TracebackType
     from typing import Any, Self
 
     from google.protobuf.message import Message
@@ -61,6 +62,14 @@ class Rpc(Generic[Q, A]):
     is_retried: bool = field(default=False, kw_only=True)
     deadline_s: float = field(default=60.0, kw_only=True)
     is_poll: bool = field(default=False, kw_only=True)
+
+
+def rpc_of(messages: ModuleType, service: str, name: str, **options: Any) -> Rpc[Any, Any]:
+    """Return an rpc of a service; `messages` is the module made of its proto file."""
+    method = messages.DESCRIPTOR.services_by_name[service].methods_by_name[name]
+    path = f"/{method.containing_service.full_name}/{name}"
+    request, answer = map(GetMessageClass, (method.input_type, method.output_type))
+    return Rpc(path, request, answer, **options)
 
 
 class Channel:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import Rpc
+from dialoop.clients.channel import rpc_of
 from dialoop.clients.environment_records import (
+    CHOICE,
+    INFO,
+    RESET_ITEM,
+    RESET_RESULT,
+    SESSION_STATE,
+    TASK_PAGE,
+    TURN_SCORE,
     EnvironmentInfo,
     ResetItem,
     SplitInfo,
     StepItem,
-    choice_to_proto,
-    info_from_proto,
-    reset_result_from_proto,
-    reset_to_proto,
     step_result_from_proto,
     step_to_proto,
 )
@@ -27,12 +31,7 @@ from dialoop.episode import GroupOpening, SessionState
 from dialoop.errors import DialoopError
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
-    chat_history_from_proto,
     chat_history_to_proto,
-    failure_from_proto,
-    reward_from_proto,
-    text_from_proto,
-    tokens_from_proto,
     trajectory_to_proto,
 )
 
@@ -55,43 +54,27 @@ __all__ = [
     "StepItem",
     "TaskPage",
     "TaskRef",
-    "reset_result_from_proto",
-    "reset_to_proto",
-    "step_result_from_proto",
-    "step_to_proto",
 ]
 
 
-def _rpc(name: str, request: type[Any], answer: type[Any], **options: Any) -> Rpc[Any, Any]:
-    # All are safe to repeat: sessions have the caller's id, and a step carries its index.
-    path = f"/dialoop.v1.EnvironmentService/{name}"
-    return Rpc(path, request, answer, is_retried=True, **options)
-
-
-LIST_ENVIRONMENTS = _rpc(
-    "ListEnvironments", pb.ListEnvironmentsRequest, pb.ListEnvironmentsResponse
-)
-GET_ENVIRONMENT = _rpc("GetEnvironment", pb.GetEnvironmentRequest, pb.GetEnvironmentResponse)
-LIST_TASKS = _rpc("ListTasks", pb.ListTasksRequest, pb.ListTasksResponse)
-CREATE_SESSION = _rpc("CreateSession", pb.CreateSessionRequest, pb.CreateSessionResponse)
+# All but STEP_HISTORY are safe to repeat: sessions have the caller's id, and a step its index.
+_rpc = partial(rpc_of, pb, "EnvironmentService", is_retried=True)
+LIST_ENVIRONMENTS = _rpc("ListEnvironments")
+GET_ENVIRONMENT = _rpc("GetEnvironment")
+LIST_TASKS = _rpc("ListTasks")
+CREATE_SESSION = _rpc("CreateSession")
 # The service limits what an environment does by its step_timeout_s, so these have no deadline here.
-RESET = _rpc("Reset", pb.ResetRequest, pb.ResetResponse, deadline_s=math.inf)
-STEP = _rpc("Step", pb.StepRequest, pb.StepResponse, deadline_s=math.inf)
-STEP_AND_RESET = _rpc(
-    "StepAndReset", pb.StepAndResetRequest, pb.StepAndResetResponse, deadline_s=math.inf
-)
-BATCH_RESET = _rpc("BatchReset", pb.BatchResetRequest, pb.BatchResetResponse, deadline_s=math.inf)
-BATCH_STEP = _rpc("BatchStep", pb.BatchStepRequest, pb.BatchStepResponse, deadline_s=math.inf)
+RESET = _rpc("Reset", deadline_s=math.inf)
+STEP = _rpc("Step", deadline_s=math.inf)
+STEP_AND_RESET = _rpc("StepAndReset", deadline_s=math.inf)
+BATCH_RESET = _rpc("BatchReset", deadline_s=math.inf)
+BATCH_STEP = _rpc("BatchStep", deadline_s=math.inf)
 # Not safe to repeat: no session keeps the first answer.
-STEP_HISTORY: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.EnvironmentService/StepHistory", pb.StepHistoryRequest, pb.StepHistoryResponse
-)
-CREATE_GROUP = _rpc(
-    "CreateGroup", pb.CreateGroupRequest, pb.CreateGroupResponse, deadline_s=math.inf
-)
-GET_SESSION = _rpc("GetSession", pb.GetSessionRequest, pb.GetSessionResponse)
-CLOSE_SESSION = _rpc("CloseSession", pb.CloseSessionRequest, pb.CloseSessionResponse)
-SCORE = _rpc("Score", pb.ScoreRequest, pb.ScoreResponse)
+STEP_HISTORY = _rpc("StepHistory", is_retried=False)
+CREATE_GROUP = _rpc("CreateGroup", deadline_s=math.inf)
+GET_SESSION = _rpc("GetSession")
+CLOSE_SESSION = _rpc("CloseSession")
+SCORE = _rpc("Score")
 
 
 class EnvironmentClient:
@@ -103,12 +86,12 @@ class EnvironmentClient:
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
         """Return all environments the service has."""
         answer = await self._channel.call(LIST_ENVIRONMENTS, pb.ListEnvironmentsRequest())
-        return tuple(info_from_proto(info) for info in answer.environments)
+        return tuple(INFO.from_proto(info) for info in answer.environments)
 
     async def get_environment(self, environment: str) -> EnvironmentInfo:
         """Describe an environment; NotFound (ENVIRONMENT_NOT_FOUND) where none has that name."""
         request = pb.GetEnvironmentRequest(environment=environment)
-        return info_from_proto((await self._channel.call(GET_ENVIRONMENT, request)).environment)
+        return INFO.from_proto((await self._channel.call(GET_ENVIRONMENT, request)).environment)
 
     async def list_tasks(
         self,
@@ -129,9 +112,7 @@ class EnvironmentClient:
             one_epoch=one_epoch,
             shuffle_seed=shuffle_seed,
         )
-        answer = await self._channel.call(LIST_TASKS, request)
-        tasks = (TaskRef(key=t.key, epoch=t.epoch, seed=t.seed) for t in answer.tasks)
-        return TaskPage(tasks=tuple(tasks), next_page_token=answer.next_page_token)
+        return TASK_PAGE.from_proto(await self._channel.call(LIST_TASKS, request))
 
     async def create_session(
         self, session_id: str, environment: str, *, ttl_s: float | None = None
@@ -161,7 +142,7 @@ class EnvironmentClient:
             seed=seed,
             question=question or Given(),
         )
-        return reset_result_from_proto(await self._channel.call(RESET, reset_to_proto(item)))
+        return RESET_RESULT.from_proto(await self._channel.call(RESET, RESET_ITEM.to_proto(item)))
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
@@ -188,7 +169,7 @@ class EnvironmentClient:
             next_seed=next_seed,
         )
         answer = await self._channel.call(STEP_AND_RESET, request)
-        opening = reset_result_from_proto(answer.reset) if answer.HasField("reset") else None
+        opening = RESET_RESULT.from_proto(answer.reset) if answer.HasField("reset") else None
         return step_result_from_proto(answer.step, item.history), opening
 
     async def batch_reset(
@@ -196,13 +177,13 @@ class EnvironmentClient:
     ) -> tuple[ResetResult | DialoopError, ...]:
         """Reset many sessions; an item that failed is its error, the others are unharmed."""
         items = list(items)
-        request = pb.BatchResetRequest(items=[reset_to_proto(item) for item in items])
+        request = pb.BatchResetRequest(items=[RESET_ITEM.to_proto(item) for item in items])
         answer = await self._channel.call(BATCH_RESET, request)
         require_count(len(answer.items), len(items), "resets")
         return tuple(
             error_of_item(reset.error)
             if reset.HasField("error")
-            else reset_result_from_proto(reset.response)
+            else RESET_RESULT.from_proto(reset.response)
             for reset in answer.items
         )
 
@@ -225,7 +206,7 @@ class EnvironmentClient:
         """Step without a session, from the whole history; a retry runs its tools again."""
         request = pb.StepHistoryRequest(
             environment=environment,
-            task=choice_to_proto(choice),
+            task=CHOICE.to_proto(choice),
             history=chat_history_to_proto(history),
         )
         answer = await self._channel.call(STEP_HISTORY, request)
@@ -245,31 +226,21 @@ class EnvironmentClient:
             group_id=group_id,
             environment=environment,
             num_sessions=num_sessions,
-            task=choice_to_proto(choice),
+            task=CHOICE.to_proto(choice),
             ttl_s=ttl_s,
         )
         answer = await self._channel.call(CREATE_GROUP, request)
         require_count(len(answer.resets), num_sessions, "sessions")
         return GroupOpening(
             session_ids=tuple(answer.session_ids),
-            openings=tuple(map(reset_result_from_proto, answer.resets)),
+            openings=tuple(map(RESET_RESULT.from_proto, answer.resets)),
             ttl_s=answer.ttl_s,
         )
 
     async def get_session(self, session_id: str) -> SessionState:
         """Return the session's state; NotFound (SESSION_LOST, SESSION_EXPIRED) when it is gone."""
-        answer = await self._channel.call(GET_SESSION, pb.GetSessionRequest(session_id=session_id))
-        return SessionState(
-            session_id=answer.session_id,
-            environment=answer.environment,
-            episode=answer.episode,
-            next_step_index=answer.next_step_index,
-            done=answer.done,
-            history=chat_history_from_proto(answer.history),
-            expires_in_s=answer.expires_in_s,
-            text=text_from_proto(answer.text) if answer.HasField("text") else None,
-            tokens=tokens_from_proto(answer.tokens) if answer.HasField("tokens") else None,
-        )
+        request = pb.GetSessionRequest(session_id=session_id)
+        return SESSION_STATE.from_proto(await self._channel.call(GET_SESSION, request))
 
     async def close_session(self, session_id: str) -> bool:
         """Forget the session; return whether there was one."""
@@ -280,10 +251,4 @@ class EnvironmentClient:
         """Recompute a finished trajectory's rewards: one score per turn, with what failed."""
         request = pb.ScoreRequest(split=split, trajectory=trajectory_to_proto(trajectory))
         answer = await self._channel.call(SCORE, request)
-        return tuple(
-            Score(
-                rewards=tuple(reward_from_proto(reward) for reward in turn.rewards),
-                failures=tuple(failure_from_proto(failure) for failure in turn.failures),
-            )
-            for turn in answer.turns
-        )
+        return tuple(map(TURN_SCORE.from_proto, answer.turns))

@@ -7,29 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import ChatHistory
 from dialoop.environments.environment import Given
+from dialoop.environments.episode import Score
 from dialoop.environments.modes import InputMode, RewardShape, Text, Tokens
 from dialoop.environments.sessions.prompts import full_of
-from dialoop.environments.spec import EnvironmentSpec, FieldSpec
-from dialoop.episode import ResetResult, StepResult
+from dialoop.environments.spec import EnvironmentSpec, FieldSpec, spec_of
+from dialoop.environments.tasks.choosing import TaskChoice
+from dialoop.environments.tasks.source import TaskPage, TaskRef
+from dialoop.episode import ResetResult, SessionState, StepResult
 from dialoop.trajectory import DoneReason
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire import (
-    chat_history_from_proto,
     chat_history_to_proto,
-    failure_from_proto,
+    history_from_proto,
     history_to_proto,
     message_from_proto,
-    reward_from_proto,
-    text_from_proto,
     text_to_proto,
-    tokens_from_proto,
     tokens_to_proto,
-    tool_from_proto,
 )
+from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage
+from dialoop.wire.messages import CHAT_HISTORY, TEXT, TOKENS, TOOL
+from dialoop.wire.records import FAILURE, REWARD
 
 if TYPE_CHECKING:
+    from dialoop.environments.environment import Environment
     from dialoop.environments.modes import Answered
-    from dialoop.environments.tasks.choosing import TaskChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,67 +78,75 @@ class StepItem:
     history: Answered
 
 
-def info_from_proto(proto: pb.EnvironmentInfo) -> EnvironmentInfo:
-    """Return an environment's description."""
+def info_of(environment: Environment) -> EnvironmentInfo:
+    """Describe an environment."""
+    tasks, traits = environment.tasks, environment.traits
     return EnvironmentInfo(
-        name=proto.name,
-        version=proto.version,
-        description=proto.description,
-        splits=tuple(SplitInfo(name=s.name, num_tasks=s.num_tasks) for s in proto.splits),
-        max_turns=proto.max_turns,
-        stop=tuple(proto.stop),
-        tools=tuple(proto.tools),
-        reward_names=tuple(proto.reward_names),
-        spec=_spec_from_proto(proto.spec),
+        name=environment.name,
+        version=environment.version,
+        description=environment.description,
+        splits=tuple(SplitInfo(name=s, num_tasks=tasks.num_tasks(s)) for s in tasks.splits),
+        max_turns=traits.max_turns,
+        stop=traits.stop,
+        tools=traits.tools,
+        reward_names=traits.reward_names,
+        spec=spec_of(environment),
     )
 
 
-def _spec_from_proto(proto: pb.EnvironmentSpec) -> EnvironmentSpec:
-    return EnvironmentSpec(
-        input_mode=InputMode(proto.input_mode or InputMode.HISTORY),
-        reward_shape=RewardShape(proto.reward_shape or RewardShape.SPARSE),
-        observation=tuple(map(_field_from_proto, proto.observation)),
-        action=tuple(map(_field_from_proto, proto.action)),
-        reward=tuple(map(_field_from_proto, proto.reward)),
-        policy_role=proto.policy_role,
-        data_key=proto.data_key,
-        tool_definitions=tuple(map(tool_from_proto, proto.tool_definitions)),
-        is_stateless=proto.is_stateless,
-        facts=dict(proto.facts),
-    )
+def _given_fields(question: Given) -> dict[str, Any]:
+    messages = None if question.messages is None else history_to_proto(question.messages)
+    return {"query": question.query, "messages": messages, "data": dict(question.data)}
 
 
-def _field_from_proto(proto: pb.FieldSpec) -> FieldSpec:
-    return FieldSpec(name=proto.name, dtype=proto.dtype, shape=tuple(proto.shape))
+def _given(request: pb.TaskChoice | pb.ResetRequest) -> Given:
+    messages = history_from_proto(request.messages) if request.HasField("messages") else None
+    return Given(query=request.query, messages=messages, data=dict(request.data))
 
 
-def choice_to_proto(choice: TaskChoice) -> pb.TaskChoice:
-    """Return the message of a task choice."""
-    question = choice.question
-    return pb.TaskChoice(
-        split=choice.split,
-        task_key=choice.task_key,
-        seed=choice.seed,
-        query=question.query,
-        messages=None if question.messages is None else history_to_proto(question.messages),
-        data=dict(question.data),
-    )
-
-
-def reset_to_proto(item: ResetItem) -> pb.ResetRequest:
-    """Return a reset's request."""
-    return pb.ResetRequest(
-        session_id=item.session_id,
-        episode=item.episode,
-        split=item.split,
-        task_key=item.task_key,
-        seed=item.seed,
-        query=item.question.query,
-        messages=None
-        if item.question.messages is None
-        else history_to_proto(item.question.messages),
-        data=dict(item.question.data),
-    )
+_QUESTION = FieldRow(_given_fields, _given, spreads=True)
+# A reset has the same fields, so this reads its request too.
+CHOICE: Codec[TaskChoice, Any] = Codec(TaskChoice, pb.TaskChoice, question=_QUESTION)
+RESET_ITEM = Codec(ResetItem, pb.ResetRequest, question=_QUESTION)
+_FIELDS = many(Codec(FieldSpec, pb.FieldSpec))
+INFO = Codec(
+    EnvironmentInfo,
+    pb.EnvironmentInfo,
+    splits=many(Codec(SplitInfo, pb.SplitInfo)),
+    spec=submessage(
+        Codec(
+            EnvironmentSpec,
+            pb.EnvironmentSpec,
+            input_mode=enum(InputMode, unspecified=InputMode.HISTORY),
+            reward_shape=enum(RewardShape, unspecified=RewardShape.SPARSE),
+            observation=_FIELDS,
+            action=_FIELDS,
+            reward=_FIELDS,
+            tool_definitions=many(TOOL),
+        )
+    ),
+)
+TASK_PAGE = Codec(TaskPage, pb.ListTasksResponse, tasks=many(Codec(TaskRef, pb.TaskRef)))
+TURN_SCORE = Codec(Score, pb.TurnRewards, rewards=many(REWARD), failures=many(FAILURE))
+# Where the prompt is text or tokens there is no history.
+_SHOWN = {
+    "history": FieldRow(
+        lambda shown: None if shown.prompt is None else CHAT_HISTORY.to_proto(shown),
+        CHAT_HISTORY.from_proto,
+    ),
+    "text": submessage(TEXT),
+    "tokens": submessage(TOKENS),
+}
+RESET_RESULT = Codec(ResetResult, pb.ResetResponse, **_SHOWN)
+STEP_RESULT = Codec(
+    StepResult,
+    pb.StepResponse,
+    rewards=many(REWARD),
+    done_reason=enum(DoneReason, unspecified=DoneReason.NOT_DONE),
+    failures=many(FAILURE),
+    **_SHOWN,
+)
+SESSION_STATE = Codec(SessionState, pb.GetSessionResponse, **_SHOWN)
 
 
 def step_to_proto(item: StepItem) -> pb.StepRequest:
@@ -165,32 +174,9 @@ def step_to_proto(item: StepItem) -> pb.StepRequest:
     )
 
 
-def reset_result_from_proto(proto: pb.ResetResponse) -> ResetResult:
-    """Return a reset's result."""
-    return ResetResult(
-        history=chat_history_from_proto(proto.history),
-        info=dict(proto.info),
-        environment_version=proto.environment_version,
-        text=text_from_proto(proto.text) if proto.HasField("text") else None,
-        tokens=tokens_from_proto(proto.tokens) if proto.HasField("tokens") else None,
-    )
-
-
 def step_result_from_proto(proto: pb.StepResponse, sent: Answered) -> StepResult:
     """Return the result of a step that sent this answer of a policy."""
-    result = StepResult(
-        history=chat_history_from_proto(proto.history),
-        rewards=tuple(reward_from_proto(r) for r in proto.rewards),
-        terminated=proto.terminated,
-        truncated=proto.truncated,
-        done_reason=DoneReason(proto.done_reason or DoneReason.NOT_DONE),
-        failures=tuple(failure_from_proto(f) for f in proto.failures),
-        num_tool_calls=proto.num_tool_calls,
-        replayed=proto.replayed,
-        info=dict(proto.info),
-        text=text_from_proto(proto.text) if proto.HasField("text") else None,
-        tokens=tokens_from_proto(proto.tokens) if proto.HasField("tokens") else None,
-    )
+    result = STEP_RESULT.from_proto(proto)
     if not proto.HasField("added"):
         return result
     full, added = full_of(None, sent), proto.added

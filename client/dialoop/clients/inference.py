@@ -6,21 +6,22 @@ import math
 from collections.abc import Sequence as AnySequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from dialoop.chat import ChatHistory
-from dialoop.clients.channel import Rpc, tell_warnings
+from dialoop.clients.channel import rpc_of, tell_warnings
 from dialoop.clients.errors import require_count
 from dialoop.clients.inference_messages import (
     Question,
     samples_from_proto,
     top_logprobs_from_proto,
 )
+from dialoop.clients.weights import LOADED, weights_requests
 from dialoop.clients.weights import LoadedWeights as LoadedWeights
 from dialoop.clients.weights import Probe as Probe
 from dialoop.clients.weights import WeightsKind as WeightsKind
 from dialoop.clients.weights import WeightsManifest as WeightsManifest
-from dialoop.clients.weights import weights_requests
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.v1 import inference_service_pb2 as pb
@@ -31,6 +32,8 @@ from dialoop.wire import (
     sequence_from_proto,
     token_ids_to_proto,
 )
+from dialoop.wire.codec import Codec, FieldRow, submessage
+from dialoop.wire.sequences import POLICY_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
@@ -84,7 +87,7 @@ class PolicyLogProbs(AnySequence["Floats"]):
 class PolicyStatus:
     """What an inference replica serves, and how busy it is."""
 
-    policy_version: PolicyVersion | None
+    policy_version: PolicyVersion | None = None
     engine: str
     engine_version: str
     tokenizer_digest: str
@@ -100,26 +103,31 @@ class PolicyStatus:
     model_digest: str = ""
 
 
-def _rpc(name: str, request: type[Any], answer: type[Any], **options: Any) -> Rpc[Any, Any]:
-    return Rpc(f"/dialoop.v1.InferenceService/{name}", request, answer, **options)
+_VERSION = submessage(POLICY_VERSION)
+_ADAPTERS = FieldRow(
+    lambda adapters: [
+        pb.AdapterInfo(name=name, policy_version=POLICY_VERSION.to_proto(version))
+        for name, version in sorted(adapters.items())
+    ],
+    lambda rows: {row.name: POLICY_VERSION.from_proto(row.policy_version) for row in rows},
+)
+POLICY_STATUS = Codec(
+    PolicyStatus, pb.GetPolicyResponse, policy_version=_VERSION, adapters=_ADAPTERS
+)
 
-
+_rpc = partial(rpc_of, pb, "InferenceService")
 # A sample whose answer was lost was never used, so sampling again does no harm. The service ends
 # what takes too long; only it knows when a request has left its queue.
-GENERATE = _rpc(
-    "Generate", pb.GenerateRequest, pb.GenerateResponse, is_retried=True, deadline_s=math.inf
-)
-GENERATE_STREAM = _rpc("GenerateStream", pb.GenerateStreamRequest, pb.GenerateStreamResponse)
-LOG_PROB = _rpc("LogProb", pb.LogProbRequest, pb.LogProbResponse, is_retried=True, deadline_s=600.0)
-GET_POLICY = _rpc("GetPolicy", pb.GetPolicyRequest, pb.GetPolicyResponse, is_retried=True)
-LOAD_WEIGHTS = _rpc("LoadWeights", pb.LoadWeightsRequest, pb.LoadWeightsResponse, deadline_s=600.0)
-UNLOAD_ADAPTER = _rpc(
-    "UnloadAdapter", pb.UnloadAdapterRequest, pb.UnloadAdapterResponse, is_retried=True
-)
-PAUSE = _rpc("Pause", pb.PauseRequest, pb.PauseResponse, is_retried=True)
-RESUME = _rpc("Resume", pb.ResumeRequest, pb.ResumeResponse, is_retried=True)
-SLEEP = _rpc("Sleep", pb.SleepRequest, pb.SleepResponse)
-WAKE = _rpc("Wake", pb.WakeRequest, pb.WakeResponse)
+GENERATE = _rpc("Generate", is_retried=True, deadline_s=math.inf)
+GENERATE_STREAM = _rpc("GenerateStream")
+LOG_PROB = _rpc("LogProb", is_retried=True, deadline_s=600.0)
+GET_POLICY = _rpc("GetPolicy", is_retried=True)
+LOAD_WEIGHTS = _rpc("LoadWeights", deadline_s=600.0)
+UNLOAD_ADAPTER = _rpc("UnloadAdapter", is_retried=True)
+PAUSE = _rpc("Pause", is_retried=True)
+RESUME = _rpc("Resume", is_retried=True)
+SLEEP = _rpc("Sleep")
+WAKE = _rpc("Wake")
 
 _DRAIN_S = 30.0  # the service's default
 _ANSWER_S = 30.0
@@ -230,7 +238,9 @@ class InferenceClient:
                 yield SampleChunk(
                     token_ids=tuple(answer.token_ids),
                     inference_logprobs=tuple(answer.inference_logprobs),
-                    policy_version=_version_of(answer),
+                    policy_version=POLICY_VERSION.from_proto(answer.policy_version)
+                    if answer.HasField("policy_version")
+                    else None,
                     text=answer.text,
                     samples=samples_from_proto(answer.completed)
                     if answer.HasField("completed")
@@ -274,26 +284,7 @@ class InferenceClient:
 
     async def get_policy(self) -> PolicyStatus:
         """Return which policy the replica serves and whether it is ready."""
-        answer = await self._channel.call(GET_POLICY, pb.GetPolicyRequest())
-        return PolicyStatus(
-            policy_version=_version_of(answer),
-            engine=answer.engine,
-            engine_version=answer.engine_version,
-            tokenizer_digest=answer.tokenizer_digest,
-            template_digest=answer.template_digest,
-            max_model_len=answer.max_model_len,
-            ready=answer.ready,
-            reason=answer.reason,
-            num_sampled_tokens=answer.num_sampled_tokens,
-            num_requests_running=answer.num_requests_running,
-            num_parameters=answer.num_parameters,
-            adapters={
-                adapter.name: policy_version_from_proto(adapter.policy_version)
-                for adapter in answer.adapters
-            },
-            data_planes=tuple(answer.data_planes),
-            model_digest=answer.model_digest,
-        )
+        return POLICY_STATUS.from_proto(await self._channel.call(GET_POLICY, pb.GetPolicyRequest()))
 
     async def load_weights(
         self,
@@ -305,7 +296,7 @@ class InferenceClient:
         """Load a published policy: from `manifest.path`, or from chunks when that is empty."""
         requests = weights_requests(manifest, chunks)
         answer = await self._channel.upload(LOAD_WEIGHTS, requests, deadline_s=deadline_s)
-        return _loaded_from_proto(answer)
+        return LOADED.from_proto(answer)
 
     async def transfer_weights(
         self,
@@ -317,7 +308,7 @@ class InferenceClient:
         """Load a policy over the manifest's data plane (nccl, ipc): `steps` are its control."""
         requests = weights_requests(manifest, steps)
         answer = await self._channel.upload(LOAD_WEIGHTS, requests, deadline_s=deadline_s)
-        return _loaded_from_proto(answer)
+        return LOADED.from_proto(answer)
 
     async def load_adapter(
         self,
@@ -361,17 +352,3 @@ class InferenceClient:
     async def wake(self) -> None:
         """Make the replica take its device again; Unavailable (ASLEEP) while the trainer has it."""
         await self._channel.call(WAKE, pb.WakeRequest())
-
-
-def _loaded_from_proto(answer: pb.LoadWeightsResponse) -> LoadedWeights:
-    return LoadedWeights(
-        policy_version=policy_version_from_proto(answer.policy_version),
-        pause_s=answer.pause_s,
-        load_s=answer.load_s,
-    )
-
-
-def _version_of(answer: pb.GetPolicyResponse | pb.GenerateStreamResponse) -> PolicyVersion | None:
-    if not answer.HasField("policy_version"):
-        return None
-    return policy_version_from_proto(answer.policy_version)

@@ -10,12 +10,12 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.channel import Rpc
-from dialoop.clients.environment import (
+from dialoop.clients.channel import rpc_of
+from dialoop.clients.environment_records import (
+    RESET_ITEM,
+    RESET_RESULT,
     ResetItem,
     StepItem,
-    reset_result_from_proto,
-    reset_to_proto,
     step_result_from_proto,
     step_to_proto,
 )
@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from dialoop.environments.modes import Answered
     from dialoop.episode import ResetResult, StepResult
 
-INTERACT: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.EnvironmentService/Interact", pb.InteractRequest, pb.InteractResponse
-)
+INTERACT = rpc_of(pb, "EnvironmentService", "Interact")
 _LEAVE_S = 1.0
 
 
@@ -96,7 +94,7 @@ class InteractiveSessions:
             seed=seed,
             question=question or Given(),
         )
-        return reset_result_from_proto((await self._ask(reset=reset_to_proto(item))).reset)
+        return RESET_RESULT.from_proto((await self._ask(reset=RESET_ITEM.to_proto(item))).reset)
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered

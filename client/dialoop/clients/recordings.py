@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from dialoop.agents import AgentConnection
-from dialoop.clients.channel import Rpc
+from dialoop.clients.channel import rpc_of
+from dialoop.clients.inference_messages import sample_from_proto
 from dialoop.episode import Sample
-from dialoop.trajectory import StopReason
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.wire import (
-    chat_history_from_proto,
     failure_from_proto,
     failure_to_proto,
     history_from_proto,
     reward_to_proto,
     sampling_from_proto,
     sampling_to_proto,
-    sequence_from_proto,
     task_to_proto,
     trajectory_from_proto,
 )
@@ -65,14 +64,11 @@ class RecordingState:
     is_closed: bool
 
 
-def _rpc(name: str, request: type[Any], answer: type[Any]) -> Rpc[Any, Any]:
-    # All are safe to repeat: a recording has the caller's id, and closing again changes nothing.
-    return Rpc(f"/dialoop.v1.InferenceService/{name}", request, answer, is_retried=True)
-
-
-CREATE = _rpc("CreateRecording", pb.CreateRecordingRequest, pb.CreateRecordingResponse)
-GET = _rpc("GetRecording", pb.GetRecordingRequest, pb.GetRecordingResponse)
-CLOSE = _rpc("CloseRecording", pb.CloseRecordingRequest, pb.CloseRecordingResponse)
+# All are safe to repeat: a recording has the caller's id, and closing again changes nothing.
+_rpc = partial(rpc_of, pb, "InferenceService", is_retried=True)
+CREATE = _rpc("CreateRecording")
+GET = _rpc("GetRecording")
+CLOSE = _rpc("CloseRecording")
 
 
 class RecordingClient:
@@ -143,20 +139,12 @@ class RecordingClient:
 
 
 def _call(proto: pb.RecordedCall) -> RecordedCall:
+    sampling = sampling_from_proto(proto.sampling)
     return RecordedCall(
         call_id=proto.call_id,
         prompt=history_from_proto(proto.prompt),
-        samples=tuple(
-            Sample(
-                history=chat_history_from_proto(sample.history),
-                sequence=sequence_from_proto(sample.sequence),
-                stop_reason=StopReason(sample.stop_reason),
-                stop_string=sample.stop_string,
-                sampling=sampling_from_proto(proto.sampling),
-            )
-            for sample in proto.samples
-        ),
-        sampling=sampling_from_proto(proto.sampling),
+        samples=tuple(sample_from_proto(row, {"sampling": sampling}) for row in proto.samples),
+        sampling=sampling,
         sequence_indices=tuple(proto.sequence_indices),
         failure=failure_from_proto(proto.failure) if proto.HasField("failure") else None,
     )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import Rpc
+from dialoop.clients.channel import rpc_of
 from dialoop.v1 import registry_service_pb2 as pb
-from dialoop.wire import policy_version_from_proto, policy_version_to_proto
+from dialoop.wire.codec import Codec, submessage
+from dialoop.wire.sequences import POLICY_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator
 
     from dialoop.clients.channel import Channel
     from dialoop.sequences import PolicyVersion
@@ -45,12 +47,9 @@ class ServiceInstance:
         return f"{self.role}/{self.name}/{self.epoch}" if self.epoch else self.role
 
 
-def _rpc(name: str, *, is_retried: bool = True) -> Rpc[Any, Any]:
-    request, answer = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
-    path = f"/dialoop.v1.RegistryService/{name}"
-    return Rpc(path, request, answer, is_retried=is_retried, deadline_s=10.0)
+_INSTANCE = Codec(ServiceInstance, pb.Instance, policy_version=submessage(POLICY_VERSION))
 
-
+_rpc = partial(rpc_of, pb, "RegistryService", is_retried=True, deadline_s=10.0)
 ANNOUNCE = _rpc("Announce")
 WITHDRAW = _rpc("Withdraw")
 ADMIT = _rpc("Admit")
@@ -73,7 +72,9 @@ class RegistryClient:
         for another address under the same epoch. Where services ask for tokens, PermissionDenied
         without a ticket of that role and name: TICKET_MISSING, TICKET_OF_OTHER_MEMBER.
         """
-        request = pb.AnnounceRequest(run=run, instance=_to_proto(instance), lease_s=lease_s)
+        request = pb.AnnounceRequest(
+            run=run, instance=_INSTANCE.to_proto(instance), lease_s=lease_s
+        )
         answer = await self._channel.call(ANNOUNCE, request)
         return replace(instance, epoch=answer.epoch, is_admitted=answer.is_admitted)
 
@@ -102,7 +103,8 @@ class RegistryClient:
     async def list_instances(self, run: str, role: str = "") -> tuple[ServiceInstance, ...]:
         """Return the instances whose lease has not ended, of one role or all, by role and name."""
         request = pb.ListInstancesRequest(run=run, role=role)
-        return _from_protos((await self._channel.call(LIST_INSTANCES, request)).instances)
+        answer = await self._channel.call(LIST_INSTANCES, request)
+        return tuple(map(_INSTANCE.from_proto, answer.instances))
 
     async def watch(
         self, run: str, role: str = "", *, interval_s: float = 1.0
@@ -110,39 +112,4 @@ class RegistryClient:
         """Yield the list of instances at once and after every change, at most every interval_s."""
         request = pb.WatchInstancesRequest(run=run, role=role, interval_s=interval_s)
         async for answer in self._channel.stream(WATCH_INSTANCES, request):
-            yield _from_protos(answer.instances)
-
-
-def _to_proto(instance: ServiceInstance) -> pb.Instance:
-    version = instance.policy_version
-    return pb.Instance(
-        role=instance.role,
-        name=instance.name,
-        address=instance.address,
-        rest_address=instance.rest_address,
-        epoch=instance.epoch,
-        serves=instance.serves,
-        policy_version=policy_version_to_proto(version) if version is not None else None,
-        is_ready=instance.is_ready,
-        load=instance.load,
-    )
-
-
-def _from_protos(instances: Iterable[pb.Instance]) -> tuple[ServiceInstance, ...]:
-    return tuple(
-        ServiceInstance(
-            role=instance.role,
-            name=instance.name,
-            address=instance.address,
-            rest_address=instance.rest_address,
-            epoch=instance.epoch,
-            serves=tuple(instance.serves),
-            policy_version=policy_version_from_proto(instance.policy_version)
-            if instance.HasField("policy_version")
-            else None,
-            is_ready=instance.is_ready,
-            load=instance.load,
-            is_admitted=instance.is_admitted,
-        )
-        for instance in instances
-    )
+            yield tuple(map(_INSTANCE.from_proto, answer.instances))

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.channel import Rpc
+from dialoop.clients.channel import rpc_of
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
-from dialoop.wire import (
-    group_from_proto,
-    group_to_proto,
-    policy_version_from_proto,
-    policy_version_to_proto,
-    task_from_proto,
-    task_to_proto,
-    trajectory_to_proto,
-)
+from dialoop.wire import group_from_proto, policy_version_to_proto, task_to_proto
+from dialoop.wire.codec import Codec, enum, many, submessage
+from dialoop.wire.records import GROUP, TASK, TRAJECTORY
+from dialoop.wire.sequences import POLICY_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
@@ -213,7 +209,7 @@ class ReplayStats:
 
     training: LedgerCounts
     evaluation: LedgerCounts
-    policy_version: PolicyVersion | None
+    policy_version: PolicyVersion | None = None
     max_outstanding_groups: int
     credits: int
     num_redelivered: int
@@ -236,14 +232,28 @@ class DeadLetter:
     group: Group
 
 
-def _rpc(
-    name: str, *, is_retried: bool = True, deadline_s: float = 60.0, is_poll: bool = False
-) -> Rpc[Any, Any]:
-    request, answer = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
-    path = f"/dialoop.v1.ReplayService/{name}"
-    return Rpc(path, request, answer, is_retried=is_retried, deadline_s=deadline_s, is_poll=is_poll)
+_OFFERED = Codec(Offered, pb.OfferTasksResponse)
+_EMPTY_REASON = enum(EmptyReason)
+_TASK_LEASE = Codec(TaskLease, pb.TaskLease, task=submessage(TASK))
+_LEASED_TASKS = Codec(
+    LeasedTasks, pb.LeaseTasksResponse, leases=many(_TASK_LEASE), empty_reason=_EMPTY_REASON
+)
+_MEMBER_ITEM = Codec(MemberItem, pb.MemberItem, trajectory=submessage(TRAJECTORY))
+_APPEND_ITEM = Codec(AppendItem, pb.AppendItem, group=submessage(GROUP))
+_GROUP_LEASE = Codec(GroupLease, pb.GroupLease, group=submessage(GROUP))
+_RETURN_ITEM = Codec(ReturnItem, pb.ReturnItem)
+_RETURNED = Codec(Returned, pb.ReturnResponse)
+_COUNTS = Codec(LedgerCounts, pb.LedgerCounts)
+_STATS = Codec(
+    ReplayStats,
+    pb.ReplayStats,
+    training=submessage(_COUNTS),
+    evaluation=submessage(_COUNTS),
+    policy_version=submessage(POLICY_VERSION),
+)
+_DEAD_LETTER = Codec(DeadLetter, pb.DeadLetter, stage=enum(Stage), group=submessage(GROUP))
 
-
+_rpc = partial(rpc_of, pb, "ReplayService", is_retried=True)
 # A repeated lease whose first answer was lost leaves leases that run out and come back.
 OFFER_TASKS = _rpc("OfferTasks", is_retried=False)
 LEASE_TASKS = _rpc("LeaseTasks", is_poll=True)
@@ -288,7 +298,7 @@ class ReplayClient:
             next_cursor=next_cursor,
         )
         answer = await self._channel.call(OFFER_TASKS, request)
-        return Offered(num_new=answer.num_new, num_known=answer.num_known, cursor=answer.cursor)
+        return _OFFERED.from_proto(answer)
 
     async def lease_tasks(
         self, run: str, *, worker: str, max_tasks: int, lease_s: float = 60.0, wait_s: float = 0.0
@@ -298,37 +308,11 @@ class ReplayClient:
             run=run, worker=worker, max_tasks=max_tasks, lease_s=lease_s, wait_s=wait_s
         )
         answer = await self._channel.call(LEASE_TASKS, request, deadline_s=wait_s + _ANSWER_S)
-        leases = tuple(
-            TaskLease(
-                lease_id=lease.lease_id,
-                task=task_from_proto(lease.task),
-                attempt=lease.attempt,
-                expires_in_s=lease.expires_in_s,
-                members=tuple(lease.members),
-            )
-            for lease in answer.leases
-        )
-        return LeasedTasks(
-            leases=leases,
-            empty_reason=EmptyReason(answer.empty_reason),
-            credits=answer.credits,
-            cursor=answer.cursor,
-        )
+        return _LEASED_TASKS.from_proto(answer)
 
     async def append_members(self, run: str, items: Sequence[MemberItem]) -> tuple[Appended, ...]:
         """Keep finished members, each with its own outcome; repeating it does no harm."""
-        request = pb.AppendMembersRequest(
-            run=run,
-            items=[
-                pb.MemberItem(
-                    lease_id=item.lease_id,
-                    member=item.member,
-                    trajectory=trajectory_to_proto(item.trajectory),
-                    num_discarded=item.num_discarded,
-                )
-                for item in items
-            ],
-        )
+        request = pb.AppendMembersRequest(run=run, items=map(_MEMBER_ITEM.to_proto, items))
         return _append_outcomes((await self._channel.call(APPEND_MEMBERS, request)).outcomes)
 
     async def append_groups(
@@ -338,15 +322,7 @@ class ReplayClient:
         request = pb.AppendGroupsRequest(
             run=run,
             stage=trajectory_pb2.Stage.Name(int(stage)),
-            items=[
-                pb.AppendItem(
-                    group=group_to_proto(item.group),
-                    lease_id=item.lease_id,
-                    num_discarded=item.num_discarded,
-                    priority=item.priority,
-                )
-                for item in items
-            ],
+            items=map(_APPEND_ITEM.to_proto, items),
         )
         return _append_outcomes((await self._channel.call(APPEND_GROUPS, request)).outcomes)
 
@@ -389,15 +365,17 @@ class ReplayClient:
             selection=pb.Selection.Name(selection or Selection.FIFO),
         )
         answer = await self._channel.call(LEASE_GROUPS, request, deadline_s=wait_s + _ANSWER_S)
-        leases = _group_leases(answer.leases)
+        leases = tuple(map(_GROUP_LEASE.from_proto, answer.leases))
         request.min_groups = request.wait_s = 0
         while answer.is_cut:
             request.max_groups = max_groups - len(leases)
             answer = await self._channel.call(LEASE_GROUPS, request)
-            leases += _group_leases(answer.leases)
+            leases += tuple(map(_GROUP_LEASE.from_proto, answer.leases))
         return LeasedGroups(
             leases=leases,
-            empty_reason=EmptyReason.NOT_EMPTY if leases else EmptyReason(answer.empty_reason),
+            empty_reason=EmptyReason.NOT_EMPTY
+            if leases
+            else _EMPTY_REASON.decode(answer.empty_reason),
             num_ready=answer.num_ready,
         )
 
@@ -424,22 +402,8 @@ class ReplayClient:
 
     async def give_back(self, run: str, items: Sequence[ReturnItem]) -> Returned:
         """Give leases back: tasks are issued again, groups delivered again or set aside."""
-        request = pb.ReturnRequest(
-            run=run,
-            items=[
-                pb.ReturnItem(
-                    lease_id=item.lease_id,
-                    reason=item.reason,
-                    num_trajectories=item.num_trajectories,
-                    failed=item.failed,
-                    set_aside=item.set_aside,
-                    failed_members=item.failed_members,
-                )
-                for item in items
-            ],
-        )
-        answer = await self._channel.call(RETURN, request)
-        return Returned(num_returned=answer.num_returned, num_dropped=answer.num_dropped)
+        request = pb.ReturnRequest(run=run, items=map(_RETURN_ITEM.to_proto, items))
+        return _RETURNED.from_proto(await self._channel.call(RETURN, request))
 
     async def extend(
         self, run: str, lease_ids: Sequence[str], *, lease_s: float
@@ -466,7 +430,7 @@ class ReplayClient:
             answer = await self._channel.call(REOPEN_LEASES, request)
             if answer.lost_lease_ids:
                 return ReopenedLeases(leases=(), lost=tuple(answer.lost_lease_ids))
-            leases += _group_leases(answer.leases)
+            leases += tuple(map(_GROUP_LEASE.from_proto, answer.leases))
             if not answer.is_cut:
                 return ReopenedLeases(leases=leases, lost=())
 
@@ -491,12 +455,12 @@ class ReplayClient:
         """Yield the stats at once and after changes, at most every `interval_s`."""
         request = pb.WatchRequest(run=run, interval_s=interval_s)
         async for answer in self._channel.stream(WATCH, request):
-            yield _stats_from_proto(answer.stats)
+            yield _STATS.from_proto(answer.stats)
 
     async def get_stats(self, run: str) -> ReplayStats:
         """Return the ledger's counts."""
         answer = await self._channel.call(GET_STATS, pb.GetStatsRequest(run=run))
-        return _stats_from_proto(answer.stats)
+        return _STATS.from_proto(answer.stats)
 
     async def peek(self, run: str, stage: Stage, *, max_groups: int = 1) -> tuple[Group, ...]:
         """Look at waiting groups without leasing them."""
@@ -510,16 +474,7 @@ class ReplayClient:
         """Return groups that were given up after too many deliveries."""
         request = pb.ListDeadLettersRequest(run=run, max_groups=max_groups)
         answer = await self._channel.call(LIST_DEAD_LETTERS, request)
-        return tuple(
-            DeadLetter(
-                group_id=letter.group_id,
-                stage=Stage(letter.stage),
-                reason=letter.reason,
-                num_deliveries=letter.num_deliveries,
-                group=group_from_proto(letter.group),
-            )
-            for letter in answer.dead_letters
-        )
+        return tuple(map(_DEAD_LETTER.from_proto, answer.dead_letters))
 
     async def requeue(self, run: str, group_ids: Sequence[str]) -> int:
         """Put dead letters back into the queue; return how many."""
@@ -540,43 +495,4 @@ def _append_outcomes(outcomes: Iterable[pb.AppendOutcome]) -> tuple[Appended, ..
             message=outcome.message,
         )
         for outcome in outcomes
-    )
-
-
-def _group_leases(leases: Iterable[pb.GroupLease]) -> tuple[GroupLease, ...]:
-    return tuple(
-        GroupLease(
-            lease_id=lease.lease_id,
-            group=group_from_proto(lease.group),
-            num_deliveries=lease.num_deliveries,
-            expires_in_s=lease.expires_in_s,
-        )
-        for lease in leases
-    )
-
-
-def _stats_from_proto(proto: pb.ReplayStats) -> ReplayStats:
-    values = {column.name: getattr(proto, column.name) for column in fields(ReplayStats)}
-    has_version = proto.HasField("policy_version")
-    return ReplayStats(
-        **values
-        | {
-            "training": _counts_from_proto(proto.training),
-            "evaluation": _counts_from_proto(proto.evaluation),
-            "policy_version": (
-                policy_version_from_proto(proto.policy_version) if has_version else None
-            ),
-        }
-    )
-
-
-def _counts_from_proto(proto: pb.LedgerCounts) -> LedgerCounts:
-    values = {column.name: getattr(proto, column.name) for column in fields(LedgerCounts)}
-    return LedgerCounts(
-        **values
-        | {
-            "num_groups_dropped": dict(proto.num_groups_dropped),
-            "num_trajectories_dropped": dict(proto.num_trajectories_dropped),
-            "oldest_s": dict(proto.oldest_s),
-        }
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
-from dialoop.clients.channel import Rpc
+from dialoop.clients.channel import rpc_of
 from dialoop.clients.inference import PolicyLogProbs
 from dialoop.v1 import scorer_service_pb2 as pb
 from dialoop.wire import (
@@ -23,27 +24,10 @@ if TYPE_CHECKING:
     from dialoop.sequences import TokenValues
     from dialoop.trajectory import Group, Trajectory
 
-LOG_PROB: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.ScorerService/LogProb",
-    pb.ScorerServiceLogProbRequest,
-    pb.ScorerServiceLogProbResponse,
-    is_retried=True,
-    deadline_s=600.0,
-)
-RETRIEVE_KL: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.ScorerService/RetrieveKl",
-    pb.ScorerServiceRetrieveKlRequest,
-    pb.ScorerServiceRetrieveKlResponse,
-    is_retried=True,
-    deadline_s=600.0,
-)
-SCORE: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.ScorerService/Score",
-    pb.ScorerServiceScoreRequest,
-    pb.ScorerServiceScoreResponse,
-    is_retried=True,
-    deadline_s=600.0,
-)
+_rpc = partial(rpc_of, pb, "ScorerService", is_retried=True, deadline_s=600.0)
+LOG_PROB = _rpc("LogProb")
+RETRIEVE_KL = _rpc("RetrieveKl")
+SCORE = _rpc("Score")
 
 
 class ScorerClient:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dialoop.clients.channel import Rpc
+from dialoop.clients.channel import rpc_of
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.v1 import chat_pb2
@@ -40,11 +41,7 @@ class RenderedConversation:
     assistant_mask: NDArray[np.bool_] | None
 
 
-def _rpc(name: str, **options: Any) -> Rpc[Any, Any]:
-    request, answer = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
-    return Rpc(f"/dialoop.v1.TemplateService/{name}", request, answer, is_retried=True, **options)
-
-
+_rpc = partial(rpc_of, pb, "TemplateService", is_retried=True)
 REGISTER_TEMPLATE = _rpc("RegisterTemplate")
 LIST_TEMPLATES = _rpc("ListTemplates")
 RENDER = _rpc("Render")

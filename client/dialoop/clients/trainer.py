@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import Rpc
+from dialoop.clients.channel import rpc_of
 from dialoop.clients.weights import WeightsKind
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import trainer_service_pb2 as pb
 from dialoop.wire import policy_version_from_proto, sampling_to_proto
+from dialoop.wire.codec import Codec, enum, submessage
+from dialoop.wire.sequences import POLICY_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -36,7 +39,7 @@ class TrainerStatus:
     """How far training is; `metrics` holds the newest value of each."""
 
     phase: Phase
-    policy_version: PolicyVersion | None
+    policy_version: PolicyVersion | None = None
     num_train_steps: int
     max_train_steps: int
     num_warm_start_steps: int
@@ -91,21 +94,30 @@ class Evaluation:
     newest_policy_version: PolicyVersion
 
 
-def _rpc(name: str, request: type[Any], answer: type[Any], **options: Any) -> Rpc[Any, Any]:
-    return Rpc(f"/dialoop.v1.TrainerService/{name}", request, answer, **options)
-
-
-GET_STATUS = _rpc("GetStatus", pb.GetStatusRequest, pb.GetStatusResponse, is_retried=True)
-WATCH_POLICY = _rpc("WatchPolicy", pb.WatchPolicyRequest, pb.WatchPolicyResponse)
-PUBLISH = _rpc("Publish", pb.PublishRequest, pb.PublishResponse, deadline_s=600.0)
-CHECKPOINT = _rpc("Checkpoint", pb.CheckpointRequest, pb.CheckpointResponse, deadline_s=600.0)
-PAUSE = _rpc(
-    "Pause", pb.TrainerServicePauseRequest, pb.TrainerServicePauseResponse, is_retried=True
+_VERSION = submessage(POLICY_VERSION)
+_STATUS = Codec(
+    TrainerStatus,
+    pb.GetStatusResponse,
+    phase=enum(Phase, unspecified=Phase.STARTING),
+    policy_version=_VERSION,
 )
-RESUME = _rpc(
-    "Resume", pb.TrainerServiceResumeRequest, pb.TrainerServiceResumeResponse, is_retried=True
+_PUBLICATION = Codec(Publication, pb.PublishResponse, policy_version=_VERSION)
+_CHECKPOINT = Codec(SavedCheckpoint, pb.CheckpointResponse)
+_EVALUATION = Codec(
+    Evaluation,
+    pb.EvaluateResponse,
+    oldest_policy_version=_VERSION,
+    newest_policy_version=_VERSION,
 )
-EVALUATE = _rpc("Evaluate", pb.EvaluateRequest, pb.EvaluateResponse, deadline_s=3600.0)
+
+_rpc = partial(rpc_of, pb, "TrainerService")
+GET_STATUS = _rpc("GetStatus", is_retried=True)
+WATCH_POLICY = _rpc("WatchPolicy")
+PUBLISH = _rpc("Publish", deadline_s=600.0)
+CHECKPOINT = _rpc("Checkpoint", deadline_s=600.0)
+PAUSE = _rpc("Pause", is_retried=True)
+RESUME = _rpc("Resume", is_retried=True)
+EVALUATE = _rpc("Evaluate", deadline_s=3600.0)
 
 
 class TrainerClient:
@@ -116,20 +128,7 @@ class TrainerClient:
 
     async def get_status(self) -> TrainerStatus:
         """Return how far training is."""
-        answer = await self._channel.call(GET_STATUS, pb.GetStatusRequest())
-        version = answer.policy_version if answer.HasField("policy_version") else None
-        return TrainerStatus(
-            phase=Phase(answer.phase or Phase.STARTING),
-            policy_version=None if version is None else policy_version_from_proto(version),
-            num_train_steps=answer.num_train_steps,
-            max_train_steps=answer.max_train_steps,
-            num_warm_start_steps=answer.num_warm_start_steps,
-            max_warm_start_steps=answer.max_warm_start_steps,
-            metrics=dict(answer.metrics),
-            failure=answer.failure,
-            num_parameters=answer.num_parameters,
-            alarms=tuple(answer.alarms),
-        )
+        return _STATUS.from_proto(await self._channel.call(GET_STATUS, pb.GetStatusRequest()))
 
     async def watch_policy(self) -> AsyncIterator[PublishedPolicy]:
         """Yield the current policy at once, then every publish."""
@@ -145,17 +144,11 @@ class TrainerClient:
 
     async def publish(self) -> Publication:
         """Publish the current weights now."""
-        answer = await self._channel.call(PUBLISH, pb.PublishRequest())
-        return Publication(
-            policy_version=policy_version_from_proto(answer.policy_version),
-            publish_s=answer.publish_s,
-            max_logprob_difference=answer.max_logprob_difference,
-        )
+        return _PUBLICATION.from_proto(await self._channel.call(PUBLISH, pb.PublishRequest()))
 
     async def checkpoint(self) -> SavedCheckpoint:
         """Write a checkpoint now."""
-        answer = await self._channel.call(CHECKPOINT, pb.CheckpointRequest())
-        return SavedCheckpoint(path=answer.path, num_train_steps=answer.num_train_steps)
+        return _CHECKPOINT.from_proto(await self._channel.call(CHECKPOINT, pb.CheckpointRequest()))
 
     async def pause(self) -> None:
         """Pause before the next train step."""
@@ -184,12 +177,4 @@ class TrainerClient:
             num_trajectories=num_trajectories,
             label=label,
         )
-        answer = await self._channel.call(EVALUATE, request)
-        return Evaluation(
-            mean_reward=answer.mean_reward,
-            tool_call_rate=answer.tool_call_rate,
-            num_trajectories=answer.num_trajectories,
-            num_failed=answer.num_failed,
-            oldest_policy_version=policy_version_from_proto(answer.oldest_policy_version),
-            newest_policy_version=policy_version_from_proto(answer.newest_policy_version),
-        )
+        return _EVALUATION.from_proto(await self._channel.call(EVALUATE, request))

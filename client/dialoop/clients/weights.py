@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from dialoop.episode import UpdateMode
 from dialoop.v1 import inference_service_pb2 as pb
-from dialoop.wire import logprobs_to_proto, policy_version_to_proto, token_ids_to_proto
+from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage
+from dialoop.wire.messages import logprobs_from_proto, logprobs_to_proto, token_ids_to_proto
+from dialoop.wire.sequences import POLICY_VERSION
 
 if TYPE_CHECKING:
-    from dialoop.episode import UpdateMode
     from dialoop.sequences import Floats, PolicyVersion
 
 
@@ -105,12 +107,37 @@ class TransferStep:
 Content = bytes | TransferStep
 """What follows a manifest."""
 
+_PROBE = Codec(
+    Probe,
+    pb.Probe,
+    token_ids=FieldRow(lambda ids: token_ids_to_proto([ids])[0], lambda row: tuple(row.values)),
+    logprobs=FieldRow(
+        lambda row: logprobs_to_proto([row])[0], lambda row: logprobs_from_proto([row])[0]
+    ),
+)
+_MODE = enum(UpdateMode)
+MANIFEST = Codec(
+    WeightsManifest,
+    pb.WeightsManifest,
+    policy_version=submessage(POLICY_VERSION),
+    update_mode=FieldRow(int, lambda number: _MODE.decode(number) if number else None),
+    probes=many(_PROBE),
+    kind=enum(WeightsKind, unspecified=WeightsKind.WHOLE),
+)
+TRANSFER_STEP = Codec(
+    TransferStep,
+    pb.TransferStep,
+    phase=enum(TransferPhase),
+    tensors=many(Codec(SharedTensor, pb.SharedTensor)),
+)
+LOADED = Codec(LoadedWeights, pb.LoadWeightsResponse, policy_version=submessage(POLICY_VERSION))
+
 
 async def weights_requests(
     manifest: WeightsManifest, contents: AsyncIterable[Content] | Iterable[Content]
 ) -> AsyncIterator[pb.LoadWeightsRequest]:
     """Yield the requests of one LoadWeights."""
-    yield pb.LoadWeightsRequest(manifest=_manifest_to_proto(manifest))
+    yield pb.LoadWeightsRequest(manifest=MANIFEST.to_proto(manifest))
     if isinstance(contents, AsyncIterable):
         async for content in contents:
             yield _content_to_proto(content)
@@ -119,35 +146,7 @@ async def weights_requests(
             yield _content_to_proto(content)
 
 
-def _manifest_to_proto(manifest: WeightsManifest) -> pb.WeightsManifest:
-    return pb.WeightsManifest(
-        policy_version=policy_version_to_proto(manifest.policy_version),
-        sha256=manifest.sha256,
-        num_bytes=manifest.num_bytes,
-        path=manifest.path,
-        update_mode=int(manifest.update_mode or 0),  # type: ignore[arg-type]  # enums are ints
-        data_plane=manifest.data_plane,
-        adapter=manifest.adapter,
-        adapter_config_json=manifest.adapter_config_json,
-        probes=[_probe_to_proto(probe) for probe in manifest.probes],
-        max_logprob_difference=manifest.max_logprob_difference,
-        kind=int(manifest.kind),  # type: ignore[arg-type]  # enums are ints
-        base_digest=manifest.base_digest,
-    )
-
-
-def _probe_to_proto(probe: Probe) -> pb.Probe:
-    (token_ids,) = token_ids_to_proto([probe.token_ids])
-    (logprobs,) = logprobs_to_proto([probe.logprobs])
-    return pb.Probe(token_ids=token_ids, logprobs=logprobs)
-
-
 def _content_to_proto(content: Content) -> pb.LoadWeightsRequest:
     if isinstance(content, TransferStep):
-        step = pb.TransferStep(
-            phase=int(content.phase),  # type: ignore[arg-type]  # enums are ints
-            info_json=content.info_json,
-            tensors=[pb.SharedTensor(**asdict(tensor)) for tensor in content.tensors],
-        )
-        return pb.LoadWeightsRequest(transfer=step)
+        return pb.LoadWeightsRequest(transfer=TRANSFER_STEP.to_proto(content))
     return pb.LoadWeightsRequest(chunk=content)

@@ -15,13 +15,13 @@ from collections.abc import Coroutine
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo, SplitInfo
+from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo
+from dialoop.clients.environment_records import info_of
 from dialoop.environments.environment import Given, Managed
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.environments.sessions.engine import SessionEngine
 from dialoop.environments.sessions.records import ResetCall, SessionLimits, StepCall
 from dialoop.environments.sessions.results import reset_result, step_result
-from dialoop.environments.spec import spec_of
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
 from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError
@@ -96,12 +96,12 @@ class LocalEnvironmentClient:
     @_as_served
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
         """Return all environments."""
-        return tuple(_info(environment) for environment in self._catalogue)
+        return tuple(info_of(environment) for environment in self._catalogue)
 
     @_as_served
     async def get_environment(self, environment: str) -> EnvironmentInfo:
         """Describe an environment; NotFound (ENVIRONMENT_NOT_FOUND) where none has that name."""
-        return _info(self._catalogue.get(environment))
+        return info_of(self._catalogue.get(environment))
 
     @_as_served
     async def list_tasks(
@@ -284,18 +284,3 @@ async def _each(items: Iterable[Coroutine[Any, Any, T]]) -> tuple[T | DialoopErr
     async with asyncio.TaskGroup() as working:
         tasks = [working.create_task(result_or_error(item)) for item in items]
     return tuple(task.result() for task in tasks)
-
-
-def _info(environment: Environment) -> EnvironmentInfo:
-    tasks, traits = environment.tasks, environment.traits
-    return EnvironmentInfo(
-        name=environment.name,
-        version=environment.version,
-        description=environment.description,
-        splits=tuple(SplitInfo(name=s, num_tasks=tasks.num_tasks(s)) for s in tasks.splits),
-        max_turns=traits.max_turns,
-        stop=traits.stop,
-        tools=traits.tools,
-        reward_names=traits.reward_names,
-        spec=spec_of(environment),
-    )

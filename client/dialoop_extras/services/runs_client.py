@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.channel import Rpc
+from dialoop.clients.channel import rpc_of
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import run_service_pb2 as pb
 from dialoop.wire import sampling_to_proto
@@ -31,12 +31,8 @@ if TYPE_CHECKING:
     from dialoop_extras.trials.trial import TrialResult
 
 # Not repeated: all episodes would be played again.
-RUN_TEXT: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.RunService/RunText", pb.RunTextRequest, pb.RunTextResponse, deadline_s=600.0
-)
-RUN_TRIAL: Rpc[Any, Any] = Rpc(
-    "/dialoop.v1.RunService/RunTrial", pb.RunTrialRequest, pb.RunTrialResponse, deadline_s=600.0
-)
+RUN_TEXT = rpc_of(pb, "RunService", "RunText", deadline_s=600.0)
+RUN_TRIAL = rpc_of(pb, "RunService", "RunTrial", deadline_s=600.0)
 
 
 class RunsClient:

@@ -6,6 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dialoop.clients.environment_records import (
+    CHOICE,
+    INFO,
+    SESSION_STATE,
+    TASK_PAGE,
+    TURN_SCORE,
+    info_of,
+)
 from dialoop.errors import InvalidInput
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
@@ -45,14 +53,14 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def ListEnvironments(
         self, request: pb.ListEnvironmentsRequest, context: Any
     ) -> pb.ListEnvironmentsResponse:
-        infos = [encoding.environment_info(environment) for environment in self._catalogue]
+        infos = [INFO.to_proto(info_of(environment)) for environment in self._catalogue]
         return pb.ListEnvironmentsResponse(environments=infos)
 
     async def GetEnvironment(
         self, request: pb.GetEnvironmentRequest, context: Any
     ) -> pb.GetEnvironmentResponse:
         environment = self._catalogue.get(request.environment)
-        return pb.GetEnvironmentResponse(environment=encoding.environment_info(environment))
+        return pb.GetEnvironmentResponse(environment=INFO.to_proto(info_of(environment)))
 
     async def ListTasks(self, request: pb.ListTasksRequest, context: Any) -> pb.ListTasksResponse:
         page = self._catalogue.get(request.environment).tasks.page(
@@ -62,7 +70,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             one_epoch=request.one_epoch,
             shuffle_seed=request.shuffle_seed,
         )
-        return encoding.tasks_response(page)
+        return TASK_PAGE.to_proto(page)
 
     async def CreateSession(
         self, request: pb.CreateSessionRequest, context: Any
@@ -131,7 +139,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     ) -> pb.StepHistoryResponse:
         answered = chat_history_from_proto(request.history)
         outcome = await self._sessions.step_history(
-            request.environment, encoding.task_choice(request.task), answered
+            request.environment, CHOICE.from_proto(request.task), answered
         )
         step = encoding.stateless_response(answered, outcome, whole_prompt=request.whole_prompt)
         return pb.StepHistoryResponse(step=step)
@@ -144,7 +152,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             request.group_id,
             request.environment,
             request.num_sessions,
-            encoding.task_choice(request.task),
+            CHOICE.from_proto(request.task),
             request.ttl_s if request.HasField("ttl_s") else None,
         )
         return encoding.group_response(members)
@@ -152,7 +160,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def GetSession(
         self, request: pb.GetSessionRequest, context: Any
     ) -> pb.GetSessionResponse:
-        return encoding.session_response(self._sessions.state(request.session_id))
+        return SESSION_STATE.to_proto(self._sessions.state(request.session_id))
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: Any
@@ -164,7 +172,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         environment = self._catalogue.get(trajectory.environment)
         task = environment.tasks.get(request.split, trajectory.task_key)
         scores = await environment.score(task, trajectory)
-        return encoding.score_response(scores)
+        return pb.ScoreResponse(turns=map(TURN_SCORE.to_proto, scores))
 
     async def _interact(self, request: pb.InteractRequest, context: Any) -> pb.InteractResponse:
         """Return the answer to one request of a stream, or its error."""

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 from dialoop.clients.weights import (
+    MANIFEST,
+    TRANSFER_STEP,
     Content,
-    Probe,
-    SharedTensor,
-    TransferPhase,
-    TransferStep,
     WeightsKind,
     WeightsManifest,
 )
-from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.wire import (
     chat_history_from_proto,
-    policy_version_from_proto,
     sampling_from_proto,
     sequence_from_proto,
     tool_from_proto,
@@ -33,11 +28,14 @@ from dialoop_services.inference.weights.data_planes import PlaneName
 from dialoop_services.runtime.calls import require_known_fields
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from dialoop.chat import History
     from dialoop.v1 import chat_pb2
     from dialoop.v1 import inference_service_pb2 as pb
+
+P = TypeVar("P")
+D = TypeVar("D")
 
 _MAX_SAMPLES = 1024
 _TRANSFERS = (PlaneName.NCCL, PlaneName.IPC)
@@ -139,31 +137,21 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> WeightsManifest:
     is_file = proto.data_plane not in _TRANSFERS
     if not proto.policy_version.lineage or (is_file and proto.num_bytes <= 0):
         raise manifest_mismatch("The manifest lacks a policy version or num_bytes.")
+    manifest = _read(MANIFEST.from_proto, proto)
+    if manifest.kind is WeightsKind.ADAPTER:
+        if manifest.adapter:
+            raise manifest_mismatch("An adapter is either the policy or held under a name.")
+        if not (manifest.adapter_config_json and manifest.base_digest):
+            raise manifest_mismatch("The manifest lacks the adapter's config or its base_digest.")
+    return manifest
+
+
+def _read(from_proto: Callable[[P], D], proto: P) -> D:
+    """Return the value; MANIFEST_MISMATCH names an enum's unknown number."""
     try:
-        mode = UpdateMode(proto.update_mode) if proto.update_mode else None
-    except ValueError:
-        raise manifest_mismatch(f"Update mode {proto.update_mode} is unknown.") from None
-    kind = _kind_of(proto)
-    return WeightsManifest(
-        policy_version=policy_version_from_proto(proto.policy_version),
-        sha256=proto.sha256,
-        num_bytes=proto.num_bytes,
-        path=proto.path,
-        update_mode=mode,
-        data_plane=proto.data_plane,
-        adapter=proto.adapter,
-        adapter_config_json=proto.adapter_config_json,
-        probes=tuple(
-            Probe(
-                token_ids=tuple(probe.token_ids.values),
-                logprobs=np.array(probe.logprobs.values, dtype=np.float32),
-            )
-            for probe in proto.probes
-        ),
-        max_logprob_difference=proto.max_logprob_difference,
-        kind=kind,
-        base_digest=proto.base_digest,
-    )
+        return from_proto(proto)
+    except InvalidInput as error:
+        raise manifest_mismatch(error.message) from None
 
 
 async def contents_of(requests: AsyncIterator[pb.LoadWeightsRequest]) -> AsyncIterator[Content]:
@@ -173,7 +161,7 @@ async def contents_of(requests: AsyncIterator[pb.LoadWeightsRequest]) -> AsyncIt
             case "chunk":
                 yield request.chunk
             case "transfer":
-                yield _step_of(request.transfer)
+                yield _read(TRANSFER_STEP.from_proto, request.transfer)
             case _:
                 raise manifest_mismatch("A message without content followed the manifest.")
 
@@ -185,41 +173,6 @@ def manifest_mismatch(message: str) -> InvalidInput:
         reason=Reason.MANIFEST_MISMATCH,
         remedy="Send a manifest, then the chunks it describes, or none when it names a path.",
     )
-
-
-def _kind_of(proto: pb.WeightsManifest) -> WeightsKind:
-    try:
-        kind = WeightsKind(proto.kind or WeightsKind.WHOLE)
-    except ValueError:
-        raise manifest_mismatch(f"Weights of kind {proto.kind} are unknown.") from None
-    if kind is WeightsKind.ADAPTER:
-        if proto.adapter:
-            raise manifest_mismatch("An adapter is either the policy or held under a name.")
-        if not (proto.adapter_config_json and proto.base_digest):
-            raise manifest_mismatch("The manifest lacks the adapter's config or its base_digest.")
-    return kind
-
-
-def _step_of(proto: pb.TransferStep) -> TransferStep:
-    try:
-        phase = TransferPhase(proto.phase)
-    except ValueError:
-        raise manifest_mismatch(f"Transfer phase {proto.phase} is unknown.") from None
-    tensors = tuple(
-        SharedTensor(
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            device=tensor.device,
-            memory_handle=tensor.memory_handle,
-            memory_offset=tensor.memory_offset,
-            counter_name=tensor.counter_name,
-            counter_offset=tensor.counter_offset,
-            event_handle=tensor.event_handle,
-        )
-        for tensor in proto.tensors
-    )
-    return TransferStep(phase=phase, info_json=proto.info_json, tensors=tensors)
 
 
 def _prompt_of(proto: chat_pb2.ChatHistory) -> History:
