@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import rpc_of
+from dialoop.clients.channel import A, Q, Rpc, rpc_of
 from dialoop.clients.environment_records import (
     CHOICE,
     INFO,
@@ -83,15 +83,18 @@ class EnvironmentClient:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
+    async def _call(self, rpc: Rpc[Q, A], request: Q) -> A:
+        return await self._channel.call(rpc, request)
+
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
         """Return all environments the service has."""
-        answer = await self._channel.call(LIST_ENVIRONMENTS, pb.ListEnvironmentsRequest())
+        answer = await self._call(LIST_ENVIRONMENTS, pb.ListEnvironmentsRequest())
         return tuple(INFO.from_proto(info) for info in answer.environments)
 
     async def get_environment(self, environment: str) -> EnvironmentInfo:
         """Describe an environment; NotFound (ENVIRONMENT_NOT_FOUND) where none has that name."""
         request = pb.GetEnvironmentRequest(environment=environment)
-        return INFO.from_proto((await self._channel.call(GET_ENVIRONMENT, request)).environment)
+        return INFO.from_proto((await self._call(GET_ENVIRONMENT, request)).environment)
 
     async def list_tasks(
         self,
@@ -112,7 +115,7 @@ class EnvironmentClient:
             one_epoch=one_epoch,
             shuffle_seed=shuffle_seed,
         )
-        return TASK_PAGE.from_proto(await self._channel.call(LIST_TASKS, request))
+        return TASK_PAGE.from_proto(await self._call(LIST_TASKS, request))
 
     async def create_session(
         self, session_id: str, environment: str, *, ttl_s: float | None = None
@@ -121,7 +124,7 @@ class EnvironmentClient:
         request = pb.CreateSessionRequest(
             session_id=session_id, environment=environment, ttl_s=ttl_s
         )
-        return float((await self._channel.call(CREATE_SESSION, request)).ttl_s)
+        return float((await self._call(CREATE_SESSION, request)).ttl_s)
 
     async def reset(
         self,
@@ -142,7 +145,7 @@ class EnvironmentClient:
             seed=seed,
             question=question or Given(),
         )
-        return RESET_RESULT.from_proto(await self._channel.call(RESET, RESET_ITEM.to_proto(item)))
+        return RESET_RESULT.from_proto(await self._call(RESET, RESET_ITEM.to_proto(item)))
 
     async def step(
         self, session_id: str, *, episode: int, step_index: int, history: Answered
@@ -156,7 +159,7 @@ class EnvironmentClient:
         item = StepItem(
             session_id=session_id, episode=episode, step_index=step_index, history=history
         )
-        return step_result_from_proto(await self._channel.call(STEP, step_to_proto(item)), history)
+        return step_result_from_proto(await self._call(STEP, step_to_proto(item)), history)
 
     async def step_and_reset(
         self, item: StepItem, *, next_split: str, next_task_key: str, next_seed: int = 0
@@ -168,7 +171,7 @@ class EnvironmentClient:
             next_task_key=next_task_key,
             next_seed=next_seed,
         )
-        answer = await self._channel.call(STEP_AND_RESET, request)
+        answer = await self._call(STEP_AND_RESET, request)
         opening = RESET_RESULT.from_proto(answer.reset) if answer.HasField("reset") else None
         return step_result_from_proto(answer.step, item.history), opening
 
@@ -178,7 +181,7 @@ class EnvironmentClient:
         """Reset many sessions; an item that failed is its error, the others are unharmed."""
         items = list(items)
         request = pb.BatchResetRequest(items=[RESET_ITEM.to_proto(item) for item in items])
-        answer = await self._channel.call(BATCH_RESET, request)
+        answer = await self._call(BATCH_RESET, request)
         require_count(len(answer.items), len(items), "resets")
         return tuple(
             error_of_item(reset.error)
@@ -191,7 +194,7 @@ class EnvironmentClient:
         """Step many sessions; an item that failed is its error, the others are unharmed."""
         items = list(items)
         request = pb.BatchStepRequest(items=[step_to_proto(item) for item in items])
-        answer = await self._channel.call(BATCH_STEP, request)
+        answer = await self._call(BATCH_STEP, request)
         require_count(len(answer.items), len(items), "steps")
         return tuple(
             error_of_item(step.error)
@@ -209,7 +212,7 @@ class EnvironmentClient:
             task=CHOICE.to_proto(choice),
             history=chat_history_to_proto(history),
         )
-        answer = await self._channel.call(STEP_HISTORY, request)
+        answer = await self._call(STEP_HISTORY, request)
         return step_result_from_proto(answer.step, history)
 
     async def create_group(
@@ -229,7 +232,7 @@ class EnvironmentClient:
             task=CHOICE.to_proto(choice),
             ttl_s=ttl_s,
         )
-        answer = await self._channel.call(CREATE_GROUP, request)
+        answer = await self._call(CREATE_GROUP, request)
         require_count(len(answer.resets), num_sessions, "sessions")
         return GroupOpening(
             session_ids=tuple(answer.session_ids),
@@ -240,15 +243,15 @@ class EnvironmentClient:
     async def get_session(self, session_id: str) -> SessionState:
         """Return the session's state; NotFound (SESSION_LOST, SESSION_EXPIRED) when it is gone."""
         request = pb.GetSessionRequest(session_id=session_id)
-        return SESSION_STATE.from_proto(await self._channel.call(GET_SESSION, request))
+        return SESSION_STATE.from_proto(await self._call(GET_SESSION, request))
 
     async def close_session(self, session_id: str) -> bool:
         """Forget the session; return whether there was one."""
         request = pb.CloseSessionRequest(session_id=session_id)
-        return bool((await self._channel.call(CLOSE_SESSION, request)).closed)
+        return bool((await self._call(CLOSE_SESSION, request)).closed)
 
     async def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
         """Recompute a finished trajectory's rewards: one score per turn, with what failed."""
         request = pb.ScoreRequest(split=split, trajectory=trajectory_to_proto(trajectory))
-        answer = await self._channel.call(SCORE, request)
+        answer = await self._call(SCORE, request)
         return tuple(map(TURN_SCORE.from_proto, answer.turns))

@@ -10,17 +10,15 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.channel import rpc_of
-from dialoop.clients.environment_records import (
-    RESET_ITEM,
-    RESET_RESULT,
-    ResetItem,
-    StepItem,
-    step_result_from_proto,
-    step_to_proto,
+from dialoop.clients.channel import A, Q, Rpc, rpc_of
+from dialoop.clients.environment import (
+    CLOSE_SESSION,
+    CREATE_SESSION,
+    RESET,
+    STEP,
+    EnvironmentClient,
 )
 from dialoop.clients.errors import error_of_item
-from dialoop.environments.environment import Given
 from dialoop.errors import DeadlineExceeded, DialoopError, Unavailable
 from dialoop.reasons import Reason
 from dialoop.v1 import environment_service_pb2 as pb
@@ -30,22 +28,27 @@ if TYPE_CHECKING:
     from typing import Self
 
     from dialoop.clients.channel import Channel
-    from dialoop.environments.modes import Answered
-    from dialoop.episode import ResetResult, StepResult
 
 INTERACT = rpc_of(pb, "EnvironmentService", "Interact")
+_STREAMED = {
+    CREATE_SESSION: "create_session",
+    RESET: "reset",
+    STEP: "step",
+    CLOSE_SESSION: "close_session",
+}
+"""The rpcs that the stream carries, by the field of their messages in it."""
 _LEAVE_S = 1.0
 
 
-class InteractiveSessions:
-    """Sessions of one environment service on one stream; satisfies `dialoop.episode.Sessions`.
+class InteractiveSessions(EnvironmentClient):
+    """An EnvironmentClient whose sessions are created, reset, stepped and closed on one stream.
 
     A stream that broke stays broken: every call raises why, and the sessions themselves live on at
     the service, for another stream or an EnvironmentClient to continue.
     """
 
     def __init__(self, channel: Channel, *, deadline_s: float = 60.0) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._deadline_s = deadline_s
         self._ids = itertools.count()
         # Filled by calls, which then wait for their answers; drained by the stream. None ends it.
@@ -66,49 +69,11 @@ class InteractiveSessions:
         self._reader.cancel()
         await asyncio.wait([self._reader])
 
-    async def create_session(
-        self, session_id: str, environment: str, *, ttl_s: float | None = None
-    ) -> float:
-        """Open a session under the caller's id; return its time to live in seconds."""
-        request = pb.CreateSessionRequest(
-            session_id=session_id, environment=environment, ttl_s=ttl_s
-        )
-        return (await self._ask(create_session=request)).create_session.ttl_s
-
-    async def reset(
-        self,
-        session_id: str,
-        *,
-        episode: int,
-        split: str = "",
-        task_key: str = "",
-        seed: int = 0,
-        question: Given | None = None,
-    ) -> ResetResult:
-        """Start an episode of the session: with a task, or with the caller's `question`."""
-        item = ResetItem(
-            session_id=session_id,
-            episode=episode,
-            split=split,
-            task_key=task_key,
-            seed=seed,
-            question=question or Given(),
-        )
-        return RESET_RESULT.from_proto((await self._ask(reset=RESET_ITEM.to_proto(item))).reset)
-
-    async def step(
-        self, session_id: str, *, episode: int, step_index: int, history: Answered
-    ) -> StepResult:
-        """Step with the policy's answer; a retry gets the first result."""
-        item = StepItem(
-            session_id=session_id, episode=episode, step_index=step_index, history=history
-        )
-        return step_result_from_proto((await self._ask(step=step_to_proto(item))).step, history)
-
-    async def close_session(self, session_id: str) -> bool:
-        """Forget the session; return whether there was one."""
-        request = pb.CloseSessionRequest(session_id=session_id)
-        return (await self._ask(close_session=request)).close_session.closed
+    async def _call(self, rpc: Rpc[Q, A], request: Q) -> A:
+        if rpc not in _STREAMED:
+            return await super()._call(rpc, request)
+        answer: A = getattr(await self._ask(**{_STREAMED[rpc]: request}), _STREAMED[rpc])
+        return answer
 
     async def _ask(self, **request: Any) -> pb.InteractResponse:
         """Send one request and wait for the answer that carries its id."""
