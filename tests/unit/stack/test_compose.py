@@ -373,7 +373,10 @@ def test_the_door_outlives_its_environment_and_shows_whether_that_serves() -> No
 def test_an_image_installs_the_packages_of_others_before_our_source(service: str) -> None:
     target = TARGETS[SERVICES[service]["build"]["target"]]
     texts = [text for kind, text in target.instructions if kind in ("COPY", "RUN")]
-    assert texts[-1] == "pip install --no-deps --no-build-isolation ./client/dialoop* ./services/dialoop*"
+    assert (
+        texts[-1]
+        == "pip install --no-deps --no-build-isolation ./client/dialoop* ./services/dialoop*"
+    )
     source = texts.index("client client")
     assert texts[source:-1] == ["client client", "services services"]
     assert any(text.startswith("pip install -r") or "dependencies.py" in text for text in texts)
