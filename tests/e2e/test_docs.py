@@ -61,6 +61,8 @@ TESTED_HERE = frozenset(
         "curl",
         "data_plane",
         "estimator",
+        "extra",
+        "extra_points",
         "in_process",
         "loss",
         "optimizer",
@@ -294,6 +296,28 @@ def test_the_environment_of_the_docs_can_be_played(
     assert trajectory.failures == ()
     assert [message.role for message in trajectory.history][-2:] == ["tool", "assistant"]
     assert trajectory.turns[-1].rewards[0].success
+
+
+def test_the_extra_of_the_docs_is_found_by_its_entry_points(tmp_path: Path) -> None:
+    (tmp_path / "my_extra.py").write_text(snippet("extra"))
+    (group, points), *none = tomllib.loads(snippet("extra_points"))["project"][
+        "entry-points"
+    ].items()
+    assert not none
+    described = tmp_path / "my_extra-0.1.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: my-extra\nVersion: 0.1\n")
+    lines = "".join(f"{name} = {place}\n" for name, place in points.items())
+    (described / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+    code = (
+        "from dialoop.environments.loading import load_environment\n"
+        "environment = load_environment('sums', {'largest': 3})\n"
+        "print(environment.name, len(list(environment.tasks.keys('train'))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "sums 3\n", done.stderr
 
 
 def test_the_loss_of_the_docs_is_loaded_by_name_and_points_uphill(

@@ -3,7 +3,7 @@
 OFFERED["GRPOLoss"]         # "dialoop_extras.source_names:grpo_loss"
 LEFT_OUT["vLLMWorker"]      # why there is none, and what to use
 
-docs/compat.md shows both tables. Homes are texts because they are imported when first used: the
+docs/extras.md shows both tables. Homes are texts because they are imported when first used: the
 SDK alone needs neither torch nor the services.
 """
 

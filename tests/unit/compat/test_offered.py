@@ -34,9 +34,10 @@ from dialoop_learning.loss.objective import Objective
 
 VERSION = PolicyVersion(lineage="main", number=0)
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "compat.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "extras.md").read_text("utf-8")
 ROW = re.compile(r"^\| `(\w+)` \| (.*?) \|", re.M)
-WORKS, LEFT_OUT = PAGE.split("## Names that are left out")
+NAMES = PAGE.partition("### Names that work")[2]
+WORKS, LEFT_OUT = NAMES.split("### Names that are left out")
 
 
 def inputs(**fields: Any) -> LossInputs:
@@ -91,7 +92,7 @@ def test_a_reason_names_only_what_exists() -> None:
     "source", re.findall(r"<!-- test: compat -->\n```python\n(.*?)```", PAGE, re.S)
 )
 def test_each_snippet_of_the_page_runs(source: str) -> None:
-    code = compile(source, "docs/compat.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    code = compile(source, "docs/extras.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     work = eval(code, {"__name__": "snippet"})
     if inspect.isawaitable(work):
         asyncio.run(_finish(work))
