@@ -92,19 +92,14 @@ def columns_of(sequence: pb.Sequence) -> dict[str, Column]:
     for proto in sequence.columns:
         name, data = proto.name, proto.data
         if name in columns:
-            raise column_twice(name)
-        dtype = type_of_column(name, proto.data_type, proto.along, proto.shape, len(data))
+            raise _bad(name, "comes twice", "Give each column a name of its own.")
+        dtype = _type_of_column(name, proto.data_type, proto.along, proto.shape, len(data))
         values = np.frombuffer(data, dtype).reshape(proto.shape)
         columns[name] = Column(values=values, along=_ALONG[proto.along])
     return columns
 
 
-def column_twice(name: str) -> InvalidSequence:
-    """Return the error for a sequence that has two columns of a name."""
-    return _bad(name, "comes twice", "Give each column a name of its own.")
-
-
-def type_of_column(
+def _type_of_column(
     name: str, number: int, along: int, shape: SequenceOf[int], num_bytes: int
 ) -> np.dtype[Any]:
     """Return the type of a column's numbers, from the DataType `number`.

@@ -58,9 +58,10 @@ def experts_column(routing: Routing, computed: NDArray[Any] | None, num_tokens: 
     return Column(values=values, along=Along.TOKENS)
 
 
-def has_form(dtype: np.dtype[Any], along: int, num_axes: int) -> bool:
-    """Return whether a column of these facts can be `routed_experts` of some model."""
-    return dtype in DTYPES and along == Along.TOKENS and num_axes == _NUM_AXES
+def has_form(column: Column) -> bool:
+    """Return whether a column can be `routed_experts` of some model."""
+    is_along = column.along is Along.TOKENS
+    return is_along and column.values.dtype in DTYPES and column.values.ndim == _NUM_AXES
 
 
 def recorded_experts(sequence: Sequence, routing: Routing | None) -> NDArray[np.int16] | None:
@@ -76,7 +77,7 @@ def recorded_experts(sequence: Sequence, routing: Routing | None) -> NDArray[np.
 def experts_of(column: Column, routing: Routing | None) -> NDArray[np.int16]:
     """Return the experts int16 [L, layers, k] of a column, as `recorded_experts` does."""
     values = column.values
-    if not has_form(values.dtype, column.along, values.ndim):
+    if not has_form(column):
         raise InvalidInput(
             f"{COLUMN} has {values.ndim} axes of {values.dtype}, along {column.along.name}.",
             reason=Reason.BAD_COLUMN,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -13,7 +12,12 @@ from dialoop.errors import InvalidInput
 from dialoop.v1 import registry_service_pb2 as pb
 from dialoop.v1 import registry_service_pb2_grpc as rpc
 
-from dialoop_services.replay.servicer import LEAST_INTERVAL_S, check_run, check_seconds
+from dialoop_services.replay.servicer import (
+    LEAST_INTERVAL_S,
+    check_run,
+    check_seconds,
+    wait_for,
+)
 from dialoop_services.replay.store import QueueStore
 from dialoop_services.runtime.access.principals import require_member
 
@@ -95,9 +99,7 @@ class RegistryServicer(rpc.RegistryServiceServicer):
                 last = answer
                 yield pb.WatchInstancesResponse(instances=answer.instances)
             # Leases end without a call, so the list is read again and again.
-            with suppress(TimeoutError):
-                interval_s = max(request.interval_s, LEAST_INTERVAL_S)
-                await asyncio.wait_for(self._stop.wait(), interval_s)
+            await wait_for(self._stop, max(request.interval_s, LEAST_INTERVAL_S))
 
 
 def _check_name(role: str, name: str, epoch: int) -> None:

@@ -110,9 +110,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             for item in request.items
         ]
         valid = _valid(request.items, rejections)
-        appended = await self._append_members(
-            pb.AppendMembersRequest(run=request.run, items=valid) if any(rejections) else request
-        )
+        appended = await self._append_members(pb.AppendMembersRequest(run=request.run, items=valid))
         outcomes = await self._outcomes(request.run, rejections, appended.outcomes)
         return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=appended.num_overflowed)
 
@@ -137,9 +135,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         ]
         valid = _valid(request.items, rejections)
         if stage is Stage.SCORED:
-            append = request
-            if any(rejections):
-                append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
+            append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
             appended = list((await self._change(append, pb.AppendGroupsResponse)).outcomes)
         else:
             members = await self._append_members(members_of_groups(request.run, valid))
@@ -235,9 +231,9 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             if (counts := _without_ages(answer.stats)) != last:
                 last = counts
                 yield pb.WatchResponse(stats=answer.stats)
-                await _wait(self._stop, max(request.interval_s, LEAST_INTERVAL_S))
+                await wait_for(self._stop, max(request.interval_s, LEAST_INTERVAL_S))
             else:
-                await _wait(change, max(request.interval_s, self._poll_s))
+                await wait_for(change, max(request.interval_s, self._poll_s))
 
     async def GetStats(self, request: pb.GetStatsRequest, context: _Context) -> pb.GetStatsResponse:
         return await self._apply(request, pb.GetStatsResponse)
@@ -292,7 +288,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
                 return response
             if remaining <= 0 or self._stop.is_set():
                 return response
-            await _wait(change, min(remaining, self._poll_s))
+            await wait_for(change, min(remaining, self._poll_s))
 
     def _check_lease_s(self, request: Any) -> None:
         """Raise InvalidInput for an impossible `lease_s`; replace 0 by the default."""
@@ -336,7 +332,8 @@ class _Changes:
             self.signal(run)
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+async def wait_for(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for the event, but not longer than `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

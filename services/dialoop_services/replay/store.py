@@ -192,8 +192,3 @@ def _digest_without_scores(trajectory: pb.Trajectory) -> str:
             if sequence.columns[place].name in _SCORED_COLUMNS:
                 del sequence.columns[place]
     return sha256(kept.SerializeToString(deterministic=True)).hexdigest()[:_KEPT]
-
-
-def digest_without_scores(member_digest: str) -> str:
-    """Return the part of a member's digest that scoring does not change."""
-    return member_digest.partition(".")[0]

@@ -102,7 +102,7 @@ async def test_what_the_queue_refuses_names_the_trajectory_and_leaves_its_lease(
             "",
         ]
         assert (
-            "Trajectory ragged.0, sequence 0: 1 log-probs for 2 sampled tokens"
+            "Trajectory ragged.0, sequence 0: inference_logprobs has 1 values for 2 sampled tokens"
             in outcomes[0].message
         )
         assert "Group empty" in outcomes[2].message

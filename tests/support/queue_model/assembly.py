@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from dialoop_services.replay.store import MemberFacts, digest_without_scores
+from dialoop_services.replay.store import MemberFacts
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -73,7 +73,7 @@ class Assembly:
     def digest(self) -> str:
         """Return the digest of the group of all finished members."""
         return ",".join(
-            digest_without_scores(member.facts.digest) for member in self.members if member.facts
+            member.facts.digest.partition(".")[0] for member in self.members if member.facts
         )
 
     @property

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import redis.asyncio
 import redis.exceptions
@@ -152,13 +152,11 @@ class RedisStore:
         now = "" if self._clock is None else str(round(self._clock() * 1000))
         facts = {"limits": asdict(self.limits), "store": self._description}
         call = json.dumps(facts | dict(fields))
-        try:
+        async with map_errors(self._client):
             with waiting_for("redis", name):
                 raw, *blobs = await self._scripts[name](
                     keys=[_prefix(run)], args=[now, call, *payloads]
                 )
-        except (redis.exceptions.RedisError, OSError) as error:
-            await _raise_ours(self._client, error)
         reply: dict[str, Any] = json.loads(raw)
         if "refused" in reply:
             reason = Reason(reply["refused"])
@@ -257,20 +255,13 @@ async def map_errors(client: redis.asyncio.Redis) -> AsyncIterator[None]:
     """Raise errors of Redis as ours; other errors are bugs and pass unchanged."""
     try:
         yield
-    except (redis.exceptions.RedisError, OSError) as error:
-        await _raise_ours(client, error)
-
-
-async def _raise_ours(client: redis.asyncio.Redis, error: Exception) -> NoReturn:
-    """Raise an error of Redis as ours, or as it is where it is a bug."""
-    lost = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)
-    if isinstance(error, lost):
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError) as error:
         # Other idle connections are probably broken too: drop them, so that a restart of Redis
         # gives one error and not one per connection.
         with suppress(redis.exceptions.RedisError, OSError):  # closing them may fail, or take long
             await client.connection_pool.disconnect(inuse_connections=False)
         raise refusal(Reason.STORE_UNAVAILABLE) from error
-    if isinstance(error, redis.exceptions.ResponseError):
+    except redis.exceptions.ResponseError as error:
         text = str(error)
         # redis-py has classes for codes at the start of the text and takes these off it. Redis 6
         # has the code of a script's error later in the text.
@@ -278,4 +269,4 @@ async def _raise_ours(client: redis.asyncio.Redis, error: Exception) -> NoReturn
             raise refusal(Reason.STORE_FULL) from error
         if isinstance(error, _CANNOT_WRITE) or any(word in text for word in _CANNOT_WRITE_CODES):
             raise refusal(Reason.STORE_UNAVAILABLE) from error
-    raise error
+        raise
