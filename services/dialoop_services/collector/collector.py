@@ -94,10 +94,7 @@ class Collector:
     @property
     def num_playing(self) -> int:
         """Return the number of episodes that are still to be finished here."""
-        return sum(
-            max(0, len(round_.lease.members) - round_.num_played)
-            for round_ in self._rounds.values()
-        )
+        return sum(round_.num_left for round_ in self._rounds.values())
 
     async def _lease(self, wait: OpenWait) -> tuple[TaskLease, ...]:
         """Lease tasks for the free slots. Wait for a slot, for tasks, and while replay is away."""
@@ -182,7 +179,7 @@ class Collector:
         if total_turns < 0 or purpose is not Purpose.TRAINING:
             return True
         num_playing = sum(
-            max(0, len(round_.lease.members) - round_.num_played)
+            round_.num_left
             for round_ in self._rounds.values()
             if round_.has_begun and round_.task.purpose is purpose
         )

@@ -33,17 +33,16 @@ class Counters:
         self._path = path
         self._written: dict[str, Any] | None = None
         self._num_turns_before = num_turns_before
-        self._played: dict[Purpose, Counter[str]] = {purpose: Counter() for purpose in Purpose}
+        self._counts: dict[Purpose, Counter[str]] = {purpose: Counter() for purpose in Purpose}
         self._forks: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._lengths: dict[Purpose, Counter[int]] = {purpose: Counter() for purpose in Purpose}
-        self._appended: dict[Purpose, Counter[str]] = {purpose: Counter() for purpose in Purpose}
         self._returned: Counter[str] = Counter()
         self._num_leases_lost = 0
 
     def count_trajectory(self, trajectory: Trajectory, purpose: Purpose) -> None:
         """Count a finished trajectory, whether it is appended later or not."""
-        self._played[purpose].update(
+        self._counts[purpose].update(
             num_trajectories=1,
             num_turns=len(trajectory.turns),
             num_tokens=trajectory.num_model_tokens,
@@ -62,17 +61,17 @@ class Counters:
     @property
     def num_training_turns(self) -> int:
         """Return the turns of finished training episodes, with those of earlier processes."""
-        return self._num_turns_before + self._played[Purpose.TRAINING]["num_turns"]
+        return self._num_turns_before + self._counts[Purpose.TRAINING]["num_turns"]
 
     def count_append(self, purpose: Purpose, *, num_discarded: int) -> None:
         """Count a trajectory in the queue; `num_discarded` earlier plays of it had failed."""
-        self._appended[purpose].update(
+        self._counts[purpose].update(
             num_trajectories_appended=1, num_trajectories_discarded=num_discarded
         )
 
     def count_group(self, purpose: Purpose) -> None:
         """Count a group whose last members this collector appended."""
-        self._appended[purpose].update(num_groups_appended=1)
+        self._counts[purpose].update(num_groups_appended=1)
 
     def count_return(self, reason: str) -> None:
         """Count a task that was given back."""
@@ -81,7 +80,7 @@ class Counters:
     def count_lost_lease(self, purpose: Purpose, *, num_trajectories: int) -> None:
         """Count a task that went to another collector, with its now useless trajectories."""
         self._num_leases_lost += 1
-        self._appended[purpose].update(num_trajectories_lost=num_trajectories)
+        self._counts[purpose].update(num_trajectories_lost=num_trajectories)
 
     def save(self) -> None:
         """Replace the file, if there is one and a count has changed; readers see no half of it."""
@@ -113,18 +112,20 @@ class Counters:
 
     def to_json(self) -> dict[str, Any]:
         """Return all counts, by purpose where they depend on it."""
-        names = ("num_trajectories", "num_turns", "num_tokens", "num_tool_calls")
-        kept = (
+        names = (
+            "num_trajectories",
+            "num_turns",
+            "num_tokens",
+            "num_tool_calls",
             "num_groups_appended",
             "num_trajectories_appended",
             "num_trajectories_discarded",
             "num_trajectories_lost",
         )
         by_purpose = {
-            purpose.name.lower(): {name: self._played[purpose][name] for name in names}
-            | {name: self._appended[purpose][name] for name in kept}
+            purpose.name.lower(): {name: counts[name] for name in names}
             | {"lengths": dict(sorted(self._lengths[purpose].items()))}
-            for purpose in Purpose
+            for purpose, counts in self._counts.items()
         }
         return {
             "worker": self._worker,

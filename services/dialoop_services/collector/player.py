@@ -57,6 +57,11 @@ class Round:
     is_ending: bool = False
 
     @property
+    def num_left(self) -> int:
+        """Return how many members are still to be finished."""
+        return max(0, len(self.lease.members) - self.num_played)
+
+    @property
     def lease_id(self) -> str:
         """Return the id of the lease."""
         return self.lease.lease_id

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,12 +13,8 @@ from pydantic_settings import SettingsConfigDict
 
 from dialoop_services.collector.mixture import Mixture, TaskStream
 from dialoop_services.config.job import JobConfig
-from dialoop_services.config.settings import JobSettings, job_key
+from dialoop_services.config.settings import JobSettings, job_key, this_worker
 from dialoop_services.config.tables import CollectorSection, EnvironmentSection
-
-
-def _this_worker() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 class CollectorSettings(JobSettings, CollectorSection):
@@ -43,7 +37,7 @@ class CollectorSettings(JobSettings, CollectorSection):
     run_dir: Path | None = None
     """Folder for collector-<worker>.json; absent: the file is not written. A process that is
     started again under the same name writes collector-<worker>-2.json."""
-    worker: str = Field(default_factory=_this_worker, pattern=r"^[A-Za-z0-9._-]+$")
+    worker: str = Field(default_factory=this_worker, pattern=r"^[A-Za-z0-9._-]+$")
     """Name of this collector in leases and files."""
 
     replay_address: str = "127.0.0.1:7003"

@@ -237,11 +237,22 @@ class JobConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_preset(cls, values: Any) -> Any:
-        return with_preset(values) if isinstance(values, dict) else values
+    def _with_preset_of_known_schema(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        values = with_preset(value)
+        schema = values.pop("schema", SCHEMA)
+        if schema != SCHEMA:
+            raise ValueError(
+                f"schema is {schema!r}, and this version of Dialoop reads schema {SCHEMA}: install "
+                f"the version that the file was written for, or set schema = {SCHEMA} and compare "
+                "the keys with `dialoop config print`"
+            )
+        return values
 
     @model_validator(mode="after")
-    def _require_fixed_replicas(self) -> JobConfig:
+    def _require_places_that_fit(self) -> JobConfig:
+        """Refuse what machines, devices and data plane cannot do together."""
         if self.discovery == "registry":
             if self.placement == "shared":
                 raise ValueError(
@@ -254,10 +265,6 @@ class JobConfig(Section):
                     'that are there at the start; set discovery = "addresses", or another '
                     "data plane"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _require_what_several_machines_can_share(self) -> JobConfig:
         on = self.launch.on
         if on != "local" and self.placement == "shared":
             raise ValueError(
@@ -276,41 +283,6 @@ class JobConfig(Section):
                     "shared_folder is false in [launch], and the tiny model is made in the run's "
                     "folder: set directory in [model] to one that every machine has"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _require_names(self) -> JobConfig:
-        names = [section.served_name for section in self.all_environments]
-        if len(set(names)) != len(names):
-            raise ValueError(
-                f"two environments have the same name: {', '.join(names)}; set a different name "
-                "in each"
-            )
-        return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _require_known_schema(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or "schema" not in value:
-            return value
-        values = dict(value)
-        schema = values.pop("schema")
-        if schema != SCHEMA:
-            raise ValueError(
-                f"schema is {schema!r}, and this version of Dialoop reads schema {SCHEMA}: install "
-                f"the version that the file was written for, or set schema = {SCHEMA} and compare "
-                "the keys with `dialoop config print`"
-            )
-        return values
-
-    @model_validator(mode="after")
-    def _require_what_is_trained_to_be_published(self) -> JobConfig:
-        self.model.require_publishable(self.inference.data_plane)
-        self.train.require_optimizer_for(self.model)
-        return self
-
-    @model_validator(mode="after")
-    def _require_one_device_for_ipc(self) -> JobConfig:
         if self.inference.data_plane == "ipc" and not self.is_one_device_each:
             raise ValueError(
                 'data_plane = "ipc" shares the memory of one GPU between one trainer process and '
@@ -320,22 +292,23 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _require_options_of_the_engine(self) -> JobConfig:
+    def _require_parts_that_fit(self) -> JobConfig:
+        """Refuse tables that contradict each other."""
+        names = [section.served_name for section in self.all_environments]
+        if len(set(names)) != len(names):
+            raise ValueError(
+                f"two environments have the same name: {', '.join(names)}; set a different name "
+                "in each"
+            )
+        self.model.require_publishable(self.inference.data_plane)
+        self.train.require_optimizer_for(self.model)
         require_options(self.engine, self.inference.engine)
         require_device(self.engine, self.inference.device)
-        return self
-
-    @model_validator(mode="after")
-    def _require_a_host_beside_the_device(self) -> JobConfig:
         if self.train.activation_offload and self.train.device == "cpu":
             raise ValueError(
                 "activation_offload moves activations from a GPU to the host's memory, and device "
                 "is cpu, where they are already: leave it out, or set activation_checkpointing"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _require_temperature_of_an_outside_reference(self) -> JobConfig:
         server, temperature = self.scorer.reference_server, self.collector.temperature
         if server is not None and self.scorer.needs_reference and temperature != 1.0:
             raise ValueError(
@@ -346,6 +319,27 @@ class JobConfig(Section):
             raise ValueError(
                 "reference_model and reference_server in [scorer] say the same: leave one out; the "
                 "server's model must have the tokenizer of the policy"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _require_lengths_that_fit(self) -> JobConfig:
+        """Refuse lengths that leave no room for a prompt, or could not be trained."""
+        longest = self.inference.max_model_len
+        row_tokens = self.train.row_tokens(longest)
+        is_error = self.train.mode == "rl" and self.train.oversize == "error"
+        if is_error and row_tokens < longest:
+            raise ValueError(
+                f"max_row_tokens is {row_tokens}, below max_model_len {longest} in [inference], so "
+                "the longest sequences could not be trained: leave it out, raise it, or set "
+                "oversize to drop or truncate"
+            )
+        longest, answer = self.inference.max_model_len, self.collector.max_new_tokens
+        if self.train.mode == "rl" and answer >= longest:
+            raise ValueError(
+                f"max_new_tokens is {answer} in [collector] and max_model_len is {longest} in "
+                "[inference], which leaves no token for the prompt: set max_model_len to the "
+                "longest prompt plus max_new_tokens, or max_new_tokens to less"
             )
         return self
 
@@ -371,41 +365,14 @@ class JobConfig(Section):
         )
 
     @model_validator(mode="after")
-    def _require_rows_for_what_is_sampled(self) -> JobConfig:
-        longest = self.inference.max_model_len
-        row_tokens = self.train.row_tokens(longest)
-        is_error = self.train.mode == "rl" and self.train.oversize == "error"
-        if is_error and row_tokens < longest:
-            raise ValueError(
-                f"max_row_tokens is {row_tokens}, below max_model_len {longest} in [inference], so "
-                "the longest sequences could not be trained: leave it out, raise it, or set "
-                "oversize to drop or truncate"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _require_room_for_a_prompt(self) -> JobConfig:
-        longest, answer = self.inference.max_model_len, self.collector.max_new_tokens
-        if self.train.mode == "rl" and answer >= longest:
-            raise ValueError(
-                f"max_new_tokens is {answer} in [collector] and max_model_len is {longest} in "
-                "[inference], which leaves no token for the prompt: set max_model_len to the "
-                "longest prompt plus max_new_tokens, or max_new_tokens to less"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _require_a_baseline(self) -> JobConfig:
+    def _require_what_the_loss_needs(self) -> JobConfig:
+        """Refuse groups and scores from which the loss could not learn."""
         size = self.collector.group_size
         if self.train.mode == "rl" and self.train.num_steps and size < 2:
             raise ValueError(
                 f"group_size is {size}, and advantages compare the trajectories of a group: set it "
                 "to 2 or more in [collector]"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _require_summed_dense_rewards(self) -> JobConfig:
         splits = [env.trial.reward_split for env in self.all_environments]
         dense, aggregate = [s for s in splits if s != "turn"], self.scorer.advantage_aggregate
         if dense and aggregate != "sum":
@@ -414,10 +381,6 @@ class JobConfig(Section):
                 f"number, and advantage_aggregate is {aggregate} in [scorer], which compares one "
                 "number for each turn: set advantage_aggregate to sum, or leave reward_split out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _require_a_choice_to_imitate(self) -> JobConfig:
         train = self.train
         is_trained = train.mode == "rl" and train.num_steps
         if is_trained and facts_of(train.loss).imitates and not self.scorer.top_k:
@@ -425,10 +388,6 @@ class JobConfig(Section):
                 f"loss {train.loss} imitates all trajectories, bad ones too: set top_k in "
                 "[scorer] to choose the best of each group"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _require_reference_for_the_loss(self) -> JobConfig:
         objective, loss = self.train.objective, self.train.loss
         needs_reference = {
             f"loss {loss}": facts_of(loss).needs_reference,

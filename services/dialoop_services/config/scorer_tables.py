@@ -116,19 +116,15 @@ class ScorerFields(Section):
         }
 
     @model_validator(mode="after")
-    def _require_one_estimator(self) -> Self:
+    def _require_one_way_to_score(self) -> Self:
         fields = ScorerFields.model_fields
-        names = ("divide_by_std", "leave_one_out", "advantages_of", "advantage_eps", "top_k")
-        changed = [name for name in names if getattr(self, name) != fields[name].default]
+        rules = ("divide_by_std", "leave_one_out", "advantages_of", "advantage_eps", "top_k")
+        changed = [name for name in rules if getattr(self, name) != fields[name].default]
         if self.advantage_estimator and changed:
             raise ValueError(
                 f"advantage_estimator is {self.advantage_estimator}, which computes the "
                 f"advantages, so {', '.join(changed)} would have no effect: leave that out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _require_something_to_aggregate(self) -> Self:
         if self.advantages_of == "turn" and self.advantage_aggregate != "sum":
             raise ValueError(
                 f"advantage_aggregate is {self.advantage_aggregate}, which has no effect when "

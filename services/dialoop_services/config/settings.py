@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
 from dialoop_services.config.file import Override, load_config, parse_config, values_in
 from dialoop_services.config.job import JobConfig
@@ -97,25 +98,23 @@ class JobSettings(ServerSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read arguments first, then the environment, then the job file."""
         before = super().settings_customise_sources(settings_cls, *sources, **named)
-        return (*before, _JobFile(settings_cls))
+        return (*before, InitSettingsSource(settings_cls, cls._values_of_file()))
 
-
-class _JobFile(PydanticBaseSettingsSource):
-    """The values of the file that DIALOOP_CONFIG names, or whose lines it has."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """Return nothing, since `__call__` returns all values at once."""
-        return None, field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        job, kind = os.environ.get(CONFIG_VARIABLE, ""), self.settings_cls
-        if not job or not issubclass(kind, JobSettings):
+    @classmethod
+    def _values_of_file(cls) -> dict[str, Any]:
+        """Return the values of the file that DIALOOP_CONFIG names, or whose lines it has."""
+        job = os.environ.get(CONFIG_VARIABLE, "")
+        if not job:
             return {}
         if "\n" in job:
-            return kind.of_job(
-                parse_config(values_in(job, CONFIG_VARIABLE), source=CONFIG_VARIABLE)
-            )
-        return kind.of_job(load_config(Path(job), environment={}))
+            values = values_in(job, CONFIG_VARIABLE)
+            return cls.of_job(parse_config(values, source=CONFIG_VARIABLE))
+        return cls.of_job(load_config(Path(job), environment={}))
+
+
+def this_worker() -> str:
+    """Return a name for this process in leases and files."""
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def overrides_of(

@@ -160,15 +160,11 @@ class EnvironmentSection(Section):
         return {"use": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _require_one_kind(self) -> Self:
+    def _require_one_kind_and_way_to_play(self) -> Self:
         if self.heldout_file and not self.task_file:
             raise ValueError("heldout_file is set without task_file: set both, or neither")
         if self.task_file and self.use not in ("arithmetic", "jsonl"):
             raise ValueError("use and task_file are both set: leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _require_one_way_to_play(self) -> Self:
         if self.agent and self.play != "chat":
             where = "agent in the table `trial`" if self.play == "trial" else 'play = "chat"'
             raise ValueError(
@@ -492,46 +488,30 @@ class TrainFields(Section):
             )
 
     @model_validator(mode="after")
-    def _require_fresh_enough_data(self) -> Self:
+    def _require_keys_that_fit(self) -> Self:
         if self.max_staleness < self.pipeline_depth:
             raise ValueError(
                 f"max_staleness is {self.max_staleness}, below pipeline_depth "
                 f"{self.pipeline_depth}: all data would become too stale to train; set "
                 f"max_staleness to {self.pipeline_depth} or more"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _require_a_checkpoint_that_holds_the_optimizer(self) -> Self:
         if self.sharded_checkpoints and self.optimizer not in OPTIMIZERS:
             raise ValueError(
                 f"optimizer is {self.optimizer}, your own, and sharded_checkpoints holds the state "
                 "of built-in ones only: set sharded_checkpoints = false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _require_one_kl_term_of_each_kind(self) -> Self:
         if self.objective.kl_inference_coeff and self.objective.kl_to == "inference":
             raise ValueError(
                 'kl_inference_coeff and kl_to = "inference" are the same KL: set kl_coeff alone, '
                 'or kl_to to "ref"'
             )
-        return self
-
-    @model_validator(mode="after")
-    def _require_a_kernel_with_entropy(self) -> Self:
         if self.logprob_kernel == "cut" and self.objective.entropy_coeff:
             raise ValueError(
                 f"entropy_coeff {self.objective.entropy_coeff:g} needs the entropy, and "
                 'logprob_kernel cut gives none: set logprob_kernel = "chunked", or entropy_coeff '
                 "= 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _require_what_sft_takes(self) -> Self:
-        """Refuse what needs advantages or an engine's log-probs: demonstrations have neither."""
+        # What needs advantages or an engine's log-probs: demonstrations have neither.
         if self.mode == "rl":
             return self
         supervised = [name for name, facts in LOSSES.items() if facts.imitates]

@@ -56,10 +56,7 @@ def step_call(request: pb.StepRequest) -> StepCall:
 
 def _response_of(request: pb.StepRequest) -> Answered:
     """Return the one view that was sent."""
-    has = request.HasField
-    if has("history") and not has("text") and not has("tokens"):
-        return chat_history_from_proto(request.history)
-    views = [view for view in _VIEWS if has(view)]
+    views = [view for view in _VIEWS if request.HasField(view)]
     if len(views) > 1:
         raise InvalidHistory(
             f"The step holds {' and '.join(views)}.",

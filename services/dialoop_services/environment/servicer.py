@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.clients.environment_records import (
@@ -103,19 +104,13 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def BatchReset(
         self, request: pb.BatchResetRequest, context: Any
     ) -> pb.BatchResetResponse:
-        async def answer(item: pb.ResetRequest, answered: pb.BatchResetItem) -> None:
-            answered.response.CopyFrom(await self.Reset(item, context))
-
         batch = pb.BatchResetResponse()
-        await self._each(request.items, batch.items, answer)
+        await self._each(request.items, batch.items, partial(self.Reset, context=context))
         return batch
 
     async def BatchStep(self, request: pb.BatchStepRequest, context: Any) -> pb.BatchStepResponse:
-        async def answer(item: pb.StepRequest, answered: pb.BatchStepItem) -> None:
-            answered.response.CopyFrom(await self.Step(item, context))
-
         batch = pb.BatchStepResponse()
-        await self._each(request.items, batch.items, answer)
+        await self._each(request.items, batch.items, partial(self.Step, context=context))
         return batch
 
     async def Interact(self, requests: AsyncIterator[pb.InteractRequest], context: Any) -> None:
@@ -191,7 +186,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         self,
         requests: Sequence[_Request],
         answers: Any,
-        answer: Callable[[_Request, Any], Awaitable[None]],
+        answer: Callable[[_Request], Awaitable[Any]],
     ) -> None:
         """Add an item to `answers` for each request of a batch; an error concerns its item only.
 
@@ -202,7 +197,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         async def answer_one(request: _Request, item: Any) -> None:
             async with places:
                 try:
-                    await answer(request, item)
+                    item.response.CopyFrom(await answer(request))
                 except Exception as error:
                     item.error.CopyFrom(encoding.item_error(public_error(error)))
 

@@ -66,7 +66,8 @@ async def serving_on(
 ) -> AsyncIterator[None]:
     """Serve on a server of any kind, which is entered and left together with the sessions.
 
-    `connect` reaches the inference service of the settings; without it the network does.
+    `connect` reaches the inference service of the settings; without it the network does. Raise
+    InvalidConfig when a managed environment cannot have what it needs.
     """
     catalogue = catalogue or Catalogue(
         load_environment(entry.use, entry.options) for entry in settings.entries
@@ -80,11 +81,12 @@ async def serving_on(
         max_working=settings.max_working_steps,
         reap_interval_s=settings.reap_interval_s,
     )
-    async with (
-        acquire_all(catalogue),
-        open_sessions(catalogue, limits) as sessions,
-        AsyncExitStack() as exits,
-    ):
+    async with AsyncExitStack() as exits:
+        for environment in catalogue:
+            if isinstance(environment, Managed):
+                await environment.acquire()
+                exits.push_async_callback(environment.release)
+        sessions = await exits.enter_async_context(open_sessions(catalogue, limits))
         servicer = EnvironmentServicer(
             catalogue, sessions, max_concurrent_items=settings.max_concurrent_items
         )
@@ -108,20 +110,6 @@ async def serving_on(
                 yield
             finally:
                 watching.cancel()
-
-
-@asynccontextmanager
-async def acquire_all(environments: Iterable[Environment]) -> AsyncIterator[None]:
-    """Acquire what managed environments need, and release it on leaving.
-
-    Raise InvalidConfig when an environment cannot have it.
-    """
-    async with AsyncExitStack() as exits:
-        for environment in environments:
-            if isinstance(environment, Managed):
-                await environment.acquire()
-                exits.push_async_callback(environment.release)
-        yield
 
 
 async def watch_health(

@@ -118,6 +118,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
 def _add_servicers(
     server: GrpcServer, replica: Replica, renderer: Renderer, settings: InferenceSettings
 ) -> None:
+    loads_weights = facts_of_engine(settings.engine).loads_weights
     store = RecordingStore(
         RecordingLimits(
             max_recordings=settings.max_recordings,
@@ -149,7 +150,7 @@ def _add_servicers(
     servicer = InferenceServicer(
         replica,
         renderer,
-        num_parameters=_num_parameters(settings),
+        num_parameters=num_parameters(settings.model_dir) if loads_weights else 0,
         max_new_tokens=settings.max_new_tokens,
         store=store,
     )
@@ -235,12 +236,6 @@ async def _until_over(
 
 def _has_failed(task: asyncio.Task[None]) -> bool:
     return not task.cancelled() and task.exception() is not None
-
-
-def _num_parameters(settings: InferenceSettings) -> int:
-    """Return the number of the model's parameters; 0 where its weights are outside."""
-    is_here = facts_of_engine(settings.engine).loads_weights
-    return num_parameters(settings.model_dir) if is_here else 0
 
 
 @asynccontextmanager

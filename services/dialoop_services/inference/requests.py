@@ -21,10 +21,10 @@ from dialoop.wire import (
     tool_from_proto,
 )
 
+from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.inference.generate import with_defaults
 from dialoop_services.inference.partial_answer import require_continuable
 from dialoop_services.inference.rendering import GenerationRequest
-from dialoop_services.inference.weights.data_planes import PlaneName
 from dialoop_services.runtime.calls import require_known_fields
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ P = TypeVar("P")
 D = TypeVar("D")
 
 _MAX_SAMPLES = 1024
-_TRANSFERS = (PlaneName.NCCL, PlaneName.IPC)
 _INPUTS = ("history", "text", "token_ids")
 _ROWS = ("token_ids", "histories", "texts")
 
@@ -134,7 +133,7 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> WeightsManifest:
     if request is None or request.WhichOneof("content") != "manifest":
         raise manifest_mismatch("The stream does not begin with a manifest.")
     proto = request.manifest
-    is_file = proto.data_plane not in _TRANSFERS
+    is_file = proto.data_plane not in DEVICE_PLANES
     if not proto.policy_version.lineage or (is_file and proto.num_bytes <= 0):
         raise manifest_mismatch("The manifest lacks a policy version or num_bytes.")
     manifest = _read(MANIFEST.from_proto, proto)

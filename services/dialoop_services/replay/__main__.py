@@ -90,9 +90,15 @@ async def _keep_depth(store: QueueStore, run_id: str, depth: dict[str, float]) -
 async def open_store(settings: ReplaySettings) -> QueueStore:
     """Return the configured store after reaching it once.
 
-    Raise InvalidConfig (STORE_UNAVAILABLE) when Redis does not answer.
+    Raise InvalidConfig for what is no URL, and (STORE_UNAVAILABLE) when Redis does not answer.
     """
-    store = _redis_store(settings)
+    try:
+        store = RedisStore(settings.redis_url, settings.limits, timeout_s=settings.redis_timeout_s)
+    except ValueError as error:
+        raise InvalidConfig(
+            "DIALOOP_REPLAY_REDIS_URL is not a Redis URL.",
+            remedy="Give redis://host:port/0, rediss://... or unix:///path.",
+        ) from error
     try:
         await store.check()
     except Unavailable as error:
@@ -105,16 +111,6 @@ async def open_store(settings: ReplaySettings) -> QueueStore:
         ) from error
     log.info("Using %s.", store.description)
     return store
-
-
-def _redis_store(settings: ReplaySettings) -> RedisStore:
-    try:
-        return RedisStore(settings.redis_url, settings.limits, timeout_s=settings.redis_timeout_s)
-    except ValueError as error:
-        raise InvalidConfig(
-            "DIALOOP_REPLAY_REDIS_URL is not a Redis URL.",
-            remedy="Give redis://host:port/0, rediss://... or unix:///path.",
-        ) from error
 
 
 def _without_password(url: str) -> str:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dialoop.errors import InvalidConfig, PreconditionFailed
-from dialoop.import_paths import load_attribute
+from dialoop.errors import PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.user_functions import raised_at
 
-from dialoop_services.scorer.rewards import call_apart
+from dialoop_services.scorer.rewards import call_apart, load_function
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +74,5 @@ def load_estimator(path: str) -> Estimator | None:
     """
     if not path:
         return None
-    function = load_attribute(path, what="advantage estimator", reason=Reason.ESTIMATOR_NOT_FOUND)
-    if not callable(function):
-        raise InvalidConfig(
-            f"The advantage estimator '{path}' is not a function.",
-            reason=Reason.ESTIMATOR_NOT_FOUND,
-            remedy="Name a function that takes the rewards of a group and returns its advantages.",
-        )
+    function = load_function(path, what="advantage estimator", reason=Reason.ESTIMATOR_NOT_FOUND)
     return Estimator(path=path, function=function)

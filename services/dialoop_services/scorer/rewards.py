@@ -66,7 +66,9 @@ def load_rewards(specs: Sequence[RewardSpec]) -> tuple[GroupReward, ...]:
     return tuple(
         GroupReward(
             name=spec.name,
-            function=_function_at(spec.use),
+            function=load_function(
+                spec.use, what="reward function", reason=Reason.REWARD_NOT_FOUND
+            ),
             weight=spec.weight,
             timeout_s=spec.timeout_s,
         )
@@ -74,11 +76,15 @@ def load_rewards(specs: Sequence[RewardSpec]) -> tuple[GroupReward, ...]:
     )
 
 
-def _function_at(use: str) -> RewardFunction:
-    attribute = load_attribute(use, what="reward function", reason=Reason.REWARD_NOT_FOUND)
-    if not callable(attribute):
-        raise InvalidConfig(f"'{use}' is not a function.", reason=Reason.REWARD_NOT_FOUND)
-    function: RewardFunction = attribute
+def load_function(path: str, *, what: str, reason: Reason) -> Callable[[Any], Any]:
+    """Import a function of a group, or of its rewards; InvalidConfig where there is none."""
+    function: Callable[[Any], Any] = load_attribute(path, what=what, reason=reason)
+    if not callable(function):
+        raise InvalidConfig(
+            f"The {what} '{path}' is not a function.",
+            reason=reason,
+            remedy="Name a function, as module:function.",
+        )
     return function
 
 

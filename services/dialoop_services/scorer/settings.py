@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,11 +14,7 @@ from pydantic_settings import SettingsConfigDict
 
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.scorer_tables import ScorerFields
-from dialoop_services.config.settings import JobSettings
-
-
-def _this_worker() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
+from dialoop_services.config.settings import JobSettings, this_worker
 
 
 class ScorerSettings(JobSettings, ScorerFields):
@@ -33,7 +27,7 @@ class ScorerSettings(JobSettings, ScorerFields):
 
     run: str = "default"
     """Run id, which is part of the queue's keys."""
-    worker: str = Field(default_factory=_this_worker, min_length=1)
+    worker: str = Field(default_factory=this_worker, min_length=1)
     """Name of this scorer in leases."""
     replay_address: str = "127.0.0.1:7003"
     """host:port of the replay service."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import ReturnItem
@@ -67,7 +68,9 @@ class ScorerWorker:
             for lease in leases:
                 self._start(lease, tasks)
             if attempt:
-                await _sleep(self._retry_policy.wait_s(attempt), stopping)
+                with suppress(TimeoutError):
+                    wait_s = self._retry_policy.wait_s(attempt)
+                    await asyncio.wait_for(stopping.wait(), wait_s)
             while len(self._leased) >= self._settings.max_groups and not stopping.is_set():
                 self._has_room.clear()
                 await _first_of(self._has_room.wait(), stopping.wait())
@@ -112,13 +115,16 @@ class ScorerWorker:
             log.warning("A group is set aside: %s", error, extra={"group_id": group_id})
             await self._set_aside(lease, error.reason.lower())
         except DialoopError as error:
+            run, ids, reason = self._settings.run, [lease.lease_id], error.reason.lower()
             # Uniform rewards are normal where tasks are easy or hard, and the config drops them.
             level = logging.INFO if error.reason == Reason.UNIFORM_REWARD else logging.WARNING
             log.log(level, "A group is dropped: %s", error, extra={"group_id": group_id})
-            await self._drop(lease, error.reason.lower())
+            await retry(lambda: self._replay.drop(run, ids, reason), self._retry_policy)
         except Exception:
             log.exception("A group cannot be scored.", extra={"group_id": group_id})
-            await self._return_failed(lease)
+            # The queue delivers it again, or makes it a dead letter.
+            failed = DropReason.SCORER_FAILED
+            await self._give_back(ReturnItem(lease_id=lease.lease_id, reason=failed, failed=True))
         else:
             await self._append(lease, scored)
 
@@ -141,10 +147,6 @@ class ScorerWorker:
             run, ids = self._settings.run, [lease.lease_id]
             await retry(lambda: self._replay.acknowledge(run, ids), self._retry_policy)
 
-    async def _drop(self, lease: GroupLease, reason: str) -> None:
-        run, ids = self._settings.run, [lease.lease_id]
-        await retry(lambda: self._replay.drop(run, ids, reason), self._retry_policy)
-
     async def _set_aside(self, lease: GroupLease, reason: str) -> None:
         """Make the group a dead letter for people to look at, because no scorer can score it."""
         self._num_set_aside += 1
@@ -156,11 +158,6 @@ class ScorerWorker:
                 reason,
             )
         await self._give_back(ReturnItem(lease_id=lease.lease_id, reason=reason, set_aside=True))
-
-    async def _return_failed(self, lease: GroupLease) -> None:
-        """Return the group as failed; the queue delivers it again, or makes it a dead letter."""
-        item = ReturnItem(lease_id=lease.lease_id, reason=DropReason.SCORER_FAILED, failed=True)
-        await self._give_back(item)
 
     async def _give_back(self, item: ReturnItem) -> None:
         run = self._settings.run
@@ -189,12 +186,3 @@ async def _first_of(*waits: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]
             task.cancel()
         await asyncio.wait(tasks)
     return tasks
-
-
-async def _sleep(seconds: float, stopping: asyncio.Event) -> None:
-    """Sleep, but no longer than until `stopping` is set."""
-    try:
-        async with asyncio.timeout(seconds):
-            await stopping.wait()
-    except TimeoutError:
-        return

@@ -16,7 +16,8 @@ from dialoop.clients.weights import WeightsManifest, weights_requests
 from dialoop.sequences import PolicyVersion
 from dialoop_services.inference.requests import contents_of, manifest_of
 from dialoop_services.inference.vllm_engine.environment import prepare
-from dialoop_services.inference.weights.data_planes import PlaneName, Transfer
+from dialoop_services.inference.weights.data_planes import DataPlanes
+from dialoop_services.inference.weights.publications import Publications
 from dialoop_services.trainer.learner.learner_state import ExportedWeights
 from safetensors.torch import save_file
 
@@ -83,7 +84,7 @@ class Replica:
     async def transfer_weights(self, manifest: Any, steps: Any, **_: Any) -> None:
         requests = weights_requests(manifest, steps)
         read: WeightsManifest = manifest_of(await anext(requests))
-        plane = Transfer(PlaneName(read.data_plane))
+        plane = DataPlanes(Publications(None), transfer_backend=read.data_plane)
         async with plane.arriving(read, contents_of(requests)) as arrived:
             await self.receiver.meet(arrived.steps)
             await self.receiver.receive(arrived.steps)

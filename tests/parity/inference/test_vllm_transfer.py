@@ -14,7 +14,8 @@ from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion
 from dialoop_services.inference.engine import EngineOptions
 from dialoop_services.inference.requests import contents_of, manifest_of
-from dialoop_services.inference.weights.data_planes import PlaneName, Transfer
+from dialoop_services.inference.weights.data_planes import DataPlanes
+from dialoop_services.inference.weights.publications import Publications
 from safetensors.torch import save_file
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Replica:
     async def transfer_weights(self, manifest: Any, steps: Any, **_: Any) -> None:
         requests = weights_requests(manifest, steps)
         read: WeightsManifest = manifest_of(await anext(requests))
-        plane = Transfer(PlaneName(read.data_plane))
+        plane = DataPlanes(Publications(None), transfer_backend=read.data_plane)
         async with plane.arriving(read, contents_of(requests)) as arrived:
             await self._engine.transfer_weights(arrived.steps, VERSION)
 

@@ -23,7 +23,8 @@ from dialoop.sequences import PolicyVersion
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop_services.inference.requests import contents_of, manifest_of
 from dialoop_services.inference.vllm_engine.environment import prepare
-from dialoop_services.inference.weights.data_planes import PlaneName, Transfer
+from dialoop_services.inference.weights.data_planes import DataPlanes
+from dialoop_services.inference.weights.publications import Publications
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -130,7 +131,9 @@ async def on_the_wire(
 
     requests = messages()
     manifest = manifest_of(await anext(requests))
-    async with Transfer(PlaneName(backend)).arriving(manifest, contents_of(requests)) as arrived:
+    async with DataPlanes(Publications(None), transfer_backend=backend).arriving(
+        manifest, contents_of(requests)
+    ) as arrived:
         await receiver.meet(arrived.steps)
         await receiver.receive(arrived.steps)
     return llm

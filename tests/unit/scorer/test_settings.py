@@ -12,6 +12,7 @@ from dialoop.sequences import Source, sequence_of
 from dialoop.trajectory import Group, Reward, Turn
 from dialoop_ops.stack.layout import Layout, ports_of
 from dialoop_ops.stack.run_dir import RunDir
+from dialoop_services.config.file import toml_of
 from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime import load
 from dialoop_services.scorer.__main__ import make_scorer
@@ -135,6 +136,7 @@ def test_a_job_says_where_its_reference_model_is_and_in_which_format(
     config = JobConfig.model_validate({"scorer": scorer})
     ports = ports_of(config, with_redis=False)
     layout = Layout(config=config, run_dir=RunDir(path=tmp_path, run_id="r"), ports=ports)
+    (tmp_path / "job.toml").write_text(toml_of(config))
     for name, value in layout.spec("scorer").environment.items():
         monkeypatch.setenv(name, value)
     settings = load(ScorerSettings)

@@ -114,23 +114,13 @@ class Replica(Sleeper):
         self.queue_s: dict[str, float] = {}
         self.num_samples: Counter[str] = Counter()
 
-    @property
-    def engine(self) -> Engine:
-        """Return the engine."""
-        return self._engine
-
     def model_digest(self, adapter: str = "", version: PolicyVersion | None = None) -> str:
         """Return the digest of the model of this version, by default the newest; empty if unknown.
 
         An adapter's versions are its own.
         """
-        newest = self.adapters.get(adapter, self._engine.policy_version)
+        newest = self.adapters.get(adapter, self.engine.policy_version)
         return self._model_digests.find(adapter, version or newest)
-
-    @property
-    def fault(self) -> str:
-        """Return why the replica takes no requests: WEIGHTS_BAD, NOT_READY, ASLEEP, or empty."""
-        return self._current_fault()
 
     async def sample(
         self,
@@ -151,21 +141,21 @@ class Replica(Sleeper):
         # Requests that will be refused, or that have no room for one token, skip batching and are
         # not counted.
         self._adapters.require(adapter)
-        require_ids(prompt_ids, vocab_size=self._engine.vocab_size)
+        require_ids(prompt_ids, vocab_size=self.engine.vocab_size)
         require_sampling(
             sampling,
-            constrains=isinstance(self._engine, SupportsConstraints),
-            gives_top_logprobs=isinstance(self._engine, SupportsTopLogprobs),
+            constrains=isinstance(self.engine, SupportsConstraints),
+            gives_top_logprobs=isinstance(self.engine, SupportsTopLogprobs),
         )
         if on_tokens is not None:
             require_one_stream(num_samples)
-            if not isinstance(self._engine, SupportsStreaming):
+            if not isinstance(self.engine, SupportsStreaming):
                 raise self._unsupported_error("stream", "Send the request without streaming")
-        room = room_for(prompt_ids, sampling, self._engine.max_model_len)
+        room = room_for(prompt_ids, sampling, self.engine.max_model_len)
         if room <= 0:
             return context_full(num_samples)
         self.num_requests_running += 1
-        tells_begin = isinstance(self._engine, SupportsBegin)
+        tells_begin = isinstance(self.engine, SupportsBegin)
         try:
             async with (
                 self._batches.place(num_samples),
@@ -214,7 +204,7 @@ class Replica(Sleeper):
         num_samples: int,
         on_begin: OnBegin | None,
     ) -> tuple[Sampled, ...]:
-        engine = self._engine
+        engine = self.engine
         # Only an engine that supports one of these is ever given it.
         options = {"adapter": adapter, "on_begin": on_begin}
         extra: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
@@ -227,7 +217,7 @@ class Replica(Sleeper):
 
     def _unsupported_error(self, verb: str, remedy: str) -> Unsupported:
         return Unsupported(
-            f"The engine {self._engine.name} does not {verb}.",
+            f"The engine {self.engine.name} does not {verb}.",
             reason=Reason.UNSUPPORTED,
             remedy=f"{remedy}, or serve with another engine.",
         )
@@ -258,9 +248,9 @@ class Replica(Sleeper):
 
         Unsupported where the weights are on a server that Dialoop does not run.
         """
-        if isinstance(self._engine, OutsideWeights):
-            raise loads_refused(self._engine.name)
-        async with self._data_planes.of(manifest).arriving(manifest, contents) as arrived:
+        if isinstance(self.engine, OutsideWeights):
+            raise loads_refused(self.engine.name)
+        async with self._data_planes.arriving(manifest, contents) as arrived:
             return await self._load(arrived, manifest)
 
     @property
@@ -283,7 +273,7 @@ class Replica(Sleeper):
 
         A replica that awaits a policy takes no requests until it has one.
         """
-        if isinstance(self._engine, OutsideWeights):
+        if isinstance(self.engine, OutsideWeights):
             return
         manifest = self._followed = self._publications.latest()
         if manifest is None:
@@ -305,7 +295,7 @@ class Replica(Sleeper):
         trainer has pushed it, if all went well.
         """
         looks = RetryPolicy(first_wait_s=look_every_s, max_wait_s=_LONGEST_PAUSE_S)
-        if isinstance(self._engine, OutsideWeights):
+        if isinstance(self.engine, OutsideWeights):
             await asyncio.Event().wait()  # there is nothing to load until the service ends
         seen, num_failed = self._followed, 0
         while True:
@@ -322,7 +312,7 @@ class Replica(Sleeper):
 
     async def _catch_up_with(self, manifest: WeightsManifest) -> bool:
         """Load that policy; return whether the replica now serves it or a newer one."""
-        if manifest.policy_version == self._engine.policy_version and not self._fault:
+        if manifest.policy_version == self.engine.policy_version and not self._fault:
             return True
         try:
             await self._load(self._arrived_file(manifest), manifest)
@@ -342,21 +332,21 @@ class Replica(Sleeper):
 
     async def pause(self) -> None:
         """Hold generation; requests keep their place. Unsupported where the engine cannot."""
-        if not isinstance(self._engine, SupportsPause):
+        if not isinstance(self.engine, SupportsPause):
             raise self._unsupported_error("pause", "Leave that out")
         self._is_held = True
-        await self._engine.pause()
+        await self.engine.pause()
 
     async def resume(self) -> None:
         """Continue generation."""
-        if not isinstance(self._engine, SupportsPause):
+        if not isinstance(self.engine, SupportsPause):
             raise self._unsupported_error("pause", "Leave that out")
         self._is_held = False
-        await self._engine.resume()
+        await self.engine.resume()
 
     async def until_engine_dies(self) -> None:
         """Return once the engine is dead for good: only a new process helps."""
-        while self._engine.is_alive:  # noqa: ASYNC110 - vLLM has only a flag for it
+        while self.engine.is_alive:  # noqa: ASYNC110 - vLLM has only a flag for it
             await asyncio.sleep(_HEARTBEAT_S)
         await self._leave_rotation(Reason.NOT_READY)
 
@@ -373,7 +363,7 @@ class Replica(Sleeper):
             path = arrived.require_file()
             await asyncio.to_thread(require_intact, path, manifest)
             times = await self._adapters.load(path, manifest)
-            self._model_digests.publish(manifest, self._engine.policy_version)
+            self._model_digests.publish(manifest, self.engine.policy_version)
         version = f"{manifest.adapter} {manifest.policy_version}"
         log.info("Adapter loaded.", extra={"policy": version, "load_s": times.load_s})
         return times
@@ -411,11 +401,11 @@ class Replica(Sleeper):
         """Return the adapter that is the policy, checked; None for whole weights."""
         if manifest.kind is WeightsKind.WHOLE:
             return None
-        if self._base_digest is None or not isinstance(self._engine, SupportsPolicyAdapters):
+        if self._base_digest is None or not isinstance(self.engine, SupportsPolicyAdapters):
             remedy = 'Set publish = "merged" in [model]'
             raise self._unsupported_error("load a policy that is an adapter", remedy)
         await self._base_digest.require(manifest.base_digest)
-        path, base = arrived.require_file(), self._engine.base_weights
+        path, base = arrived.require_file(), self.engine.base_weights
         return await asyncio.to_thread(policy_adapter, path, manifest, base)
 
     async def _engine_load(
@@ -427,7 +417,7 @@ class Replica(Sleeper):
     ) -> LoadTimes:
         if self._lease.is_over:
             mode = UpdateMode.RECOMPUTE  # nothing is under way while it sleeps
-        engine = self._engine
+        engine = self.engine
         if adapter is not None and isinstance(engine, SupportsPolicyAdapters):
             return await engine.load_onto_base(adapter, version, mode=mode)
         if arrived.steps is not None and isinstance(engine, SupportsTransfer):
@@ -452,7 +442,7 @@ class Replica(Sleeper):
 
     def _require_newer(self, version: PolicyVersion) -> None:
         """Refuse an older version; the same one is allowed out of rotation, to recover or wake."""
-        current = self._engine.policy_version
+        current = self.engine.policy_version
         same_lineage = current.lineage == version.lineage
         comes_back = bool(self._fault) or self._lease.is_over
         oldest = current.number if comes_back else current.number + 1

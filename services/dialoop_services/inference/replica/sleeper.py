@@ -44,7 +44,7 @@ class Sleeper:
         lease: DeviceLease,
         report: Callable[[bool], Awaitable[None]],
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._publications = publications
         self._lease = lease
         self._report = report
@@ -115,7 +115,7 @@ class Sleeper:
             await self._lease.drain(drain_s)
         except BaseException:
             self._lease.begin()
-            await self._report(not self._current_fault())
+            await self._report(not self.fault)
             raise
 
     async def _leave_device(self) -> None:
@@ -150,7 +150,7 @@ class Sleeper:
             raise
         self._has_no_weights = False
         self._lease.begin()
-        await self._report(not self._current_fault())
+        await self._report(not self.fault)
 
     def _resolve_lease(self) -> None:
         """Keep the device after a failed load or wake only if the engine woke."""
@@ -161,19 +161,21 @@ class Sleeper:
 
     @property
     def _is_asleep(self) -> bool:
-        return isinstance(self._engine, SupportsSleep) and self._engine.is_asleep
+        return isinstance(self.engine, SupportsSleep) and self.engine.is_asleep
 
     def _require_sleep(self) -> SupportsSleep:
-        if isinstance(self._engine, SupportsSleep):
-            return self._engine
+        if isinstance(self.engine, SupportsSleep):
+            return self.engine
         raise PreconditionFailed(
-            f"The engine {self._engine.name} does not sleep.",
+            f"The engine {self.engine.name} does not sleep.",
             reason=Reason.SLEEP_DISABLED,
             remedy='Set placement = "split", or serve with another engine.',
         )
 
-    def _current_fault(self) -> str:
-        if self._fault or not self._engine.is_alive:
+    @property
+    def fault(self) -> str:
+        """Return why the replica takes no requests: WEIGHTS_BAD, NOT_READY, ASLEEP, or empty."""
+        if self._fault or not self.engine.is_alive:
             return self._fault or Reason.NOT_READY
         return Reason.ASLEEP if self._lease.is_over else ""
 

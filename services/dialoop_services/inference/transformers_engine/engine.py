@@ -161,21 +161,6 @@ class TransformersEngine:
         """Return the number of samples that wait or decode."""
         return sum(not row.is_over for row in (*self._running, *self._waiting))
 
-    async def sample(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        stop: StopTokens,
-        num_samples: int = 1,
-        adapter: Adapter | None = None,
-        on_begin: OnBegin | None = None,
-    ) -> tuple[Sampled, ...]:
-        """Continue `prompt_ids` `num_samples` times."""
-        return await self._sample(
-            prompt_ids, sampling, stop, num_samples, adapter=adapter, on_begin=on_begin
-        )
-
     async def stream(
         self,
         prompt_ids: Sequence[int],
@@ -187,22 +172,28 @@ class TransformersEngine:
         on_begin: OnBegin | None = None,
     ) -> Sampled:
         """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
-        (sampled,) = await self._sample(
-            prompt_ids, sampling, stop, 1, on_tokens=on_tokens, adapter=adapter, on_begin=on_begin
+        (sampled,) = await self.sample(
+            prompt_ids,
+            sampling,
+            stop=stop,
+            adapter=adapter,
+            on_begin=on_begin,
+            on_tokens=on_tokens,
         )
         return sampled
 
-    async def _sample(  # noqa: PLR0913 - a request
+    async def sample(  # noqa: PLR0913 - a request
         self,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
-        stop: StopTokens,
-        num_samples: int,
         *,
+        stop: StopTokens,
+        num_samples: int = 1,
+        adapter: Adapter | None = None,
+        on_begin: OnBegin | None = None,
         on_tokens: OnTokens | None = None,
-        adapter: Adapter | None,
-        on_begin: OnBegin | None,
     ) -> tuple[Sampled, ...]:
+        """Continue `prompt_ids` `num_samples` times."""
         require_ids(prompt_ids, vocab_size=self.vocab_size)
         require_sampling(sampling, gives_top_logprobs=self.gives_top_logprobs)
         room = room_for(prompt_ids, sampling, self.max_model_len)

@@ -80,7 +80,7 @@ from dialoop_services.inference.vllm_engine.outputs import (
     version_of,
 )
 from dialoop_services.inference.vllm_engine.sleep import Sleep
-from dialoop_services.inference.vllm_engine.transfer import TransferReceiver
+from dialoop_services.inference.vllm_engine.transfer import TransferReceiver, in_workers
 from dialoop_services.inference.weights.adapter_files import AdapterSpace
 from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter, Step
 from dialoop_services.inference.weights.parameters import (
@@ -264,7 +264,10 @@ class VllmEngine:
         started_at = time.monotonic()
         await asyncio.to_thread(require_same_parameters, path, self._shapes, tied=self._tied)
         return await self._exchange(
-            lambda: self._copy(path), version, mode=mode, started_at=started_at
+            lambda: in_workers(self._llm, "dialoop_load_weights", str(path), self._tied),
+            version,
+            mode=mode,
+            started_at=started_at,
         )
 
     async def load_onto_base(
@@ -275,9 +278,13 @@ class VllmEngine:
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
         """Load the base weights plus the adapter, which each worker adds in as it loads."""
-        started_at = time.monotonic()
+        base, started_at = self.base_weights, time.monotonic()
+        arguments = list(map(str, base.files)), base.tied, str(adapter.path), adapter.scaling
         return await self._exchange(
-            lambda: self._add(adapter), version, mode=mode, started_at=started_at
+            lambda: in_workers(self._llm, "dialoop_load_onto_base", *arguments),
+            version,
+            mode=mode,
+            started_at=started_at,
         )
 
     async def transfer_weights(
@@ -315,45 +322,27 @@ class VllmEngine:
                     await internals.pause(self._llm, "wait", clear_cache=True)
                 paused = time.monotonic()
                 await internals.pause(self._llm, "keep", clear_cache=mode is not UpdateMode.KEEP_KV)
-                await self._replace_or_abort(replace, version)
+                await self._replace(replace, version)
             finally:
                 await self._sleep.end()
                 await self._go_on()
             ended = time.monotonic()
         return LoadTimes(pause_s=ended - paused, load_s=ended - started_at)
 
-    async def _replace_or_abort(
+    async def _replace(
         self, replace: Callable[[], Awaitable[None]], version: PolicyVersion
     ) -> None:
         try:
-            await self._replace(replace, version)
+            if not await self._llm.is_paused():
+                raise InternalError("vLLM does not pause.")
+            await replace()
+            await self._llm.update_weight_version(label_of(version))
+            if await self._llm.get_weight_version() != label_of(version):
+                raise InternalError("vLLM did not take the version.")
         except BaseException:
             # Half-replaced weights must not sample one more token.
             await internals.pause(self._llm, "abort", clear_cache=True)
             raise
-
-    async def _copy(self, path: Path) -> None:
-        await self._collective_load("dialoop_load_weights", str(path), self._tied)
-
-    async def _add(self, adapter: PolicyAdapter) -> None:
-        files = [str(file) for file in self.base_weights.files]
-        path, tied = str(adapter.path), self.base_weights.tied
-        await self._collective_load("dialoop_load_onto_base", files, tied, path, adapter.scaling)
-
-    async def _collective_load(self, method: str, *arguments: Any) -> None:
-        errors = await self._llm.collective_rpc(method, args=arguments)
-        if failed := [error for error in errors if error]:
-            raise InternalError(f"vLLM could not take the weights: {failed[0]}")
-
-    async def _replace(
-        self, replace: Callable[[], Awaitable[None]], version: PolicyVersion
-    ) -> None:
-        if not await self._llm.is_paused():
-            raise InternalError("vLLM does not pause.")
-        await replace()
-        await self._llm.update_weight_version(label_of(version))
-        if await self._llm.get_weight_version() != label_of(version):
-            raise InternalError("vLLM did not take the version.")
         self._policy_version = version
 
     async def add_adapter(self, adapter: Adapter) -> None:

@@ -79,6 +79,13 @@ def _require_nccl() -> None:
         ) from error
 
 
+async def in_workers(llm: AsyncLLM, method: str, *arguments: Any) -> None:
+    """Call a method of the worker extension that takes weights; InternalError where it fails."""
+    errors = await llm.collective_rpc(method, args=arguments)
+    if failed := [error for error in errors if error]:
+        raise InternalError(f"vLLM could not take the weights: {failed[0]}")
+
+
 class TransferReceiver:
     """Takes the steps of publishes: `meet` before the engine pauses, `receive` while it does."""
 
@@ -94,7 +101,7 @@ class TransferReceiver:
         step = await _next(steps)
         if step.phase is TransferPhase.INIT:
             info = _nccl_info(step) if self._backend == "nccl" else {"packed": False}
-            await self._in_workers("dialoop_connect", info)
+            await in_workers(self._llm, "dialoop_connect", info)
             self._is_connected = True
             step = await _next(steps)
         _require(step, TransferPhase.START)
@@ -130,7 +137,8 @@ class TransferReceiver:
         shapes = self._fitting([(each.name, each.dtype, each.shape) for each in step.tensors])
         for tensor in step.tensors:
             _require_handles(tensor)
-        await self._in_workers("dialoop_open", [_plain(tensor) for tensor in step.tensors])
+        tensors = [_plain(tensor) for tensor in step.tensors]
+        await in_workers(self._llm, "dialoop_open", tensors)
         return shapes
 
     async def _broadcast(self, step: Step) -> Shapes:
@@ -151,11 +159,6 @@ class TransferReceiver:
         shapes = {name: shape for name, _, shape in parameters}
         require_shapes(shapes, self._shapes, tied=False, is_whole=False)
         return shapes
-
-    async def _in_workers(self, method: str, argument: Any) -> None:
-        errors = await self._llm.collective_rpc(method, args=(argument,))
-        if failed := [error for error in errors if error]:
-            raise InternalError(f"vLLM could not take the weights: {failed[0]}")
 
     async def _end_update(self) -> None:
         try:

@@ -11,16 +11,16 @@ import json
 import tempfile
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from dialoop.clients.weights import Content, TransferPhase, TransferStep, WeightsKind
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 
+from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.inference.weights.loadable import Step
-from dialoop_services.inference.weights.publications import spool
+from dialoop_services.inference.weights.publications import write_chunks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,13 +31,7 @@ if TYPE_CHECKING:
     from dialoop_services.inference.weights.publications import Publications
 
 
-class PlaneName(StrEnum):
-    """The names of the data planes."""
-
-    SHARED_MEMORY = "shared_memory"
-    CHUNKS = "chunks"
-    NCCL = "nccl"
-    IPC = "ipc"
+_SHARED_MEMORY, _CHUNKS = "shared_memory", "chunks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,89 +48,6 @@ class Arrived:
         return self.path
 
 
-class DataPlane(Protocol):
-    """One way for weights to come to a replica."""
-
-    @property
-    def name(self) -> str:
-        """Return the name, as manifests and GetPolicy give it."""
-        ...
-
-    def arriving(
-        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
-    ) -> Any:  # an async context manager of Arrived
-        """Yield what was announced, for as long as the engine needs it."""
-        ...
-
-
-class SharedMemory:
-    """A file under the weights root."""
-
-    name = PlaneName.SHARED_MEMORY
-
-    def __init__(self, publications: Publications) -> None:
-        self._publications = publications
-
-    @asynccontextmanager
-    async def arriving(
-        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
-    ) -> AsyncIterator[Arrived]:
-        """Yield the file that the manifest names; nothing may follow the manifest."""
-        if await anext(contents, None) is not None:
-            raise _mismatch("The manifest names a path, and something followed it.")
-        yield Arrived(path=self._publications.file_of(manifest))
-
-
-class Chunks:
-    """A file in chunks, over gRPC."""
-
-    name = PlaneName.CHUNKS
-
-    @asynccontextmanager
-    async def arriving(
-        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
-    ) -> AsyncIterator[Arrived]:
-        """Yield the chunks as a temporary file."""
-        async with spool(manifest, _bytes(contents)) as path:
-            yield Arrived(path=path)
-
-
-class OwnPlane:
-    """A file that a data plane of the user's own brings from the address in the manifest."""
-
-    def __init__(self, own: OwnDataPlane) -> None:
-        self.name = own.name
-        self._own = own
-
-    @asynccontextmanager
-    async def arriving(
-        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
-    ) -> AsyncIterator[Arrived]:
-        """Yield the file, which is deleted afterwards."""
-        if await anext(contents, None) is not None:
-            raise _mismatch("The manifest names an address, and something followed it.")
-        with tempfile.TemporaryDirectory(prefix="dialoop-weights-") as folder:
-            path = Path(folder) / "model.safetensors"
-            await self._own.get(manifest.path, path)
-            yield Arrived(path=path)
-
-
-class Transfer:
-    """A device-to-device transfer by the engine's own backend."""
-
-    def __init__(self, name: PlaneName) -> None:
-        self.name = name
-
-    @asynccontextmanager
-    async def arriving(
-        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
-    ) -> AsyncIterator[Arrived]:
-        """Yield the decoded steps."""
-        if manifest.adapter or manifest.kind is WeightsKind.ADAPTER:
-            raise _mismatch(f"An adapter cannot come over {self.name}.")
-        yield Arrived(steps=_steps(contents))
-
-
 class DataPlanes:
     """The data planes that this replica has."""
 
@@ -147,36 +58,55 @@ class DataPlanes:
         transfer_backend: str,
         own: OwnDataPlane | None = None,
     ) -> None:
-        planes: list[DataPlane] = [Chunks()]
-        if publications.has_root:
-            planes.insert(0, SharedMemory(publications))
-        if transfer_backend:
-            planes.append(Transfer(PlaneName(transfer_backend)))
-        if own is not None:
-            planes.append(OwnPlane(own))
-        self._planes = {plane.name: plane for plane in planes}
+        shared = _SHARED_MEMORY if publications.has_root else ""
+        names = (shared, _CHUNKS, transfer_backend, own.name if own else "")
+        self.names = tuple(name for name in names if name)
+        """The names of the planes, as GetPolicy lists them."""
         self._publications = publications
+        self._own = own
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the planes, as GetPolicy lists them."""
-        return tuple(self._planes)
+    @asynccontextmanager
+    async def arriving(
+        self, manifest: WeightsManifest, contents: AsyncIterator[Content]
+    ) -> AsyncIterator[Arrived]:
+        """Yield what was announced, for as long as the engine needs it.
 
-    def of(self, manifest: WeightsManifest) -> DataPlane:
+        Raise PreconditionFailed (DATA_PLANE_UNAVAILABLE, NO_WEIGHTS_ROOT) where this replica has no
+        such plane, and InvalidInput (MANIFEST_MISMATCH) where something else comes than announced.
+        """
+        name = self._name_in(manifest)
+        if name in DEVICE_PLANES:
+            if manifest.adapter or manifest.kind is WeightsKind.ADAPTER:
+                raise _mismatch(f"An adapter cannot come over {name}.")
+            yield Arrived(steps=_steps(contents))
+            return
+        if name != _CHUNKS and await anext(contents, None) is not None:
+            raise _mismatch("The manifest names a path or address, and something followed it.")
+        if name == _SHARED_MEMORY:
+            yield Arrived(path=self._publications.file_of(manifest))
+            return
+        with tempfile.TemporaryDirectory(prefix="dialoop-weights-") as folder:
+            path = Path(folder) / "model.safetensors"
+            if name == _CHUNKS:
+                await write_chunks(path, manifest, _bytes(contents))
+            elif self._own is not None:
+                await self._own.get(manifest.path, path)
+            yield Arrived(path=path)
+
+    def _name_in(self, manifest: WeightsManifest) -> str:
         """Return the plane that a manifest names; PreconditionFailed if there is none here."""
-        default = PlaneName.SHARED_MEMORY if manifest.path else PlaneName.CHUNKS
-        name = manifest.data_plane or default
-        if name == PlaneName.SHARED_MEMORY and PlaneName.SHARED_MEMORY not in self._planes:
-            self._publications.file_of(manifest)  # raises the error that names what is missing
-        if name not in self._planes:
+        name = manifest.data_plane or (_SHARED_MEMORY if manifest.path else _CHUNKS)
+        if name == _SHARED_MEMORY:
+            self._publications.require_root()
+        if name not in self.names:
             raise PreconditionFailed(
-                f"This replica takes no weights over {name}; it takes {', '.join(self._planes)}.",
+                f"This replica takes no weights over {name}; it takes {', '.join(self.names)}.",
                 reason=Reason.DATA_PLANE_UNAVAILABLE,
                 remedy="nccl and ipc need vLLM on a CUDA device and DIALOOP_INFERENCE_"
                 "DATA_PLANE, and a data plane of your own needs that variable or the job file; or "
                 "publish over another data plane.",
             )
-        return self._planes[name]
+        return name
 
 
 async def _bytes(contents: AsyncIterator[Content]) -> AsyncIterator[bytes]:

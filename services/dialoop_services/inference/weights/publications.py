@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import tempfile
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,17 +66,22 @@ class Publications:
                 remedy="Let the trainer publish again, or delete the file to serve the base model.",
             ) from error
 
-    def file_of(self, manifest: WeightsManifest) -> Path:
-        """Return the announced file, which lies under the weights root."""
+    def require_root(self) -> Path:
+        """Return the weights root; PreconditionFailed (NO_WEIGHTS_ROOT) where there is none."""
         if self._root is None:
             raise PreconditionFailed(
                 "This replica has no weights root to read a path from.",
                 reason=Reason.NO_WEIGHTS_ROOT,
                 remedy="Set DIALOOP_INFERENCE_WEIGHTS_ROOT, or send the weights as chunks.",
             )
+        return self._root
+
+    def file_of(self, manifest: WeightsManifest) -> Path:
+        """Return the announced file, which lies under the weights root."""
+        root = self.require_root()
         try:
-            path = (self._root / manifest.path).resolve()
-            is_file = path.is_relative_to(self._root) and path.is_file()
+            path = (root / manifest.path).resolve()
+            is_file = path.is_relative_to(root) and path.is_file()
         except (OSError, ValueError, RuntimeError):  # a NUL, too many characters, a loop of links
             is_file = False
         if not is_file:
@@ -90,19 +93,15 @@ class Publications:
         return path
 
 
-@asynccontextmanager
-async def spool(manifest: WeightsManifest, chunks: AsyncIterator[bytes]) -> AsyncIterator[Path]:
-    """Write the chunks to a temporary file; never more bytes than announced."""
-    with tempfile.TemporaryDirectory(prefix="dialoop-weights-") as folder:
-        path = Path(folder) / "model.safetensors"
-        num_bytes = 0
-        with path.open("wb") as file:
-            async for chunk in chunks:
-                num_bytes += len(chunk)
-                if num_bytes > manifest.num_bytes:
-                    raise _size_mismatch(num_bytes, manifest)
-                await asyncio.to_thread(file.write, chunk)
-        yield path
+async def write_chunks(path: Path, manifest: WeightsManifest, chunks: AsyncIterator[bytes]) -> None:
+    """Write the chunks to a file; never more bytes than announced."""
+    num_bytes = 0
+    with path.open("wb") as file:
+        async for chunk in chunks:
+            num_bytes += len(chunk)
+            if num_bytes > manifest.num_bytes:
+                raise _size_mismatch(num_bytes, manifest)
+            await asyncio.to_thread(file.write, chunk)
 
 
 def require_intact(path: Path, manifest: WeightsManifest) -> None:

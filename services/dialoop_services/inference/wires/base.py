@@ -25,6 +25,7 @@ from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import RunningText
 from dialoop.trajectory import Failure, Owner, SamplingParams, StopReason
 
+from dialoop_services.inference.generate import with_defaults
 from dialoop_services.inference.recordings.store import CallState, Choice
 from dialoop_services.inference.wires.bodies import ContextTooLong, UnknownModel
 from dialoop_services.inference.wires.prompts import Prompts
@@ -165,15 +166,12 @@ class AnswerJob:
 class RunningAnswer:
     """One answer of a stream; only the task that answers uses it."""
 
-    index: int
+    so_far: AnswerPart
+    """What its parts had together, without tokens."""
     reader: Reader
-    call_ids: CallIds = field(default_factory=CallIds)
+    _call_ids: CallIds = field(default_factory=CallIds)
     _text: str = ""
     _running: RunningText | None = None
-    _content: str = ""
-    _reasoning: str = ""
-    _num_calls: int = 0
-    _is_first: bool = True
     _ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
     _top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -183,9 +181,7 @@ class RunningAnswer:
         tokenizer = self.reader.tokenizer
         if self._running is None:
             self._running = RunningText(tokenizer)
-        self._ids.extend(tokens.token_ids)
-        self._logprobs.extend(tokens.logprobs)
-        self._top_logprobs.extend(tokens.top_logprobs)
+        self._note(tokens)
         ends = tokenizer.end_of_turn_ids
         self._text += self._running.add([i for i in tokens.token_ids if i not in ends])
         safe = self._text
@@ -194,6 +190,11 @@ class RunningAnswer:
         safe = safe[: len(safe) - held_back(safe, *self.reader.cut)]
         return self._part(self.reader.syntax.read(safe, is_over=False), None)
 
+    def whole(self, sampled: Sampled) -> AnswerPart:
+        """Return an answer that nobody read before it ended, as one part."""
+        self._note(sampled)
+        return self.finish(sampled)
+
     def finish(self, sampled: Sampled) -> AnswerPart:
         """Return the last part: the rest of the text, and why the answer ended."""
         reading = self.reader.syntax.read(self.reader.text_of(sampled))
@@ -201,27 +202,36 @@ class RunningAnswer:
         assert part is not None
         return part
 
+    def _note(self, tokens: TokenChunk | Sampled) -> None:
+        self._ids.extend(tokens.token_ids)
+        self._logprobs.extend(tokens.logprobs)
+        self._top_logprobs.extend(tokens.top_logprobs)
+
     def _part(self, reading: Reading, stop_reason: StopReason | None) -> AnswerPart | None:
-        part = AnswerPart(
-            index=self.index,
-            content=reading.content[len(self._content) :],
-            reasoning=reading.reasoning[len(self._reasoning) :],
-            calls=self.call_ids.calls(reading)[self._num_calls :],
+        before, calls = self.so_far, self._call_ids.calls(reading)
+        part = replace(
+            before,
+            content=reading.content[len(before.content) :],
+            reasoning=reading.reasoning[len(before.reasoning) :],
+            calls=calls[len(before.calls) :],
             token_ids=self._ids,
             logprobs=self._logprobs,
             top_logprobs=self._top_logprobs,
-            is_first=self._is_first,
-            num_calls_before=self._num_calls,
-            num_chars_before=len(self._content),
+            num_calls_before=len(before.calls),
+            num_chars_before=len(before.content),
             stop_reason=stop_reason,
         )
         if not (part.content or part.reasoning or part.calls or stop_reason is not None):
             return None
         self._ids, self._logprobs, self._top_logprobs = [], [], []
-        self._is_first = False
-        self._content += part.content
-        self._reasoning += part.reasoning
-        self._num_calls = len(reading.calls)
+        self.so_far = replace(
+            before,
+            content=before.content + part.content,
+            reasoning=before.reasoning + part.reasoning,
+            calls=calls,
+            is_first=False,
+            stop_reason=stop_reason,
+        )
         return part
 
 
@@ -298,13 +308,9 @@ class WireHost:
         A field that is None is absent.
         """
         default = SamplingParams() if recording is None else recording.spec.sampling
-        sampling = replace(default, **{k: v for k, v in fields.items() if v is not None})
-        return replace(
-            sampling,
-            temperature=1.0 if sampling.temperature is None else sampling.temperature,
-            max_new_tokens=sampling.max_new_tokens or self.max_new_tokens,
-            stop=(*(stop or default.stop), *more_stops),
-        )
+        own = {name: value for name, value in fields.items() if value is not None}
+        sampling = replace(default, stop=(*(stop or default.stop), *more_stops), **own)
+        return with_defaults(sampling, max_new_tokens=self.max_new_tokens)
 
     def part(
         self,
@@ -359,7 +365,7 @@ class Answering:
             scores = await self._prompt_logprobs(job)
             for part, sampled in zip(job.parts, answers, strict=True):
                 own = [
-                    _whole_part(part, output, index=len(parts) + number)
+                    _running(part, index=len(parts) + number).whole(output)
                     for number, output in enumerate(sampled)
                 ]
                 self.record(part, sampled, [a.message for a in own], time.perf_counter() - started)
@@ -450,10 +456,10 @@ class _Running:
         self._started = time.perf_counter()
         self._events: asyncio.Queue[tuple[int, TokenChunk | None]] = asyncio.Queue()
         self._answers = [
-            RunningAnswer(index=index, reader=job.parts[index // job.num_choices].reader)
+            _running(job.parts[index // job.num_choices], index=index)
             for index in range(len(job.parts) * job.num_choices)
         ]
-        self._tasks = [self._start(answer.index) for answer in self._answers]
+        self._tasks = [self._start(index) for index in range(len(self._answers))]
         self.num_sampled = 0
 
     async def parts(self) -> AsyncIterator[AnswerPart]:
@@ -505,27 +511,12 @@ class _Running:
         seconds = time.perf_counter() - self._started
         sampled = [self._tasks[i].result()[0] for i in indices]
         part = self._job.parts[number]
-        messages = [
-            _whole_part(part, output, index=i, call_ids=self._answers[i].call_ids).message
-            for i, output in zip(indices, sampled, strict=True)
-        ]
+        messages = [self._answers[i].so_far.message for i in indices]
         self._answering.record(part, sampled, messages, seconds)
 
 
-def _whole_part(
-    part: PromptJob, sampled: Sampled, *, index: int, call_ids: CallIds | None = None
-) -> AnswerPart:
-    reading = part.reader.syntax.read(part.reader.text_of(sampled))
-    return AnswerPart(
-        index=index,
-        content=reading.content,
-        reasoning=reading.reasoning,
-        calls=(call_ids or CallIds()).calls(reading),
-        token_ids=sampled.token_ids,
-        logprobs=sampled.logprobs,
-        top_logprobs=sampled.top_logprobs,
-        stop_reason=sampled.stop_reason,
-    )
+def _running(part: PromptJob, *, index: int) -> RunningAnswer:
+    return RunningAnswer(so_far=AnswerPart(index=index), reader=part.reader)
 
 
 async def _all(samples: list[Any]) -> list[list[Sampled]]:
