@@ -17,7 +17,7 @@ export default defineConfig({
   base: "./",
   plugins: [classicScript],
   build: {
-    outDir: "../services/dialoop_services/console/page",
+    outDir: "../services/dialoop_ops/console/page",
     emptyOutDir: true,
     assetsInlineLimit: 0,
     cssCodeSplit: false, // a file of its own: the page may run no style that a script makes
