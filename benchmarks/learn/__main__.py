@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidConfig
-from dialoop.reasons import Reason
 from dialoop_ops.stack.__main__ import ROOT
 from dialoop_ops.stack.__main__ import main as stack
 from dialoop_ops.stack.branch import export_policy
@@ -65,7 +64,6 @@ def cases_of(folder: Path, only: str = "") -> list[LearnCase]:
     if unknown or not names:
         raise InvalidConfig(
             f"There is no config {', '.join(unknown) or 'at all'} in {folder}.",
-            reason=Reason.UNKNOWN_CONFIG,
             remedy=f"Choose from {', '.join(paths)}." if paths else "Name a folder of configs.",
         )
     loaded = {name: load_config(paths[name], environment=os.environ) for name in names}

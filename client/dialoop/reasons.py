@@ -558,7 +558,6 @@ class Reason(_Named):
     UNAUTHENTICATED = "UNAUTHENTICATED", "The bearer token is missing or wrong."
     UNAVAILABLE = "UNAVAILABLE", "The service cannot be reached, or is not ready."
     UNIFORM_REWARD = "UNIFORM_REWARD", "No advantage of the group differs from 0."
-    UNKNOWN_CONFIG = "UNKNOWN_CONFIG", "The data set has no such config."
     UNKNOWN_FIELD = "UNKNOWN_FIELD", "A message has a field that is not known."
     UNKNOWN_INSTRUCTION = "UNKNOWN_INSTRUCTION", "There is no such instruction."
     UNKNOWN_KEY = "UNKNOWN_KEY", "The config has a key that is not known."

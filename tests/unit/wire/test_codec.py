@@ -12,13 +12,14 @@ from dialoop.chat import Message
 from dialoop.errors import InvalidInput
 from dialoop.trajectory import Purpose
 from dialoop.v1 import chat_pb2, trajectory_pb2
-from dialoop.wire import messages, records, runs, templates
+from dialoop.wire import messages, records, templates
 from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage, wire_name
+from dialoop_extras.services import runs_wire
 
 ROOT = Path(__file__).parents[3]
 CODECS = [
     codec
-    for module in (messages, records, runs, templates)
+    for module in (messages, records, templates, runs_wire)
     for codec in vars(module).values()
     if isinstance(codec, Codec)
 ]

@@ -175,7 +175,7 @@ class Checkpointer:
         """Return the data position, and raise or end the alarm of deleted dead letters."""
         stats = await self._replay.get_stats(self._settings.run)
         dropped = (stats.training.num_groups_dropped, stats.evaluation.num_groups_dropped)
-        num_forgotten = sum(reasons.get("dead_letter_forgotten", 0) for reasons in dropped)
+        num_forgotten = sum(reasons.get(DropReason.DEAD_LETTER_FORGOTTEN, 0) for reasons in dropped)
         self._parts.board.raise_alarm(DEAD_LETTERS_FORGOTTEN, on=num_forgotten > 0)
         if num_forgotten:
             log.warning("Dead letters were forgotten.", extra={"num_groups": num_forgotten})

@@ -6,7 +6,8 @@ local function acknowledge(item)
   elseif stage == 'unscored' and rec.scored then
     return 'ALREADY_SCORED'
   elseif rec.state == 'consumed' or rec.state == 'dropped' then
-    return rec.state == item.outcome and '' or 'ALREADY_' .. string.upper(rec.state)
+    if rec.state == item.outcome then return '' end
+    return rec.state == 'consumed' and 'ALREADY_CONSUMED' or 'ALREADY_DROPPED'
   end
   if entry.gone then return '' end
   remove_entry(rec, stage) -- before other writes: see "Above maxmemory" in ledger.lua
