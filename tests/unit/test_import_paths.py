@@ -23,18 +23,13 @@ PRODUCT = [
 IMPORT_BY_NAME = {
     "client/dialoop/import_paths.py",
     "client/dialoop/__init__.py",
-    "services/dialoop_ops/__init__.py",
     "services/dialoop_ops/cli/main.py",
     # The SDK can only ask for the services by name: they may not be installed.
     "client/dialoop_extras/compat/arguments.py",
-    "services/dialoop_ops/jobs.py",
     "client/dialoop_extras/browser.py",
     "client/dialoop/sandbox/confined/forkserver.py",
     "client/dialoop/sandbox/killed.py",
     "services/dialoop_learning/model/fused_head.py",
-    "services/dialoop_ops/stack/in_process.py",
-    "services/dialoop_ops/launch/commands.py",  # only the chosen launcher is loaded
-    "services/dialoop_ops/stack/layout.py",
     "services/dialoop_services/trainer/records/trackers.py",
 }
 MODULES = {

@@ -329,7 +329,7 @@ def of_a_service(_: Path) -> Names:
     register = "add_EnvironmentServiceServicer_to_server"
     return {
         register: getattr(environment_service_pb2_grpc, register),
-        "servicer": EnvironmentServicer(catalogue, sessions, runs=None),  # type: ignore[arg-type]
+        "servicer": EnvironmentServicer(catalogue, sessions),
         "options": RestOptions(calls=Calls(), metrics=Metrics(), **facts),
         "pool": descriptor_pool.Default(),
         "calls": Calls(),

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 NOT_A_USERS = {
     "dialoop_extras.importers.foreign_keys": "how a foreign key becomes ours",
     "dialoop.clients.channel:Channel": "services make its credentials",
+    "dialoop.clients.connection:Dialoop.client": "it makes one of our clients",
     "dialoop.clients.retry:": "its call is a client's",
     "dialoop.environments.rewards.rubrics:value_of": "the rubrics' own step",
     "dialoop.environments.sessions.engine:": "a clock, for tests",

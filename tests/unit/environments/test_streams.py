@@ -43,9 +43,8 @@ class Written:
 
 def servicer(*, max_concurrent_items: int = 256) -> EnvironmentServicer:
     catalogue = Catalogue([ChatEnv(name="plain"), Held(name="held")])
-    engine: Any = SessionEngine(catalogue, SessionLimits())
-    runs: Any = None
-    return EnvironmentServicer(catalogue, engine, runs, max_concurrent_items=max_concurrent_items)
+    engine = SessionEngine(catalogue, SessionLimits())
+    return EnvironmentServicer(catalogue, engine, max_concurrent_items=max_concurrent_items)
 
 
 def requests_to_open(session: str, environment: str) -> list[pb.InteractRequest]:
