@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dialoop.clients.completions import Completions
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from pydantic import Field, ValidationError
 
 from dialoop_services.config.values import Section
+
+if TYPE_CHECKING:
+    from dialoop.tokens.tokenizer import Tokenizer
 
 
 class OutsideServer(Section):
@@ -39,6 +43,16 @@ class OutsideServer(Section):
     def api_key(self) -> str:
         """Return the key, empty if the variable is not set."""
         return os.environ.get(self.key_variable, "")
+
+    def completions(self, tokenizer: Tokenizer) -> Completions:
+        """Return the client of its completions; InvalidConfig (PACKAGE_MISSING) without openai."""
+        return Completions(
+            self.url,
+            tokenizer=tokenizer,
+            model=self.model,
+            api_key=self.api_key,
+            timeout_s=self.timeout_s,
+        )
 
 
 def outside_server(options: Mapping[str, Any]) -> OutsideServer:

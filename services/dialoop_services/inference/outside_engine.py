@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING
 
-from dialoop.clients.completions import Completions
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidConfig
 from dialoop.tokens.tokenizer import Tokenizer
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from dialoop.clients.completions import Completion
+    from dialoop.clients.completions import Completion, Completions
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
 
@@ -64,14 +63,7 @@ class OutsideEngine:
         """Ask the server what it can do; InvalidConfig where it serves another model."""
         outside = outside_server(options.own)
         tokenizer = Tokenizer.from_directory(model_dir)
-        server = Completions(
-            outside.url,
-            tokenizer=tokenizer,
-            model=outside.model,
-            api_key=outside.api_key,
-            timeout_s=outside.timeout_s,
-        )
-        await server.__aenter__()
+        server = await outside.completions(tokenizer).__aenter__()
         longest = server.facts.max_model_len
         if longest is not None and longest < options.max_model_len:
             await server.close()

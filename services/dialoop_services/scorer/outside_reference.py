@@ -10,7 +10,6 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from dialoop.clients.completions import Completions
 from dialoop.errors import InvalidConfig, InvalidInput, Unsupported
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
@@ -66,13 +65,7 @@ class OutsideReference:
 
     async def _score(self, rows: Rows[Rows[int]]) -> list[Floats]:
         room = asyncio.Semaphore(_MAX_REQUESTS)
-        async with Completions(
-            self._server.url,
-            tokenizer=self._tokenizer,
-            model=self._server.model,
-            api_key=self._server.api_key,
-            timeout_s=self._server.timeout_s,
-        ) as server:
+        async with self._server.completions(self._tokenizer) as server:
             if not server.facts.scores_by:
                 raise InvalidConfig(
                     f"The server at {self._server.url} gives no log-probs of given tokens.",

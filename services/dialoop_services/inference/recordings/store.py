@@ -129,6 +129,11 @@ class CallRecord:
     generate_s: float = 0.0
     state: CallState = CallState.RUNNING
 
+    def end(self, state: CallState, failure: Failure | None = None) -> None:
+        """Note that it ended without an answer: CUT_SHORT, or before sampling."""
+        if self.state is CallState.RUNNING:
+            self.state, self.failure = state, failure
+
 
 class Recording:
     """The calls of one recording, in the order in which they came.
@@ -176,7 +181,7 @@ class Recording:
         return self._pasts.find(messages, variant)
 
     def begin(self, call_id: str, prompt: CallPrompt, sampling: SamplingParams) -> CallRecord:
-        """Add a call; the caller ends it with one of the next methods."""
+        """Add a call, which the caller ends."""
         self.require_open()
         call = CallRecord(call_id=call_id, prompt=prompt, sampling=sampling)
         self.calls.append(call)
@@ -202,16 +207,6 @@ class Recording:
                 ),
                 call.prompt.variant,
             )
-
-    def cut_short(self, call: CallRecord, failure: Failure) -> None:
-        """Note that the call ended without an answer."""
-        if call.state is CallState.RUNNING:
-            call.state, call.failure = CallState.CUT_SHORT, failure
-
-    def mark_unsampled(self, call: CallRecord, state: CallState) -> None:
-        """Note that the call ended before sampling: CONTEXT_FULL or REFUSED."""
-        if call.state is CallState.RUNNING:
-            call.state = state
 
     def full(self, origin: Origin) -> Sequence:
         """Return all tokens up to and with an answer."""

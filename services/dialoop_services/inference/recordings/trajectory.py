@@ -253,7 +253,7 @@ def _failures(recording: Recording) -> tuple[Failure, ...]:
     """Return failures of calls that were cut short, still run, or cannot be trained together."""
     failures: list[Failure] = []
     for index, call in enumerate(recording.calls):
-        recording.cut_short(call, _STILL_RUNNING)
+        call.end(CallState.CUT_SHORT, _STILL_RUNNING)
         if call.failure is None:
             continue
         later = recording.calls[index + 1 :]

@@ -56,13 +56,6 @@ if TYPE_CHECKING:
     from dialoop_services.rest.http_routes import HttpRequest, HttpRoute
 
 _RECORDED = "/recordings/{recording_id}"
-_RECORDING = {
-    "name": "recording_id",
-    "in": "path",
-    "required": True,
-    "description": "The recording that keeps the call.",
-    "schema": {"type": "string", "minLength": 1, "pattern": "^[^/]+$"},
-}
 _WHY = {
     Reason.CALLER_LEFT: (Owner.COLLECTOR, "The caller left before the answer was whole."),
     Reason.DEADLINE_EXCEEDED: (Owner.INFERENCE, "The answer took longer than the caller waits."),
@@ -267,7 +260,10 @@ class WireHost:
             path=_RECORDED + route.path,
             operation={
                 **route.operation,
-                "parameters": [_RECORDING, *route.operation.get("parameters", ())],
+                "parameters": [
+                    path_parameter("recording_id", "The recording that keeps the call."),
+                    *route.operation.get("parameters", ()),
+                ],
             },
             admits=lambda parameters, key: self.store.has_key(parameters["recording_id"], key),
         )
@@ -329,6 +325,17 @@ class WireHost:
         return PromptJob(prompt=prompt, reader=reader, recording=recording, call=call)
 
 
+def path_parameter(name: str, description: str) -> dict[str, Any]:
+    """Return what the OpenAPI page says of a part of a route's path."""
+    return {
+        "name": name,
+        "in": "path",
+        "required": True,
+        "description": description,
+        "schema": {"type": "string", "minLength": 1, "pattern": "^[^/]+$"},
+    }
+
+
 class Answering:
     """Answers jobs with a replica."""
 
@@ -341,8 +348,8 @@ class Answering:
         limit = self._replica.engine.max_model_len
         if part.prompt.num_tokens < limit:
             return
-        if part.recording is not None and part.call is not None:
-            part.recording.mark_unsampled(part.call, CallState.CONTEXT_FULL)
+        if part.call is not None:
+            part.call.end(CallState.CONTEXT_FULL)
         raise ContextTooLong(
             f"The prompt has {part.prompt.num_tokens} tokens, which leaves no room in the context "
             f"of {limit}.",
@@ -536,21 +543,20 @@ def _noting_in_recordings(job: AnswerJob, request: HttpRequest) -> Iterator[None
         yield
     except (asyncio.CancelledError, GeneratorExit):
         owner, message = _WHY[reason := request.why_cancelled()]
-        _cut_short(job, Failure(owner=owner, reason=reason, message=message))
+        failure = Failure(owner=owner, reason=reason, message=message)
+        _end_calls(job, CallState.CUT_SHORT, failure)
         raise
     except InvalidInput:
-        for part in job.parts:
-            if part.recording is not None and part.call is not None:
-                part.recording.mark_unsampled(part.call, CallState.REFUSED)
+        _end_calls(job, CallState.REFUSED)
         raise
     except Exception as error:
         why = error.reason if isinstance(error, DialoopError) else Reason.ENGINE_FAILED
         failure = Failure(owner=Owner.INFERENCE, reason=why, message="Sampling failed.")
-        _cut_short(job, failure)
+        _end_calls(job, CallState.CUT_SHORT, failure)
         raise
 
 
-def _cut_short(job: AnswerJob, failure: Failure) -> None:
+def _end_calls(job: AnswerJob, state: CallState, failure: Failure | None = None) -> None:
     for part in job.parts:
-        if part.recording is not None and part.call is not None:
-            part.recording.cut_short(part.call, failure)
+        if part.call is not None:
+            part.call.end(state, failure)

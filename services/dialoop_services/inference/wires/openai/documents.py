@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from dialoop_services.inference.wires.base import path_parameter
 from dialoop_services.inference.wires.openai.models import ChatBody, CompletionBody
 from dialoop_services.rest.requests import TIMEOUT_HEADER
 
@@ -30,9 +30,7 @@ _REFUSALS = {
     503: "Not now: try again later.",
     504: "No answer within the time the caller gave.",
 }
-_PARAMETERS = {
-    "model": "A name that ListModels gave.",
-}
+_PARAMETERS = {"GetModel": [path_parameter("model", "A name that ListModels gave.")]}
 _TIMEOUT = {
     "name": TIMEOUT_HEADER,
     "in": "header",
@@ -69,7 +67,7 @@ OPERATIONS: Mapping[str, tuple[str, type[BaseModel] | None, dict[str, Any] | Non
 )
 
 
-def operation(name: str, path: str) -> dict[str, Any]:
+def operation(name: str) -> dict[str, Any]:
     """Return the OpenAPI operation of a route, without its id."""
     summary, body, example = OPERATIONS[name]
     answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
@@ -79,7 +77,7 @@ def operation(name: str, path: str) -> dict[str, Any]:
         "tags": [_TAG],
         "summary": name,
         "description": summary,
-        "parameters": [*_path_parameters(path), _TIMEOUT],
+        "parameters": [*_PARAMETERS.get(name, ()), _TIMEOUT],
         "responses": {
             "200": {"description": "OK.", "content": answers},
             **{str(status): _refusal(text) for status, text in _REFUSALS.items()},
@@ -89,19 +87,6 @@ def operation(name: str, path: str) -> dict[str, Any]:
         media = {"schema": _inline(body), "example": example}
         made["requestBody"] = {"content": {"application/json": media}, "required": True}
     return made
-
-
-def _path_parameters(path: str) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "in": "path",
-            "required": True,
-            "description": _PARAMETERS[name],
-            "schema": {"type": "string", "minLength": 1, "pattern": "^[^/]+$"},
-        }
-        for name in re.findall(r"\{(\w+)\}", path)
-    ]
 
 
 def _refusal(text: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dialoop_services.inference.wires.bodies import field_error
 from dialoop_services.inference.wires.openai.answers import Shape, TokenView
 from dialoop_services.inference.wires.openai.forms import constraint_of
 from dialoop_services.inference.wires.openai.messages import history_of, tools_of
+from dialoop_services.inference.wires.openai.models import ChatBody
 from dialoop_services.inference.wires.prompts import Offer
 from dialoop_services.inference.wires.reading import CALL_END
 
@@ -23,11 +24,7 @@ if TYPE_CHECKING:
     from dialoop_services.inference.engine import Engine
     from dialoop_services.inference.recordings.store import Recording
     from dialoop_services.inference.wires.base import WireHost
-    from dialoop_services.inference.wires.openai.models import (
-        ChatBody,
-        CompletionBody,
-        SamplingBody,
-    )
+    from dialoop_services.inference.wires.openai.models import CompletionBody, SamplingBody
 
 _RESERVED = {"messages", "tools", "add_generation_prompt", "tokenize", "documents"}
 
@@ -68,9 +65,9 @@ class Jobs:
             )
         call_id, cut = f"chatcmpl-{uuid.uuid4().hex}", _cut_of(body)
         part = self.host.part(call_id, prompt, sampling, recording, syntax=syntax, cut=cut)
-        view = self._view(body, is_chat=True, with_logprobs=body.logprobs, num_top=num_top)
         job = AnswerJob(parts=(part,), sampling=sampling, num_choices=body.n, adapter=adapter)
-        return job, replace(self._shape(body, call_id, adapter, view), warnings=_warnings(body))
+        shape = self._shape(body, call_id, adapter, with_logprobs=body.logprobs, num_top=num_top)
+        return job, replace(shape, warnings=_warnings(body))
 
     def completion(
         self, body: CompletionBody, recording: Recording | None
@@ -107,28 +104,31 @@ class Jobs:
             scores_prompt=body.prompt_logprobs is not None,
         )
         with_logprobs = body.logprobs is not None
-        view = self._view(body, is_chat=False, with_logprobs=with_logprobs, num_top=num_top)
-        return job, self._shape(body, call_id, adapter, view)
+        shape = self._shape(body, call_id, adapter, with_logprobs=with_logprobs, num_top=num_top)
+        return job, shape
 
-    def _view(
-        self, body: SamplingBody, *, is_chat: bool, with_logprobs: bool, num_top: int
-    ) -> TokenView:
-        return TokenView(
-            tokenizer=self.host.renderer.tokenizer,
-            is_chat=is_chat,
-            with_logprobs=with_logprobs,
-            num_top=num_top,
-            with_ids=body.return_token_ids,
-        )
-
-    def _shape(self, body: SamplingBody, call_id: str, adapter: str, view: TokenView) -> Shape:
+    def _shape(
+        self,
+        body: SamplingBody,
+        call_id: str,
+        adapter: str,
+        *,
+        with_logprobs: bool,
+        num_top: int,
+    ) -> Shape:
         replica = self.host.replica
         policy = replica.adapters[adapter] if adapter else replica.engine.policy_version
         return Shape(
             call_id=call_id,
             model=body.model,
             fingerprint=str(policy),
-            view=view,
+            view=TokenView(
+                tokenizer=self.host.renderer.tokenizer,
+                is_chat=isinstance(body, ChatBody),
+                with_logprobs=with_logprobs,
+                num_top=num_top,
+                with_ids=body.return_token_ids,
+            ),
             with_prompt_ids=body.return_token_ids,
             with_usage=body.includes_usage,
         )

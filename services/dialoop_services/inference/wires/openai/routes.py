@@ -124,7 +124,7 @@ def openai_routes(host: WireHost) -> tuple[HttpRoute, ...]:
                 path=path,
                 handle=handle,
                 errors=error_answer,
-                operation=operation(name, path),
+                operation=operation(name),
             )
         )
         for name, (method, path, handle) in handlers.items()
