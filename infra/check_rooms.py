@@ -34,9 +34,7 @@ ALLOWED: Mapping[str, str] = {
     "small dialoop.sandbox.confined.work": "bubblewrap starts it alone, without the fork server",
     "small dialoop_services.environment.__main__": "a program, which in_process runs too",
 }
-KNOWN: Mapping[str, str] = {
-    "folder client/dialoop": "text_and_tokens and what extras alone need leave it",
-}
+KNOWN: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -233,13 +233,6 @@ class Histories:
         """Return the contents of each history."""
         return tuple(history.content for history in self.histories)
 
-    @classmethod
-    def from_texts(
-        cls, texts: Iterable[str], tokenizer: Tokenizer | None = None, **selection: Any
-    ) -> Histories:
-        """Read each text back as `History.from_text` does."""
-        return cls(tuple(History.from_text(text, tokenizer, **selection) for text in texts))
-
     def to_chats(self) -> list[list[dict[str, Any]]]:
         """Return the chat-API dicts of each history."""
         return [history.to_chats() for history in self.histories]

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from numbers import Integral
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,7 +24,7 @@ from dialoop.errors import InvalidConfig, InvalidInput, NotFound, PreconditionFa
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
 from dialoop.rollout import EpisodePlayer, require, require_policy, sampling_of_member
-from dialoop.trajectory import Group, SamplingParams, Task
+from dialoop.trajectory import Group, SamplingParams, Task, is_whole
 from dialoop.user_functions import call
 
 if TYPE_CHECKING:
@@ -277,13 +276,9 @@ collect = Collection
 """The name to call it by: `for batch in dialoop.collect(...)`."""
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
-        "int": (_is_whole, "a whole number"),
+        "int": (is_whole, "a whole number"),
         "bool": (lambda value: isinstance(value, bool), "True or False"),
         "str": (lambda value: isinstance(value, str), "a name"),
         "SamplingParams": (lambda value: isinstance(value, SamplingParams), "SamplingParams"),

@@ -98,8 +98,6 @@ class Message:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if self._is_plain():
-            return
         _expect(self.role, str, "role", "a string")
         if not self.role:
             raise InvalidHistory("A message has no role.", remedy="Set role, for example 'user'.")
@@ -119,18 +117,6 @@ class Message:
         if self.tool_responses != ():
             responses = _tool_responses(self.tool_responses, "tool_responses")
             object.__setattr__(self, "tool_responses", responses)
-
-    def _is_plain(self) -> bool:
-        """Return whether it is a text of a usual role, which needs no further check."""
-        return (
-            type(self.content) is str
-            and type(self.role) is str
-            and self.role in _USUAL_ROLES
-            and self.is_complete is True
-            and self.tool_calls == ()
-            and self.tool_responses == ()
-            and self.reasoning == self.tool_call_id == self.name == ""
-        )
 
     def __repr__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -203,15 +189,20 @@ def message_to_chat(message: Message) -> dict[str, Any]:
     content: Any = message.content
     if not isinstance(content, str):
         content = [_part_to_chat(part) for part in content]
+    chat = _as_chat(message, content, [call.arguments_json for call in message.tool_calls])
+    return chat if message.is_complete else {**chat, "is_complete": False}
+
+
+def _as_chat(message: Message, content: Any, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Return the dict with this content, and the arguments of each tool call."""
     chat: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning:
         chat["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        chat["tool_calls"] = [_call_to_chat(c, c.arguments_json) for c in message.tool_calls]
+        pairs = zip(message.tool_calls, arguments, strict=True)
+        chat["tool_calls"] = [_call_to_chat(call, its) for call, its in pairs]
     if message.tool_responses:
         chat["tool_responses"] = list(message.tool_responses)
-    if not message.is_complete:
-        chat["is_complete"] = False
     for key in _TEXT_FIELDS:
         if value := getattr(message, key):
             chat[key] = value
@@ -224,18 +215,7 @@ def chat_for_template(message: Message, *, as_parts: bool = False) -> dict[str, 
     if not isinstance(content, str):
         texts = [_text_of_part(part, message.role) for part in content]
         content = [{"type": "text", "text": text} for text in texts] if as_parts else "".join(texts)
-    chat: dict[str, Any] = {"role": message.role, "content": content}
-    if message.reasoning:
-        chat["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        chat["tool_calls"] = [_call_to_chat(c, _arguments(c)) for c in message.tool_calls]
-    if message.tool_responses:
-        chat["tool_responses"] = list(message.tool_responses)
-    if message.tool_call_id:
-        chat["tool_call_id"] = message.tool_call_id
-    if message.name:
-        chat["name"] = message.name
-    return chat
+    return _as_chat(message, content, [_arguments(call) for call in message.tool_calls])
 
 
 def processor_chat(message: Message) -> dict[str, Any]:

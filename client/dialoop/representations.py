@@ -18,7 +18,9 @@ _COLOURS = {"assistant": "green", "tool": "magenta", "system": "cyan"}
 
 def cut(text: str, length: int = _LENGTH) -> str:
     """Return at most `length` characters, the last three of them dots if the text was longer."""
-    return text if len(text) <= length else text[: length - 3] + "..."
+    if len(text) <= length:
+        return text
+    return text[: length - 3] + "..." if length > 3 else text[:length]
 
 
 def fields_line(name: str, fields: Mapping[str, Any]) -> str:

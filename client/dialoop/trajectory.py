@@ -31,7 +31,8 @@ _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 _WHOLE_NUMBERS = ("top_k", "max_new_tokens", "seed", "top_logprobs")
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Return whether it is a whole number, of Python or numpy, and no truth value."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -140,7 +141,7 @@ class SamplingParams:
                 )
         for name in _WHOLE_NUMBERS:
             value = getattr(self, name)
-            if (value is None and name != "top_logprobs") or _is_whole(value):
+            if (value is None and name != "top_logprobs") or is_whole(value):
                 continue
             raise InvalidInput(
                 f"{name} is {value!r:.40}.",

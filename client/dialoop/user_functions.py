@@ -11,21 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import cache, partial
 from pathlib import PurePath
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
     from types import TracebackType
 
-_MAX_IDLE = 32
 _OUR_PACKAGES = frozenset(
     {
         *("dialoop", "dialoop_extras", "dialoop_learning", "dialoop_services", "dialoop_ops"),
@@ -130,7 +127,7 @@ async def _in_thread(function: Callable[..., Any], call_it: Callable[[], Any]) -
         else:
             answered.set_exception(error)
 
-    def run() -> Callable[[], object]:
+    def run() -> None:
         result, error = None, None
         try:
             result = context.run(call_it)
@@ -140,44 +137,8 @@ async def _in_thread(function: Callable[..., Any], call_it: Callable[[], Any]) -
                 error = RuntimeError(repr(raised)).with_traceback(raised.__traceback__)
         except BaseException as raised:
             error = RuntimeError(repr(raised)).with_traceback(raised.__traceback__)
-        return partial(loop.call_soon_threadsafe, set_result_once, result, error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            loop.call_soon_threadsafe(set_result_once, result, error)
 
-    _start(run, name=f"call-{name_of(function)}")
+    threading.Thread(target=run, name=f"call-{name_of(function)}", daemon=True).start()
     return await answered
-
-
-class _Caller(threading.Thread):
-    """A thread that calls one function after another; to start one for each takes longer.
-
-    Each function returns another one, which reports its result when the thread can be had again.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.functions: SimpleQueue[Callable[[], Callable[[], object]]] = SimpleQueue()
-
-    def run(self) -> None:
-        is_kept = True
-        while is_kept:
-            report = self.functions.get()()
-            self.name = "call-nothing"
-            is_kept = len(_idle) < _MAX_IDLE
-            if is_kept:
-                _idle.append(self)
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
-                report()
-            del report  # it holds the result
-
-
-_idle: list[_Caller] = []
-os.register_at_fork(after_in_child=_idle.clear)  # a fork has none of its parent's threads
-
-
-def _start(function: Callable[[], Callable[[], object]], *, name: str) -> None:
-    try:
-        caller = _idle.pop()
-    except IndexError:
-        caller = _Caller()
-        caller.start()
-    caller.name = name
-    caller.functions.put(function)

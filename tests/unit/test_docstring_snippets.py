@@ -13,7 +13,7 @@ from typing import Any
 
 import dialoop
 import pytest
-from dialoop import debug, environments, testing
+from dialoop import environments, testing
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.clients.channel import Channel
 from dialoop.environments import ChatEnv
@@ -74,7 +74,7 @@ def _lookup(key: str) -> str:
 
 def _at_hand() -> dict[str, Any]:
     """Return the public names, and examples of what a reader has at hand."""
-    names: dict[str, Any] = {"dialoop": dialoop, "debug": debug, "History": History}
+    names: dict[str, Any] = {"dialoop": dialoop, "History": History}
     for module in (dialoop, environments, testing):
         public = getattr(module, "__all__", [name for name in vars(module) if name[0] != "_"])
         names |= {name: getattr(module, name) for name in public}

@@ -3,7 +3,6 @@ from __future__ import annotations
 import base64
 
 import pytest
-from dialoop import debug
 from dialoop.chat import (
     ChatHistory,
     ContentPart,
@@ -196,24 +195,3 @@ def test_a_tool_whose_parameters_are_no_json_is_refused():
     with pytest.raises(InvalidHistory) as caught:
         tool_for_template(ToolDefinition(name="f", parameters_json="{"))
     assert caught.value.reason == "TOOL_INVALID"
-
-
-def test_the_check_of_a_sound_answer_shows_roles_and_contents():
-    prompt = ChatHistory(prompt=History.from_chats([{"role": "user", "content": "1+2"}]))
-    report = debug.check(prompt.respond(Message(role="assistant", content="3")))
-    assert report.is_sound
-    assert report.roles["full"] == ("user", "assistant")
-    assert report.contents["response"] == ("3",)
-    assert "user: '1+2'" in str(report)
-
-
-def test_the_check_names_what_a_policy_forgot():
-    prompt = History.from_chats([{"role": "user", "content": "1+2"}])
-    assert "full is missing" in str(debug.check(ChatHistory(prompt=prompt)))
-    cut = Message(role="assistant", is_complete=False)
-    other = History((Message(role="user", content="x"), cut))
-    problems = debug.check(ChatHistory(prompt=prompt, full=other)).problems
-    assert len(problems) == 3
-    assert "does not begin" in problems[0]
-    ended = debug.check(ChatHistory(full=prompt, response=History()))
-    assert {p.partition(" ")[0] for p in ended.problems} == {"prompt", "response", "full"}

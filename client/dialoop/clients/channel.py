@@ -125,11 +125,7 @@ class Channel:
 
     async def call(self, rpc: Rpc[Q, A], request: Q, *, deadline_s: float | None = None) -> A:
         """Send one request and return its answer; the deadline covers all attempts."""
-        method = self._channel.unary_unary(
-            rpc.path,
-            request_serializer=rpc.request.SerializeToString,
-            response_deserializer=rpc.answer.FromString,
-        )
+        method = _method(self._channel.unary_unary, rpc)
         within_s = rpc.deadline_s if deadline_s is None else deadline_s
         ends_at = time.monotonic() + within_s
 
@@ -150,11 +146,7 @@ class Channel:
         self, rpc: Rpc[Q, A], request: Q, *, deadline_s: float | None = None
     ) -> AsyncGenerator[A, None]:
         """Send one request and yield its answers; there is no deadline by default."""
-        method = self._channel.unary_stream(
-            rpc.path,
-            request_serializer=rpc.request.SerializeToString,
-            response_deserializer=rpc.answer.FromString,
-        )
+        method = _method(self._channel.unary_stream, rpc)
         async with _Translating(self.address):
             call = method(request, timeout=deadline_s, metadata=self._metadata)
             try:
@@ -167,11 +159,7 @@ class Channel:
         self, rpc: Rpc[Q, A], requests: AsyncIterator[Q], *, deadline_s: float | None = None
     ) -> A:
         """Send many requests and return the answer; not retried: the requests are used up."""
-        method = self._channel.stream_unary(
-            rpc.path,
-            request_serializer=rpc.request.SerializeToString,
-            response_deserializer=rpc.answer.FromString,
-        )
+        method = _method(self._channel.stream_unary, rpc)
         timeout_s = rpc.deadline_s if deadline_s is None else deadline_s
         with self._waiting_for(rpc):
             async with _Translating(self.address):
@@ -182,11 +170,7 @@ class Channel:
 
     async def exchange(self, rpc: Rpc[Q, A], requests: AsyncIterator[Q]) -> AsyncIterator[A]:
         """Send requests and yield answers until either side ends; there is no deadline."""
-        method = self._channel.stream_stream(
-            rpc.path,
-            request_serializer=rpc.request.SerializeToString,
-            response_deserializer=rpc.answer.FromString,
-        )
+        method = _method(self._channel.stream_stream, rpc)
         async with _Translating(self.address):
             call = method(_with_mark(rpc.request, requests), metadata=self._metadata)
             try:
@@ -206,6 +190,15 @@ class Channel:
             yield
         finally:
             self._waits.end(wait)
+
+
+def _method(kind: Callable[..., Any], rpc: Rpc[Any, Any]) -> Any:
+    """Return what calls the rpc; `kind` is the channel's maker for this kind of rpcs."""
+    return kind(
+        rpc.path,
+        request_serializer=rpc.request.SerializeToString,
+        response_deserializer=rpc.answer.FromString,
+    )
 
 
 async def _with_mark(kind: Any, requests: AsyncIterator[Q]) -> AsyncIterator[Q]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from dialoop.chat import History, ToolDefinition
     from dialoop.clients.channel import Channel
-    from dialoop.clients.weights import TransferStep
+    from dialoop.clients.weights import Content
     from dialoop.episode import Sample
     from dialoop.sequences import Floats, PolicyVersion, Sequence
     from dialoop.trajectory import SamplingParams
@@ -289,24 +289,15 @@ class InferenceClient:
     async def load_weights(
         self,
         manifest: WeightsManifest,
-        chunks: AsyncIterable[bytes] | Iterable[bytes] = (),
+        contents: AsyncIterable[Content] | Iterable[Content] = (),
         *,
         deadline_s: float | None = None,
     ) -> LoadedWeights:
-        """Load a published policy: from `manifest.path`, or from chunks when that is empty."""
-        requests = weights_requests(manifest, chunks)
-        answer = await self._channel.upload(LOAD_WEIGHTS, requests, deadline_s=deadline_s)
-        return LOADED.from_proto(answer)
+        """Load a published policy: from `manifest.path`, or from chunks when that is empty.
 
-    async def transfer_weights(
-        self,
-        manifest: WeightsManifest,
-        steps: AsyncIterable[TransferStep] | Iterable[TransferStep],
-        *,
-        deadline_s: float | None = None,
-    ) -> LoadedWeights:
-        """Load a policy over the manifest's data plane (nccl, ipc): `steps` are its control."""
-        requests = weights_requests(manifest, steps)
+        Over the manifest's data plane (nccl, ipc) the contents are the steps that control it.
+        """
+        requests = weights_requests(manifest, contents)
         answer = await self._channel.upload(LOAD_WEIGHTS, requests, deadline_s=deadline_s)
         return LOADED.from_proto(answer)
 

@@ -216,11 +216,6 @@ class ChatEnv:
         shown = call_now(self.demonstrate, task, rng)
         return self.reset(task, 0).episode.history.extend(shown)
 
-    @property
-    def holds_episodes(self) -> bool:
-        """Return whether a transform frees something when an episode ends."""
-        return any(type(t).close is not Transform.close for t in self.transforms)
-
     async def acquire(self) -> None:
         """Start the transforms in order; when one fails, stop those that have started."""
         for number, transform in enumerate(self.transforms):

@@ -7,7 +7,7 @@ The policy's text or tokens stay as they came; nothing renders or tokenises them
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dialoop.chat import ChatHistory, History
 from dialoop.environments.modes import Answered, InputMode, Text, Tokens
@@ -50,33 +50,6 @@ class TokensView:
     def prompt(self) -> Tokens:
         """Return all tokens as the next prompt."""
         return Tokens(prompt=tuple(self.sequence.token_ids.tolist()))
-
-
-View = TextView | TokensView
-
-
-class Viewer(Protocol):
-    """Keeps one kind of view in line with the messages."""
-
-    def open(self, history: History) -> View:
-        """Return the view of the opening, from which the policy goes on."""
-        ...
-
-    def take_answer(
-        self, view: Any, answered: Answered, history: History
-    ) -> tuple[View, str, bool]:
-        """Return the view with the policy's part, its message's content, and whether it ended.
-
-        `history` is what comes before that message.
-        """
-        ...
-
-    def follow(self, view: Any, history: History, covered: int) -> View:
-        """Return the view with the messages from number `covered` on added.
-
-        The last message before them is the policy's.
-        """
-        ...
 
 
 class TextViewer:
@@ -186,7 +159,7 @@ def viewer_of(
     tokenizer: Tokenizer,
     template_kwargs: Mapping[str, Any],
     chat_template: str | None = None,
-) -> Viewer | None:
+) -> TextViewer | TokensViewer | None:
     """Return the viewer of a mode; None for messages, which need none."""
     if mode is InputMode.HISTORY:
         return None

@@ -56,21 +56,18 @@ class Sandbox:
                 "`max_running`, `max_interpreters`, `num_spares` or `max_wait_s` is too small.",
                 remedy="Use values above 0; num_spares may be 0.",
             )
-        self._make(effective_isolation(level), limits or Limits(), packages)
+        self._isolation, self._limits = effective_isolation(level), limits or Limits()
+        self._rules = rules_of(self._isolation.level, self._limits, packages)
+        self._program: list[str] | None = None
+        if self._isolation.level is Level.BUBBLEWRAP:
+            self._program = bubblewrap_program(bubblewrap() or "", self._limits, self._rules)
+        self._pool: Pool | None = None
         self._size = PoolSize(
             max_running=max_running,
             max_interpreters=max_interpreters,
             num_spares=num_spares,
             max_wait_s=max_wait_s,
         )
-
-    def _make(self, isolation: Isolation, limits: Limits, packages: tuple[str, ...]) -> None:
-        self._isolation, self._limits = isolation, limits
-        self._rules = rules_of(isolation.level, limits, packages)
-        self._program: list[str] | None = None
-        if isolation.level is Level.BUBBLEWRAP:
-            self._program = bubblewrap_program(bubblewrap() or "", limits, self._rules)
-        self._pool: Pool | None = None
 
     @property
     def isolation(self) -> Isolation:

@@ -19,7 +19,7 @@ import numpy as np
 from dialoop.errors import DialoopError, Unsupported
 from dialoop.messages import Message
 from dialoop.reasons import Reason
-from dialoop.templates.parsing import absent_character, guard_special_tokens
+from dialoop.templates.parsing import absent_character, guard_special_tokens, with_texts
 from dialoop.tokens.tokenizer import Encoded
 
 if TYPE_CHECKING:
@@ -237,7 +237,10 @@ def _encode_with_literals(
     """Return the text, spans and tokens of messages that spell special tokens."""
     plain, _ = _render_with_spans(template, history, options, with_mask=False)
     guard = absent_character(plain + _all_text(history))
-    safe = tuple(_guarded_message(message, guard, tokenizer) for message in history)
+    safe = tuple(
+        with_texts(message, lambda text: guard_special_tokens(text, guard, tokenizer))
+        for message in history
+    )
     text, spans = _render_with_spans(template, safe, options, with_mask=with_mask)
     if text.replace(guard, "") != plain:
         raise Unsupported(
@@ -262,24 +265,6 @@ def _encode_with_literals(
         for start, end in spans
     )
     return plain, moved, _in_characters(Encoded(ids=tuple(ids), offsets=tuple(offsets)))
-
-
-def _guarded_message(message: Message, guard: str, tokenizer: Tokenizer) -> Message:
-    def safe(text: str) -> str:
-        return guard_special_tokens(text, guard, tokenizer)
-
-    return replace(
-        message,
-        role=safe(message.role),
-        content=safe(message.text),
-        reasoning=safe(message.reasoning),
-        name=safe(message.name),
-        tool_responses=tuple(safe(text) for text in message.tool_responses),
-        tool_calls=tuple(
-            replace(call, name=safe(call.name), arguments_json=safe(call.arguments_json))
-            for call in message.tool_calls
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -227,7 +227,7 @@ def parse_tokens(
         for part, is_special in parts
     )
     messages = parser.parse(text, special_tokens)
-    return tuple(_remove_guard(message, guard) for message in messages)
+    return tuple(with_texts(message, lambda text: text.replace(guard, "")) for message in messages)
 
 
 def absent_character(text: str) -> str:
@@ -331,19 +331,17 @@ def guard_special_tokens(text: str, guard: str, tokenizer: Tokenizer) -> str:
     return text
 
 
-def _remove_guard(message: Message, guard: str) -> Message:
+def with_texts(message: Message, change: Callable[[str], str]) -> Message:
+    """Return the message with each of its texts changed."""
     return replace(
         message,
-        role=message.role.replace(guard, ""),
-        content=message.text.replace(guard, ""),
-        reasoning=message.reasoning.replace(guard, ""),
-        tool_responses=tuple(text.replace(guard, "") for text in message.tool_responses),
+        role=change(message.role),
+        content=change(message.text),
+        reasoning=change(message.reasoning),
+        name=change(message.name),
+        tool_responses=tuple(map(change, message.tool_responses)),
         tool_calls=tuple(
-            replace(
-                call,
-                name=call.name.replace(guard, ""),
-                arguments_json=call.arguments_json.replace(guard, ""),
-            )
+            replace(call, name=change(call.name), arguments_json=change(call.arguments_json))
             for call in message.tool_calls
         ),
     )

@@ -5,13 +5,13 @@
     view.log_probs.response       # LogProbRow with values [-0.5, -1.25], start 0
     view.masks.all_assistant_mask # True on what the policy sampled, aligned with tokens.full
 
-Conversions check that the prompt is a prefix, on ids; see `dialoop_extras.padding` for padded rows.
+See `dialoop_extras.padding` for padded rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,14 +20,11 @@ from dialoop.environments.modes import Text, Tokens
 from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Source
-from dialoop.templates.parts import divide_ids, not_prefix, text_of_parts, tokens_of_parts
+from dialoop.templates.parts import not_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as AnySequence
-
     from dialoop.episode import Sample
     from dialoop.sequences import Floats, Mask, Sequence
-    from dialoop.templates.chat_template import ChatTemplate
     from dialoop.tokens.tokenizer import Tokenizer
     from dialoop.trajectory import Distribution, SamplingParams, Trajectory
 
@@ -38,12 +35,6 @@ __all__ = [
     "Text",
     "Tokens",
     "TurnView",
-    "history_of_text",
-    "history_of_tokens",
-    "text_of_history",
-    "text_of_tokens",
-    "tokens_of_history",
-    "tokens_of_text",
 ]
 
 _LOOK_BACK = 8
@@ -183,54 +174,6 @@ def text_of_tokens(tokens: Tokens, tokenizer: Tokenizer) -> Text:
     return Text(prompt=prompt, response=response, full=full)
 
 
-def tokens_of_text(text: Text, tokenizer: Tokenizer) -> Tokens:
-    """Encode rendered text; special tokens in it count. PROMPT_NOT_PREFIX is checked on ids."""
-    full = text.full
-    if full is None and text.prompt is not None and text.response is not None:
-        full = text.prompt + text.response
-    prompt_ids = None if text.prompt is None else tokenizer.encode(text.prompt, trusted=True).ids
-    full_ids = None if full is None else tokenizer.encode(full, trusted=True).ids
-    if prompt_ids is None or full_ids is None:
-        response = None
-        if text.response is not None:
-            response = tokenizer.encode(text.response, trusted=True).ids
-        return Tokens(prompt=prompt_ids, response=response, full=full_ids)
-    return divide_ids(prompt_ids, full_ids)
-
-
-def text_of_history(history: ChatHistory, template: ChatTemplate, **options: Any) -> Text:
-    """Render prompt with the assistant's opening, full without; the response is the rest."""
-    return text_of_parts(history.prompt, history.full, template, **options)
-
-
-def tokens_of_history(
-    history: ChatHistory, template: ChatTemplate, tokenizer: Tokenizer, **options: Any
-) -> Tokens:
-    """Encode as `text_of_history` renders; special tokens that messages spell are only text.
-
-    For demonstrations and scoring: what a policy sampled has its tokens already.
-    """
-    return tokens_of_parts(history.prompt, history.full, template, tokenizer, **options)
-
-
-def history_of_text(text: Text, template: ChatTemplate) -> ChatHistory:
-    """Parse rendered text; raise PreconditionFailed (NO_PARSER) where the format has no parser."""
-    prompt = None if text.prompt is None else _drop_opening(History(template.parse(text.prompt)))
-    full = None if text.full is None else History(template.parse(text.full))
-    return _history_of_parts(prompt, full)
-
-
-def history_of_tokens(tokens: Tokens, template: ChatTemplate, tokenizer: Tokenizer) -> ChatHistory:
-    """Parse ids: only ids of special tokens open and close turns."""
-
-    def parse(ids: AnySequence[int]) -> History:
-        return History(template.parse_tokens(ids, tokenizer))
-
-    prompt = None if tokens.prompt is None else _drop_opening(parse(tokens.prompt))
-    full = None if tokens.full is None else parse(tokens.full)
-    return _history_of_parts(prompt, full)
-
-
 def _view(
     sequence: Sequence,
     start: int,
@@ -271,21 +214,6 @@ def _turn_history(history: History, index: int | None) -> ChatHistory | None:
     if index is None or index >= len(history) or history[index].role != "assistant":
         return None
     return ChatHistory(prompt=history[:index]).respond(history[index])
-
-
-def _drop_opening(history: History) -> History:
-    """Drop a last message that is only the opening of a turn."""
-    last = history[-1] if len(history) else None
-    is_opening = last is not None and not last.is_complete and not last.text
-    return history[:-1] if is_opening else history
-
-
-def _history_of_parts(prompt: History | None, full: History | None) -> ChatHistory:
-    if prompt is None or full is None:
-        return ChatHistory(prompt=prompt, full=full)
-    if not full.starts_with(prompt):
-        raise not_prefix("messages")
-    return ChatHistory(prompt=prompt).respond(*full[len(prompt) :])
 
 
 def _same(left: Mask | None, right: Mask | None) -> bool:

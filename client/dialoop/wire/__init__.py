@@ -3,94 +3,38 @@
 A domain value or a message enters, and its counterpart leaves. Nothing here calls a service.
 """
 
-from dialoop.wire.messages import (
-    chat_history_from_proto,
-    chat_history_to_proto,
-    history_from_proto,
-    history_to_proto,
-    log_probs_from_proto,
-    log_probs_to_proto,
-    logprobs_from_proto,
-    logprobs_to_proto,
-    masks_from_proto,
-    masks_to_proto,
-    message_from_proto,
-    message_to_proto,
-    text_from_proto,
-    text_to_proto,
-    token_ids_to_proto,
-    tokens_from_proto,
-    tokens_to_proto,
-    tool_from_proto,
-    tool_to_proto,
-)
-from dialoop.wire.records import (
-    failure_from_proto,
-    failure_to_proto,
-    group_from_proto,
-    group_to_proto,
-    policy_version_from_proto,
-    policy_version_to_proto,
-    reward_from_proto,
-    reward_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-    task_from_proto,
-    task_to_proto,
-    token_values_from_proto,
-    token_values_to_proto,
-    trajectory_from_proto,
-    trajectory_to_proto,
-    turn_from_proto,
-    turn_to_proto,
-)
-from dialoop.wire.sequences import (
-    column_to_proto,
-    columns_of,
-    sequence_from_proto,
-    sequence_to_proto,
-)
-
-__all__ = [
-    "chat_history_from_proto",
-    "chat_history_to_proto",
-    "column_to_proto",
-    "columns_of",
-    "failure_from_proto",
-    "failure_to_proto",
-    "group_from_proto",
-    "group_to_proto",
-    "history_from_proto",
-    "history_to_proto",
-    "log_probs_from_proto",
-    "log_probs_to_proto",
-    "logprobs_from_proto",
-    "logprobs_to_proto",
-    "masks_from_proto",
-    "masks_to_proto",
-    "message_from_proto",
-    "message_to_proto",
-    "policy_version_from_proto",
-    "policy_version_to_proto",
-    "reward_from_proto",
-    "reward_to_proto",
-    "sampling_from_proto",
-    "sampling_to_proto",
-    "sequence_from_proto",
-    "sequence_to_proto",
-    "task_from_proto",
-    "task_to_proto",
-    "text_from_proto",
-    "text_to_proto",
-    "token_ids_to_proto",
-    "token_values_from_proto",
-    "token_values_to_proto",
-    "tokens_from_proto",
-    "tokens_to_proto",
-    "tool_from_proto",
-    "tool_to_proto",
-    "trajectory_from_proto",
-    "trajectory_to_proto",
-    "turn_from_proto",
-    "turn_to_proto",
-]
+from dialoop.wire.messages import chat_history_from_proto as chat_history_from_proto
+from dialoop.wire.messages import chat_history_to_proto as chat_history_to_proto
+from dialoop.wire.messages import history_from_proto as history_from_proto
+from dialoop.wire.messages import history_to_proto as history_to_proto
+from dialoop.wire.messages import logprobs_from_proto as logprobs_from_proto
+from dialoop.wire.messages import logprobs_to_proto as logprobs_to_proto
+from dialoop.wire.messages import message_from_proto as message_from_proto
+from dialoop.wire.messages import message_to_proto as message_to_proto
+from dialoop.wire.messages import text_from_proto as text_from_proto
+from dialoop.wire.messages import text_to_proto as text_to_proto
+from dialoop.wire.messages import token_ids_to_proto as token_ids_to_proto
+from dialoop.wire.messages import tokens_from_proto as tokens_from_proto
+from dialoop.wire.messages import tokens_to_proto as tokens_to_proto
+from dialoop.wire.messages import tool_from_proto as tool_from_proto
+from dialoop.wire.messages import tool_to_proto as tool_to_proto
+from dialoop.wire.records import failure_from_proto as failure_from_proto
+from dialoop.wire.records import failure_to_proto as failure_to_proto
+from dialoop.wire.records import group_from_proto as group_from_proto
+from dialoop.wire.records import group_to_proto as group_to_proto
+from dialoop.wire.records import policy_version_from_proto as policy_version_from_proto
+from dialoop.wire.records import policy_version_to_proto as policy_version_to_proto
+from dialoop.wire.records import reward_from_proto as reward_from_proto
+from dialoop.wire.records import reward_to_proto as reward_to_proto
+from dialoop.wire.records import sampling_from_proto as sampling_from_proto
+from dialoop.wire.records import sampling_to_proto as sampling_to_proto
+from dialoop.wire.records import task_from_proto as task_from_proto
+from dialoop.wire.records import task_to_proto as task_to_proto
+from dialoop.wire.records import token_values_from_proto as token_values_from_proto
+from dialoop.wire.records import token_values_to_proto as token_values_to_proto
+from dialoop.wire.records import trajectory_from_proto as trajectory_from_proto
+from dialoop.wire.records import trajectory_to_proto as trajectory_to_proto
+from dialoop.wire.sequences import column_to_proto as column_to_proto
+from dialoop.wire.sequences import columns_of as columns_of
+from dialoop.wire.sequences import sequence_from_proto as sequence_from_proto
+from dialoop.wire.sequences import sequence_to_proto as sequence_to_proto

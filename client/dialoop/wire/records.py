@@ -71,7 +71,6 @@ token_values_to_proto, token_values_from_proto = TOKEN_VALUES.to_proto, TOKEN_VA
 sampling_to_proto, sampling_from_proto = SAMPLING.to_proto, SAMPLING.from_proto
 task_to_proto, task_from_proto = TASK.to_proto, TASK.from_proto
 reward_to_proto, reward_from_proto = REWARD.to_proto, REWARD.from_proto
-turn_to_proto, turn_from_proto = TURN.to_proto, TURN.from_proto
 failure_to_proto, failure_from_proto = FAILURE.to_proto, FAILURE.from_proto
 trajectory_to_proto, trajectory_from_proto = TRAJECTORY.to_proto, TRAJECTORY.from_proto
 group_to_proto, group_from_proto = GROUP.to_proto, GROUP.from_proto

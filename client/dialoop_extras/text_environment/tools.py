@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dialoop.environments.tools.call_syntax import parse_span
-from dialoop.environments.tools.text_tools import ToolInputError, cut
+from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.errors import InvalidConfig
+from dialoop.representations import cut
 from dialoop.user_functions import call, name_of
 
 if TYPE_CHECKING:

@@ -195,7 +195,7 @@ async def test_vllms_own_transfer_is_refused_where_it_is_not_set_up(model_dir, t
         for plane in ("nccl", "ipc", "pigeon"):
             announcement = WeightsManifest(policy_version=version, data_plane=plane, num_bytes=1)
             steps = [TransferStep(phase=TransferPhase.START)]
-            load = w.client.transfer_weights(announcement, steps)
+            load = w.client.load_weights(announcement, steps)
             await assert_refused(load, PreconditionFailed, "DATA_PLANE_UNAVAILABLE")
         assert (await w.client.get_policy()).ready
 

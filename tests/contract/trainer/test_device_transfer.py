@@ -55,7 +55,7 @@ class Replica:
         self._errors = list(errors)
         self.phases: list[list[str]] = []
 
-    async def transfer_weights(self, manifest: Any, steps: Any, *, deadline_s: float) -> None:
+    async def load_weights(self, manifest: Any, steps: Any, *, deadline_s: float) -> None:
         error = self._errors.pop(0) if self._errors else None
         phases: list[str] = []
         self.phases.append(phases)

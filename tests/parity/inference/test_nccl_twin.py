@@ -81,7 +81,7 @@ class Replica:
     async def update_weights(self, request: Any) -> None:
         await self.call("update_weights", request.update_info)
 
-    async def transfer_weights(self, manifest: Any, steps: Any, **_: Any) -> None:
+    async def load_weights(self, manifest: Any, steps: Any, **_: Any) -> None:
         requests = weights_requests(manifest, steps)
         read: WeightsManifest = manifest_of(await anext(requests))
         plane = DataPlanes(Publications(None), transfer_backend=read.data_plane)

@@ -110,7 +110,7 @@ class Replica:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    async def transfer_weights(self, manifest: Any, steps: Any, **_: Any) -> None:
+    async def load_weights(self, manifest: Any, steps: Any, **_: Any) -> None:
         requests = weights_requests(manifest, steps)
         read: WeightsManifest = manifest_of(await anext(requests))
         plane = DataPlanes(Publications(None), transfer_backend=read.data_plane)

@@ -289,8 +289,6 @@ def test_the_registry_given_is_the_one_asked():
     assert text == "hello|Hi there!|"
     read = History.from_text(text, registry=registry, chat_template_name="plain")
     assert read[0].role == text
-    both = Histories.from_texts([text, text], registry=registry, chat_template_name="plain")
-    assert both == Histories((read, read))
 
 
 class Processor:

@@ -7,28 +7,10 @@ from dialoop.chat import ChatHistory, History, Message
 from dialoop.episode import Sample
 from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
 from dialoop.sequences import ForkCause, PolicyVersion
+from dialoop.templates.parts import text_of_parts, tokens_of_parts
 from dialoop.templates.registry import named_template
-from dialoop.trajectory import Distribution, SamplingParams, StopReason, Trajectory, Turn
-from dialoop.views.views import (
-    LogProbRow,
-    LogProbs,
-    Masks,
-    Text,
-    Tokens,
-    TurnView,
-    history_of_text,
-    history_of_tokens,
-    text_of_history,
-    text_of_tokens,
-    tokens_of_history,
-    tokens_of_text,
-)
-from dialoop.wire import (
-    log_probs_from_proto,
-    log_probs_to_proto,
-    masks_from_proto,
-    masks_to_proto,
-)
+from dialoop.trajectory import SamplingParams, StopReason, Trajectory, Turn
+from dialoop.views.views import LogProbRow, LogProbs, Masks, Tokens, TurnView, text_of_tokens
 from dialoop_extras.compat.names import masks_of
 from dialoop_extras.padding import pad_logprobs, pad_masks, pad_tokens, padded_rows
 from hypothesis import given, settings
@@ -194,43 +176,29 @@ def test_padded_rows_without_lengths_are_refused():
 def test_history_text_and_tokens_turn_into_each_other():
     template = named_template("chatml")
     history = ChatHistory(prompt=user("3+4?")).respond(Message(role="assistant", content=" 7 "))
-    text = text_of_history(history, template)
-    tokens = tokens_of_history(history, template, TOKENIZER)
+    text = text_of_parts(history.prompt, history.full, template)
+    tokens = tokens_of_parts(history.prompt, history.full, template, TOKENIZER)
     assert text.response == " 7 <|im_end|>\n"
     assert text_of_tokens(tokens, TOKENIZER) == text
-    assert tokens_of_text(text, TOKENIZER) == tokens
-    assert history_of_text(text, template) == history
-    assert history_of_tokens(tokens, template, TOKENIZER) == history
+    assert History(template.parse(text.full)) == history.full
+    assert History(template.parse_tokens(tokens.full, TOKENIZER)) == history.full
 
 
 def test_a_prompt_that_is_rendered_otherwise_once_answered_is_no_prefix():
     tokens = builder(THINKING)
-    history = ChatHistory(prompt=user("q")).respond(
-        Message(role="assistant", content="<think>\nhm\n</think>\n\nx"),
-        Message(role="user", content="y"),
+    full = user("q").extend(
+        (
+            Message(role="assistant", content="<think>\nhm\n</think>\n\nx"),
+            Message(role="user", content="y"),
+        )
     )
-    late = ChatHistory(prompt=history.full[:2], full=history.full)
     for convert in (
-        lambda: text_of_history(late, tokens.template),
-        lambda: tokens_of_history(late, tokens.template, TOKENIZER),
+        lambda: text_of_parts(full[:2], full, tokens.template),
+        lambda: tokens_of_parts(full[:2], full, tokens.template, TOKENIZER),
     ):
         with pytest.raises(PreconditionFailed) as refused:
             convert()
         assert refused.value.reason == "PROMPT_NOT_PREFIX"
-
-
-def test_text_whose_ids_run_over_the_edge_of_the_prompt_is_refused():
-    with pytest.raises(PreconditionFailed) as refused:
-        tokens_of_text(Text(prompt="a", response="s"), TOKENIZER)  # "as" is one token
-    assert refused.value.reason == "PROMPT_NOT_PREFIX"
-
-
-def test_log_probs_and_masks_survive_the_wire():
-    row = LogProbRow(values=np.array([-1.5, -0.25], dtype=np.float32), start=3)
-    log_probs = LogProbs(full=row, temperature_scaled=True, distribution=Distribution.PROCESSED)
-    assert log_probs_from_proto(log_probs_to_proto(log_probs)) == log_probs
-    masks = Masks(all_assistant_mask=np.array([True, False]))
-    assert masks_from_proto(masks_to_proto(masks)) == masks
 
 
 def test_masks_are_known_by_their_older_names_too():

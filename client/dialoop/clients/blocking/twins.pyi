@@ -224,20 +224,14 @@ class BlockingInferenceClient:
     def load_weights(
         self,
         manifest: dialoop.clients.weights.WeightsManifest,
-        chunks: collections.abc.Iterable[bytes] = (),
+        contents: collections.abc.Iterable[dialoop.clients.weights.Content] = (),
         *,
         deadline_s: float | None = None,
     ) -> dialoop.clients.weights.LoadedWeights:
-        """Load a published policy: from `manifest.path`, or from chunks when that is empty."""
-        ...
-    def transfer_weights(
-        self,
-        manifest: dialoop.clients.weights.WeightsManifest,
-        steps: collections.abc.Iterable[dialoop.clients.weights.TransferStep],
-        *,
-        deadline_s: float | None = None,
-    ) -> dialoop.clients.weights.LoadedWeights:
-        """Load a policy over the manifest's data plane (nccl, ipc): `steps` are its control."""
+        """Load a published policy: from `manifest.path`, or from chunks when that is empty.
+
+        Over the manifest's data plane (nccl, ipc) the contents are the steps that control it.
+        """
         ...
     def load_adapter(
         self,

@@ -425,8 +425,6 @@ class SessionEngine:
         if record.is_closed:
             return
         record.is_closed = True
-        if running is None and not getattr(environment, "holds_episodes", True):
-            return
 
         async def close() -> None:
             if running is not None and running.work is not None:

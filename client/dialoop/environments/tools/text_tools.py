@@ -21,6 +21,7 @@ from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.failures import failure_of
 from dialoop.reasons import Reason
+from dialoop.representations import cut
 from dialoop.trajectory import Failure, Owner
 from dialoop.user_functions import call, name_of
 
@@ -43,13 +44,6 @@ class Tool(Protocol):
 
 
 ToolFunction = Tool | Callable[[str], Any]
-
-
-def cut(text: str, limit: int) -> str:
-    """Return at most `limit` characters, the last three of them dots if the text was longer."""
-    if len(text) <= limit:
-        return text
-    return text[: limit - 3] + "..." if limit > 3 else text[:limit]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,13 @@ from typing import Any, Literal
 from dialoop.chat import Message
 from dialoop.environments.episode import Outcome, playing
 from dialoop.environments.tools.function_tools import ArgumentTool, FunctionTool
-from dialoop.environments.tools.text_tools import ToolInputError, cut
+from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.environments.tools.tool_syntaxes import NativeCalls, ParsedCall, ToolSyntax
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.failures import failure_of
 from dialoop.reasons import Reason
+from dialoop.representations import cut
 from dialoop.trajectory import DoneReason, Failure, Owner
 from dialoop.user_functions import resolve
 

@@ -151,7 +151,7 @@ class VllmTransfer(WeightsSender):
         announced = replace(manifest, data_plane=self._backend, sha256="", num_bytes=0)
 
         async def upload(steps: AsyncIterator[TransferStep]) -> None:
-            await replica.transfer_weights(announced, steps, deadline_s=deadline_s)
+            await replica.load_weights(announced, steps, deadline_s=deadline_s)
 
         # After a failed transfer there is no link, so the next one connects to the replica anew.
         link = self._links.pop(replica, None) or _Link(self._backend, self._num_workers)
