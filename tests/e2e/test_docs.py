@@ -163,8 +163,19 @@ def test_every_path_and_link_exists() -> None:
         text = page.read_text("utf-8")
         for path in re.findall(rf"`((?:{roots})/[\w./-]*\w/?)`", text):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
-        for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+        for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name} links to {link}"
+            if anchor:
+                assert anchor in anchors(target), f"{page.name} links to {link}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that a link to a place of the page may have, as GitHub makes them."""
+    text = page.read_text("utf-8")
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    return slugs | set(re.findall(r'<a id="([^"]+)"', text))
 
 
 def test_every_page_that_the_product_names_exists() -> None:

@@ -16,7 +16,7 @@ import pytest
 from dialoop_ops.stack.processes.ports import choose_ports
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = "replay,inference,scorer,trainer,stack"
+PACKAGES = sorted(path.parent for path in ROOT.glob("*/dialoop*/pyproject.toml"))
 
 pytestmark = [
     pytest.mark.heavy(reason="installs torch and all services from PyPI, then trains"),
@@ -80,10 +80,9 @@ class Installed:
         command = [str(self.place / "venv" / "bin" / "python"), "-m", "pip", *words]
         subprocess.run(command, cwd=ROOT, env=clean_variables(), check=True)
 
-    def wheel(self, name: str) -> str:
-        """Path of a wheel that was built."""
-        (wheel,) = self.place.glob(f"{name}-*.whl")
-        return str(wheel)
+    def install(self, *names: str) -> None:
+        """Install packages of ours from the wheels, and what they need from PyPI."""
+        self.pip("install", "--find-links", str(self.place), *names)
 
     def run(self, folder: Path, program: str, *words: str, typed: str = "") -> str:
         """Run an installed program in a folder and return what it printed."""
@@ -105,22 +104,22 @@ class Installed:
 
 
 @pytest.fixture(scope="module")
-def sdk() -> Iterator[Installed]:
-    """The wheel of the SDK alone."""
+def command() -> Iterator[Installed]:
+    """The wheels without what only some services need, torch among it."""
     # Gigabytes: pytest would keep those of the last three runs.
     with tempfile.TemporaryDirectory(prefix="dialoop-wheels-") as made:
         installed = Installed(Path(made))
         subprocess.run([sys.executable, "-m", "venv", f"{made}/venv"], check=True)
-        installed.pip("wheel", "--no-deps", "--wheel-dir", made, "./client", ".")
-        installed.pip("install", installed.wheel("dialoop"))
+        installed.pip("wheel", "--no-deps", "--wheel-dir", made, *map(str, PACKAGES))
+        installed.install("dialoop-ops")
         yield installed
 
 
 @pytest.fixture(scope="module")
-def everything(sdk: Installed) -> Installed:
-    """The wheel of the services with their extras beside it."""
-    sdk.pip("install", f"{sdk.wheel('dialoop_services')}[{EXTRAS}]")
-    return sdk
+def everything(command: Installed) -> Installed:
+    """All that a job needs."""
+    command.install("dialoop-services[replay,inference,scorer,trainer]", "dialoop-ops[stack]")
+    return command
 
 
 @pytest.fixture
@@ -149,12 +148,16 @@ def write_job(folder: Path, run: str, environment: str) -> dict[str, int]:
     return ports
 
 
-def test_the_sdk_alone_writes_checks_and_plays_an_environment(sdk: Installed, folder: Path) -> None:
-    assert sdk.origin(folder, "dialoop").startswith(str(sdk.place))
-    assert "reward" in sdk.run(folder, "dialoop", "play", "arithmetic", typed="Result=1<submit>\n")
-    sdk.run(folder, "dialoop", "env", "new", "mine")
-    assert "mine" in sdk.run(folder, "dialoop", "env", "check", "mine:environment")
-    sdk.run(folder, "dialoop", "env", "play", "mine:environment", typed="Result=1<submit>\n")
+def test_an_environment_is_written_checked_and_played_without_torch(
+    command: Installed, folder: Path
+) -> None:
+    assert command.origin(folder, "dialoop").startswith(str(command.place))
+    assert "reward" in command.run(
+        folder, "dialoop", "play", "arithmetic", typed="Result=1<submit>\n"
+    )
+    command.run(folder, "dialoop", "env", "new", "mine")
+    assert "mine" in command.run(folder, "dialoop", "env", "check", "mine:environment")
+    command.run(folder, "dialoop", "env", "play", "mine:environment", typed="Result=1<submit>\n")
 
 
 def test_the_machine_is_ready(everything: Installed, folder: Path) -> None:

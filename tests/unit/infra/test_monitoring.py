@@ -1,4 +1,4 @@
-"""The dashboard, the alarm rules and docs/monitoring.md name metrics that the services export."""
+"""The dashboard, the alarm rules and docs/troubleshooting.md name metrics that the services export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[3]
 MONITORING = ROOT / "infra" / "monitoring"
-PAGE = (ROOT / "docs" / "monitoring.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
 OF_PROMETHEUS = {"instance", "job"}
 SUFFIXES = ("_bucket", "_sum", "_count")
 
@@ -70,7 +70,7 @@ QUERIES = [
 
 
 def rows_of_page(heading: str) -> list[list[str]]:
-    section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    section = PAGE.partition(f"## {heading}\n")[2].partition("\n##")[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
