@@ -1,4 +1,4 @@
-"""The dashboard, the alarm rules and docs/troubleshooting.md name metrics that the services export."""
+"""Dashboard, alarm rules and docs/troubleshooting.md name metrics that the services export."""
 
 from __future__ import annotations
 
