@@ -269,7 +269,7 @@ def with_advantages(episodes: list[Episode], group_size: int) -> list[Sequence]:
 def pack_into_rows(sequences: list[Sequence], max_tokens: int) -> list[PackedBatch]:
     """Return packed rows of at most `max_tokens` tokens."""
     plan = plan_rows([len(s) for s in sequences], max_tokens=max_tokens)
-    return [pack([sequences[i] for i in row]) for row in plan.rows]
+    return [pack([sequences[i] for i in row]) for row in plan]
 
 
 def reinforce(

@@ -20,7 +20,7 @@ from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.config.file import parse_config, toml_of
-from dialoop_services.trainer.data.warm_start import WarmStartBatches, demonstrator
+from dialoop_services.trainer.data.demonstrations import warm_start_batches
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from safetensors.torch import load_file
@@ -88,14 +88,7 @@ def warm_start(directory: Path, recipe: Recipe) -> Path:
     )
     tokenizer = Tokenizer.from_directory(directory)
     builder = TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
-    demonstrate, stop = demonstrator(settings, builder)
-    batches = WarmStartBatches(
-        demonstrate,
-        builder,
-        stop=stop,
-        batch_size=settings.warm_start.batch_size,
-        seed=recipe.seed,
-    )
+    batches = warm_start_batches(settings, builder)
     learner = Learner(settings)
     for _ in range(recipe.sft_steps):
         learner.warm_start_step(learner.rows_to_imitate(next(batches)))

@@ -215,10 +215,8 @@ def update(  # noqa: PLR0913 - a model, its step, its data and how to look at th
     return UpdateReport(loss=backward.loss, metrics=backward.metrics, step=step)
 
 
-def whiten_rows(
-    rows: Sequence[PackedBatch], *, eps: float = 1e-8, ranks: Ranks = ALONE
-) -> list[PackedBatch]:
-    """Return the rows with advantages (A - mean) / (std + eps) over the N tokens of all ranks.
+def whiten_rows(rows: Sequence[PackedBatch], *, ranks: Ranks = ALONE) -> list[PackedBatch]:
+    """Return the rows with advantages (A - mean) / (std + 1e-8) over the N tokens of all ranks.
 
     std is over N, not N - 1. Source: the batch normalisation of REINFORCE++ (arXiv 2501.03262).
     """
@@ -229,14 +227,14 @@ def whiten_rows(
     tokens = ranks.gather_tensors(torch.cat(own) if own else torch.empty(0).double())
     if not rows:
         return []
-    normalise = _whitening(torch.cat(tokens), eps)
+    normalise = _whitening(torch.cat(tokens))
     return [
         replace(row, advantages=torch.where(row.loss_mask, normalise(a), 0.0).to(a.dtype))
         for row, a in zip(rows, advantages, strict=True)
     ]
 
 
-def whiten_sequences(rows: Sequence[TokenRow], *, eps: float = 1e-8) -> list[TokenRow]:
+def whiten_sequences(rows: Sequence[TokenRow]) -> list[TokenRow]:
     """Whiten as `whiten_rows` does, over a whole train step, before it is cut into updates.
 
     All ranks pass all rows. Whitening each update by itself could turn the signs of advantages in
@@ -245,18 +243,18 @@ def whiten_sequences(rows: Sequence[TokenRow], *, eps: float = 1e-8) -> list[Tok
     advantages = [row.advantages for row in rows if row.advantages is not None]
     if not advantages or len(advantages) < len(rows):
         return list(rows)  # a loss that needs advantages raises
-    normalise = _whitening(torch.cat(advantages).double(), eps)
+    normalise = _whitening(torch.cat(advantages).double())
     return [
         replace(row, advantages=normalise(a).to(a.dtype))
         for row, a in zip(rows, advantages, strict=True)
     ]
 
 
-def _whitening(tokens: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+def _whitening(tokens: Tensor) -> Callable[[Tensor], Tensor]:
     if not len(tokens):
         return lambda advantages: advantages
     std, mean = torch.std_mean(tokens, correction=0)
-    return lambda advantages: (advantages - mean) / (std + eps)
+    return lambda advantages: (advantages - mean) / (std + 1e-8)
 
 
 def fit_rows(rows: Sequence[TokenRow], *, max_tokens: int, oversize: Oversize) -> list[TokenRow]:

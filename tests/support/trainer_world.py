@@ -18,7 +18,7 @@ from dialoop.clients.replay import GroupLease, ReopenedLeases
 from dialoop.errors import Unavailable
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Trajectory
-from dialoop_services.trainer.data.demonstration_set import DemonstrationSet
+from dialoop_services.trainer.data.demonstrations import DemonstrationSet
 from dialoop_services.trainer.job.evaluation import EvaluationResult
 from dialoop_services.trainer.job.job import TrainingJob
 from dialoop_services.trainer.job.parts import JobParts

@@ -410,9 +410,7 @@ def of_two_processes(folder: Path) -> Names:
     return {"log": LogStream(Console(quiet=True), folder / "logs"), **specs}
 
 
-@context(
-    "dialoop_services.trainer.data.demonstration_files", "dialoop_services.trainer.learner.learner"
-)
+@context("dialoop_services.trainer.data.demonstrations", "dialoop_services.trainer.learner.learner")
 def of_a_learner(folder: Path) -> Names:
     from dialoop_services.trainer.data.batches import TrainedSequence
     from dialoop_services.trainer.learner.learner import Learner

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 from safetensors import safe_open
@@ -22,7 +23,7 @@ from dialoop_learning.lora.adapter_config import AdapterConfig
 from dialoop_learning.lora.layers import ADAPTER, ADAPTER_CONFIG, factors_of, merged_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -51,13 +52,18 @@ class BaseWeights:
             )
         config = json.loads((model_dir / "config.json").read_text("utf-8"))
         tied = config.get("tie_word_embeddings")
-        names = (name for file in files for name in _header(file))
-        return cls(files=files, tied=HEAD not in names if tied is None else bool(tied))
+        if tied is None:
+            tied = HEAD not in cls(files=files, tied=False).shapes()
+        return cls(files=files, tied=bool(tied))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor by name, from the files' headers."""
-        headers = (_header(file).items() for file in self.files)
-        return {name: tuple(t["shape"]) for header in headers for name, t in header}
+        shapes = {}
+        for file in self.files:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # not a mapping
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+        return shapes
 
     def digest(self) -> str:
         """Return the SHA-256 of names, types, shapes and bytes in the order of names.
@@ -65,17 +71,17 @@ class BaseWeights:
         How the tensors are divided into files does not matter. It reads all bytes, which takes
         about a second per gigabyte.
         """
-        places: dict[str, tuple[Path, dict[str, Any], int]] = {}
-        for file in self.files:
-            start = 8 + _header_size(file)
-            places |= {name: (file, tensor, start) for name, tensor in _header(file).items()}
         summed = hashlib.sha256()
-        for name in sorted(places):
-            if not (self.tied and name == HEAD):
-                file, tensor, start = places[name]
-                header = json.dumps([name, tensor["dtype"], tensor["shape"]])
-                summed.update(header.encode())
-                _add_bytes(summed, file, start, tensor["data_offsets"])
+        with ExitStack() as opened:
+            files = [opened.enter_context(safe_open(f, framework="pt")) for f in self.files]
+            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            for name in sorted(places):
+                if not (self.tied and name == HEAD):
+                    stored = places[name].get_slice(name)
+                    header = json.dumps([name, stored.get_dtype(), stored.get_shape()])
+                    summed.update(header.encode())
+                    tensor: Tensor = places[name].get_tensor(name)
+                    summed.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return f"sha256:{summed.hexdigest()}"
 
     def with_adapter(
@@ -126,29 +132,6 @@ def require_base(digest: str, expected: str) -> None:
             reason=Reason.BASE_MISMATCH,
             remedy="Start with the model directory that the adapter's run began with.",
         )
-
-
-def _header_size(file: Path) -> int:
-    with file.open("rb") as opened:
-        return int.from_bytes(opened.read(8), "little")
-
-
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    with file.open("rb") as opened:
-        header: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    header.pop("__metadata__", None)
-    return header
-
-
-def _add_bytes(summed: Any, file: Path, start: int, offsets: Iterable[int]) -> None:
-    first, last = offsets
-    with (
-        file.open("rb") as opened,
-        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as held,
-        memoryview(held) as view,
-        view[start + first : start + last] as part,
-    ):
-        summed.update(part)
 
 
 def _short(digest: str) -> str:

@@ -52,6 +52,7 @@ PACKED_ATTENTION = "dialoop_packed"
 """The `attn_implementation` under which transformers finds `packed_attention`."""
 
 _TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.11 has it not yet
+_MOST_PADDING = 0.25
 _ALTERING = ("position_bias", "cache")
 
 
@@ -87,9 +88,8 @@ def plan_attention(
     *,
     shared: SharedPrefixes | None = None,
     device: torch.device | str = "cpu",
-    fill: float = 0.25,
 ) -> AttentionPlan:
-    """Plan buckets of sequences so that at most a share of `fill` of any row is padding.
+    """Plan buckets of sequences so that at most a quarter of any row is padding.
 
     Sequences that share a beginning read its keys and values from the same computed tokens.
     """
@@ -97,7 +97,7 @@ def plan_attention(
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     buckets: list[list[int]] = []
     for i in order:
-        if not buckets or lengths[i] < (1 - fill) * lengths[buckets[-1][0]]:
+        if not buckets or lengths[i] < (1 - _MOST_PADDING) * lengths[buckets[-1][0]]:
             buckets.append([])
         buckets[-1].append(i)
     result_places = torch.empty(starts[-1], dtype=torch.int64)

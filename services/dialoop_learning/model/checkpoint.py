@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _MAX_NAMED = 3
+_MEASURED_S = 0.2
 
 
 def save_model(model: transformers.PreTrainedModel, directory: Path, **options: Any) -> None:
@@ -82,13 +83,13 @@ def require_whole(directory: Path) -> None:
         raise _differ(directory, "it " + "; it ".join(problems))
 
 
-def measure_gflops(*, seconds: float = 0.2) -> float:
+def measure_gflops() -> float:
     """Return how many billion operations a second products in float32 take here, on one thread."""
     torch.set_num_threads(1)
     left, right = torch.randn(512, 1024), torch.randn(1024, 1024)
     num_products, started = 0, time.perf_counter()
     with linear_products(left.device):
-        while (elapsed := time.perf_counter() - started) < seconds or not num_products:
+        while (elapsed := time.perf_counter() - started) < _MEASURED_S or not num_products:
             torch.nn.functional.linear(left, right)
             num_products += 1
     return num_products * 2 * 512 * 1024 * 1024 / elapsed / 1e9

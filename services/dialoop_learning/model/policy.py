@@ -31,7 +31,7 @@ from dialoop_learning.model.fused_head import (
     require_half,
     require_plain_head,
 )
-from dialoop_learning.model.logprobs import DEFAULT_CHUNK_ROWS, TokenScores, token_logprobs
+from dialoop_learning.model.logprobs import TokenScores, token_logprobs
 from dialoop_learning.model.products import linear_products
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 
@@ -59,10 +59,9 @@ class PolicyModel(nn.Module):
     All computation is inside `forward`, so that FSDP2 can shard this module as a whole.
     """
 
-    def __init__(self, causal_lm: Any, *, chunk_rows: int = DEFAULT_CHUNK_ROWS) -> None:
+    def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.chunk_rows = chunk_rows
         self.autocast: torch.dtype | None = None
         self.offloads = False
         """Whether what the layers keep for the backward pass waits in the host's memory."""
@@ -103,7 +102,6 @@ class PolicyModel(nn.Module):
             batch.packed_tokens[positions],
             temperature=temperature * self._logits_divisor,
             with_entropy=with_entropy,
-            chunk_rows=self.chunk_rows,
             kernel=self.logprob_kernel,
             bias=self.causal_lm.get_output_embeddings().bias,
             softcap=self._logits_softcap,
@@ -216,7 +214,6 @@ def load_policy(
     *,
     dtype: str = "float32",
     device: torch.device | str = "cpu",
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
 ) -> PolicyModel:
     """Load the model in `directory`, without dropout, and check that it scores packed rows.
 
@@ -233,7 +230,7 @@ def load_policy(
         )
     except ValueError as error:
         raise _not_packable(str(error)) from error
-    policy = PolicyModel(causal_lm.to(device), chunk_rows=chunk_rows)
+    policy = PolicyModel(causal_lm.to(device))
     policy.eval()
     require_packable(policy)
     return policy

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from dialoop_learning.parallel.ranks import Store
 
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -103,11 +104,6 @@ def collective(*, computes: bool = False, check: Callable[..., object] | None = 
         return call
 
     return decorate
-
-
-def collective_methods(kind: type) -> frozenset[str]:
-    """Return the names of a class's collective methods."""
-    return frozenset(name for name, value in vars(kind).items() if hasattr(value, _METHOD))
 
 
 class RankGroup(Generic[T]):

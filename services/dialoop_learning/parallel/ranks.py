@@ -26,7 +26,7 @@ from dialoop.errors import PreconditionFailed, Unavailable, Unsupported
 from dialoop.reasons import Reason
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
 
 from dialoop_learning.packing.rows import TokenRow, pack_rows
@@ -173,9 +173,7 @@ def join_ranks(
         dist.destroy_process_group()
 
 
-def shard(
-    policy: PolicyModel, ranks: Ranks, *, mixed_precision: MixedPrecisionPolicy | None = None
-) -> PolicyModel:
+def shard(policy: PolicyModel, ranks: Ranks) -> PolicyModel:
     """Shard the policy's parameters over the ranks, block by block; with one rank change nothing.
 
     Gradients are summed over ranks, not averaged, because each rank's loss is a share of the whole.
@@ -186,10 +184,9 @@ def shard(
         return policy
     _require_same(policy, ranks)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    precision = mixed_precision or MixedPrecisionPolicy()
     for block in _blocks(policy):
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(block, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -1,13 +1,13 @@
 """Which sequences share a packed row: first-fit-decreasing, never splitting one.
 
-plan_rows([5, 3, 4, 2], max_tokens=7).rows     # ((0, 3), (2, 1)): 5 + 2 and 4 + 3 tokens
+plan_rows([5, 3, 4, 2], max_tokens=7)     # ((0, 3), (2, 1)): 5 + 2 and 4 + 3 tokens
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
@@ -15,37 +15,21 @@ from dialoop.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-Oversize = Literal["error", "drop"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackingPlan:
-    """Rows of indices into the given lengths, and the indices that fit no row."""
-
-    rows: tuple[tuple[int, ...], ...]
-    dropped: tuple[int, ...] = ()
+_HIDDEN_SIZE = 1024
 
 
 def plan_rows(
-    lengths: Sequence[int],
-    *,
-    max_tokens: int,
-    oversize: Oversize = "error",
-    names: Sequence[str] | None = None,
-    groups: Sequence[int] | None = None,
-) -> PackingPlan:
-    """Plan rows of at most `max_tokens` tokens; the same lengths always give the same plan.
+    lengths: Sequence[int], *, max_tokens: int, groups: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Return rows of indices, each of at most `max_tokens` tokens; equal lengths give equal rows.
 
     First-fit-decreasing needs at most 11/9 of the smallest number of rows, plus one (Johnson 1973).
     With `groups` (one number for each sequence) the plan keeps the sequences of a group together,
     as many as a row holds, because a row computes what they have in common once.
-    A longer sequence raises InvalidInput (SEQUENCE_TOO_LONG), which names it by `names` or by its
-    index. With oversize="drop" the plan lists it in `dropped` instead.
+    Raises InvalidInput for a sequence that is longer (SEQUENCE_TOO_LONG) or empty (EMPTY_SEQUENCE).
     """
-    fitting, dropped = _split_oversize(lengths, max_tokens)
-    if dropped and oversize == "error":
-        raise _too_long(dropped[0], lengths, max_tokens, names)
-    longest_first = sorted(fitting, key=lambda i: (-lengths[i], i))
+    _require_fitting(lengths, max_tokens)
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     bundles = [[i] for i in longest_first]
     if groups is not None:
         bundles = _bundles(longest_first, lengths, max_tokens, groups)
@@ -60,7 +44,7 @@ def plan_rows(
             free.append(max_tokens)
         rows[row] += bundle
         free[row] -= size
-    return PackingPlan(rows=tuple(map(tuple, rows)), dropped=tuple(dropped))
+    return tuple(map(tuple, rows))
 
 
 def _bundles(
@@ -78,27 +62,20 @@ def _bundles(
     return sorted(bundles, key=lambda bundle: (-sum(lengths[i] for i in bundle), bundle[0]))
 
 
-def _split_oversize(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], list[int]]:
-    empty = [i for i, length in enumerate(lengths) if length < 1]
-    if empty:
-        raise InvalidInput(
-            f"Sequence {empty[0]} has {lengths[empty[0]]} tokens.",
-            reason=Reason.EMPTY_SEQUENCE,
-            remedy="Leave out sequences without tokens.",
-        )
-    fitting = [i for i, length in enumerate(lengths) if length <= max_tokens]
-    return fitting, [i for i, length in enumerate(lengths) if length > max_tokens]
-
-
-def _too_long(
-    index: int, lengths: Sequence[int], max_tokens: int, names: Sequence[str] | None
-) -> InvalidInput:
-    name = names[index] if names is not None else str(index)
-    return InvalidInput(
-        f"Sequence {name} has {lengths[index]} tokens, more than the {max_tokens} of a row.",
-        reason=Reason.SEQUENCE_TOO_LONG,
-        remedy="Raise max_row_tokens, shorten the episodes, or set oversize in [train].",
-    )
+def _require_fitting(lengths: Sequence[int], max_tokens: int) -> None:
+    for index, length in enumerate(lengths):
+        if length < 1:
+            raise InvalidInput(
+                f"Sequence {index} has {length} tokens.",
+                reason=Reason.EMPTY_SEQUENCE,
+                remedy="Leave out sequences without tokens.",
+            )
+        if length > max_tokens:
+            raise InvalidInput(
+                f"Sequence {index} has {length} tokens, more than the {max_tokens} of a row.",
+                reason=Reason.SEQUENCE_TOO_LONG,
+                remedy="Raise max_row_tokens, shorten the episodes, or set oversize in [train].",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,58 +87,47 @@ class RankPlan:
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    dropped: tuple[int, ...] = ()
 
     def rows_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Return the rows of one rank that hold a sequence."""
         return tuple(row for row in self.ranks[rank] if row)
 
 
-def row_cost(lengths: Sequence[int], *, hidden_size: int = 1024) -> float:
+def row_cost(lengths: Sequence[int]) -> float:
     """Return what a row of sequences costs, in tokens of a short sequence.
 
     A decoder layer does about 12 h^2 multiplications for a token and 2 h for each token it attends
-    to, L / 2 on average: L (1 + L / (12 h)).
+    to, L / 2 on average: L (1 + L / (12 h)), with h = 1024.
     """
-    return sum(length * (1 + length / (12 * hidden_size)) for length in lengths)
+    return sum(length * (1 + length / (12 * _HIDDEN_SIZE)) for length in lengths)
 
 
-def plan_ranks(  # noqa: PLR0913 - what to pack, over what, and what to do with misfits
+def plan_ranks(
     lengths: Sequence[int],
     *,
     max_tokens: int,
     num_ranks: int,
-    oversize: Oversize = "error",
-    names: Sequence[str] | None = None,
     groups: Sequence[int] | None = None,
-    hidden_size: int = 1024,
 ) -> RankPlan:
     """Plan rows of at most `max_tokens` tokens for each rank; no sequence is split.
 
     The k-th rows of all ranks wait for each other, so they cost about the same. No rank has more
     rows than `plan_rows` makes of all sequences. plan_ranks([6, 4, 3, 2], max_tokens=8,
-    num_ranks=2) is ((0, 3),) and ((1, 2),). Errors and `oversize` are those of `plan_rows`.
-    `groups` counts for one rank only; several ranks balance sequences wherever their group is.
+    num_ranks=2) is ((0, 3),) and ((1, 2),). Errors are those of `plan_rows`. `groups` counts for
+    one rank only; several ranks balance sequences wherever their group is.
     """
-    plan = plan_rows(
-        lengths,
-        max_tokens=max_tokens,
-        oversize=oversize,
-        names=names,
-        groups=groups if num_ranks == 1 else None,
-    )
     if num_ranks == 1:
-        return RankPlan(ranks=(plan.rows,), dropped=plan.dropped)
-    num_rows = -(-len(plan.rows) // num_ranks)
+        return RankPlan(ranks=(plan_rows(lengths, max_tokens=max_tokens, groups=groups),))
+    plan = plan_rows(lengths, max_tokens=max_tokens)
+    num_rows = -(-len(plan) // num_ranks)
 
     def cost(row: Sequence[int]) -> float:
-        return row_cost([lengths[i] for i in row], hidden_size=hidden_size)
+        return row_cost([lengths[i] for i in row])
 
-    fitting = [i for row in plan.rows for i in row]
-    rows = _level(fitting, lengths, max_tokens, num_rows * num_ranks) or list(plan.rows)
+    fitting = [i for row in plan for i in row]
+    rows = _level(fitting, lengths, max_tokens, num_rows * num_ranks) or list(plan)
     rows = [*rows, *[()] * (num_rows * num_ranks - len(rows))]
-    dealt = _deal(sorted(rows, key=cost, reverse=True), num_ranks, cost)
-    return RankPlan(ranks=dealt, dropped=plan.dropped)
+    return RankPlan(ranks=_deal(sorted(rows, key=cost, reverse=True), num_ranks, cost))
 
 
 def _level(

@@ -29,7 +29,7 @@ from dialoop_learning.loss.facts import LOSSES, OPTIMIZERS, facts_of
 from dialoop_services.config.tables import DATA_PLANES
 from dialoop_services.config.values import did_you_mean
 from dialoop_services.scorer.estimator import load_estimator
-from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations
+from dialoop_services.trainer.data.demonstrations import numbered_demonstrations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

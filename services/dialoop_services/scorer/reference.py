@@ -64,7 +64,7 @@ class ReferenceModel:
             groups=[row.group_index for row in rows],
         )
         logprobs: dict[int, Floats] = {}
-        for indices in plan.rows:
+        for indices in plan:
             batch = pack_rows([rows[index] for index in indices])
             counts = torch.tensor([int(rows[index].response_mask.sum()) for index in indices])
             scale = torch.tensor([temperatures[index] for index in indices])

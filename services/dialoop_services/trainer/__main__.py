@@ -32,9 +32,12 @@ from dialoop_services.hosting.hosts import OwnProcess
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.process import run_blocking
 from dialoop_services.runtime.settings import load
-from dialoop_services.trainer.data.demonstration_set import DemonstrationSet, demonstration_set
+from dialoop_services.trainer.data.demonstrations import (
+    DemonstrationSet,
+    demonstration_set,
+    warm_start_batches,
+)
 from dialoop_services.trainer.data.queue_client import QueueClient
-from dialoop_services.trainer.data.warm_start import WarmStartBatches, demonstrator
 from dialoop_services.trainer.job.evaluation import Evaluator
 from dialoop_services.trainer.job.job import TrainingJob
 from dialoop_services.trainer.job.parts import JobParts
@@ -96,7 +99,8 @@ async def serve_in(
     """Train to the end, then answer calls until the host stops; without `learners` on one rank."""
     await _compute_first(settings)
     builder = _builder(settings)
-    warm_start = _warm_start(settings, builder)
+    # The demonstrations are read before anything heavy is loaded.
+    warm_start = warm_start_batches(settings, builder) if settings.warm_start.num_steps else None
     supervised = demonstration_set(settings, builder) if settings.mode == "sft" else None
     settings = with_steps_of(settings, supervised)
     trackers = trackers_of(settings)  # before the model is loaded, since one may be refused
@@ -110,7 +114,6 @@ async def serve_in(
     board = StatusBoard()
     async with AsyncExitStack() as exits:
         exits.callback(records.close)
-
         enter = exits.enter_async_context
         queue = host.connect(settings.replay_address, "replay", retry=_RETRY_UNTIL_DEADLINE)
         replay = QueueClient(await enter(queue))
@@ -170,7 +173,10 @@ def show_metrics(server: GrpcServer, board: StatusBoard, records: RunRecords) ->
         "dialoop_steps",
         "Steps that the trainer has taken.",
         "kind",
-        lambda: {"train": board.num_train_steps, "warm_start": board.num_warm_start_steps},
+        lambda: {
+            "train": board.state.num_train_steps,
+            "warm_start": board.state.num_warm_start_steps,
+        },
     )
     server.show(
         "dialoop_alarms",
@@ -267,20 +273,6 @@ def _make_tiny_model(settings: TrainerSettings) -> None:
 def _builder(settings: TrainerSettings) -> TokenBuilder:
     tokenizer = Tokenizer.from_directory(settings.model_dir)
     return TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
-
-
-def _warm_start(settings: TrainerSettings, builder: TokenBuilder) -> WarmStartBatches | None:
-    """Read the demonstrations of a warm start, before anything heavy is loaded."""
-    if not settings.warm_start.num_steps:
-        return None
-    demonstrate, stop = demonstrator(settings, builder)
-    return WarmStartBatches(
-        demonstrate,
-        builder,
-        stop=stop,
-        batch_size=settings.warm_start.batch_size,
-        seed=settings.seed,
-    )
 
 
 if __name__ == "__main__":

@@ -53,9 +53,9 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         return pb.GetStatusResponse(
             phase=pb.Phase.Name(int(phase)),
             policy_version=policy_version_to_proto(newest.policy_version) if newest else None,
-            num_train_steps=board.num_train_steps,
+            num_train_steps=board.state.num_train_steps,
             max_train_steps=self._settings.num_steps,
-            num_warm_start_steps=board.num_warm_start_steps,
+            num_warm_start_steps=board.state.num_warm_start_steps,
             max_warm_start_steps=self._settings.warm_start.num_steps,
             metrics=self._records.newest,
             failure=board.failure,
@@ -81,7 +81,9 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         self, request: pb.CheckpointRequest, context: Context
     ) -> pb.CheckpointResponse:
         path = await self._job.checkpoint()
-        return pb.CheckpointResponse(path=str(path), num_train_steps=self._board.num_train_steps)
+        return pb.CheckpointResponse(
+            path=str(path), num_train_steps=self._board.state.num_train_steps
+        )
 
     async def Pause(
         self, request: pb.TrainerServicePauseRequest, context: Context

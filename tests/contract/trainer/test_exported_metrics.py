@@ -40,7 +40,7 @@ async def test_steps_alarms_and_newest_numbers_follow_the_job(tmp_path: Path) ->
 
         assert await read("dialoop_steps_total") == {"train": 0, "warm_start": 0}
         assert await read("dialoop_alarms") == {}
-        board.num_train_steps = 2
+        board.state.num_train_steps = 2
         board.raise_alarm("NO_SIGNAL", on=True)
         values = {"reward": 0.5, "loss": float("inf"), "by_depth": {"0": {"ess": 1.0}}}
         records.metric("train", train_step=2, policy_version=VERSION, **values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ import torch
 from dialoop.errors import InvalidConfig
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.parallel import group_commands
-from dialoop_learning.parallel.group_commands import collective_methods
 from dialoop_learning.parallel.ranks import ALONE
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.ranks import (
@@ -65,24 +63,6 @@ def test_one_process_learns_as_without_ranks_and_encodes_nothing(
     assert plain(take_steps(learner, tmp_path)) == alone[1]
     names = [out / "model.safetensors" for out in (tmp_path, alone[0])]
     assert names[0].read_bytes() == names[1].read_bytes()
-
-
-def test_no_collective_method_is_declared_twice() -> None:
-    """A second class that repeats the learner's methods, to call it over ranks, say."""
-    names = collective_methods(Learner)
-    assert {"forward_backward", "optim_step", "snapshot", "restore", "train_step"} <= names
-    declared = [
-        (node.name, path.name)
-        for folder in ("trainer", "learning")
-        for path in (ROOT / "services" / "dialoop_services" / folder).rglob("*.py")
-        for kind in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(kind, ast.ClassDef) and "Protocol" not in map(ast.unparse, kind.bases)
-        for node in kind.body
-        if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-    # Of a directory of checkpoints, and of a state that has no ranks.
-    allowed = {("restore", "checkpoint.py"), ("capture", "learner_state.py")}
-    assert sorted(set(declared) - allowed) == sorted((name, "learner.py") for name in names)
 
 
 @pytest.mark.heavy(reason="starts two trainers; two ranks of updates stay by default")

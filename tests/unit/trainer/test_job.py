@@ -227,7 +227,7 @@ async def test_a_number_that_was_announced_and_lost_does_not_come_back_in_its_li
     again.replay.policy_version = version(2)
     await again.run()
     assert again.publisher.published == [("main.1-1", 0)]
-    assert again.board.num_train_steps == 0
+    assert again.board.state.num_train_steps == 0
 
 
 async def test_an_evaluation_that_fails_does_not_end_the_training(

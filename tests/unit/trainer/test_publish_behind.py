@@ -39,15 +39,19 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
-def test_one_pass_writes_the_bytes_of_safetensors_and_their_digest(tmp_path: Path) -> None:
+def test_the_bytes_are_those_of_safetensors_with_their_digest(tmp_path: Path) -> None:
     tensors, path, copy = weights(), tmp_path / "own" / "w", tmp_path / "memory" / "w"
     exported = CapturedWeights(path=path, tensors=tensors, metadata={"format": "pt"}).write(copy)
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(plain, tmp_path / "theirs", metadata={"format": "pt"})
+    readable = tmp_path / "readable"
+    readable.touch()
     content = path.read_bytes()
     assert content == (tmp_path / "theirs").read_bytes() == copy.read_bytes()
     assert exported.sha256 == hashlib.sha256(content).hexdigest()
     assert exported.num_bytes == len(content)
+    modes = {file.stat().st_mode for file in (path, copy, readable)}
+    assert len(modes) == 1  # whoever may read other files of the run may read the weights
     assert torch.equal(load_file(path)["turned"], tensors["turned"])
 
 

@@ -20,7 +20,7 @@ from dialoop_ops.policies.rescore import (
     sampled_by_version,
 )
 from dialoop_ops.stack.report.summary import count_outcomes
-from dialoop_services.trainer.data.demonstration_files import numbered_demonstrations
+from dialoop_services.trainer.data.demonstrations import numbered_demonstrations
 from dialoop_services.trainer.records import records
 from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.records.rows import trajectory_files

@@ -14,8 +14,12 @@ from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_ops.stack.report.plot import draw_learning
-from dialoop_services.trainer.__main__ import _builder, _warm_start, with_steps_of
-from dialoop_services.trainer.data.demonstration_set import DemonstrationSet, demonstration_set
+from dialoop_services.trainer.__main__ import _builder, with_steps_of
+from dialoop_services.trainer.data.demonstrations import (
+    DemonstrationSet,
+    demonstration_set,
+    warm_start_batches,
+)
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 
@@ -322,10 +326,9 @@ def test_a_warm_start_never_draws_what_leaves_nothing_to_train(
     options = {"warm_start": {"file": str(path), "num_steps": 1}, "max_row_tokens": 128}
     settings = TrainerSettings.model_validate({"model_dir": model_dir, **options})
     with pytest.raises(InvalidConfig, match="line 2 has"):
-        _warm_start(settings, _builder(settings))
+        warm_start_batches(settings, _builder(settings))
     settings = settings.model_copy(update={"oversize": "truncate"})
-    demonstrations = _warm_start(settings, _builder(settings))
-    assert demonstrations is not None
+    demonstrations = warm_start_batches(settings, _builder(settings))
     drawn = [row for _ in range(3) for row in next(demonstrations)]
     assert max(len(row.token_ids) for row in drawn) < 128
 

@@ -365,7 +365,7 @@ async def test_bad_groups_are_an_alarm_until_a_batch_is_trained_and_fail_no_job_
     here.offer("q", "r")
     await running
     assert not here.board.alarms
-    assert here.board.num_train_steps == 2
+    assert here.board.state.num_train_steps == 2
 
 
 async def test_a_failed_job_says_why_and_nothing_of_what_is_not_ours(
@@ -407,7 +407,7 @@ async def test_training_stops_early_as_the_settings_say(
             lambda num_asked=num_asked: (
                 running.done()
                 or here.evaluator.num_asked > num_asked
-                or here.board.num_train_steps == 6
+                or here.board.state.num_train_steps == 6
             )
         )
     async with asyncio.timeout(PATIENCE_S):

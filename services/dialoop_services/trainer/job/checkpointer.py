@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from dialoop_services.trainer.data.batches import Batch
     from dialoop_services.trainer.job.parts import JobParts
-    from dialoop_services.trainer.job.state import JobState
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -37,12 +36,12 @@ DEAD_LETTERS_FORGOTTEN = "DEAD_LETTERS_FORGOTTEN"
 class Checkpointer:
     """Saves and restores the job's state and the learner's; called between train steps."""
 
-    def __init__(self, settings: TrainerSettings, parts: JobParts, state: JobState) -> None:
+    def __init__(self, settings: TrainerSettings, parts: JobParts) -> None:
         self._settings = settings
         self._parts = parts
         self._replay = parts.replay
-        self.state = state
-        self.timer = PhaseTimer(state)
+        self.state = parts.board.state
+        self.timer = PhaseTimer(self.state)
         self.journal = Journal(parts.checkpoints)
         self.held = HeldLeases(settings.run, parts.replay, lease_s=settings.lease_s)
         # A line that is added while a checkpoint is saved would be in neither.
@@ -52,7 +51,7 @@ class Checkpointer:
 
     async def restore(self) -> bool:
         """Load the newest checkpoint and acknowledge its groups; return False without one."""
-        state, board = self.state, self._parts.board
+        state = self.state
         restored = await asyncio.to_thread(self._parts.checkpoints.restore, self._parts.learner)
         if restored is None:
             # Killed before its first checkpoint: engines may have sampled from what was published.
@@ -66,8 +65,6 @@ class Checkpointer:
         # The last checkpoint is older than these: a job that has ended does not measure them again.
         state.evaluations |= self._parts.records.evaluated_after(state.num_train_steps)
         self.held.release(self.held.lease_ids)
-        board.num_train_steps = state.num_train_steps
-        board.num_warm_start_steps = state.num_warm_start_steps
         await self._replay.acknowledge(self._settings.run, state.consumed_lease_ids)
         state.consumed_lease_ids.clear()
         return True

@@ -20,7 +20,7 @@ import shutil
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.clients.trainer import Phase
 from dialoop.errors import DialoopError
@@ -30,7 +30,6 @@ from dialoop_services.trainer.job.checkpointer import Checkpointer
 from dialoop_services.trainer.job.evaluation import EvaluationPlan, EvaluationResult
 from dialoop_services.trainer.job.evaluation_schedule import EvaluationSchedule
 from dialoop_services.trainer.job.policy_versions import VersionedPublisher
-from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.job.supervised import SupervisedSteps, WarmStart
 from dialoop_services.trainer.job.train_steps import TrainSteps
 from dialoop_services.trainer.recovery.recovery import Recovery
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
     from pathlib import Path
 
-    from dialoop_services.trainer.data.demonstration_set import DemonstrationSet
+    from dialoop_services.trainer.data.demonstrations import DemonstrationSet
     from dialoop_services.trainer.job.parts import JobParts
     from dialoop_services.trainer.publish.publisher import Published
     from dialoop_services.trainer.settings import TrainerSettings
@@ -54,13 +53,6 @@ _MB = 1 << 20
 T = TypeVar("T")
 
 
-class Steps(Protocol):
-    """A kind of training, one step at a time."""
-
-    async def next_step(self) -> Callable[[], Awaitable[None]] | None:
-        """Wait for the data of the next step; return the step, or None when the job stops."""
-
-
 class TrainingJob:
     """Runs the phases in order. There is one per process, and one task runs it."""
 
@@ -73,8 +65,8 @@ class TrainingJob:
         self._settings = settings
         self._parts = parts
         self._board = parts.board
-        self.state = JobState()
-        self.checkpointer = Checkpointer(settings, parts, self.state)
+        self.state = parts.board.state
+        self.checkpointer = Checkpointer(settings, parts)
         self.versions = VersionedPublisher(settings, parts, self.checkpointer)
         self.schedule = EvaluationSchedule(settings, parts.records, self.checkpointer)
         # Held by a train step, and by callers that need the weights to stay as they are.
@@ -85,9 +77,9 @@ class TrainingJob:
         self._recovery = Recovery(
             settings, parts, self.checkpointer, self.versions, self.schedule, steps
         )
-        self._steps: Steps = steps
+        self._steps: TrainSteps | SupervisedSteps = steps
         if demonstrations is not None:
-            supervised = SupervisedSteps(settings, parts, self.state, demonstrations)
+            supervised = SupervisedSteps(settings, parts, demonstrations)
             self._steps = self._supervised = supervised
         self._requests: set[asyncio.Task[Any]] = set()
         self.broken: Future[None] = Future()

@@ -10,11 +10,10 @@ from dialoop_services.trainer.publish.placement import Split
 if TYPE_CHECKING:
     from dialoop.clients.replay import ReplayClient
 
-    from dialoop_services.trainer.data.warm_start import WarmStartBatches
+    from dialoop_services.trainer.data.demonstrations import WarmStartBatches
     from dialoop_services.trainer.job.evaluation import Evaluator
     from dialoop_services.trainer.job.status import StatusBoard
     from dialoop_services.trainer.learner.learner import Learner
-    from dialoop_services.trainer.publish.placement import Placement
     from dialoop_services.trainer.publish.publisher import Publisher
     from dialoop_services.trainer.records.records import RunRecords
     from dialoop_services.trainer.recovery.checkpoint import Checkpoints
@@ -32,4 +31,4 @@ class JobParts:
     checkpoints: Checkpoints
     records: RunRecords
     board: StatusBoard
-    placement: Placement = field(default_factory=Split)
+    placement: Split = field(default_factory=Split)

@@ -10,6 +10,7 @@ from dialoop.errors import DialoopError
 from dialoop.waits import waiting_for
 
 from dialoop_services.runtime.exit_reason import known_error
+from dialoop_services.trainer.job.state import JobState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
 
 
 class StatusBoard:
-    """The status that the job writes and the servicer reads, both in one event loop."""
+    """The job's state and status, which the job writes and the servicer reads in one event loop."""
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING
-        self.num_train_steps = 0
-        self.num_warm_start_steps = 0
+        self.state = JobState()
         self.failure = ""
         self.newest: Published | None = None
         self.alarms: set[str] = set()

@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dialoop_services.trainer.data.demonstration_files import num_tokens_to_train
+from dialoop_services.trainer.data.demonstrations import num_tokens_to_train
 from dialoop_services.trainer.job.train_steps import row_of_oversize
 
 if TYPE_CHECKING:
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
     from dialoop.sequences import Sequence
 
-    from dialoop_services.trainer.data.demonstration_set import DemonstrationSet
+    from dialoop_services.trainer.data.demonstrations import DemonstrationSet
     from dialoop_services.trainer.job.checkpointer import Checkpointer
     from dialoop_services.trainer.job.parts import JobParts
-    from dialoop_services.trainer.job.state import JobState
     from dialoop_services.trainer.settings import TrainerSettings
 
 _RECORD_EVERY = 10
@@ -58,7 +57,6 @@ class WarmStart:
             lambda: learner.warm_start_step(learner.rows_to_imitate(batch))
         )
         state.num_warm_start_steps += 1
-        self._parts.board.num_warm_start_steps = state.num_warm_start_steps
         if state.num_warm_start_steps % _RECORD_EVERY == 0:
             self._parts.records.metric(
                 "warm_start",
@@ -76,12 +74,11 @@ class SupervisedSteps:
         self,
         settings: TrainerSettings,
         parts: JobParts,
-        state: JobState,
         demonstrations: DemonstrationSet,
     ) -> None:
         self._settings = settings
         self._parts = parts
-        self._state = state
+        self._state = parts.board.state
         self._demonstrations = demonstrations
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
@@ -120,7 +117,6 @@ class SupervisedSteps:
         num_tokens = sum(num_tokens_to_train(sequence, self._settings) for sequence in batch)
         state.num_train_steps += 1
         state.num_trained_tokens += num_tokens
-        self._parts.board.num_train_steps = state.num_train_steps
         self._parts.records.metric(
             "train",
             train_step=state.num_train_steps,

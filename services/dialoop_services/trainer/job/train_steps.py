@@ -390,7 +390,6 @@ class TrainSteps:
         if report.num_updates:
             state.num_train_steps += 1
             self._num_refused = self._num_without_signal = self._num_empty = 0
-            self._board.num_train_steps = state.num_train_steps
             self._board.raise_alarm(GROUPS_SET_ASIDE, on=False)
             self._board.raise_alarm(NO_SIGNAL, on=False)
         else:

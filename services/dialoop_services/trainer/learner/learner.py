@@ -351,10 +351,7 @@ class Learner:
 
     @collective()
     def export(self, path: Path, *copies: Path) -> ExportedWeights:
-        """Write the weights as they are now, also to `copies`; a file appears whole or not at all.
-
-        Bytes are read once.
-        """
+        """Write the weights as they are now, also to `copies`; each appears whole or not at all."""
         return self.state.write_weights(path, *copies)
 
     @collective()

@@ -3,8 +3,8 @@
 Every method that touches a file is collective: all ranks call it. The first rank writes, except
 that each rank writes its own part of a sharded checkpoint. Every rank reads by itself.
 
-Weights on their way to a file are captured at one moment, and written and digested in one pass.
-`CapturedWeights.write` may run in another thread, beside the next train step.
+Weights on their way to a file are captured at one moment. `CapturedWeights.write` may run in
+another thread, beside the next train step.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import ast
 import gc
 import hashlib
 import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.clients.weights import WeightsKind
@@ -43,7 +44,8 @@ from dialoop_learning.parallel.parallel_state import (
     save_sharded,
 )
 from dialoop_learning.parallel.ranks import ALONE, Ranks, reshard
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from dialoop_services.runtime.durable import (
     named_failures,
@@ -54,31 +56,12 @@ from dialoop_services.runtime.durable import (
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from dialoop_learning.model.policy import PolicyModel
     from dialoop_learning.optim import GuardedOptimizer
     from torch import Tensor, nn
-
-
-_CHUNK_BYTES = 1 << 20
-"""Bytes that are written and digested together, while the processor still has them in its cache."""
-
-# In the order of a safetensors file: the widest first, so that every tensor is aligned.
-_NAMES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_RANKS = {dtype: rank for rank, dtype in enumerate(_NAMES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,54 +93,24 @@ class CapturedWeights:
     def write(self, *copies: Path) -> ExportedWeights:
         """Write the file, and the same bytes to `copies`; each appears whole or not at all.
 
-        The bytes are read once. The caller brings the file to the disk, where something relies on
-        that. Raise PreconditionFailed (WRITE_FAILED) if one of them cannot be written.
+        The caller brings the file to the disk, where something relies on that. Raise
+        PreconditionFailed (WRITE_FAILED) if one of them cannot be written.
         """
+        tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}
         with ExitStack() as whole:
             temporaries = [whole.enter_context(whole_file(p, sync=False)) for p in copies]
             # Left first: a reader of a copy may rely on the file, so it appears before the copies.
-            temporaries.append(whole.enter_context(whole_file(self.path, sync=False)))
-            files = [whole.enter_context(path.open("wb")) for path in temporaries]
-            sha256, num_bytes = _write(self.tensors, self.metadata, files)
+            file = whole.enter_context(whole_file(self.path, sync=False, errors=(SafetensorError,)))
+            file.touch()
+            mode = file.stat().st_mode  # safetensors makes its files with mode 600
+            save_file(tensors, file, dict(self.metadata))
+            file.chmod(mode)
+            for copy in temporaries:
+                shutil.copy(file, copy)
+            sha256, num_bytes = _sha256(file), file.stat().st_size
         return ExportedWeights(
             path=self.path, sha256=sha256, num_bytes=num_bytes, kind=self.kind, **self.adapter
         )
-
-
-def _write(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], files: Sequence[BinaryIO]
-) -> tuple[str, int]:
-    """Write the bytes of `safetensors.torch.save_file`; return SHA-256 and length."""
-    digest, num_bytes = hashlib.sha256(), 0
-    for chunk in _chunks(tensors, metadata):
-        digest.update(chunk)
-        for file in files:
-            file.write(chunk)
-        num_bytes += len(chunk)
-    return digest.hexdigest(), num_bytes
-
-
-def _chunks(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> Iterator[bytes | memoryview]:
-    """Yield the file: the header's length in 8 bytes, the header, then tensors without gaps.
-
-    Source: the format at https://github.com/huggingface/safetensors.
-    """
-    ordered = sorted(tensors.items(), key=lambda item: (_RANKS[item[1].dtype], item[0]))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
-        shape = list(tensor.shape)
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(flat), _CHUNK_BYTES):
-            yield flat[start : start + _CHUNK_BYTES]
 
 
 WEIGHTS, _STATE, _PARTS = "model.safetensors", "learner.pt", "parts"

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Protocol
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, PreconditionFailed, Unsupported
 from dialoop.waits import waiting_for
@@ -24,10 +24,11 @@ from dialoop.waits import waiting_for
 from dialoop_services.runtime.device_lock import DeviceLock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from dialoop.clients.inference import InferenceClient
 
+    from dialoop_services.trainer.learner.learner import Learner
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -37,44 +38,22 @@ _ANSWER_S = 10.0
 HOST = "cpu"
 
 
-class Computing(Protocol):
-    """An object that computes on a device."""
-
-    def move_to(self, device: str) -> None:
-        """Move all its tensors to the device."""
-
-    def ask_before_computing(self, ask: Callable[[], None]) -> None:
-        """Call `ask` before every computation, from now on; it may block."""
-
-
-class Placement(Protocol):
-    """The way the trainer and the engines divide devices. One task at a time calls its methods."""
-
-    is_shared: bool
-
-    async def leave(self) -> None:
-        """Give up the device and leave nothing of the trainer on it. Engines still sleep."""
-
-    def engines_awake(self, between_steps: asyncio.Lock) -> AbstractAsyncContextManager[None]:
-        """Return a context in which engines are awake and the trainer does not take the device."""
-
-
 class Split:
-    """The trainer has a device of its own."""
+    """The trainer has a device of its own, and the engines are always awake."""
 
     is_shared = False
 
     async def leave(self) -> None:
-        """Do nothing: the trainer keeps its device."""
+        """Give up the device and leave nothing of the trainer on it. Engines still sleep."""
 
     @asynccontextmanager
     async def engines_awake(self, between_steps: asyncio.Lock) -> AsyncIterator[None]:
-        """Do nothing: the engines are always awake."""
+        """Keep the engines awake in the context, and the trainer off a device that they need."""
         yield
 
 
-class Shared:
-    """The trainer and the replicas take turns on one device.
+class Shared(Split):
+    """The trainer and the replicas take turns on one device. One task at a time calls its methods.
 
     The learner takes the device before it computes anything. The job calls `leave` when it does not
     need the device for now.
@@ -85,7 +64,7 @@ class Shared:
     def __init__(
         self,
         lock: DeviceLock,
-        learner: Computing,
+        learner: Learner,
         replicas: Sequence[InferenceClient],
         *,
         device: str,
@@ -182,8 +161,8 @@ class Shared:
 
 
 def placement_of(
-    settings: TrainerSettings, learner: Computing, replicas: Sequence[InferenceClient]
-) -> Placement:
+    settings: TrainerSettings, learner: Learner, replicas: Sequence[InferenceClient]
+) -> Split:
     """Return a Shared placement when the settings name a device lock, else a Split one."""
     if settings.device_lock is None:
         return Split()

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.learner.learner import Learner
     from dialoop_services.trainer.learner.learner_state import CapturedWeights, ExportedWeights
     from dialoop_services.trainer.publish.data_planes import WeightsSender
-    from dialoop_services.trainer.publish.placement import Placement
     from dialoop_services.trainer.publish.rotation import Rotation
     from dialoop_services.trainer.settings import TrainerSettings
 
@@ -94,7 +93,7 @@ class Publisher:
         learner: Learner,
         replicas: Sequence[InferenceClient],
         replay: ReplayClient,
-        placement: Placement | None = None,
+        placement: Split | None = None,
         rotation: Rotation | None = None,
         tokenizer_digest: str = "",
     ) -> None:
