@@ -135,15 +135,17 @@ def load_adapter(causal_lm: Any, tensors: dict[str, Tensor]) -> None:
     causal_lm.load_state_dict(named, strict=False)
 
 
-def save_adapter_config(causal_lm: Any, directory: Path, *, base: Path) -> None:
-    """Write adapter_config.json, so that PEFT can load `directory`."""
+def save_adapter_config(causal_lm: Any, directory: Path, *, base: Path) -> str:
+    """Write adapter_config.json, so that PEFT can load `directory`, and return its text."""
     config = causal_lm.peft_config[_NAME]
     config.base_model_name_or_path = str(base.resolve())
     config.save_pretrained(str(directory))
     path = directory / ADAPTER_CONFIG
     written = json.loads(path.read_text("utf-8"))
     written["target_modules"] = sorted(written["target_modules"])  # PEFT writes a set, in any order
-    path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps(written, indent=2, sort_keys=True) + "\n"
+    path.write_text(text, encoding="utf-8")
+    return text
 
 
 def _linear_layers(causal_lm: Any) -> set[str]:

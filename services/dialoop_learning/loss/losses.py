@@ -196,10 +196,7 @@ def grpo(
     "prompt_mean".
     """
     ratio, advantages = inputs.log_ratio().exp(), inputs.require("advantages")
-    objective = torch.minimum(
-        ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    )
-    clipped = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    objective, clipped = _clip(ratio, advantages, clip_low, clip_high)
     if dual_clip:
         bounded = torch.maximum(objective, dual_clip * advantages)
         objective = torch.where(advantages < 0, bounded, objective)
@@ -230,10 +227,8 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     """
     advantages = inputs.require("advantages")
     ratio = inputs.sequence_mean(inputs.log_ratio()).exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = inputs.mean(-torch.minimum(ratio * advantages, bounded * advantages))
-    clipped = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-    return LossOutput(loss, {}, clipped & (advantages != 0))
+    objective, clipped = _clip(ratio, advantages, clip_low, clip_high)
+    return LossOutput(inputs.mean(-objective), {}, clipped & (advantages != 0))
 
 
 def reinforce(inputs: LossInputs) -> LossOutput:
@@ -280,10 +275,8 @@ def decoupled_ppo(
     mismatch = inputs.require("proximal_logprobs") - inputs.require("inference_logprobs")
     weight = mismatch.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=max_weight)
     ratio, advantages = inputs.log_ratio().exp(), inputs.require("advantages") * weight
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = inputs.mean(-torch.minimum(ratio * advantages, bounded * advantages))
-    clipped = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
-    return LossOutput(loss, {}, clipped & (advantages != 0))
+    objective, clipped = _clip(ratio, advantages, clip_low, clip_high)
+    return LossOutput(inputs.mean(-objective), {}, clipped & (advantages != 0))
 
 
 def distill(inputs: LossInputs) -> LossOutput:
@@ -320,3 +313,12 @@ def minor_sft(inputs: LossInputs, *, beta: float = 0.1) -> LossOutput:
     gain = inputs.sequence_mean(inputs.log_ratio_to("ref_logprobs"))
     loss = inputs.mean(-torch.nn.functional.logsigmoid(beta * gain))
     return LossOutput(loss, {"nll": inputs.token_mean(-inputs.policy_logprobs).detach()})
+
+
+def _clip(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Return PPO's clipped objective [M], and which tokens lie beyond its bounds [M]."""
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    beyond = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    return torch.minimum(ratio * advantages, bounded * advantages), beyond

@@ -236,7 +236,9 @@ def test_the_table_of_losses_and_the_formulas_are_one_list() -> None:
     formulas = {
         name
         for name, value in vars(losses).items()
-        if inspect.isfunction(value) and value.__module__ == losses.__name__
+        if inspect.isfunction(value)
+        and value.__module__ == losses.__name__
+        and not name.startswith("_")
     }
     assert named == formulas
 

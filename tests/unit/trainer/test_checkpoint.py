@@ -41,17 +41,18 @@ class FakeLearner:
         self._not_loaded = not_loaded
 
     def snapshot(self, directory: Path) -> None:
-        (directory / "weights").write_text("" if self._killed else self.weights, "utf-8")
+        (directory / "weights").write_text("" if self._killed else f"{self.weights}\n")
         if self._killed:
             raise KeyboardInterrupt
 
     def damage_in(self, directory: Path) -> str:
-        return ""
+        is_whole = (directory / "weights").read_text().endswith("\n")
+        return "" if is_whole else "weights is cut"
 
     def restore(self, directory: Path) -> None:
         if self._not_loaded is not None:
             raise self._not_loaded
-        self.weights = (directory / "weights").read_text("utf-8")
+        self.weights = (directory / "weights").read_text().rstrip()
 
 
 def learner(weights: str = "", **options: Any) -> Learner:

@@ -38,8 +38,3 @@ def test_consumed_groups_are_remembered_until_they_would_be_stale_and_longer() -
     state.num_policy_versions = 1000
     state.forget_consumed(max_staleness=7)
     assert not state.consumed_group_ids
-
-
-def test_the_consumed_groups_of_an_older_checkpoint_are_read() -> None:
-    data = JobState(num_policy_versions=5).to_json() | {"consumed_group_ids": ["a"]}
-    assert JobState.from_json(data).consumed_group_ids == {"a": 5}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -13,7 +12,6 @@ from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.file import parse_config
 from dialoop_services.runtime.device_lock import DeviceLock
 from dialoop_services.runtime.settings import load
-from dialoop_services.trainer.learner.learner import policy_of
 from dialoop_services.trainer.publish.placement import Shared, Split
 from dialoop_services.trainer.settings import TrainerSettings
 
@@ -63,13 +61,6 @@ def test_sft_may_share_at_any_depth() -> None:
 def test_a_trainer_started_by_hand_is_told_too(unfit: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="on a shared device"):
         load(TrainerSettings, **{"pipeline_depth": 0} | unfit, device_lock=tmp_path / "lock")
-
-
-def test_several_devices_are_not_shared(tmp_path: Path) -> None:
-    settings = TrainerSettings(device="cuda", device_lock=tmp_path / "lock", pipeline_depth=0)
-    with pytest.raises(InvalidConfig) as caught:
-        policy_of(settings, cast("Any", SimpleNamespace(size=2)))
-    assert caught.value.reason == "SHARED_DEVICE"
 
 
 def test_trainer_and_replicas_get_one_lock_and_only_where_they_share(tmp_path: Path) -> None:

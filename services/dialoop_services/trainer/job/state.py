@@ -96,17 +96,13 @@ class JobState:
         version = PolicyVersion(**data.pop("policy_version"))
         histogram = Counter({int(k): v for k, v in data.pop("staleness_histogram").items()})
         forks = Counter(data.pop("forks"))
-        consumed = data.pop("consumed_group_ids")
-        if isinstance(consumed, list):  # of a checkpoint before the versions were kept
-            consumed = dict.fromkeys(consumed, data["num_policy_versions"])
         data["stopped_early"] = ""
-        lengths = Counter({int(k): v for k, v in data.pop("trained_lengths", {}).items()})
+        lengths = Counter({int(k): v for k, v in data.pop("trained_lengths").items()})
         return cls(
             policy_version=version,
             staleness_histogram=histogram,
             forks=forks,
             trained_lengths=lengths,
-            consumed_group_ids=consumed,
             **data,
         )
 

@@ -367,7 +367,7 @@ class TrainSteps:
 
         async def record(published: Published, step: int, version: PolicyVersion) -> None:
             row["publish_s"] = published.publish_s
-            await self._record(batch, row, step, version)
+            await self.record(batch, row, step, version)
 
         await self._versions.publish_trained(batch, record)
 
@@ -394,8 +394,14 @@ class TrainSteps:
             self._board.raise_alarm(NO_SIGNAL, on=False)
         else:
             self._count_empty(1)
-        row = {**batch.candidates, "num_groups_trained": len(batch.train)}
-        row |= _row_of_report(report) | _row_of_staleness(batch, version)
+        staleness = list(batch.staleness(version).elements())
+        row = {
+            **batch.candidates,
+            "num_groups_trained": len(batch.train),
+            **_row_of_report(report),
+            "staleness_mean": sum(staleness) / len(staleness),
+            "staleness_max": max(staleness),
+        }
         row |= row_of_oversize([entry.sequence for entry in batch.sequences], self._settings)
         row |= self._check_mismatch(report, version)
         return row | {"train_s": time.perf_counter() - started}
@@ -460,14 +466,7 @@ class TrainSteps:
             "by_depth": report.fresh_by_depth,
         }
 
-    async def record_recovered(self, batch: Batch, row: dict[str, Any]) -> None:
-        """Write what is missing of a recovered batch's trajectories, and its row."""
-        state = self._state
-        await self._record(
-            batch, row, state.num_train_steps, state.policy_version, is_recovered=True
-        )
-
-    async def _record(
+    async def record(
         self,
         batch: Batch,
         row: dict[str, Any],
@@ -526,11 +525,6 @@ def row_of_oversize(rows: Iterable[TokenSequence], settings: TrainerSettings) ->
     if settings.oversize == "error":
         return {}
     return {"num_oversize": sum(len(row.token_ids) > settings.packed_row_tokens for row in rows)}
-
-
-def _row_of_staleness(batch: Batch, version: PolicyVersion) -> dict[str, Any]:
-    staleness = list(batch.staleness(version).elements())
-    return {"staleness_mean": sum(staleness) / len(staleness), "staleness_max": max(staleness)}
 
 
 def _row_of_report(report: TrainStepReport) -> dict[str, Any]:

@@ -304,6 +304,7 @@ class Learner:
             for start in range(num):
                 part = [row for own in trajectories[start::num] for row in own]
                 reports.append(self._update(part, "rl"))
+        fresh = reports[0].metrics.get("by_staleness", {}).get(0, {})
         return TrainStepReport(
             loss=float(np.mean([r.loss for r in reports])),
             metrics=mean_metrics([r.metrics for r in reports]) | mismatch,
@@ -312,7 +313,7 @@ class Learner:
             num_refused=sum(not r.step.applied for r in reports),
             num_trained_tokens=sum(int(row.response_mask.sum()) for row in ready),
             learning_rate=reports[-1].step.learning_rate,
-            fresh_mismatch_kl=_fresh_mismatch(reports[0]),
+            fresh_mismatch_kl=fresh.get("mismatch_kl"),
             fresh_by_depth=dict(reports[0].metrics.get("by_depth", {})),
         )
 
@@ -467,18 +468,8 @@ def _require_numbers(row: TrainedSequence) -> None:
 
 def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
     """Return the whole model that the settings describe; raise InvalidConfig without its device."""
-    if settings.device_lock is not None and settings.device == "cuda" and ranks.size > 1:
-        raise InvalidConfig(
-            f"{ranks.size} processes need a device each, and the device lock names one device.",
-            reason=Reason.SHARED_DEVICE,
-            remedy="Start one process, or leave DIALOOP_TRAINER_DEVICE_LOCK out.",
-        )
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidConfig(
-            "The trainer's device is cuda, and this machine has no CUDA device.",
-            reason=Reason.NEEDS_CUDA,
-            remedy='Set device = "cpu" in [train], or run where there is one.',
-        )
+    if settings.device == "cuda":
+        require_cuda_devices(1)
     # The trainer may not have its turn on a shared device yet.
     device = ranks.loading_device if settings.device_lock is None else "cpu"
     policy = load_policy(settings.model_dir, dtype=settings.dtype, device=device)
@@ -499,6 +490,18 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
     return policy
 
 
+def require_cuda_devices(number: int) -> None:
+    """Raise InvalidConfig (NEEDS_CUDA) where there are fewer CUDA devices than processes here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < number:
+        raise InvalidConfig(
+            f"The trainer's device is cuda, and this machine has {count or 'no'} CUDA device"
+            f"{'' if count < 2 else 's'} for {number}.",
+            reason=Reason.NEEDS_CUDA,
+            remedy='Set device = "cpu" or fewer num_processes in [train], or run where they are.',
+        )
+
+
 def reference_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel | None:
     """Return the starting model as SFT's frozen reference, or None; RL's is in the scorer."""
     facts = facts_of(settings.demonstration_loss)
@@ -510,11 +513,6 @@ def reference_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel
         "activation_offload": False,
     }
     return shard(policy_of(settings.model_copy(update=plain), ranks), ranks)
-
-
-def _fresh_mismatch(first: UpdateReport) -> float | None:
-    fresh = first.metrics.get("by_staleness", {}).get(0, {})
-    return float(fresh["mismatch_kl"]) if "mismatch_kl" in fresh else None
 
 
 def objective_of(settings: TrainerSettings) -> Objective:

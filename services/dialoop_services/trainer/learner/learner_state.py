@@ -25,7 +25,6 @@ from dialoop.reasons import Reason
 from dialoop_learning.lora.base_weights import BASE_DIGEST, BaseWeights, require_base
 from dialoop_learning.lora.layers import (
     ADAPTER,
-    ADAPTER_CONFIG,
     adapter_tensors,
     has_lora,
     load_adapter,
@@ -170,7 +169,11 @@ class LearnerState:
         adapter = b""
         if self._ranks.is_first:
             with named_failures(path):
-                adapter = json.dumps(self._write_adapter_config(path.parent)).encode()
+                config = save_adapter_config(
+                    self.policy.causal_lm, path.parent, base=self._model_dir
+                )
+            own = {"adapter_config_json": config, "base_digest": self._digest_of_base()}
+            adapter = json.dumps(own).encode()
         facts = json.loads(self._ranks.broadcast(adapter))
         return CapturedWeights(
             path=path,
@@ -192,7 +195,8 @@ class LearnerState:
             save_sharded(directory / _PARTS, self.policy, self.optimizers, self._ranks)
             state: dict[str, Any] = {}
         else:
-            self._save_weights(directory)
+            is_adapter = has_lora(self.policy.causal_lm)  # then it is a PEFT directory
+            self.write_weights(directory / (ADAPTER if is_adapter else WEIGHTS))
             state = {n: gather_optimizer(o, self._ranks) for n, o in self.optimizers.items()}
         if self._ranks.is_first:
             facts = {
@@ -243,10 +247,10 @@ class LearnerState:
         """Compare the files that this rank will read with their digests, and its share of parts."""
         if not (directory / _STATE).is_file():
             return f"{_STATE} is missing"
-        if not (directory / _DIGESTS).is_file():  # an older version of Dialoop wrote it
-            return ""
         try:
             digests: dict[str, str] = json.loads((directory / _DIGESTS).read_bytes())
+        except FileNotFoundError:
+            return f"{_DIGESTS} is missing"
         except ValueError:
             return f"{_DIGESTS} cannot be parsed"
         for number, (name, digest) in enumerate(sorted(digests.items())):
@@ -268,8 +272,8 @@ class LearnerState:
         state: dict[str, Any] = torch.load(
             directory / _STATE, map_location="cpu", weights_only=True, mmap=True
         )
-        if base := state.get(BASE_DIGEST, ""):  # old checkpoints have none
-            require_base(self._digest_of_base(), base)
+        if has_lora(self.policy.causal_lm):
+            require_base(self._digest_of_base(), state[BASE_DIGEST])
         if (directory / _PARTS).is_dir():
             load_sharded(directory / _PARTS, self.policy, self.optimizers, self._ranks)
         else:
@@ -297,14 +301,6 @@ class LearnerState:
                 remedy="Resume with the lora_rank the run was started with.",
             )
 
-    def _save_weights(self, directory: Path) -> None:
-        """Write what is trained: the weights, or with LoRA a PEFT directory."""
-        model = self.policy.causal_lm
-        if not has_lora(model):
-            self.write_weights(directory / WEIGHTS)
-            return
-        self.write_weights(directory / ADAPTER)
-
     def _restore_weights(self, directory: Path) -> None:
         model = self.policy.causal_lm
         if not has_lora(model):
@@ -313,12 +309,6 @@ class LearnerState:
         own = adapter_tensors(model)
         tensors = load_file(directory / ADAPTER)
         load_adapter(model, {name: cut(tensor, own.get(name)) for name, tensor in tensors.items()})
-
-    def _write_adapter_config(self, directory: Path) -> dict[str, str]:
-        """Write the adapter's config beside it; return the config and the digest of its base."""
-        save_adapter_config(self.policy.causal_lm, directory, base=self._model_dir)
-        config = (directory / ADAPTER_CONFIG).read_text("utf-8")
-        return {"adapter_config_json": config, "base_digest": self._digest_of_base()}
 
     def _digest_of_base(self) -> str:
         if not self._base_digest:

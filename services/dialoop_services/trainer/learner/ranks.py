@@ -15,7 +15,7 @@ from dialoop_learning.parallel.ranks import Ranks, join_ranks
 from pydantic import Field
 
 from dialoop_services.runtime.settings import StrictSettings
-from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.learner.learner import Learner, require_cuda_devices
 from dialoop_services.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def join_trainer_ranks(rank: RankSettings, settings: TrainerSettings) -> Iterato
     """
     device = settings.device
     if device == "cuda":
-        _require_cuda_devices(rank.local_rank + 1)
+        require_cuda_devices(rank.local_rank + 1)
     if rank.world_size > 1 and settings.device_lock is not None:
         raise InvalidConfig(
             f"{rank.world_size} processes train on a device that is shared with the engine.",
@@ -87,14 +87,3 @@ def leave_stopping_to_the_first() -> None:
     """Ignore SIGTERM and SIGINT: the first rank ends its step, saves, and closes the others."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _require_cuda_devices(number: int) -> None:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count < number:
-        raise InvalidConfig(
-            f"The trainer's device is cuda, and this machine has {count or 'no'} CUDA device"
-            f"{'' if count < 2 else 's'} for {number}.",
-            reason=Reason.NEEDS_CUDA,
-            remedy='Set device = "cpu" or fewer num_processes in [train], or run where they are.',
-        )

@@ -162,7 +162,7 @@ class Publisher:
         # Announced first: its tokens may reach the queue before all replicas have loaded it. Before
         # the first policy is live there are no credits: an answer that began now would begin with
         # the weights of the model directory, whose version is never announced.
-        await self._advance(version, has_credits=self._newest is not None)
+        await self.announce(version, has_credits=self._newest is not None)
         async with self._publishing:
             manifest = self._manifest(version, weights)
             await self._sender.offer(manifest, weights)
@@ -185,14 +185,17 @@ class Publisher:
             num_behind=len(self._missed),
         )
 
-    async def announce(self, version: PolicyVersion, trained_lease_ids: Sequence[str] = ()) -> None:
-        """Announce the live policy to the queue; a repeated call changes nothing."""
-        await self._advance(version, trained_lease_ids, has_credits=True)
-
-    async def _advance(
-        self, version: PolicyVersion, trained_lease_ids: Sequence[str] = (), *, has_credits: bool
+    async def announce(
+        self,
+        version: PolicyVersion,
+        trained_lease_ids: Sequence[str] = (),
+        *,
+        has_credits: bool = True,
     ) -> None:
-        """Announce a version; without credits the queue leases no training tasks."""
+        """Announce the live policy to the queue; a repeated call changes nothing.
+
+        Without credits the queue leases no training tasks.
+        """
         await self._replay.advance_policy(
             self._settings.run,
             version,

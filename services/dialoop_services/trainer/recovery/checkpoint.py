@@ -4,7 +4,7 @@ The journal holds what happened since the newest checkpoint. The trainer writes 
 checkpoint before another service learns of the step. On the same groups a train step gives the same
 weights bit for bit, so no published policy is taken back.
 
-    {"train_step": 7, "lineage": "main", "number": 8, "trained": ["scored/1/a"], "dropped": {}}
+    {"lineage": "main", "number": 8, "train_step": 7, "trained": ["scored/1/a"], ...}
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import json
 import logging
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import PurePath
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Self
@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 
 # What safetensors and torch raise, beside OSError, where a whole file does not get into memory.
 _NOT_LOADED = (SafetensorError, RuntimeError, EOFError, UnpicklingError)
-_FILES = "files"
-"""Key of progress.json under which each file of the checkpoint has its size in bytes."""
 
 
 class Checkpoints:
@@ -84,7 +82,7 @@ class Checkpoints:
         if self._root / name in folders:
             named = self._root / name
             folders = [named, *(path for path in folders if path != named)]
-        return [path for path in folders if _is_whole(path)]
+        return [path for path in folders if read_json(path / "progress.json")]
 
     @property
     def _pointer(self) -> Path:
@@ -99,10 +97,7 @@ class Checkpoints:
         directory = self._fresh_directory(f"{state.policy_version}-{state.num_train_steps:06d}")
         try:
             learner.snapshot(directory)
-            write_json(
-                directory / "progress.json",
-                {**state.to_json(), _FILES: _sizes(directory)},
-            )
+            write_json(directory / "progress.json", state.to_json())
             with named_failures(directory):
                 sync_tree(directory)
             write_json(self._pointer, {"name": directory.name})
@@ -142,7 +137,7 @@ class Checkpoints:
         if not self._pointer.is_file():
             return None
         newest = str(read_json(self._pointer).get("name", "latest.json"))
-        damage = "its files are incomplete"
+        damage = "progress.json is missing or damaged"
         for directory in self._whole_ones():
             if damage := learner.damage_in(directory):
                 log.error("The checkpoint %s is damaged: %s.", directory.name, damage)
@@ -156,9 +151,7 @@ class Checkpoints:
                     directory.name,
                 )
             self._current = directory
-            progress = read_json(directory / "progress.json")
-            progress.pop(_FILES, None)
-            return JobState.from_json(progress)
+            return JobState.from_json(read_json(directory / "progress.json"))
         raise InvalidConfig(
             f"No checkpoint in {self._root} can be read by every rank: {damage}.",
             reason=Reason.NO_CHECKPOINT,
@@ -187,24 +180,6 @@ def _saving_order(directory: Path) -> tuple[tuple[int, int], int, int, int, str]
 
 def _steps_in(directory: Path) -> int:
     return int(read_json(directory / "progress.json").get("num_train_steps", 0))
-
-
-def _sizes(directory: Path) -> dict[str, int]:
-    files = (path for path in sorted(directory.rglob("*")) if path.is_file())
-    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
-
-
-def _is_whole(directory: Path) -> bool:
-    """Return whether a checkpoint's files are there, each as long as it was written."""
-    progress = read_json(directory / "progress.json")
-    files: dict[str, int] = progress.get(_FILES, {})
-    with named_reads(directory):
-        try:
-            return bool(progress) and all(
-                (directory / name).stat().st_size == size for name, size in files.items()
-            )
-        except FileNotFoundError:
-            return False
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -313,39 +288,24 @@ class JournalEntry:
         return bool(self.dropped) and not self.trained
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON."""
-        version = {"lineage": self.policy_version.lineage, "number": self.policy_version.number}
-        leases = {"trained": self.trained, "dropped": dict(self.dropped)}
-        candidates = {"candidates": dict(self.candidates)} if self.candidates else {}
-        before = {
-            "figures": list(self.figures),
-            "num_in_a_row": self.num_in_a_row,
-            "num_empty_batches": self.num_empty_batches,
-        }
-        evaluation = {"evaluated": self.evaluated, "judged": self.judged}
-        return {
-            "train_step": self.train_step,
-            **version,
-            **leases,
-            **candidates,
-            **(before if self.is_before_a_step else {}),
-            **(evaluation if self.evaluated is not None else {}),
-        }
+        """Return plain JSON, without what is empty."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        version: PolicyVersion = values.pop("policy_version")
+        named = {"lineage": version.lineage, "number": version.number}
+        return named | {k: v for k, v in values.items() if v not in ((), [], {}, None)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Return the entry that `to_json` wrote."""
+        values = dict(data)
+        version = PolicyVersion(lineage=values.pop("lineage"), number=values.pop("number"))
+        dropped = values.pop("dropped", {})
         return cls(
-            train_step=data["train_step"],
-            policy_version=PolicyVersion(lineage=data["lineage"], number=data["number"]),
-            trained=tuple(data["trained"]),
-            dropped={reason: tuple(leases) for reason, leases in data["dropped"].items()},
-            candidates=data.get("candidates", {}),
-            figures=data.get("figures", ()),
-            num_in_a_row=tuple(data.get("num_in_a_row", (0, 0))),
-            num_empty_batches=data.get("num_empty_batches", 0),
-            evaluated=data.get("evaluated"),
-            judged=data.get("judged"),
+            policy_version=version,
+            trained=tuple(values.pop("trained", ())),
+            dropped={reason: tuple(leases) for reason, leases in dropped.items()},
+            num_in_a_row=tuple(values.pop("num_in_a_row")),
+            **values,
         )
 
 

@@ -126,7 +126,9 @@ class Recovery:
             state.policy_version = entry.policy_version
             state.num_policy_versions += 1
         if row and not is_recorded:
-            await self._steps.record_recovered(batch, row)
+            await self._steps.record(
+                batch, row, state.num_train_steps, state.policy_version, is_recovered=True
+            )
         await self._steps.drop(batch, is_recovered=True)
         return True
 
