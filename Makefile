@@ -24,7 +24,7 @@ models: setup  ## tiny random checkpoints of the model families, in runs/models
 	@$(BIN)/python -m benchmarks.servers.families runs/models
 
 up: setup  ## every service on this machine, until Ctrl-C
-	@$(BIN)/python -m dialoop_ops.stack
+	@$(BIN)/python -m dialoop_ops.stack up
 
 test: setup  ## all tests but the heavy ones, which are listed first; the slowest are listed last
 	$(BIN)/python -m pytest -m "not heavy" --durations=20 --durations-min=1

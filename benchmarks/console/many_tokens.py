@@ -190,7 +190,7 @@ def measure(run_dir: Path, count: int, rounds: int, program: str) -> dict[str, A
     """Serve the run and time each figure."""
     from playwright.sync_api import sync_playwright
 
-    command = [sys.executable, "-m", "dialoop_ops.console", str(run_dir)]
+    command = [sys.executable, "-m", "dialoop_ops.stack", "console", str(run_dir)]
     figures: dict[str, Any] = {}
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import DialoopError, InvalidConfig
-from dialoop_ops.stack.__main__ import ROOT
-from dialoop_ops.stack.__main__ import main as stack
+from dialoop_ops.cli.main import ROOT
+from dialoop_ops.cli.main import main as stack
 from dialoop_ops.stack.branch import export_policy
 from dialoop_services.config.file import load_config
 from rich.console import Console

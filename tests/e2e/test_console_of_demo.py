@@ -70,7 +70,15 @@ def rows(demo) -> list[tuple[TrajectorySummary, str]]:
 @pytest.fixture(scope="module")
 def export(demo, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "demo"
-    command = [sys.executable, "-m", "dialoop_ops.console", str(demo), "--export", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "dialoop_ops.stack",
+        "console",
+        str(demo),
+        "--export",
+        str(folder),
+    ]
     subprocess.run(command, check=True)
     return folder
 
@@ -91,7 +99,7 @@ def address(request, demo, export) -> Iterator[str]:
     if request.param == "exported":
         yield f"{(export / 'index.html').as_uri()}#/"
         return
-    command = [sys.executable, "-m", "dialoop_ops.console", str(demo)]
+    command = [sys.executable, "-m", "dialoop_ops.stack", "console", str(demo)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield f"{process.stdout.readline().split(': ')[1].split(' ')[0]}#/"

@@ -28,7 +28,7 @@ from dialoop.testing import ScriptedPolicy
 from dialoop_learning.loss.loss_loading import load_loss
 from dialoop_learning.loss.losses import LossInputs
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_ops.stack.__main__ import FIXED_PORTS
+from dialoop_ops.stack.layout import FIXED_PORTS
 from dialoop_services.config.file import parse_config
 from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.runtime import load
@@ -234,11 +234,11 @@ def stack(
     """A stack on the ports that the docs name."""
     require_free_ports()
     folder = tmp_path_factory.mktemp("docs")
-    arguments = []
+    arguments = ["up"]
     if request.param == "light":
         ports = "".join(f"{name} = {port}\n" for name, port in FIXED_PORTS.items())
         (folder / "up.toml").write_text(LIGHT + ports)
-        arguments = ["up.toml"]
+        arguments = ["up", "up.toml"]
     elif importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: run `make setup`")
     with Job(folder, *arguments) as job:

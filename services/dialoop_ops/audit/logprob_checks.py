@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dialoop_ops.audit.records import TRAINED, CurvePoint
-from dialoop_ops.audit.report import ERROR, AuditFinding, Evidence, NotCheckable, evidence_of
-from dialoop_ops.audit.token_checks import MAX_EVIDENCE
+from dialoop_ops.audit.report import (
+    ERROR,
+    AuditFinding,
+    Evidence,
+    NotCheckable,
+    evidence_of,
+    finding_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,21 +72,16 @@ def check_sampling(dump: Dump) -> list[AuditFinding]:
             "there are no log-probs of both sampler and trainer: only the tokens' frequencies and "
             "the log-probs themselves were looked at"
         )
-    if not evidence:
-        return []
-    return [
-        AuditFinding(
-            fault="sampling_mismatch",
-            severity=ERROR,
-            message="The sampler's log-probs are not those of the distribution that the training "
-            "assumes: another temperature, or top-p, top-k or min-p cut it.",
-            remedy="Sample without truncation, record the log-probs after the temperature "
-            "(vLLM: logprobs_mode=processed_logprobs), and train at the same temperature.",
-            evidence=tuple(evidence[:MAX_EVIDENCE]),
-            count=len(evidence),
-            total=len(rollouts),
-        )
-    ]
+    return finding_of(
+        "sampling_mismatch",
+        ERROR,
+        evidence,
+        message="The sampler's log-probs are not those of the distribution that the training "
+        "assumes: another temperature, or top-p, top-k or min-p cut it.",
+        remedy="Sample without truncation, record the log-probs after the temperature "
+        "(vLLM: logprobs_mode=processed_logprobs), and train at the same temperature.",
+        total=len(rollouts),
+    )
 
 
 def _impossible(rollouts: list[Rollout]) -> Iterator[Evidence]:
@@ -273,20 +274,15 @@ def check_weights(dump: Dump) -> list[AuditFinding]:
         raise NotCheckable(f"there are no {' and no '.join(lacking)}")
     if lacking:
         dump.limits["weights_never_arrived"] = f"there are no {' and no '.join(lacking)}"
-    if not evidence:
-        return []
-    return [
-        AuditFinding(
-            fault="weights_never_arrived",
-            severity=ERROR,
-            message="The policy's number grows and the sampler's weights do not follow.",
-            remedy="After each publish compare log-probs of fixed prompts between trainer and "
-            "sampler; look for an adapter that is not loaded, a stale cache, a tied head.",
-            evidence=tuple(evidence[:MAX_EVIDENCE]),
-            count=len(evidence),
-            total=max(len(dump.publishes), len(points), 1),
-        )
-    ]
+    return finding_of(
+        "weights_never_arrived",
+        ERROR,
+        evidence,
+        message="The policy's number grows and the sampler's weights do not follow.",
+        remedy="After each publish compare log-probs of fixed prompts between trainer and "
+        "sampler; look for an adapter that is not loaded, a stale cache, a tied head.",
+        total=max(len(dump.publishes), len(points), 1),
+    )
 
 
 def _failed_proofs(dump: Dump) -> Iterator[Evidence]:
@@ -384,19 +380,12 @@ def check_staleness(dump: Dump) -> list[AuditFinding]:
     if not ages:
         raise NotCheckable("the versions of sampler and trainer are unknown")
     late = [(rollout, age) for rollout, age in ages if age > bound]
-    if not late:
-        return []
-    return [
-        AuditFinding(
-            fault="staleness_past_bound",
-            severity=ERROR,
-            message=f"Trajectories were trained whose oldest token lagged by more than {bound} "
-            "versions.",
-            remedy="Drop or requeue such groups before the loss, and check who waits for whom.",
-            evidence=tuple(
-                evidence_of(rollout, detail=f"{age} versions old") for rollout, age in late
-            )[:MAX_EVIDENCE],
-            count=len(late),
-            total=len(ages),
-        )
-    ]
+    return finding_of(
+        "staleness_past_bound",
+        ERROR,
+        [evidence_of(rollout, detail=f"{age} versions old") for rollout, age in late],
+        message=f"Trajectories were trained whose oldest token lagged by more than {bound} "
+        "versions.",
+        remedy="Drop or requeue such groups before the loss, and check who waits for whom.",
+        total=len(ages),
+    )

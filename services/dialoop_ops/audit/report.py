@@ -17,6 +17,10 @@ class NotCheckable(Exception):
     """A check lacks what it needs; its text says what."""
 
 
+MAX_EVIDENCE = 5
+"""Pieces of evidence of a finding that its report shows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """Where a fault shows. What does not apply is None; tokens and turns count from 0.
@@ -74,6 +78,35 @@ class AuditReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain JSON."""
         return asdict(self) | {"path": str(self.path)}
+
+
+def finding_of(
+    fault: str,
+    severity: str,
+    evidence: Sequence[Evidence],
+    *,
+    total: int,
+    message: str,
+    remedy: str,
+    count: int | None = None,
+) -> list[AuditFinding]:
+    """Return the finding that the evidence makes; none without evidence, of which a few stay.
+
+    count: how often the fault shows, where that is not the number of pieces of evidence.
+    """
+    if not evidence:
+        return []
+    return [
+        AuditFinding(
+            fault=fault,
+            severity=severity,
+            message=message,
+            remedy=remedy,
+            evidence=tuple(evidence[:MAX_EVIDENCE]),
+            count=len(evidence) if count is None else count,
+            total=total,
+        )
+    ]
 
 
 def evidence_of(rollout: Rollout, **fields: Any) -> Evidence:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from itertools import combinations, pairwise
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from dialoop_ops.audit.report import WARNING, AuditFinding, Evidence, NotCheckable, evidence_of
-from dialoop_ops.audit.token_checks import MAX_EVIDENCE
+from dialoop_ops.audit.report import (
+    WARNING,
+    AuditFinding,
+    Evidence,
+    NotCheckable,
+    evidence_of,
+    finding_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,12 +45,7 @@ def check_length_bias(dump: Dump) -> list[AuditFinding]:
     if len(groups) < _FEWEST_GROUPS:
         raise NotCheckable(f"only {len(groups)} groups of one prompt have rewards")
     names = {"reward"} | {name for rollout in dump.trained_rollouts() for name in rollout.rewards}
-    findings: list[AuditFinding] = []
-    for name in sorted(names):
-        finding = _length_finding(groups, name)
-        if finding is not None:
-            findings.append(finding)
-    return findings[:1]
+    return next(filter(None, (_length_finding(groups, name) for name in sorted(names))), [])
 
 
 def _groups(rollouts: list[Rollout]) -> list[list[Rollout]]:
@@ -62,11 +63,11 @@ def _value(rollout: Rollout, name: str) -> float:
     return 0.0 if value is None else value
 
 
-def _length_finding(groups: list[list[Rollout]], name: str) -> AuditFinding | None:
+def _length_finding(groups: list[list[Rollout]], name: str) -> list[AuditFinding]:
     values = [_value(rollout, name) for members in groups for rollout in members]
     spread = max(values) - min(values)
     if not spread or not math.isfinite(spread):
-        return None
+        return []
     for bound, what in ((spread, "all pairs"), (_NEAR * spread, "pairs with near rewards")):
         scores, used = [], 0
         for members in groups:
@@ -81,18 +82,18 @@ def _length_finding(groups: list[list[Rollout]], name: str) -> AuditFinding | No
             way = "longer" if mean > 0 else "shorter"
             longest = max((r for members in groups for r in members), key=lambda r: _value(r, name))
             detail = f"{name}: of {what}, the {way} answer wins {(1 + abs(mean)) / 2:.0%}"
-            return AuditFinding(
-                fault="length_bias",
-                severity=WARNING,
+            return finding_of(
+                "length_bias",
+                WARNING,
+                [evidence_of(longest, detail=detail)],
                 message="The reward follows the length of the answer: the policy is taught to "
                 f"answer {way}, whatever it says.",
                 remedy="Look at what the reward measures, and compare its mean over answers of "
                 "equal length.",
-                evidence=(evidence_of(longest, detail=detail),),
                 count=len(scores),
                 total=len(scores),
             )
-    return None
+    return []
 
 
 def _concordances(members: list[Rollout], name: str, bound: float) -> Iterator[float]:
@@ -128,17 +129,14 @@ def check_duplicates(dump: Dump) -> list[AuditFinding]:
         ):
             num_tasks = len({rollout.task for rollout in wins})
             detail = f"{len(wins)} times on {num_tasks} tasks: {text[:80]!r}"
-            return [
-                AuditFinding(
-                    fault="duplicated_high_reward",
-                    severity=WARNING,
-                    message="One answer gets a high reward whatever is asked.",
-                    remedy="Read it, and mend the reward that it satisfies.",
-                    evidence=tuple(evidence_of(r, detail=detail) for r in wins[:MAX_EVIDENCE]),
-                    count=len(wins),
-                    total=len(winners),
-                )
-            ]
+            return finding_of(
+                "duplicated_high_reward",
+                WARNING,
+                [evidence_of(rollout, detail=detail) for rollout in wins],
+                total=len(winners),
+                message="One answer gets a high reward whatever is asked.",
+                remedy="Read it, and mend the reward that it satisfies.",
+            )
     return []
 
 
@@ -179,28 +177,21 @@ def check_heldout(dump: Dump) -> list[AuditFinding]:
                 f"{fmean(late):.3g}"
             )
             evidence.append(Evidence(step=last.step, detail=detail))
-    if not evidence:
-        return []
-    return [
-        AuditFinding(
-            fault="heldout_falls",
-            severity=WARNING,
-            message="The reward in training rises and the held-out reward falls.",
-            remedy="Stop at the best held-out step, and look for what the policy exploits.",
-            evidence=tuple(evidence[:MAX_EVIDENCE]),
-            count=len(evidence),
-            total=len(curves),
-        )
-    ]
+    return finding_of(
+        "heldout_falls",
+        WARNING,
+        evidence,
+        message="The reward in training rises and the held-out reward falls.",
+        remedy="Stop at the best held-out step, and look for what the policy exploits.",
+        total=len(curves),
+    )
 
 
 def _error(values: list[float]) -> float:
     """Return the standard error of the mean."""
     if len(values) < 2:
         return math.inf
-    mean = fmean(values)
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return math.sqrt(variance / len(values))
+    return stdev(values) / math.sqrt(len(values))
 
 
 def _fall_error(points: list[CurvePoint], best: CurvePoint, last: CurvePoint) -> float:

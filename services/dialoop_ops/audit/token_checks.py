@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from dialoop_ops.audit.records import TRAINED
-from dialoop_ops.audit.report import ERROR, AuditFinding, Evidence, NotCheckable, evidence_of
+from dialoop_ops.audit.report import (
+    ERROR,
+    AuditFinding,
+    Evidence,
+    NotCheckable,
+    evidence_of,
+    finding_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -17,8 +24,6 @@ if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
 
     from dialoop_ops.audit.records import Dump, Rollout, Span, TokenRecord
-
-MAX_EVIDENCE = 5
 
 _FEWEST_STOPS = 20
 _FEWEST_LOST = 3
@@ -79,13 +84,15 @@ def check_retokenised(dump: Dump) -> list[AuditFinding]:
             "there is no tokenizer: prompts were not compared with the rows before them"
         )
     total = sum(len(rollout.sequences) for rollout in dump.rollouts)
-    return _finding(
+    return finding_of(
         "retokenised_history",
+        ERROR,
         evidence,
-        total,
-        "Earlier turns were tokenised again from their text: the tokens that are trained are not "
-        "those that were sampled.",
-        "Keep the sampled token ids from turn to turn, and never encode an answer's text again.",
+        total=total,
+        message="Earlier turns were tokenised again from their text: the tokens that are trained "
+        "are not those that were sampled.",
+        remedy="Keep the sampled token ids from turn to turn, and never encode an answer's text "
+        "again.",
     )
 
 
@@ -163,13 +170,14 @@ def check_end_of_turn(dump: Dump) -> list[AuditFinding]:
         )
         for place in lost
     ]
-    return _finding(
+    return finding_of(
         "lost_end_of_turn",
+        ERROR,
         evidence,
-        len(stops),
-        "The policy ended these turns itself, and no token that ends a turn is among those that "
-        "are trained: it does not learn when to stop.",
-        "Keep the end-of-turn token (or the stop text) in the answer and in the mask.",
+        total=len(stops),
+        message="The policy ended these turns itself, and no token that ends a turn is among those "
+        "that are trained: it does not learn when to stop.",
+        remedy="Keep the end-of-turn token (or the stop text) in the answer and in the mask.",
     )
 
 
@@ -232,13 +240,14 @@ def check_masks(dump: Dump) -> list[AuditFinding]:
         evidence += _shifted_from_messages(rollouts, dump.tokenizer)
     else:
         dump.limits["wrong_mask"] = "there is no tokenizer: masks were not compared with texts"
-    return _finding(
+    return finding_of(
         "wrong_mask",
+        ERROR,
         evidence,
-        len(rollouts),
-        "The mask does not cover exactly what the policy sampled.",
-        "Derive the mask and the log-probs from the sampled tokens themselves, and test that the "
-        "masked tokens decode to the answer.",
+        total=len(rollouts),
+        message="The mask does not cover exactly what the policy sampled.",
+        remedy="Derive the mask and the log-probs from the sampled tokens themselves, and test "
+        "that the masked tokens decode to the answer.",
     )
 
 
@@ -344,21 +353,3 @@ def _correlation(pairs: list[np.ndarray]) -> float:
     if values.shape[1] < 20 or (values.std(axis=1) == 0).any():
         return 0.0
     return float(np.corrcoef(values)[0, 1])
-
-
-def _finding(
-    fault: str, evidence: list[Evidence], total: int, message: str, remedy: str
-) -> list[AuditFinding]:
-    if not evidence:
-        return []
-    return [
-        AuditFinding(
-            fault=fault,
-            severity=ERROR,
-            message=message,
-            remedy=remedy,
-            evidence=tuple(evidence[:MAX_EVIDENCE]),
-            count=len(evidence),
-            total=total,
-        )
-    ]

@@ -23,17 +23,6 @@ def say_json(value: object) -> None:
     say(json.dumps(value, ensure_ascii=False))
 
 
-WITHOUT_JSON = {
-    "play": "a person, or the policy, talks with the environment in the terminal",
-    "env play": "the same as play",
-    "console": "serves a page, or writes one into a folder",
-    "completion": "prints a script for a shell",
-    "ticket": "prints a variable and its value",
-    "import": "prints a job file, and what it leaves out in its comments",
-}
-"""The commands that have no --json, and why. Each other command has it."""
-
-
 def add_json(command: argparse.ArgumentParser, what: str) -> None:
     """Add --json, with which a command prints nothing but JSON to the standard output.
 

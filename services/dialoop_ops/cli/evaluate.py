@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
+import sys
 import tempfile
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
@@ -24,7 +24,6 @@ from rich.progress import Progress
 
 from dialoop_ops.cli.console import rich_console, say
 from dialoop_ops.cli.play import import_from_here, options_of
-from dialoop_ops.cli.stack import services_command
 from dialoop_ops.evaluation import (
     EndpointPolicy,
     EvaluationRecords,
@@ -34,6 +33,8 @@ from dialoop_ops.evaluation import (
 )
 from dialoop_ops.evaluation import evaluate as play_all
 from dialoop_ops.evaluation.results import ks_of
+from dialoop_ops.runs.run_config import find_run
+from dialoop_ops.stack.branch import export_policy
 
 if TYPE_CHECKING:
     import argparse
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
     from dialoop.episode import Policy
 
-_EXPORT = "dialoop_ops.policies.export"
 _SERVICE = "dialoop_services.inference"
 _POLL_S = 0.2
 _STOPS_IN_S = 30.0
@@ -52,7 +52,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate, print the results and, with --against, the comparison; return 0."""
     import_from_here()
     run_dir = arguments.root / arguments.run
-    against = _run_dir(arguments.against, arguments.root) if arguments.against else None
+    against = find_run(arguments.against, arguments.root) if arguments.against else None
     theirs = EvaluationResults.of(against) if against is not None else None
     asyncio.run(_evaluate(arguments, run_dir))
     ours = EvaluationResults.of(run_dir)
@@ -129,14 +129,10 @@ def _is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
-def _run_dir(name: str, root: Path) -> Path:
-    return Path(name) if (Path(name) / "run.json").is_file() else root / name
-
-
 def _run_of(arguments: argparse.Namespace) -> tuple[Path, str] | None:
     """Return the run and the version that RUN@VERSION names; None for other policies."""
     name, at, version = arguments.policy.rpartition("@")
-    return (_run_dir(name, arguments.root), version) if name and at else None
+    return (find_run(name, arguments.root), version) if name and at else None
 
 
 def _tokenizer_dir(arguments: argparse.Namespace) -> str:
@@ -166,19 +162,9 @@ def _model_dir(arguments: argparse.Namespace, scratch: Path) -> Path | None:
             remedy="Give RUN@VERSION, a model directory, host:port, or the URL of an endpoint.",
         )
     run_dir, version = source
-    adapters = run_dir / "policies"
-    merged = ["--merged"] if any(adapters.glob("*/adapter_model.safetensors")) else []
-    target = scratch / "model"
-    words = [str(run_dir), version, str(target), *merged]
-    if subprocess.run(
-        services_command(words, module=_EXPORT), stdout=subprocess.DEVNULL, check=False
-    ).returncode:
-        raise Unavailable(
-            f"{version} of {run_dir} could not be exported.",
-            reason=Reason.EXPORT_FAILED,
-            remedy="The line above says why.",
-        )
-    return target
+    is_adapter = any((run_dir / "policies").glob("*/adapter_model.safetensors"))
+    export_policy(run_dir, version, scratch / "model", merged=is_adapter)
+    return scratch / "model"
 
 
 @asynccontextmanager
@@ -221,7 +207,7 @@ async def _serving(arguments: argparse.Namespace, model_dir: Path, log: Path) ->
     variables = {f"DIALOOP_INFERENCE_{name}": value for name, value in settings.items()}
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *services_command([], module=_SERVICE),
+            *(sys.executable, "-m", _SERVICE),
             stdout=output,
             stderr=output,
             env=os.environ | variables | {"DIALOOP_PARENT_PID": str(os.getpid())},

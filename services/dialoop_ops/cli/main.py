@@ -32,10 +32,12 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 for success, 2 for a wrong argument, 1 for any other failure."""
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser().parse_args(words)
+    options.words = words
     try:
         # Imported here, so that `dialoop --help` loads no command.
-        command = import_module(f"dialoop_ops.cli.{options.module}")
+        command = import_module(f"dialoop_ops.{options.module}")
         code: int = getattr(command, options.function)(options)
     except DialoopError as error:
         complain(str(error))
@@ -62,28 +64,31 @@ def parser() -> argparse.ArgumentParser:
     console = commands.add_parser("console", help="serve a page that shows runs, token by token")
     console.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
     console.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    console.add_argument("--port", default="0", help="port to listen on (a free one)")
+    console.add_argument("--port", type=int, default=0, help="port to listen on (a free one)")
     console.add_argument(
-        "--export", default="", metavar="DIR", help="write a folder that any browser opens, and end"
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="write a folder that any browser opens, and end",
     )
-    console.set_defaults(module="stack", function="console", root=ROOT)
+    console.set_defaults(module="console.serving", function="console", root=ROOT)
     completion = commands.add_parser(
         "completion", help="print a script that completes dialoop's words in your shell"
     )
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
-    completion.set_defaults(module="completion", function="completion")
+    completion.set_defaults(module="cli.completion", function="completion")
     compare = commands.add_parser(
         "compare", help="compare finished runs: means over seeds, and differences of configs"
     )
     compare.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
     add_json(compare, "the comparison")
-    compare.set_defaults(module="stack", function="compare", root=ROOT)
+    compare.set_defaults(module="stack.report.compare", function="compare_runs", root=ROOT)
     _add_replay_step(commands)
     doctor = commands.add_parser(
         "doctor", help="show what this machine can run and what is missing"
     )
     add_json(doctor, "the findings")
-    doctor.set_defaults(module="doctor", function="doctor")
+    doctor.set_defaults(module="cli.doctor", function="doctor")
     _add_eval(commands)
     _add_audit(commands)
     _add_export(commands)
@@ -94,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     imported.add_argument(
         "config", type=Path, help="verl's YAML, or a GRPOConfig (JSON, YAML, .py)"
     )
-    imported.set_defaults(module="stack", function="import_config")
+    imported.set_defaults(module="stack.commands", function="run")
     return root
 
 
@@ -109,15 +114,15 @@ def _add_rights(commands: Commands) -> None:
         help="env, rollout, queue:append, queue:lease, weights or admin; may be repeated",
     )
     add_json(token, "the secret and its table")
-    token.set_defaults(module="token", function="token")
+    token.set_defaults(module="cli.token", function="token")
     ticket = commands.add_parser(
         "ticket", help="sign a ticket with which a replica or collector of yours joins a job"
     )
     ticket.add_argument("role", metavar="ROLE", help="what joins: inference, collector, ...")
     ticket.add_argument("--run", required=True, help="run id, as runs/NAME/stack.json has it")
     ticket.add_argument("--name", required=True, help="the member's name in the registry")
-    ticket.add_argument("--days", default="7", help="days until it ends (7)")
-    ticket.set_defaults(module="stack", function="ticket")
+    ticket.add_argument("--days", type=float, default=7.0, help="days until it ends (7)")
+    ticket.set_defaults(module="cli.token", function="ticket")
 
 
 def _add_stack_commands(commands: Commands) -> None:
@@ -145,15 +150,19 @@ def _add_stack_commands(commands: Commands) -> None:
     )
     add_json(up, "the addresses, once all services are ready,")
     add_json(train, "the summary of each run, one line at its end,")
-    for command, function in ((up, "up"), (train, "train")):
+    up.set_defaults(module="cli.stack", function="up")
+    train.set_defaults(module="stack.commands", function="run")
+    for command in (up, train):
         _add_set(command)
         command.add_argument("--run", default="", help="name of the run, instead of the config's")
         command.add_argument("--fresh", action="store_true", help="replace an existing run")
-        command.set_defaults(module="stack", function=function)
+        command.add_argument(
+            "--folder", dest="root", type=Path, default=ROOT, help="where runs are kept (runs)"
+        )
     down = commands.add_parser("down", help="stop the stack of a run and wait for its end")
     down.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (120)")
     add_json(down, "what has stopped")
-    down.set_defaults(module="stack", function="down")
+    down.set_defaults(module="cli.stack", function="down")
     scale = commands.add_parser(
         "scale", help="grow or shrink collectors and replicas of a stack while it runs"
     )
@@ -163,20 +172,20 @@ def _add_stack_commands(commands: Commands) -> None:
     scale.add_argument("--run", default="", help="name of the run, if there are several stacks")
     scale.add_argument("--timeout", type=float, default=300.0, help="seconds to wait (300)")
     add_json(scale, "what the stack has then")
-    scale.set_defaults(module="scale", function="scale", root=ROOT)
+    scale.set_defaults(module="cli.scale", function="scale", root=ROOT)
     status = commands.add_parser(
         "status", help="show the health of a stack, its training and its queue"
     )
-    status.set_defaults(module="status", function="status")
+    status.set_defaults(module="cli.status", function="status")
     watch = commands.add_parser("watch", help="show the same every second, until the stack ends")
-    watch.set_defaults(module="status", function="watch")
+    watch.set_defaults(module="cli.status", function="watch")
     down.add_argument("run", nargs="?", default="", help="name of the run (default)")
     for command in (status, watch):
         command.add_argument(
             "run", nargs="?", default="", help="name of the run, if there are several stacks"
         )
         add_json(command, "the state, one line for a look,")
-    for command in (up, train, down, status, watch):
+    for command in (down, status, watch):
         command.set_defaults(root=ROOT)
 
 
@@ -206,7 +215,7 @@ def _add_play(commands: Commands) -> None:
     play.add_argument("--temperature", type=float, help="sampling temperature of the policy (1)")
     play.add_argument("--max-new-tokens", type=int, help="longest answer of the policy, in tokens")
     _add_options(play)
-    play.set_defaults(module="play", function="play", root=ROOT)
+    play.set_defaults(module="cli.play", function="play", root=ROOT)
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
@@ -229,7 +238,7 @@ def _add_env(commands: Commands) -> None:
         "name", help="name of the environment; NAME.py is written into the current folder"
     )
     add_json(new, "the files that are written")
-    new.set_defaults(module="env", function="new")
+    new.set_defaults(module="cli.env", function="new")
     check = actions.add_parser("check", help="check that an environment keeps the rules")
     check.add_argument("environment", help="arithmetic, jsonl or module:attribute")
     check.add_argument(
@@ -238,13 +247,13 @@ def _add_env(commands: Commands) -> None:
     check.add_argument("--tasks", type=int, default=3, help="tasks of each split to play (3)")
     add_json(check, "the findings")
     _add_options(check)
-    check.set_defaults(module="env", function="check")
+    check.set_defaults(module="cli.env", function="check")
     _add_play(actions)
     listed = actions.add_parser("list", help="list the environments")
     listed.add_argument("--address", default="", help="host:port of an environment service")
     listed.add_argument("--run", default="", help="list those of this run's stack")
     add_json(listed, "the list")
-    listed.set_defaults(module="env", function="list_environments", root=ROOT)
+    listed.set_defaults(module="cli.env", function="list_environments", root=ROOT)
 
 
 def _add_show(commands: Commands) -> None:
@@ -276,7 +285,7 @@ def _add_show(commands: Commands) -> None:
     show.add_argument("--list", action="store_true", help="print a line for each that matches")
     show.add_argument("--group", action="store_true", help="print its whole group, a line each")
     add_json(show, "a trajectory a line")
-    show.set_defaults(module="show", function="show")
+    show.set_defaults(module="cli.show", function="show")
 
 
 def _add_eval(commands: Commands) -> None:
@@ -314,7 +323,7 @@ def _add_eval(commands: Commands) -> None:
     evaluate.add_argument("--fresh", action="store_true", help="replace an earlier evaluation")
     add_json(evaluate, "the results")
     _add_options(evaluate)
-    evaluate.set_defaults(module="evaluate", function="evaluate", root=ROOT)
+    evaluate.set_defaults(module="cli.evaluate", function="evaluate", root=ROOT)
 
 
 def _add_audit(commands: Commands) -> None:
@@ -331,7 +340,7 @@ def _add_audit(commands: Commands) -> None:
         help="what is said of its sampling, as temperature=0.7 or max_staleness=2",
     )
     add_json(audit, "the reports")
-    audit.set_defaults(module="audit", function="audit", root=ROOT)
+    audit.set_defaults(module="cli.audit", function="audit", root=ROOT)
 
 
 def _add_export(commands: Commands) -> None:
@@ -352,7 +361,7 @@ def _add_export(commands: Commands) -> None:
         "--base", default="", help="version that the adapter was trained on (the run's own model)"
     )
     add_json(export, "the policy and its directory")
-    export.set_defaults(module="stack", function="export", root=ROOT)
+    export.set_defaults(module="policies.export", function="export", root=ROOT)
 
 
 def _add_replay_step(commands: Commands) -> None:
@@ -362,7 +371,7 @@ def _add_replay_step(commands: Commands) -> None:
     replay.add_argument("run", help="name of the run, or its directory")
     replay.add_argument("steps", help="number of a train step, or several as 7..9")
     add_json(replay, "a step a line")
-    replay.set_defaults(module="stack", function="replay_step", root=ROOT)
+    replay.set_defaults(module="policies.replay_step", function="replay_step", root=ROOT)
 
 
 def _add_config(commands: Commands) -> None:
@@ -374,13 +383,12 @@ def _add_config(commands: Commands) -> None:
     shown.add_argument("config", nargs="?", type=Path, help="TOML job config")
     shown.add_argument("--origins", action="store_true", help="say where each value is from")
     add_json(shown, "the config, with --origins also these,")
-    shown.set_defaults(module="stack", function="print_config")
     check = actions.add_parser("check", help="say what is wrong in it, without starting anything")
     check.add_argument("config", type=Path, help="TOML job config")
     add_json(check, "mistakes, warnings and estimates")
-    check.set_defaults(module="stack", function="check_config")
     for command in (shown, check):
         _add_set(command)
+        command.set_defaults(module="stack.commands", function="run", run="")
 
 
 if __name__ == "__main__":

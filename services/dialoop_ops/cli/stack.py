@@ -1,8 +1,7 @@
-"""Run `dialoop up`, `down`, `train`, `export`, `config` and the like in their own processes."""
+"""Run `dialoop up` and `down`: start a stack, and stop it."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -33,77 +32,12 @@ _POLL_S = 0.2
 
 def up(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C, or start and leave it running."""
-    words = ["serve", *_job_words(arguments)]
-    return _start_detached(words, arguments) if arguments.detach else _become(words)
+    if arguments.detach:
+        return _start_detached(arguments)
+    # `down` and `status` need none of the services.
+    from dialoop_ops.stack.commands import run
 
-
-def train(arguments: argparse.Namespace) -> int:
-    """Run a whole job, or one for each seed."""
-    words = ["train", *_job_words(arguments)]
-    words += ["--seeds", arguments.seeds] if arguments.seeds else []
-    words += ["--from", arguments.branch] if arguments.branch else []
-    words += ["--on", arguments.on] if arguments.on else []
-    words += ["--print"] if arguments.print else []
-    return _become(words)
-
-
-def print_config(arguments: argparse.Namespace) -> int:
-    """Print the effective config."""
-    words = [str(arguments.config)] if arguments.config else []
-    words += ["--origins"] if arguments.origins else []
-    words += _json_words(arguments)
-    return _become(["config", *words, *_set_words(arguments)])
-
-
-def check_config(arguments: argparse.Namespace) -> int:
-    """Say what is wrong in a config, without starting anything."""
-    return _become(
-        ["check", str(arguments.config), *_json_words(arguments), *_set_words(arguments)]
-    )
-
-
-def import_config(arguments: argparse.Namespace) -> int:
-    """Print the job file for another trainer's config."""
-    return _become(["import", str(arguments.config)])
-
-
-def export(arguments: argparse.Namespace) -> int:
-    """Write a policy as a model directory."""
-    named = Path(arguments.run)
-    run_dir = named if (named / "run.json").is_file() else arguments.root / arguments.run
-    words = [str(run_dir), arguments.version, str(arguments.directory)]
-    words += ["--merged"] if arguments.merged else []
-    words += ["--base", arguments.base] if arguments.base else []
-    words += _json_words(arguments)
-    return _become(words, module="dialoop_ops.policies.export")
-
-
-def console(arguments: argparse.Namespace) -> int:
-    """Serve the console of runs, or write it into a folder."""
-    words = ["--host", arguments.host, "--port", arguments.port]
-    words += ["--export", arguments.export] if arguments.export else []
-    words += ["--", *_run_dirs(arguments)]
-    return _become(words, module="dialoop_ops.console")
-
-
-def ticket(arguments: argparse.Namespace) -> int:
-    """Print a ticket for a member that joins a job."""
-    words = ["--run", arguments.run, "--name", arguments.name, "--days", arguments.days]
-    words += ["--", arguments.role]
-    return _become(words, module="dialoop_services.runtime.access.tickets")
-
-
-def compare(arguments: argparse.Namespace) -> int:
-    """Compare finished runs."""
-    words = [*_json_words(arguments), "--", *_run_dirs(arguments)]
-    return _become(words, module="dialoop_ops.stack.report.compare")
-
-
-def replay_step(arguments: argparse.Namespace) -> int:
-    """Repeat kept train steps of a run, and name what differs."""
-    run = arguments.run if Path(arguments.run).is_dir() else str(arguments.root / arguments.run)
-    words = [*_json_words(arguments), "--", run, arguments.steps]
-    return _become(words, module="dialoop_ops.policies.replay_step")
+    return run(arguments)
 
 
 def down(arguments: argparse.Namespace) -> int:
@@ -150,47 +84,11 @@ def choose_stack(root: Path, run: str) -> Stack:
     return stacks[0]
 
 
-def _job_words(arguments: argparse.Namespace) -> list[str]:
-    words = [str(arguments.config)] if arguments.config else []
-    words += ["--run", arguments.run] if arguments.run else []
-    words += ["--fresh"] if arguments.fresh else []
-    return [*words, *_json_words(arguments), *_set_words(arguments)]
-
-
-def _json_words(arguments: argparse.Namespace) -> list[str]:
-    return ["--json"] if arguments.json else []
-
-
-def _set_words(arguments: argparse.Namespace) -> list[str]:
-    return [word for pair in arguments.set for word in ("--set", pair)]
-
-
-def _run_dirs(arguments: argparse.Namespace) -> list[str]:
-    return [run if Path(run).is_dir() else str(arguments.root / run) for run in arguments.runs]
-
-
-def services_command(words: list[str], module: str = "dialoop_ops.stack") -> list[str]:
-    """Return the command of a services' module; InvalidConfig (NO_SERVICES) without the package."""
-    if importlib.util.find_spec("dialoop_services") is None:
-        raise InvalidConfig(
-            "This command needs the package dialoop-services, which is not installed.",
-            reason=Reason.NO_SERVICES,
-            remedy="Install it with `pip install "
-            "'dialoop-services[replay,inference,scorer,trainer]' 'dialoop-ops[stack]'`, or run "
-            "`make setup` in the repository.",
-        )
-    return [sys.executable, "-m", module, *words]
-
-
-def _become(words: list[str], module: str = "dialoop_ops.stack") -> int:
-    """Replace this process by the stack's, which then gets signals and sets the exit code."""
-    command = services_command(words, module)
-    sys.stdout.flush()
-    os.execv(command[0], command)
-
-
-def _start_detached(words: list[str], arguments: argparse.Namespace) -> int:
-    command = services_command(words)
+def _start_detached(arguments: argparse.Namespace) -> int:
+    command = [sys.executable, "-m", "dialoop_ops.stack", "up"]
+    command += [str(arguments.config)] if arguments.config else []
+    command += ["--run", arguments.run, *(["--fresh"] if arguments.fresh else [])]
+    command += [word for pair in arguments.set for word in ("--set", pair)]
     run_dir = arguments.root / (arguments.run or _run_of(arguments.config))
     if (running := find_stack(run_dir)) is not None:
         raise InvalidConfig(

@@ -1,13 +1,16 @@
-"""Run `dialoop token`: make a secret, and print the lines that let it in at a service."""
+"""Run `dialoop token` and `dialoop ticket`: what lets a caller, or a member of a job, in."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import secrets
+import sys
 from typing import TYPE_CHECKING
 
-from dialoop.errors import InvalidInput
+from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.reasons import Reason
 from dialoop.wire.scopes import SCOPES
 
 from dialoop_ops.cli.console import say, say_json
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     import argparse
 
 _SECRET_BYTES = 32
+_DAY_S = 24 * 3600.0
 
 
 def token(arguments: argparse.Namespace) -> int:
@@ -42,4 +46,32 @@ def token(arguments: argparse.Namespace) -> int:
     say(f"[tokens.{arguments.name}]")
     say(f'sha256 = "{digest}"')
     say(f"scopes = [{scopes}]")
+    return 0
+
+
+def ticket(arguments: argparse.Namespace) -> int:
+    """Print a ticket for a member that joins a job."""
+    # They import cryptography, which a secret does not need.
+    from dialoop_services.runtime.access.principals import TICKET
+    from dialoop_services.runtime.access.tickets import ROLE_SCOPES, authority_of
+
+    role, name, days = arguments.role, arguments.name, arguments.days
+    if not days > 0:
+        raise InvalidInput(f"--days is {days}.", remedy="Give a number above 0.")
+    if not name or "/" in name:
+        raise InvalidInput(
+            f"--name is {name!r}.", remedy="Name the one member that joins, as gpu-7."
+        )
+    authority = authority_of(os.environ)
+    if authority is None:
+        raise InvalidConfig(
+            "No token is set, so there is nothing to sign with.",
+            reason=Reason.TOKEN_REQUIRED,
+            remedy="Set DIALOOP_TOKEN, and DIALOOP_ADMIN_TOKEN if the job has one, as for the "
+            "job. A job without a token needs no tickets.",
+        )
+    signed = authority.issue(run=arguments.run, role=role, name=name, valid_s=days * _DAY_S)
+    scopes = ", ".join(ROLE_SCOPES[role]) or "nothing"
+    sys.stderr.write(f"{role}/{name} may call others for: {scopes}.\n")
+    say(f"{TICKET}={signed.text()}")
     return 0

@@ -59,7 +59,7 @@ def options_of(needs: Needs) -> tuple[str, ...]:
 
 
 def script_of(config: JobConfig, words: Sequence[str], root: Path) -> str:
-    """Return the batch script that runs `python -m dialoop_ops.stack WORDS` in its job."""
+    """Return the batch script that runs `dialoop WORDS` in its job."""
     slurm = config.launch.slurm
     common = [
         *((f"--partition={slurm.partition}",) if slurm.partition else ()),

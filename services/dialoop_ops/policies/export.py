@@ -1,7 +1,5 @@
 """Export a published policy as a model directory.
 
-`python -m dialoop_ops.policies.export RUN_DIR VERSION DIR`
-
 transformers, vLLM and PEFT load the result: config, generation config, tokenizer, chat template and
 safetensors of the whole policy. A published LoRA adapter is exported as a PEFT directory, or merged
 into the weights that it was trained on.
@@ -9,24 +7,25 @@ into the weights that it was trained on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rich.progress
-from dialoop.errors import AlreadyExists, DialoopError, InvalidConfig, InvalidInput, NotFound
+from dialoop.errors import AlreadyExists, InvalidConfig, InvalidInput, NotFound
 from dialoop.reasons import Reason
 from dialoop_learning.rl.staleness import publish_order, version_of_name
-from dialoop_services.runtime.process import end_command
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
+from dialoop_ops.cli.console import say, say_json
+from dialoop_ops.runs.run_config import find_run
+
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 WEIGHTS, ADAPTER, ADAPTER_CONFIG = (
@@ -233,27 +232,15 @@ def _place_of(policy: Path) -> tuple[tuple[int, int], str]:
     return publish_order(version_of_name(policy.name)), policy.name
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 for an error in the arguments."""
-    parser = argparse.ArgumentParser(prog="dialoop export", description=__doc__)
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("version")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--merged", action="store_true")
-    parser.add_argument("--base", default="")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args(arguments)
-    try:
-        run = RunPolicies.of(args.run_dir)
-        out = export_policy(run, args.version, args.out, merged=args.merged, base=args.base)
-    except DialoopError as error:
-        sys.stderr.write(f"dialoop: {error}\n")
-        return 2
-    policy = run.policy(args.version).name
-    answer = json.dumps({"policy": policy, "directory": str(out)}) if args.json else ""
-    sys.stdout.write(f"{answer or f'{policy} -> {out}'}\n")
+def export(arguments: argparse.Namespace) -> int:
+    """Do what `dialoop export` says, and return 0."""
+    run = RunPolicies.of(find_run(arguments.run, arguments.root))
+    out = export_policy(
+        run, arguments.version, arguments.directory, merged=arguments.merged, base=arguments.base
+    )
+    policy = run.policy(arguments.version).name
+    if arguments.json:
+        say_json({"policy": policy, "directory": str(out)})
+    else:
+        say(f"{policy} -> {out}")
     return 0
-
-
-if __name__ == "__main__":
-    end_command(main)

@@ -1,13 +1,10 @@
 """Repeat train steps that a run has kept, and name the first number that differs.
 
-`python -m dialoop_ops.policies.replay_step RUN_DIR 7..9 [--json]`
-
 A step begins from the weights of the newest checkpoint before it, with the steps since repeated.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -15,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from dialoop.errors import DialoopError, InvalidInput, NotFound, PreconditionFailed
+from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop_learning.rl.advantages import AdvantageSettings, with_advantages
 from dialoop_learning.rl.monte_carlo import with_turn_advantages
 from dialoop_learning.rl.selection import with_best_alone
 from dialoop_services.config.job import JobConfig
-from dialoop_services.runtime.process import end_command
 from dialoop_services.trainer.data.batches import sequences_of
 from dialoop_services.trainer.learner.learner import Learner, StepObserver
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
@@ -37,6 +33,7 @@ from dialoop_services.trainer.step_replay.trace import StepTrace
 from rich.console import Console
 from rich.progress import Progress
 
+from dialoop_ops.cli.console import say
 from dialoop_ops.policies.step_differences import (
     ABSOLUTE,
     RELATIVE,
@@ -44,8 +41,10 @@ from dialoop_ops.policies.step_differences import (
     first_difference,
     first_unlike_record,
 )
+from dialoop_ops.runs.run_config import find_run
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Sequence
 
     from dialoop.trajectory import Group
@@ -269,27 +268,17 @@ def steps_of(text: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if all steps are equal, 1 if one differs or cannot be repeated, 2 for bad words."""
-    parser = argparse.ArgumentParser(prog="dialoop replay-step", description=__doc__)
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("steps")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
+def replay_step(arguments: argparse.Namespace) -> int:
+    """Do what `dialoop replay-step` says; return 0 if all steps are equal, 1 if one differs."""
     differs = False
-    try:
-        first, last = steps_of(options.steps)
-        with _progress() as progress:
-            bar = progress.add_task("train steps", total=last - first + 1)
-            for result in StepRepeater(options.run_dir).replay(first, last):
-                text = json.dumps(result.as_json()) if options.json else _line(result)
-                sys.stdout.write(text + "\n")
-                sys.stdout.flush()
-                progress.advance(bar)
-                differs = differs or result.difference is not None
-    except DialoopError as error:
-        sys.stderr.write(f"dialoop: {error}\n")
-        return 2 if isinstance(error, (InvalidInput, NotFound)) else 1
+    first, last = steps_of(arguments.steps)
+    repeater = StepRepeater(find_run(arguments.run, arguments.root))
+    with _progress() as progress:
+        bar = progress.add_task("train steps", total=last - first + 1)
+        for result in repeater.replay(first, last):
+            say(json.dumps(result.as_json()) if arguments.json else _line(result))
+            progress.advance(bar)
+            differs = differs or result.difference is not None
     return int(differs)
 
 
@@ -315,7 +304,3 @@ def _line(result: StepReplay) -> str:
         else f"step {result.train_step} differs: {result.difference}"
     )
     return "\n".join([verdict, *(f"  note: {note}" for note in result.notes)])
-
-
-if __name__ == "__main__":
-    end_command(main)

@@ -30,6 +30,13 @@ class ConfigLine:
     differs: bool
 
 
+def find_run(name: str | Path, root: Path) -> Path:
+    """Return the directory of a run that is named by it, or by the run's name under `root`."""
+    here, there = Path(name), root / name
+    is_here = (here / RUN_FILE).is_file() or (here.is_dir() and not there.is_dir())
+    return here if is_here else there
+
+
 def read_run(run_dir: Path) -> dict[str, Any]:
     """Return run.json; {} where it is missing or torn."""
     return _read_object(run_dir / RUN_FILE)

@@ -10,15 +10,17 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 from dialoop_services.config.file import Override
 
+from dialoop_ops.runs.run_config import find_run
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 _BEFORE = ("heldout_greedy_before_at_most", "heldout_sampled_gain_at_least")
 """Gates that compare with an untrained policy, which a branch does not start from."""
@@ -74,7 +76,7 @@ def find_branch(text: str, root: Path) -> Branch:
     name, at, step = text.rpartition("@")
     if not (name and at and step.isdecimal()):
         raise InvalidConfig(f"--from {text} is not RUN@STEP.", remedy="Write it as --from demo@20.")
-    run_dir = Path(name) if (Path(name) / "run.json").is_file() else root / name
+    run_dir = find_run(name, root)
     if not (run_dir / "run.json").is_file():
         raise InvalidConfig(
             f"{run_dir} is not a run of Dialoop (it has no run.json).",
@@ -108,9 +110,9 @@ def export_policy(run_dir: Path, version: str, target: Path, *, merged: bool = F
     Raises Unavailable (EXPORT_FAILED) where that fails; its reason is on the standard error.
     """
     # In a process of its own: the stack imports neither torch nor safetensors.
-    module = "dialoop_ops.policies.export"
-    words = [sys.executable, "-m", module, str(run_dir), version, str(target)]
-    if subprocess.run([*words, *(["--merged"] if merged else [])], check=False).returncode:
+    words = [sys.executable, "-m", "dialoop_ops.stack", "export"]
+    words += [str(run_dir), version, str(target), *(["--merged"] if merged else [])]
+    if subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode:
         raise Unavailable(
             f"{version} of {run_dir} could not be exported.",
             reason=Reason.EXPORT_FAILED,

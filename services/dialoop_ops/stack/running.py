@@ -165,7 +165,7 @@ def _holding_gpus(layout: Layout) -> AbstractContextManager[None]:
 async def _serve_console(layout: Layout, supervisor: Supervisor, log: LogStream) -> None:
     """Serve the console until the stack stops; the run goes on without one that fails."""
     port = str(layout.ports["console"])
-    command = (sys.executable, "-m", "dialoop_ops.console", "--port", port)
+    command = (sys.executable, "-m", "dialoop_ops.stack", "console", "--port", port)
     announced = asyncio.create_task(_announce_console(layout.address("console"), log))
     try:
         code = await supervisor.run_once(

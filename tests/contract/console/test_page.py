@@ -161,7 +161,7 @@ def export(root: Path) -> Path:
     """Write the export of both runs, and take the runs away."""
     folder = root / "export"
     words = [str(root / "a"), str(root / "b"), "--export", str(folder)]
-    subprocess.run([sys.executable, "-m", "dialoop_ops.console", *words], check=True)
+    subprocess.run([sys.executable, "-m", "dialoop_ops.stack", "console", *words], check=True)
     for name in "ab":
         shutil.rmtree(root / name)
     return folder
@@ -178,7 +178,7 @@ def site(request, tmp_path_factory) -> Iterator[Any]:
     with sync_playwright() as playwright, ExitStack() as stack:
         if request.param == "served":
             runs = [str(root / "a"), str(root / "b")]
-            line = serve([sys.executable, "-m", "dialoop_ops.console", *runs], stack)
+            line = serve([sys.executable, "-m", "dialoop_ops.stack", "console", *runs], stack)
             base = address = line.split(": ")[1].split(" ")[0]
         elif request.param == "disk":
             base = export(root).as_uri()

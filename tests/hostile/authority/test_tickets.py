@@ -300,7 +300,7 @@ def test_the_command_signs_a_ticket_that_names_what_joins(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIALOOP_TOKEN", OWN)
-    assert tickets.main(["collector", "--run", RUN, "--name", "far-7", "--days", "1"]) == 0
+    assert main(["ticket", "collector", "--run", RUN, "--name", "far-7", "--days", "1"]) == 0
     printed, scopes = capfd.readouterr()
     assert OWN not in printed + scopes
     assert "env, rollout, queue:append" in scopes
@@ -312,11 +312,11 @@ def test_the_command_signs_a_ticket_that_names_what_joins(
         "far-7",
     )
     assert ticket.job_key == authority().public_key
-    assert tickets.main(["wizard", "--run", RUN, "--name", "x"]) == 2
-    assert tickets.main(["collector", "--run", RUN, "--name", "x", "--days", "nan"]) == 2
-    assert tickets.main(["collector", "--run", RUN, "--name", ""]) == 2
+    assert main(["ticket", "wizard", "--run", RUN, "--name", "x"]) == 2
+    assert main(["ticket", "collector", "--run", RUN, "--name", "x", "--days", "nan"]) == 2
+    assert main(["ticket", "collector", "--run", RUN, "--name", ""]) == 2
     monkeypatch.delenv("DIALOOP_TOKEN")
-    assert tickets.main(["collector", "--run", RUN, "--name", "x"]) == 2
+    assert main(["ticket", "collector", "--run", RUN, "--name", "x"]) == 2
     assert "nothing to sign with" in capfd.readouterr().err
     with pytest.raises(SystemExit):
         main(["ticket", "collector"])

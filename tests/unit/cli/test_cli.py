@@ -154,12 +154,6 @@ def test_a_stack_is_alive_as_long_as_it_holds_its_lock():
         require_addresses(run_dir)
 
 
-def test_a_stack_without_services_installed(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["up"]) == 2
-    assert "pip install" in capsys.readouterr().err
-
-
 def test_an_episode_is_played_by_hand(monkeypatch, capsys):
     answers = iter(["<request><Calculator>22+28<call>", "Result=50<submit>"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(answers))

@@ -95,7 +95,7 @@ def test_new_overwrites_nothing(name, capsys):
 def test_new_writes_a_job_that_config_check_accepts(capsys):
     assert main(["env", "new", "mine"]) == 0
     assert "dialoop train mine.toml" in capsys.readouterr().out
-    words = [sys.executable, "-m", "dialoop_ops.stack", "check", "mine.toml"]
+    words = [sys.executable, "-m", "dialoop_ops.stack", "config", "check", "mine.toml"]
     checked = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (checked.returncode, "no mistake found" in checked.stdout) == (0, True), checked.stderr
 

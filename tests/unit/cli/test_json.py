@@ -12,10 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop_ops.cli.console import WITHOUT_JSON
 from dialoop_ops.cli.main import main, parser
 from dialoop_ops.policies import export
-from dialoop_ops.stack import __main__ as stack
+from dialoop_ops.stack import commands as stack
+
+WITHOUT_JSON = {
+    "play": "a person, or the policy, talks with the environment in the terminal",
+    "env play": "the same as play",
+    "console": "serves a page, or writes one into a folder",
+    "completion": "prints a script for a shell",
+    "ticket": "prints a variable and its value",
+    "import": "prints a job file, and what it leaves out in its comments",
+}
+"""The commands that have no --json, and why. Each other command has it."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,16 +83,24 @@ def test_down_answers_in_json(
 
 def test_a_config_is_checked_and_printed_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.toml").write_text('run = "small"\nengine = "transformers"\n')
-    assert stack.main(["check", "job.toml", "--json"]) == 0
+    assert main(["config", "check", "job.toml", "--json"]) == 0
     checked = answer(capsys)
     assert (checked["config"], checked["mistakes"]) == ("job.toml", [])
-    assert stack.main(["check", "job.toml"]) == 0
+    assert main(["config", "check", "job.toml"]) == 0
     text = capsys.readouterr().out
     lines = [*(f"Warning: {each}." for each in checked["warnings"]), *checked["devices"]]
     assert text.splitlines()[: len(lines)] == lines
     assert len(text.splitlines()) == len(lines) + len(checked["estimates"]) + 1
-    words = ["config", "job.toml", "--set", "train.learning_rate=0.5", "--origins", "--json"]
-    assert stack.main(words) == 0
+    words = [
+        "config",
+        "print",
+        "job.toml",
+        "--set",
+        "train.learning_rate=0.5",
+        "--origins",
+        "--json",
+    ]
+    assert main(words) == 0
     printed = answer(capsys)
     assert printed["config"]["train"]["learning_rate"] == 0.5
     assert printed["origins"]["train.learning_rate"] == "--set"
@@ -91,7 +108,7 @@ def test_a_config_is_checked_and_printed_in_json(capsys: pytest.CaptureFixture[s
 
 def test_mistakes_of_a_config_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     Path("job.toml").write_text('environment = "nowhere:environment"\n')
-    assert stack.main(["check", "job.toml", "--json"]) == 2
+    assert main(["config", "check", "job.toml", "--json"]) == 2
     printed = capsys.readouterr()
     (mistake,) = json.loads(printed.out)["mistakes"]
     assert "nowhere" in mistake
@@ -112,7 +129,7 @@ def test_train_prints_the_summary_of_each_run_and_nothing_else(
     Path("job.toml").write_text('run = "small"\nengine = "transformers"\n')
     words = ["train", "job.toml", "--seeds", "0,1", "--json"]
     for _ in range(2):  # the second time both have ended already
-        assert stack.main(words) == 1
+        assert main(words) == 1
         printed = capsys.readouterr()
         first, second = map(json.loads, printed.out.splitlines())
         assert (first["run_dir"], first["exit_code"]) == ("runs/small-seed-0", 0)
@@ -133,5 +150,5 @@ def test_export_answers_in_json(
 
     monkeypatch.setattr(export, "RunPolicies", Policies)
     monkeypatch.setattr(export, "export_policy", lambda _, __, out, **___: out)
-    assert export.main(["runs/mine", "main-2", "model", "--json"]) == 0
+    assert main(["export", "runs/mine", "main-2", "model", "--json"]) == 0
     assert answer(capsys) == {"policy": "main-2", "directory": "model"}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from dialoop.errors import AlreadyExists
+from dialoop_ops.cli.main import main
 from dialoop_ops.console import export
-from dialoop_ops.console.__main__ import main
 from dialoop_ops.runs import RunIndex
 from dialoop_ops.runs.summaries import text_of
 from dialoop_ops.runs.token_numbers import token_page
@@ -77,7 +77,7 @@ def test_a_long_sequence_is_whole(tmp_path, monkeypatch):
 
 def test_an_export_has_no_path_no_secret_and_no_html_of_a_model(tmp_path, capsys):
     run_dir = write_run(tmp_path / "a")
-    assert main([str(run_dir), "--export", str(tmp_path / "out")]) == 0
+    assert main(["console", str(run_dir), "--export", str(tmp_path / "out")]) == 0
     assert str(tmp_path / "out" / "index.html") in capsys.readouterr().out
     head = read_head(tmp_path / "out")
     assert str(tmp_path) not in json.dumps(head)
@@ -94,7 +94,7 @@ def test_a_folder_that_holds_anything_is_refused(tmp_path, capsys):
     run_dir = write_run(tmp_path / "a")
     with pytest.raises(AlreadyExists, match="exists already"):
         export.export_runs({"a": RunIndex(run_dir)}, run_dir)
-    assert main([str(run_dir), "--export", str(run_dir)]) == 1
+    assert main(["console", str(run_dir), "--export", str(run_dir)]) == 1
     assert "Name a new directory" in capsys.readouterr().err
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from dialoop.errors import InternalError, InvalidConfig, NotFound, Unavailable
 from dialoop.reasons import Reason
-from dialoop_ops.stack import __main__ as stack
+from dialoop_ops.cli.main import main
+from dialoop_ops.stack import commands as stack
 from dialoop_services.runtime.exit_reason import CONFIG_ERROR, ExitReason, known_error
 
 AWAY = Unavailable("The queue is away.")
@@ -29,5 +30,5 @@ def test_a_stack_ends_as_its_services_do(
         raise ExceptionGroup("tasks", [AWAY, NO_SPLIT])
 
     monkeypatch.setattr(stack, "_config", fail)
-    assert stack.main(["config"]) == CONFIG_ERROR
+    assert main(["config", "print"]) == CONFIG_ERROR
     assert capsys.readouterr().err == f"dialoop stack: {NO_SPLIT}\n"

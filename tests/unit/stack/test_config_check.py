@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop_learning.loss.facts import LOSSES
+from dialoop_ops.cli.main import main
 from dialoop_ops.stack import preflight
-from dialoop_ops.stack.__main__ import main
 from dialoop_ops.stack.run_dir import open_run
 from dialoop_services.config.file import load_with_origins, toml_of
 from dialoop_services.config.job import JobConfig
@@ -179,7 +179,7 @@ def check(folder: Path, text: str) -> int:
         text = HEAD + text
     (folder / "job.toml").write_text(text)
     try:
-        return main(["check", str(folder / "job.toml")])
+        return main(["config", "check", str(folder / "job.toml")])
     finally:
         sys.modules.pop("checked_code", None)
 
@@ -237,7 +237,7 @@ def test_a_redis_that_does_not_answer_is_named(
 ) -> None:
     monkeypatch.setenv("REDIS_URL", "redis://:secret@127.0.0.1:9/0")
     (folder / "job.toml").write_text('engine = "transformers"\n')
-    assert main(["check", str(folder / "job.toml")]) == 2
+    assert main(["config", "check", str(folder / "job.toml")]) == 2
     error = capsys.readouterr().err
     assert "No server answers at REDIS_URL" in error
     assert "secret" not in error
@@ -246,14 +246,14 @@ def test_a_redis_that_does_not_answer_is_named(
 def test_the_command_checks_without_importing_torch(folder: Path) -> None:
     (folder / "job.toml").write_text(f'{HEAD}[train]\nloss = "grop"\n')
     code = (
-        "import sys\nfrom dialoop_ops.stack.__main__ import main\n"
+        "import sys\nfrom dialoop_ops.cli.main import main\n"
         "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules\nsys.exit(code)\n"
     )
     path = f"{ROOT / 'client'}{os.pathsep}{ROOT / 'services'}"
     for text, expected in (('loss = "grop"', 2), ('loss = "grpo"', 0)):
         (folder / "job.toml").write_text(f"{HEAD}[train]\n{text}\n")
         ended = subprocess.run(
-            [sys.executable, "-c", code, "check", "job.toml"],
+            [sys.executable, "-c", code, "config", "check", "job.toml"],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": path},
             capture_output=True,

@@ -14,9 +14,9 @@ import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_learning.model.checkpoint import cuda_problem
+from dialoop_ops.cli.main import main
 from dialoop_ops.stack import gpus as gpus_module
 from dialoop_ops.stack import preflight, running
-from dialoop_ops.stack.__main__ import main
 from dialoop_ops.stack.devices import (
     Node,
     nodes_of,
@@ -239,7 +239,7 @@ def test_the_plan_says_over_what_policies_go(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     path = tmp_path / "job.toml"
     path.write_text('[train]\ndevice = "cuda"\n[resources]\noverlap = true\n', "utf-8")
-    assert main(["config", str(path)]) == 0
+    assert main(["config", "print", str(path)]) == 0
     assert "Policies go to the replica over ipc." in capsys.readouterr().out
 
 
@@ -286,11 +286,11 @@ def test_config_check_and_print_show_a_plan_for_another_machine(
     path = tmp_path / "job.toml"
     path.write_text('store = "memory"\n[train]\ndevice = "cuda"\n')
     for command in ("check", "config"):
-        assert main([command, str(path), "--set", "resources.gpus_per_node=2"]) == 0
+        assert main(["config", command, str(path), "--set", "resources.gpus_per_node=2"]) == 0
         assert "inference    node 0  CUDA_VISIBLE_DEVICES=1\n" in capsys.readouterr().out
-    assert main(["check", str(path), "--set", "resources.gpus_per_node=1"]) == 2
+    assert main(["config", "check", str(path), "--set", "resources.gpus_per_node=1"]) == 2
     assert "trainer 1 + inference 1 = 2 of 1" in capsys.readouterr().err
-    assert main(["config", str(path)]) == 0
+    assert main(["config", "print", str(path)]) == 0
     assert "# Devices: trainer has no room" in capsys.readouterr().out
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import dialoop
 import pytest
 from dialoop.errors import InvalidConfig, NotFound
+from dialoop_ops.cli.main import main
 from dialoop_ops.stack.branch import find_branch
 from dialoop_ops.stack.provenance import started_with
-from dialoop_ops.stack.report.compare import as_json, main, variants_of
+from dialoop_ops.stack.report.compare import as_json, variants_of
 from dialoop_ops.stack.run_dir import open_run
 from dialoop_ops.stack.seeds import ended_with, for_seed, seeds_of
 from dialoop_services.config.file import load_with_origins, overrides_of_words
@@ -188,7 +189,7 @@ def test_seeds_of_one_config_are_one_variant(tmp_path: Path, capsys: Any) -> Non
     assert difference is not None
     assert difference.low == pytest.approx(0.02 - 4.302653 * 0.01 / 3**0.5, abs=1e-6)
     assert as_json(runs)["differences"][0]["minus"] == "#1"
-    assert main([*map(str, runs)]) == 0
+    assert main(["compare", *map(str, runs)]) == 0
     assert "#2 - #1" in capsys.readouterr().out
 
 
@@ -197,5 +198,5 @@ def test_a_run_that_has_not_ended_is_named(tmp_path: Path, capsys: Any) -> None:
     (run / "summary.json").write_text('{"gates":')
     with pytest.raises(NotFound, match="no run that has ended"):
         variants_of([run])
-    assert main([str(tmp_path / "nowhere")]) == 2
+    assert main(["compare", str(tmp_path / "nowhere")]) == 2
     assert "no run that has ended" in capsys.readouterr().err

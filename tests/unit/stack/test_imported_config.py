@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from dialoop.errors import InvalidConfig
 from dialoop_extras.importers.imported import import_config
-from dialoop_ops.stack.__main__ import main
+from dialoop_ops.cli.main import main
 from dialoop_ops.stack.user_code import load_environments, working_in
 from dialoop_services.config.file import parse_config
 

@@ -16,7 +16,7 @@ from dialoop.clients.replay import LedgerCounts
 from dialoop.clients.trainer import Phase, TrainerStatus
 from dialoop.sequences import PolicyVersion
 from dialoop_ops.policies import rescore
-from dialoop_ops.stack import __main__ as stack
+from dialoop_ops.stack import commands as stack
 from dialoop_ops.stack.job import rescoring_progress
 from dialoop_ops.stack.processes.log_stream import LogStream
 from dialoop_ops.stack.report import live

@@ -13,8 +13,8 @@ import pytest
 import torch
 from dialoop.errors import AlreadyExists, InvalidInput, NotFound, PreconditionFailed
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_ops.cli.main import main as dialoop
-from dialoop_ops.policies.export import RunPolicies, copy_with_bar, export_policy, main
+from dialoop_ops.cli.main import main
+from dialoop_ops.policies.export import RunPolicies, copy_with_bar, export_policy
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.settings import TrainerSettings
 from rich.console import Console
@@ -146,34 +146,20 @@ def test_what_is_there_is_not_overwritten_and_a_failure_leaves_nothing(
 def test_the_command_exports_and_says_what_is_wrong(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(run_dir), "latest", str(tmp_path / "a")]) == 0
+    assert main(["export", str(run_dir), "latest", str(tmp_path / "a")]) == 0
     assert "main-2" in capsys.readouterr().out
-    assert main([str(run_dir), "main-7", str(tmp_path / "b")]) == 2
+    assert main(["export", str(run_dir), "main-7", str(tmp_path / "b")]) == 2
     assert "main-1, style-1, main-2" in capsys.readouterr().err
-    assert main([str(tmp_path), "main-7", str(tmp_path / "b")]) == 2
+    assert main(["export", str(tmp_path), "main-7", str(tmp_path / "b")]) == 2
     assert "not a run of Dialoop" in capsys.readouterr().err
 
 
-def test_dialoop_export_becomes_the_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
-    became: list[list[str]] = []
-    monkeypatch.setattr("os.execv", lambda _, command: became.append(command))
-    dialoop(["export", "demo", "main-1", "out", "--merged"])
-    expected = [
-        "-m",
-        "dialoop_ops.policies.export",
-        "runs/demo",
-        "main-1",
-        "out",
-        "--merged",
-    ]
-    assert became == [[sys.executable, *expected]]
-
-
-def test_the_module_runs_as_a_program(run_dir: Path, tmp_path: Path) -> None:
+def test_a_program_exports(run_dir: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "dialoop_ops.policies.export",
+        "dialoop_ops.stack",
+        "export",
         str(run_dir),
         "2",
         str(tmp_path / "o"),

@@ -20,7 +20,8 @@ from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.records import group_from_proto, group_to_proto
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.rl.advantages import with_advantages
-from dialoop_ops.policies.replay_step import StepRepeater, StepReplay, main, steps_of
+from dialoop_ops.cli.main import main
+from dialoop_ops.policies.replay_step import StepRepeater, StepReplay, steps_of
 from dialoop_services.config.job import JobConfig
 from dialoop_services.trainer.data.batches import Batch
 from dialoop_services.trainer.job.state import JobState
@@ -269,7 +270,7 @@ def test_without_a_checkpoint_the_stages_before_are_compared(
     shutil.rmtree(run_dir / "checkpoints")
     with pytest.raises(PreconditionFailed, match="for want of a checkpoint before it"):
         replay(run_dir, 2)
-    assert main([str(run_dir), "2"]) == 1
+    assert main(["replay-step", str(run_dir), "2"]) == 1
     assert "Repeat a step after the oldest checkpoint" in capsys.readouterr().err
 
 
@@ -301,7 +302,7 @@ def test_a_step_that_is_not_kept_and_bad_words(
             steps_of(text)
     with pytest.raises(NotFound, match=r"no run\.json"):
         StepRepeater(run_dir / "policies")
-    assert main([str(run_dir), "1..2", "--json"]) == 0
+    assert main(["replay-step", str(run_dir), "1..2", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["difference"] for line in lines] == [None, None]
 

@@ -1,7 +1,5 @@
 """Compare finished runs: means over seeds with intervals, and differences of variants.
 
-`python -m dialoop_ops.stack.report.compare RUN_DIR... [--json]`
-
 Runs whose configs differ in `seed`, `run` and `[ports]` alone are the seeds of one variant. The
 first variant is the baseline. A difference is paired by seed where both variants ran the same seeds
 (two or more), else it is Welch's.
@@ -9,24 +7,24 @@ first variant is the baseline. A difference is paired by seed where both variant
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import DialoopError, NotFound
+from dialoop.errors import NotFound
 from dialoop.reasons import Reason
-from dialoop_services.runtime.process import end_command
-from rich.console import Console
 from rich.table import Table
 
+from dialoop_ops.cli.console import rich_console, say
 from dialoop_ops.runs.intervals import Interval, difference_of, mean_of, paired_difference
-from dialoop_ops.runs.run_config import compare_configs, flat_config
+from dialoop_ops.runs.run_config import compare_configs, find_run, flat_config
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
 
 FIGURES = (
     "heldout_greedy_before",
@@ -171,22 +169,11 @@ def _key_of(summary: Mapping[str, Any], taken: Mapping[str, float]) -> str:
     return seed if seed not in taken else f"{seed} ({summary['run']})"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0, or 2 for an error in the arguments."""
-    parser = argparse.ArgumentParser(prog="dialoop compare", description=__doc__)
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
-    try:
-        if options.json:
-            sys.stdout.write(json.dumps(as_json(options.run_dirs), indent=2) + "\n")
-        else:
-            compare(options.run_dirs, Console())
-    except DialoopError as error:
-        sys.stderr.write(f"dialoop: {error}\n")
-        return 2
+def compare_runs(arguments: argparse.Namespace) -> int:
+    """Do what `dialoop compare` says, and return 0."""
+    run_dirs = [find_run(name, arguments.root) for name in arguments.runs]
+    if arguments.json:
+        say(json.dumps(as_json(run_dirs), indent=2))
+    else:
+        compare(run_dirs, rich_console())
     return 0
-
-
-if __name__ == "__main__":
-    end_command(main)

@@ -12,12 +12,9 @@ each service that it calls. So a receiver never gets anything that opens another
 
 from __future__ import annotations
 
-import argparse
 import base64
 import hashlib
 import math
-import os
-import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -27,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import jwt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from dialoop.errors import (
-    DialoopError,
     InvalidConfig,
     InvalidInput,
     Unauthenticated,
@@ -58,7 +54,6 @@ _ALGORITHM = "EdDSA"
 _SEPARATOR = "~"
 _PROOF = "proof"
 _MAX_PROOFS = 4096
-_DAY_S = 24 * 3600.0
 
 ROLE_SCOPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -372,42 +367,3 @@ def _encode(data: bytes) -> str:
 
 def _decode(text: str) -> bytes:
     return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a ticket for a member that joins a job; return 2 for what is wrong or missing."""
-    parser = argparse.ArgumentParser(prog="dialoop ticket", description=__doc__)
-    parser.add_argument("role", metavar="ROLE", help="what joins: inference, collector, ...")
-    parser.add_argument("--run", required=True, help="run id, as runs/NAME/stack.json has it")
-    parser.add_argument("--name", required=True, help="the member's name in the registry")
-    parser.add_argument("--days", type=float, default=7.0, help="days until it ends (7)")
-    options = parser.parse_args(arguments)
-    try:
-        if not options.days > 0:
-            raise InvalidInput(f"--days is {options.days}.", remedy="Give a number above 0.")
-        if not options.name or "/" in options.name:
-            raise InvalidInput(
-                f"--name is {options.name!r}.", remedy="Name the one member that joins, as gpu-7."
-            )
-        authority = authority_of(os.environ)
-        if authority is None:
-            raise InvalidConfig(
-                "No token is set, so there is nothing to sign with.",
-                reason=Reason.TOKEN_REQUIRED,
-                remedy="Set DIALOOP_TOKEN, and DIALOOP_ADMIN_TOKEN if the job has one, as for the "
-                "job. A job without a token needs no tickets.",
-            )
-        ticket = authority.issue(
-            run=options.run, role=options.role, name=options.name, valid_s=options.days * _DAY_S
-        )
-    except DialoopError as error:
-        sys.stderr.write(f"dialoop: {error}\n")
-        return 2
-    scopes = ", ".join(ROLE_SCOPES[options.role]) or "nothing"
-    sys.stderr.write(f"{options.role}/{options.name} may call others for: {scopes}.\n")
-    sys.stdout.write(f"{TICKET}={ticket.text()}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,9 +18,9 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from dialoop_ops.cli.main import main
 from dialoop_ops.launch.compose import plan_in_containers
 from dialoop_ops.launch.plan import PlannedProcess
-from dialoop_ops.stack.__main__ import main
 from dialoop_ops.stack.layout import FIXED_PORTS
 from dialoop_services.config.file import load_config, parse_config
 from dialoop_services.config.job import JobConfig

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from dialoop.errors import Unavailable
+from dialoop_ops.cli.main import main
 from dialoop_ops.launch.commands import has_moved
 from dialoop_ops.launch.ray import (
     MovedError,
@@ -23,7 +24,6 @@ from dialoop_ops.launch.ray import (
     ray_site,
 )
 from dialoop_ops.launch.ray_worker import RayWorker
-from dialoop_ops.stack.__main__ import main
 from dialoop_services.config.file import parse_config
 
 CONFIG: dict[str, Any] = {

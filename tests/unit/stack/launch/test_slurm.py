@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
+from dialoop_ops.cli.main import main
 from dialoop_ops.launch import slurm
 from dialoop_ops.launch.plan import Needs
 from dialoop_ops.launch.site import ClusterNode, components_of, require_room
 from dialoop_ops.launch.slurm import SlurmStep
-from dialoop_ops.stack.__main__ import main
 from dialoop_services.config.file import parse_config
 
 CONFIG: dict[str, Any] = {
