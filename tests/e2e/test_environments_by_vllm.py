@@ -106,7 +106,7 @@ async def stack(directory: Path, model: Path) -> AsyncIterator[Stack]:
     """Replay in memory, one service for all environments, and vLLM."""
     config = parse_config(CONFIG | {"model": {"directory": str(model)}}, source="the test")
     with open_run(directory, config, fresh=True) as run_dir:
-        layout = plan_stack(config, run_dir).layout
+        layout = plan_stack(config, run_dir)
         environment = layout.spec("environment")
         entries = json.dumps([played.entry for played in PLAYED])
         environment = replace(

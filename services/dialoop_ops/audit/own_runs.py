@@ -30,7 +30,7 @@ from dialoop_ops.audit.records import (
 )
 from dialoop_ops.runs.index import DEBUG_TABLE
 from dialoop_ops.runs.line_files import whole_lines
-from dialoop_ops.runs.metric_rows import METRICS, is_kept
+from dialoop_ops.runs.metric_rows import METRICS, without_discards
 from dialoop_ops.runs.run_config import read_run, tokenizer_of
 from dialoop_ops.runs.summaries import content_text, finite, summary_of, versions_by_step
 
@@ -64,7 +64,7 @@ def read_own_run(run_dir: Path) -> Dump:
     dump = Dump(path=run_dir, kind="dialoop", tokenizer=tokenizer_of(run_dir))
     dump.claims = _claims(run_dir, dump)
     metrics = [row for row in json_rows(run_dir / METRICS, dump.notes) if "kind" in row]
-    kept = _without_discards(metrics)
+    kept = without_discards(metrics)
     _read_curves(kept, dump)
     debug = defaultdict(list)
     for row in json_rows(run_dir / DEBUG_TABLE, dump.notes):
@@ -145,17 +145,6 @@ def _claims(run_dir: Path, dump: Dump) -> Claims:
         probe_bound=finite(value("gates", "logprob_difference_at_most")),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
     )
-
-
-def _without_discards(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl that count after the restores."""
-    kept: list[dict[str, Any]] = []
-    for row in rows:
-        if row["kind"] == "restore":
-            kept = [earlier for earlier in kept if is_kept(earlier, row)]
-        else:
-            kept.append(row)
-    return kept
 
 
 def _read_curves(rows: list[dict[str, Any]], dump: Dump) -> None:
@@ -261,7 +250,6 @@ def _tokens(
         spans=tuple(spans),
         logprobs=np.array(sequence.get("inference_logprobs") or [], dtype=np.float32),
         versions=np.array(numbers, dtype=np.int32),
-        is_branch=sequence.get("fork_cause", "NONE") != "NONE",
     )
     return _with_trainer(tokens, debug)
 

@@ -79,7 +79,6 @@ class TokenRecord:
     logprobs: Floats = field(default_factory=no_floats)
     trainer_logprobs: Floats = field(default_factory=no_floats)
     versions: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    is_branch: bool = False
 
     @property
     def num_sampled(self) -> int:

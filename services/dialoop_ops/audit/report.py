@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from dialoop_ops.audit.records import Rollout
@@ -80,7 +81,7 @@ class AuditReport:
         return asdict(self) | {"path": str(self.path)}
 
 
-def finding_of(
+def finding_of(  # noqa: PLR0913 - what a finding has
     fault: str,
     severity: str,
     evidence: Sequence[Evidence],

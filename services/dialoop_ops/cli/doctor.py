@@ -24,6 +24,8 @@ from dialoop_services.replay.redis_program import redis_program
 from rich.text import Text
 
 from dialoop_ops.cli.console import rich_console, say
+from dialoop_ops.stack.gpus import driver_lists
+from dialoop_ops.stack.processes.redis_server import is_listening
 
 if TYPE_CHECKING:
     import argparse
@@ -187,29 +189,13 @@ def _version(distribution: str, module: str) -> str:
 
 
 def _gpu() -> MachineCheck:
-    """Return the NVIDIA GPUs that the driver's own program lists, with their free memory."""
-    gpus, remedy = (
-        "",
-        "the tiny model trains on the CPU; for others, a machine with an NVIDIA driver",
-    )
-    if shutil.which("nvidia-smi"):
-        query = "--query-gpu=name,memory.total,memory.free"
-        try:
-            process = subprocess.run(
-                ["nvidia-smi", query, "--format=csv,noheader"],
-                capture_output=True,
-                text=True,
-                timeout=20,
-                check=False,
-            )
-            text, is_well = process.stdout.strip() or process.stderr.strip(), not process.returncode
-        except (OSError, subprocess.TimeoutExpired) as error:
-            text, is_well = str(error), False
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        if is_well and lines and all(line.count(",") == 2 for line in lines):
-            gpus = "; ".join(f"{line} free" for line in lines)
-        else:
-            remedy = f"there is a driver, and no GPU that it has: nvidia-smi says {' '.join(lines)}"
+    """Return the NVIDIA GPUs that the driver lists, with their free memory."""
+    gpus = ""
+    remedy = "the tiny model trains on the CPU; for others, a machine with an NVIDIA driver"
+    try:
+        gpus = "; ".join(f"{gpu}: {gpu.room}" for gpu in driver_lists() or ())
+    except InvalidConfig as error:
+        remedy = f"{error.message} {error.remedy}"
     return MachineCheck(
         name="gpu",
         value=gpus,
@@ -235,23 +221,11 @@ def _redis_place() -> tuple[str, str]:
     if url:
         # The part before the @ may hold a password.
         shown = re.sub(r"//[^@/]*@", "//", url)
-        return f"REDIS_URL {shown}, {'answers' if _answers(url) else 'DOES NOT ANSWER'}", ""
+        return f"REDIS_URL {shown}, {'answers' if is_listening(url) else 'DOES NOT ANSWER'}", ""
     try:
         return redis_program(), ""
     except InvalidConfig as error:
         return "", str(error.remedy)
-
-
-def _answers(url: str) -> bool:
-    """Return whether a server listens at the URL."""
-    match = re.match(r"rediss?://(?:[^@/]*@)?([^:/]+)(?::(\d+))?", url)
-    if match is None:
-        return False
-    try:
-        with socket.create_connection((match[1], int(match[2] or 6379)), timeout=2):
-            return True
-    except OSError:
-        return False
 
 
 def _tools() -> list[MachineCheck]:

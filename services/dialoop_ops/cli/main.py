@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
         dest="command", required=True, metavar="COMMAND", parser_class=_Parser
     )
     _add_stack_commands(commands)
+    _add_running(commands)
     _add_play(commands)
     _add_env(commands)
     _add_show(commands)
@@ -159,6 +160,10 @@ def _add_stack_commands(commands: Commands) -> None:
         command.add_argument(
             "--folder", dest="root", type=Path, default=ROOT, help="where runs are kept (runs)"
         )
+
+
+def _add_running(commands: Commands) -> None:
+    """Add the commands that look at a running stack, change it or end it."""
     down = commands.add_parser("down", help="stop the stack of a run and wait for its end")
     down.add_argument("--timeout", type=float, default=120.0, help="seconds to wait (120)")
     add_json(down, "what has stopped")

@@ -17,7 +17,7 @@ from dialoop.running_stacks import find_stack, named_stack
 from dialoop_ops.cli.console import rich_console, say
 from dialoop_ops.cli.stack import choose_stack
 from dialoop_ops.now import Watcher
-from dialoop_ops.now.snapshot import ages_by_place, groups_by_place
+from dialoop_ops.now.snapshot import ages_by_place, groups_line
 
 if TYPE_CHECKING:
     import argparse
@@ -146,9 +146,8 @@ def training_line(trainer: TrainerStatus) -> str:
 
 def queue_line(stats: ReplayStats) -> str:
     """Return one line on the groups, in the order in which they pass through the queue."""
-    offered, *places = groups_by_place(stats.training).items()
-    groups = ", ".join(f"{count} {place}" for place, count in places)
-    return f"{offered[1]} {offered[0]}; groups: {groups}; {stats.credits} credits"
+    offered, groups = stats.training.num_tasks_offered, groups_line(stats.training)
+    return f"{offered} tasks offered; groups: {groups}; {stats.credits} credits"
 
 
 def ages_line(stats: ReplayStats) -> str:

@@ -32,7 +32,7 @@ from dialoop_ops.runs.forks import fork_tree
 from dialoop_ops.runs.index import MAX_LIMIT
 from dialoop_ops.runs.run_config import flat_config, tokenizer_of
 from dialoop_ops.runs.summaries import TrajectorySummary, text_of
-from dialoop_ops.runs.token_numbers import MAX_TOKENS, token_page
+from dialoop_ops.runs.token_numbers import token_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -195,32 +195,13 @@ def _whole_row(
     forks = fork_tree(row, tokenizer=tokenizer) if num_sequences > 1 else []
     return {
         "trajectory": described,
-        "tokens": [_all_tokens(row, n, debug_rows, tokenizer) for n in range(num_sequences)],
+        "tokens": [
+            asdict(
+                token_page(
+                    row, sequence=number, limit=None, tokenizer=tokenizer, debug_rows=debug_rows
+                )
+            )
+            for number in range(num_sequences)
+        ],
         "forks": [asdict(fork) for fork in forks],
     }
-
-
-def _all_tokens(
-    row: Mapping[str, Any],
-    sequence: int,
-    debug_rows: list[dict[str, Any]],
-    tokenizer: Tokenizer | None,
-) -> dict[str, Any]:
-    """Return a sequence's tokens as one page of any length."""
-    count = len(row["sequences"][sequence]["token_ids"])
-    whole: dict[str, Any] = {}
-    for start in range(0, max(1, count), MAX_TOKENS):
-        page = token_page(
-            row,
-            sequence=sequence,
-            start=start,
-            limit=MAX_TOKENS,
-            tokenizer=tokenizer,
-            debug_rows=debug_rows,
-        )
-        for name, value in asdict(page).items():
-            if isinstance(value, list):
-                whole.setdefault(name, []).extend(value)
-            else:
-                whole.setdefault(name, value)
-    return whole

@@ -15,10 +15,6 @@ from dataclasses import dataclass, field
 
 from dialoop_services.runtime.exit_reason import CONFIG_ERROR
 
-HEAD, REPLICAS = "head", "replicas"
-"""What starts together. The processes of the head are on one machine and end together; each replica
-may be on a machine of its own."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
@@ -59,7 +55,6 @@ class PlannedProcess:
     address: str = ""
     rest_address: str = ""
     needs: Needs = Needs()
-    group: str = HEAD
     after: tuple[str, ...] = ()
     needs_model: bool = False
     restart: RestartRule = RestartRule()
@@ -86,7 +81,3 @@ class LaunchPlan:
     def process(self, name: str) -> PlannedProcess:
         """Return the process of that name."""
         return next(each for each in self.processes if each.name == name)
-
-    def in_group(self, group: str) -> tuple[PlannedProcess, ...]:
-        """Return the processes of HEAD or REPLICAS."""
-        return tuple(each for each in self.processes if each.group == group)

@@ -14,7 +14,6 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,8 +163,7 @@ def _place(ray: Any, config: JobConfig, group: Any) -> Site:
     starters: dict[str, RayStarter] = {}
     for name in needs:
         index = replicas.index(name) + 1 if name in replicas else 0
-        place = BundlePlace(name=name, needs=needs[name], group=group, bundle=index)
-        starters[name] = RayStarter(ray, place)
+        starters[name] = RayStarter(ray, name, needs[name], group, bundle=index)
     return Site(
         hosts={name: starter.host() for name, starter in starters.items()},
         starters={name: starter.start for name, starter in starters.items()},
@@ -188,9 +186,7 @@ async def _grow(ray: Any, config: JobConfig, name: str, on_moved: Callable[[], N
     if service_of(name) != "inference" and not config.launch.shared_folder:
         bundle |= _this_node(ray)  # it writes into the run's folder
     group = ray.util.placement_group([bundle])
-    starter = RayStarter(
-        ray, BundlePlace(name=name, needs=needs, group=group, bundle=0), on_moved=on_moved
-    )
+    starter = RayStarter(ray, name, needs, group, on_moved=on_moved)
     give_back = partial(ray.util.remove_placement_group, group)
     try:
         async with asyncio.timeout(limit_s):
@@ -216,28 +212,26 @@ async def _grow(ray: Any, config: JobConfig, name: str, on_moved: Callable[[], N
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BundlePlace:
-    """Where Ray keeps room for a process: a bundle of the placement group."""
-
-    name: str
-    needs: Needs
-    group: Any
-    bundle: int
-
-
 class RayStarter:
-    """Starts a process again and again in its bundle, with a new actor each time.
+    """Starts a process again and again in its bundle of a group, with a new actor each time.
 
     When the bundle has moved to another machine, it calls `on_moved`; without one, a start raises
     MovedError.
     """
 
     def __init__(
-        self, ray: Any, place: BundlePlace, *, on_moved: Callable[[], None] | None = None
+        self,
+        ray: Any,
+        name: str,
+        needs: Needs,
+        group: Any,
+        *,
+        bundle: int = 0,
+        on_moved: Callable[[], None] | None = None,
     ) -> None:
         self._ray = ray
-        self._place = place
+        self._name, self._needs = name, needs
+        self._group, self._bundle = group, bundle
         self._on_moved = on_moved
         self._host = ""
         self._next: Any = None
@@ -265,7 +259,7 @@ class RayStarter:
         try:
             host = await asyncio.wait_for(_answer(actor.host.remote()), _ANSWER_S)
             if self._host and host != self._host:
-                moved = MovedError(self._place.name, self._host, host)
+                moved = MovedError(self._name, self._host, host)
                 if self._on_moved is None:
                     raise moved
                 process.lose(str(moved))
@@ -274,11 +268,11 @@ class RayStarter:
             await process.start(command, _variables_to_forward() | dict(environment), folder)
         except (self._ray.exceptions.RayError, TimeoutError) as error:
             why = str(error) or f"it has had no room for it for {_ANSWER_S:g} s."
-            process.lose(f"Ray could not start {self._place.name}: {why}")
+            process.lose(f"Ray could not start {self._name}: {why}")
         return process
 
     def _actor(self) -> Any:
-        needs = self._place.needs
+        needs = self._needs
         strategies = self._ray.util.scheduling_strategies
         return (
             self._ray.remote(RayWorker)
@@ -287,7 +281,7 @@ class RayStarter:
                 num_gpus=needs.gpus,
                 max_restarts=0,  # the supervisor's rule says when it is started again
                 scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
-                    self._place.group, placement_group_bundle_index=self._place.bundle
+                    self._group, placement_group_bundle_index=self._bundle
                 ),
             )
             .remote()

@@ -168,6 +168,12 @@ def ages_by_place(counts: LedgerCounts) -> dict[str, float]:
     }
 
 
+def groups_line(counts: LedgerCounts) -> str:
+    """Return the number of groups at each place as text: "2 playing, 0 unscored, ..."."""
+    _, *places = groups_by_place(counts).items()
+    return ", ".join(f"{count} {place}" for place, count in places)
+
+
 def groups_by_place(counts: LedgerCounts) -> dict[str, int]:
     """Return the number of groups at each place of the queue, in the order they pass through."""
     return {

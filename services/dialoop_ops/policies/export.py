@@ -10,109 +10,28 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import rich.progress
-from dialoop.errors import AlreadyExists, InvalidConfig, InvalidInput, NotFound
+from dialoop.errors import AlreadyExists, InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
-from dialoop_learning.rl.staleness import publish_order, version_of_name
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
 from dialoop_ops.cli.console import say, say_json
+from dialoop_ops.runs.policies import ADAPTER, WEIGHTS, RunPolicies
 from dialoop_ops.runs.run_config import find_run
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from pathlib import Path
 
-WEIGHTS, ADAPTER, ADAPTER_CONFIG = (
-    "model.safetensors",
-    "adapter_model.safetensors",
-    "adapter_config.json",
-)
-_LATEST = "latest"
+ADAPTER_CONFIG = "adapter_config.json"
 _COPY_BYTES = 1 << 24
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _WEIGHT_INDEX = ".index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPolicies:
-    """A run's policies on disk, and the model directory it started from."""
-
-    policies: Path
-    model_dir: Path
-
-    @classmethod
-    def of(cls, run_dir: Path) -> RunPolicies:
-        """Return the policies of a run's directory; raise NotFound when it is not a run."""
-        mark = run_dir / "run.json"
-        if not mark.is_file():
-            raise NotFound(
-                f"{run_dir} is not a run of Dialoop (it has no {mark.name}).",
-                reason=Reason.RUN_NOT_FOUND,
-                remedy="Give the directory of a run, such as runs/demo.",
-            )
-        directory = json.loads(mark.read_text("utf-8"))["config"]["model"]["directory"]
-        return cls(
-            policies=run_dir / "policies",
-            model_dir=Path(directory) if directory else run_dir / "model",
-        )
-
-    @property
-    def versions(self) -> tuple[str, ...]:
-        """Return the published versions that are still on disk, oldest first."""
-        folders = {
-            path.parent for name in (WEIGHTS, ADAPTER) for path in self.policies.glob(f"*/{name}")
-        }
-        return tuple(path.name for path in sorted(folders, key=_place_of))
-
-    def policy(self, version: str) -> Path:
-        """Return the directory of a version, of `latest`, or of a number that one lineage has.
-
-        Raises NotFound (POLICY_NOT_FOUND) when no policy or several match.
-        """
-        versions = self.versions
-        matches = [name for name in versions if name == version or name.endswith(f"-{version}")]
-        if version == _LATEST and versions:
-            matches = [self._latest(versions)]
-        if version in versions:
-            matches = [version]
-        if len(matches) != 1:
-            if version in self._published_versions():
-                raise NotFound(
-                    f"The policy {version} was deleted to save disk space.",
-                    reason=Reason.POLICY_GONE,
-                    remedy=f"Use one of: {', '.join(versions)}. To keep all of a later run, "
-                    "set keep_policies = 0 in [train].",
-                )
-            raise NotFound(
-                f"{self.policies} has {'several' if matches else 'no'} policies {version!r}.",
-                reason=Reason.POLICY_NOT_FOUND,
-                remedy=f"Use one of: {', '.join(versions) or 'none'}.",
-            )
-        return self.policies / matches[0]
-
-    def _published_versions(self) -> frozenset[str]:
-        """Return every version that the run has published, by its metrics."""
-        metrics = self.policies.parent / "metrics.jsonl"
-        if not metrics.is_file():
-            return frozenset()
-        with metrics.open(encoding="utf-8", newline="\n") as lines:
-            rows = [json.loads(line) for line in lines if '"kind": "publish"' in line]
-        return frozenset(f"{row['lineage']}-{row['policy_version']}" for row in rows)
-
-    def _latest(self, versions: Sequence[str]) -> str:
-        try:
-            latest = json.loads((self.policies / "latest.json").read_text("utf-8"))
-        except (OSError, ValueError):  # it is missing, or a disk damaged it
-            latest = {}
-        name = str(Path(str(latest.get("path", ""))).parent)
-        return name if name in versions else versions[-1]
 
 
 def export_policy(
@@ -226,10 +145,6 @@ def _write_dtype(path: Path, dtype: str) -> None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _place_of(policy: Path) -> tuple[tuple[int, int], str]:
-    return publish_order(version_of_name(policy.name)), policy.name
 
 
 def export(arguments: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ from dialoop_services.trainer.records.rows import trajectory_files
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from dialoop_ops.policies.export import WEIGHTS, RunPolicies
+from dialoop_ops.runs.policies import WEIGHTS, RunPolicies
 
 _MAX_PER_VERSION = 256
 _WITHIN_S = 60.0

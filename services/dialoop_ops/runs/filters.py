@@ -15,16 +15,13 @@ from dialoop.reasons import Reason
 from dialoop.trajectory import Owner, StopReason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from dialoop_ops.runs.summaries import TrajectorySummary
 
 ANY_OWNER = "ANY"
 MIN_TEXT = 3
 """Fewest characters of a text search: the index keeps triples of characters."""
-
-CHOICES = ("environment", "outcome", "label", "stop_reason", "owner")
-"""Filters that accept one of a few values."""
 
 _EXACT = ("environment", "outcome", "label", "task_key", "group_id")
 _RANGES = {"reward": "reward", "staleness": "staleness", "step": "train_step"}
@@ -161,13 +158,6 @@ class Filters:
             phrase = '"' + self.text.replace('"', '""') + '"'
             terms.append(("number IN (SELECT rowid FROM words WHERE words MATCH ?)", phrase))
         return " AND ".join(term for term, _ in terms) or "1", [value for _, value in terms]
-
-
-def choices_of(summary: TrajectorySummary) -> Iterator[tuple[str, str]]:
-    """Yield the values of CHOICES that a trajectory has, without those that no filter knows."""
-    yield from ((name, getattr(summary, name)) for name in CHOICES[:3] if getattr(summary, name))
-    yield from (("stop_reason", name) for name in summary.stop_reasons if name in _STOPS)
-    yield from (("owner", name) for name in summary.owners if name in _OWNERS)
 
 
 def bits_of_stops(names: tuple[str, ...]) -> int:

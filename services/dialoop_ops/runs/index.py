@@ -21,11 +21,9 @@ from dialoop.errors import NotFound, Unavailable
 from dialoop_services.trainer.records.rows import numbers_of, trajectory_files
 
 from dialoop_ops.runs.filters import (
-    CHOICES,
     Filters,
     bits_of_owners,
     bits_of_stops,
-    choices_of,
     owners_of_bits,
     stops_of_bits,
 )
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 
 FILE = "index.sqlite"
 DEBUG_TABLE = "debug_table.jsonl"
-VERSION = 2
+VERSION = 3
 """Number of the tables' form: an index with another one is made anew."""
 MAX_LIMIT = 500
 SORTS = ("number", "reward", "advantage", "staleness", "num_sampled", "num_turns", "train_step")
@@ -70,8 +68,6 @@ CREATE TABLE trajectory (
   num_turns INTEGER, num_tool_calls INTEGER, num_sequences INTEGER, num_tokens INTEGER,
   num_sampled INTEGER, lineage TEXT, oldest INTEGER, newest INTEGER, staleness INTEGER, preview TEXT
 );
-CREATE TABLE choice (source INTEGER, name TEXT, value TEXT, PRIMARY KEY (source, name, value))
-  WITHOUT ROWID;
 CREATE INDEX by_id ON trajectory (trajectory_id);
 CREATE INDEX by_group ON trajectory (group_id);
 CREATE INDEX pending ON trajectory (train_step)
@@ -264,12 +260,15 @@ class RunIndex:
 
     def choices(self) -> dict[str, list[str]]:
         """Return the values that the filters with few values can have, and what the run has."""
-        listed: dict[str, list[str]] = {name: [] for name in CHOICES}
+        texts, columns = ("environment", "outcome", "label"), "environment, outcome, label"
         with self._reading() as connection:
-            rows = connection.execute("SELECT DISTINCT name, value FROM choice ORDER BY 1, 2")
-            for name, value in rows:
-                listed[name].append(value)
-        return listed
+            rows = connection.execute(
+                f"SELECT DISTINCT {columns}, stops, owners FROM trajectory"
+            ).fetchall()
+        listed = {name: {row[place] for row in rows} for place, name in enumerate(texts)}
+        listed["stop_reason"] = {name for row in rows for name in stops_of_bits(row[3])}
+        listed["owner"] = {name for row in rows for name in owners_of_bits(row[4])}
+        return {name: sorted(filter(None, values)) for name, values in listed.items()}
 
     def progress(self) -> Progress:
         """Return how much of the run the index holds, reading nothing of it."""
@@ -420,7 +419,6 @@ class _Refresh:
         execute = self._connection.execute
         if kind == "trajectories":
             execute("DELETE FROM trajectory WHERE source = ?", (source,))
-            execute("DELETE FROM choice WHERE source = ?", (source,))
         elif kind == "debug":
             execute("DELETE FROM debug")
         else:
@@ -437,7 +435,6 @@ class _Refresh:
         ).fetchone()
         columns: list[tuple[Any, ...]] = []
         words: list[tuple[int, str]] = []
-        choices: set[tuple[int, str, str]] = set()
         for offset, line in lines:
             number = first + len(columns)
             try:
@@ -449,13 +446,11 @@ class _Refresh:
                 continue
             columns.append((source, offset, len(line), *values))
             words.append((number, _storable(text_of(row))))
-            choices |= {(source, name, _storable(value)) for name, value in choices_of(summary)}
         marks = ", ".join("?" * 26)
         self._connection.executemany(
             f"INSERT INTO trajectory (source, offset, num_bytes, {_FIELDS}) VALUES ({marks})",
             columns,
         )
-        self._connection.executemany("INSERT OR IGNORE INTO choice VALUES (?, ?, ?)", choices)
         self._connection.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", words)
 
     def _add_metrics(self, source: int, lines: list[tuple[int, bytes]]) -> None:

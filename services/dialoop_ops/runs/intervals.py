@@ -33,11 +33,6 @@ class Interval:
             return f"{self.mean:.3g}"
         return f"{self.mean:.3g} ± {self.high - self.mean:.2g}"
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Return whether 0 lies outside the interval; False where there is none."""
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
-
 
 def mean_of(values: Sequence[float]) -> Interval:
     """Return the mean of one or more values, with the interval by Student's t over them."""

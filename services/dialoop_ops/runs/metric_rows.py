@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 METRICS = "metrics.jsonl"
 # Evaluations that take place once, so that a restore may have to repeat them.
 _ONCE = ("before_", "after_")
+
+
+def without_discards(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows that count, without those of weights that a restore has discarded."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        if row["kind"] == "restore":
+            kept = [earlier for earlier in kept if is_kept(earlier, row)]
+        kept.append(row)
+    return kept
 
 
 def is_kept(row: Mapping[str, Any], restore: Mapping[str, Any]) -> bool:

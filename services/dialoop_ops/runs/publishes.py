@@ -10,13 +10,13 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dialoop_ops.runs.policies import versions_in
 from dialoop_ops.runs.run_config import flat_config
 
 if TYPE_CHECKING:
     from dialoop_ops.runs.index import Point, RunIndex
 
 _NUMBERS = ("publish_s", "max_logprob_difference", "num_replicas", "num_bytes")
-_WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,7 @@ def publishes_of(index: RunIndex) -> tuple[Publish, ...]:
         for point in index.points(f"publish/{name}"):
             heads[point.row] = point
             values.setdefault(point.row, {})[name] = point.value
-    policies = index.run_dir / "policies"
-    on_disk = {path.parent.name for name in _WEIGHTS for path in policies.glob(f"*/{name}")}
+    on_disk = versions_in(index.run_dir / "policies")
     return tuple(
         Publish(
             time=head.time,

@@ -65,11 +65,14 @@ def token_page(
     *,
     sequence: int = 0,
     start: int = 0,
-    limit: int = MAX_TOKENS,
+    limit: int | None = MAX_TOKENS,
     tokenizer: Tokenizer | None = None,
     debug_rows: Iterable[Row] = (),
 ) -> TokenPage:
-    """Return tokens of one sequence of a row; NotFound where it has no such sequence or token."""
+    """Return tokens of one sequence of a row; NotFound where it has no such sequence or token.
+
+    limit: None for all from `start` on, else at most MAX_TOKENS.
+    """
     sequences = row["sequences"]
     if not 0 <= sequence < len(sequences):
         raise NotFound(
@@ -84,7 +87,7 @@ def token_page(
             f"Sequence {sequence} has {len(ids)} tokens, and no number {start}.",
             remedy="Count from 0.",
         )
-    chosen = slice(start, start + min(limit, MAX_TOKENS))
+    chosen = slice(start, None if limit is None else start + min(limit, MAX_TOKENS))
     read = _policy_logprobs(ids, debug_rows)
     columns = list(zip(*_columns(row, own, read), strict=True)) or [()] * len(_COLUMNS)
     values: Any = {n: list(c[chosen]) for n, c in zip(_COLUMNS, columns, strict=True)}

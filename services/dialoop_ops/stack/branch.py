@@ -12,14 +12,14 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.errors import InvalidConfig, NotFound, Unavailable
 from dialoop.reasons import Reason
 from dialoop_services.config.file import Override
 
+from dialoop_ops.runs.policies import RunPolicies
 from dialoop_ops.runs.run_config import find_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 _BEFORE = ("heldout_greedy_before_at_most", "heldout_sampled_gain_at_least")
@@ -77,31 +77,21 @@ def find_branch(text: str, root: Path) -> Branch:
     if not (name and at and step.isdecimal()):
         raise InvalidConfig(f"--from {text} is not RUN@STEP.", remedy="Write it as --from demo@20.")
     run_dir = find_run(name, root)
-    if not (run_dir / "run.json").is_file():
-        raise InvalidConfig(
-            f"{run_dir} is not a run of Dialoop (it has no run.json).",
-            reason=Reason.RUN_NOT_FOUND,
-            remedy="Name a run, such as demo@20 for step 20 of runs/demo.",
-        )
-    # A restore leaves several rows of one step; the last belongs to the weights that went on.
-    published = {row["train_step"]: row for row in _read_publishes(run_dir)}
     number = int(step)
-    kept = {step: row for step, row in published.items() if _is_on_disk(run_dir, row)}
-    others = ", ".join(str(step) for step in sorted(kept)) or "none"
-    if number not in published:
-        raise InvalidConfig(
-            f"{run_dir} published no policy after step {number}.",
-            reason=Reason.POLICY_NOT_FOUND,
-            remedy=f"Its steps with a policy on disk: {others}.",
-        )
-    if number not in kept:
-        raise InvalidConfig(
-            f"The policy after step {number} of {run_dir} was deleted to save disk space.",
-            reason=Reason.POLICY_GONE,
-            remedy=f"Use one of the steps {others}. To keep all policies of a later run, set "
-            "keep_policies = 0 in [train].",
-        )
-    return Branch(run_dir=run_dir, train_step=number, policy=_policy_of(kept[number]))
+    try:
+        run = RunPolicies.of(run_dir)
+        published = dict(run.published())
+        if number not in published:
+            steps = [str(at) for at, name in published.items() if name in run.versions]
+            raise InvalidConfig(
+                f"{run_dir} published no policy after step {number}.",
+                reason=Reason.POLICY_NOT_FOUND,
+                remedy=f"Its steps with a policy on disk: {', '.join(steps) or 'none'}.",
+            )
+        policy = run.policy(published[number])
+    except NotFound as error:
+        raise InvalidConfig(error.message, reason=error.reason, remedy=error.remedy) from error
+    return Branch(run_dir=run_dir, train_step=number, policy=policy.name)
 
 
 def export_policy(run_dir: Path, version: str, target: Path, *, merged: bool = False) -> None:
@@ -118,23 +108,3 @@ def export_policy(run_dir: Path, version: str, target: Path, *, merged: bool = F
             reason=Reason.EXPORT_FAILED,
             remedy="The line above says why.",
         )
-
-
-def _read_publishes(run_dir: Path) -> Iterator[dict[str, Any]]:
-    metrics = run_dir / "metrics.jsonl"
-    if not metrics.is_file():
-        return
-    with metrics.open(encoding="utf-8", newline="\n") as lines:
-        for line in lines:
-            # A run that is being written may end in half a line.
-            if '"kind": "publish"' in line and line.endswith("\n"):
-                yield json.loads(line)
-
-
-def _policy_of(row: dict[str, Any]) -> str:
-    return f"{row['lineage']}-{row['policy_version']}"
-
-
-def _is_on_disk(run_dir: Path, row: dict[str, Any]) -> bool:
-    folder = run_dir / "policies" / _policy_of(row)
-    return any(folder.glob("*.safetensors"))

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
 
     from dialoop_ops.stack.branch import Branch
+    from dialoop_ops.stack.layout import Layout
     from dialoop_ops.stack.run_dir import RunDir
-    from dialoop_ops.stack.running import Plan
 
 _SIGNALLED = 128
 """Exit codes above it say which signal ended the job, as those of shells do."""
@@ -274,19 +274,19 @@ def _run(config: JobConfig, run_dir: RunDir, folder: Path, options: argparse.Nam
             log.say("stack", f"the config has changed: {change}", style="yellow")
     try:
         with launchers.site_of(config, is_job=is_job) as site:
-            plan = plan_stack(config, run_dir, folder, site)
-            work = job.train(plan, log, console) if is_job else _serve(plan, log, options)
+            layout = plan_stack(config, run_dir, folder, site)
+            work = job.train(layout, log, console) if is_job else _serve(layout, log, options)
             return asyncio.run(_until_stopped(work, log))
     finally:
         kill(descendants(os.getpid()))
 
 
-async def _serve(plan: Plan, log: LogStream, options: argparse.Namespace) -> int:
-    async with running_stack(plan, log) as stack:
+async def _serve(layout: Layout, log: LogStream, options: argparse.Namespace) -> int:
+    async with running_stack(layout, log):
         if options.json:
-            announced = json.loads((stack.layout.run_dir.path / STACK_FILE).read_text("utf-8"))
+            announced = json.loads((layout.run_dir.path / STACK_FILE).read_text("utf-8"))
             names = ("pid", "run_id", "addresses", "rest_addresses", "console")
-            facts = {"run_dir": str(stack.layout.run_dir.path)} | {n: announced[n] for n in names}
+            facts = {"run_dir": str(layout.run_dir.path)} | {n: announced[n] for n in names}
             sys.stdout.write(f"{json.dumps(facts)}\n")
             sys.stdout.flush()
         log.say("stack", "all services are ready; Ctrl-C stops them")

@@ -10,9 +10,8 @@ a replica are next to each other. With placement = "shared" the trainer gets the
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from dialoop_services.config.engines import facts_of_engine
 from dialoop_services.config.resources import ROLES
 
 from dialoop_ops.launch.plan import Needs
+from dialoop_ops.stack.gpus import driver_lists
 from dialoop_ops.stack.layout import replica_names, service_of
 
 if TYPE_CHECKING:
@@ -51,14 +51,8 @@ class PlacedProcess:
     name: str
     node: int
     gpus: tuple[str, ...]
-    processors: int
-    memory_gib: float
+    needs: Needs
     variables: Mapping[str, str]
-
-    @property
-    def needs(self) -> Needs:
-        """Return what the process needs of any machine."""
-        return Needs(gpus=len(self.gpus), processors=self.processors, memory_gib=self.memory_gib)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +87,16 @@ class DevicePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Demand:
-    """What one process asks for: GPUs, processors, GiB of memory."""
+class _Demand(Needs):
+    """What one process asks for."""
 
     name: str
-    gpus: int
-    processors: int = 0
-    memory_gib: float = 0.0
     ranks: int = 1
+
+    @property
+    def needs(self) -> Needs:
+        """Return the same of a process without a name."""
+        return Needs(gpus=self.gpus, processors=self.processors, memory_gib=self.memory_gib)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -243,10 +239,7 @@ def needs_elsewhere(config: JobConfig) -> dict[str, Needs]:
                 remedy="Lower num_processes or tensor_parallel_size, or take nodes with more GPUs; "
                 "docs/scale.md says how torchrun starts a trainer on several nodes.",
             )
-    return {
-        each.name: Needs(gpus=each.gpus, processors=each.processors, memory_gib=each.memory_gib)
-        for each in demands
-    }
+    return {each.name: each.needs for each in demands}
 
 
 def _demands(config: JobConfig, *, most: int, has_gpus: bool) -> list[_Demand]:
@@ -336,9 +329,7 @@ def _place_on_replicas(
         names = [n for n, (at, _) in places.items() if at == index and service_of(n) == "inference"]
         theirs = {gpu for name in names for gpu in places[name][1]}
         gpus = [position for position, gpu in enumerate(room.node.gpus) if gpu in theirs]
-        rest = _Demand(
-            name=demand.name, gpus=0, processors=demand.processors, memory_gib=demand.memory_gib
-        )
+        rest = replace(demand, gpus=0)
         is_free = not any(
             at == index for n, (at, _) in places.items() if service_of(n) == "trainer"
         )
@@ -357,12 +348,7 @@ def _with_variables(
     if demand.processors:
         variables["OMP_NUM_THREADS"] = str(max(1, demand.processors // demand.ranks))
     return PlacedProcess(
-        name=demand.name,
-        node=node,
-        gpus=gpus,
-        processors=demand.processors,
-        memory_gib=demand.memory_gib,
-        variables=variables,
+        name=demand.name, node=node, gpus=gpus, needs=demand.needs, variables=variables
     )
 
 
@@ -395,7 +381,7 @@ def _too_large(message: str, *, remedy: str) -> InvalidConfig:
 def _line(process: PlacedProcess, width: int) -> str:
     """Return name, machine, variables and reservations of a process."""
     variables = " ".join(f"{name}={value}" for name, value in process.variables.items())
-    memory = f" memory {process.memory_gib:g} GiB" if process.memory_gib else ""
+    memory = f" memory {process.needs.memory_gib:g} GiB" if process.needs.memory_gib else ""
     return f"{process.name:<{width}}  node {process.node}  {variables}{memory}"
 
 
@@ -410,17 +396,7 @@ def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
             names.append(name)
         return tuple(names)
     devices = len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()])
-    if not devices and shutil.which("nvidia-smi"):
-        devices = _listed_gpus()
+    if not devices:
+        with suppress(InvalidConfig):  # the job's check says what is wrong with the driver
+            devices = len(driver_lists() or ())
     return tuple(str(index) for index in range(devices))
-
-
-def _listed_gpus() -> int:
-    """Return how many GPUs nvidia-smi lists."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=3, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

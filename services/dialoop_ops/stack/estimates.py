@@ -114,9 +114,9 @@ class Estimate:
 def estimate_of(config: JobConfig) -> Estimate | None:
     """Return what the job needs; None for the demo's tiny model, or one of unknown sizes."""
     directory = Path(config.model.directory)
-    if not config.model.directory or not any(directory.glob("*.safetensors")):
+    if not has_weights(config.model.directory):
         return None
-    fields = _fields_in(directory)
+    fields = fields_in(directory)
     shape = ModelShape.of(fields, num_parameters=num_parameters(directory))
     if shape is None:
         return None
@@ -176,9 +176,7 @@ def gpu_needs(
 
     A process by turns needs none of its own: the largest of them counts.
     """
-    directory = Path(config.model.directory)
-    has_model = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
-    estimate = estimate_of(config) if config.model.directory and has_model else None
+    estimate = estimate_of(config)
     needs: dict[str, dict[str, float]] = {}
     for process in plan.processes:
         for rank, entry in enumerate(process.gpus):
@@ -207,20 +205,37 @@ def _on_device(
     return _CONTEXT_BYTES + _SURE * model_bytes
 
 
-def _fields_in(directory: Path) -> dict[str, Any]:
-    """Return the fields of a model's config.json that describe its decoder."""
-    content: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
-    fields: dict[str, Any] = content.get("text_config", content)
+def fields_in(directory: Path) -> dict[str, Any]:
+    """Return a model's config.json; of one that reads images too, the part about text.
+
+    Raises InvalidConfig (MODEL_INCOMPLETE) where it is no JSON object.
+    """
+    try:
+        content = json.loads((directory / "config.json").read_text("utf-8"))
+        fields: dict[str, Any] = content.get("text_config", content)
+    except (ValueError, AttributeError) as error:
+        raise InvalidConfig(
+            f"config.json of the model directory {directory} is no JSON object.",
+            reason=Reason.MODEL_INCOMPLETE,
+            remedy="Save the model there with model.save_pretrained(directory).",
+        ) from error
     return fields
+
+
+def has_weights(directory: str) -> bool:
+    """Return whether the directory, which may be empty text, holds a model."""
+    folder = Path(directory)
+    is_model = bool(directory) and (folder / "config.json").is_file()
+    return is_model and any(folder.glob("*.safetensors"))
 
 
 def _shape_of_reference(config: JobConfig, policy: ModelShape) -> ModelShape:
     """Return the shape of the scorer's model; the policy's where that is it, or not known."""
     directory = Path(config.scorer.reference_model)
-    if not config.scorer.reference_model or not any(directory.glob("*.safetensors")):
+    if not has_weights(config.scorer.reference_model):
         return policy
     count = num_parameters(directory)
-    return ModelShape.of(_fields_in(directory), num_parameters=count) or policy
+    return ModelShape.of(fields_in(directory), num_parameters=count) or policy
 
 
 def _memory_of_replica(config: JobConfig, shape: ModelShape, *, is_tied: bool) -> Parts:

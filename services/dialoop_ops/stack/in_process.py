@@ -115,18 +115,14 @@ async def train_in_process(
         clock.record("stopping")
         rescoring = await asyncio.to_thread(_rescore, job, run_dir)
         clock.record("re-scoring")
-        findings = summary.Findings.of_run(
-            run_dir.path,
-            config=job,
+        return summary.conclude(
+            run_dir,
+            job,
             stats=stats,
             rescoring=rescoring,
             seconds_by_phase=clock.seconds,
             num_sampled_tokens=snapshot.num_sampled_tokens,
-            redis_version="",
-            num_restarts={},
-            is_resumed=run_dir.is_resumed,
         )
-        return summary.conclude(findings, run_dir.path)
 
 
 async def _until_done(services: _Services, dialoop: Dialoop, clock: PhaseClock) -> PolicyStatus:

@@ -16,6 +16,7 @@ from dialoop_services.config.job import (
 )
 
 from dialoop_ops.stack.layout import service_of
+from dialoop_ops.stack.processes.redis_server import version_of
 from dialoop_ops.stack.report import summary
 from dialoop_ops.stack.report.live import LiveView, PhaseProgress
 from dialoop_ops.stack.report.observer import PhaseClock, observing
@@ -24,37 +25,52 @@ from dialoop_ops.stack.report.report import report
 from dialoop_ops.stack.running import running_stack
 
 if TYPE_CHECKING:
-    from dialoop.clients.replay import ReplayStats
     from dialoop_services.config.job import JobConfig
     from rich.console import Console
 
+    from dialoop_ops.stack.layout import Layout
     from dialoop_ops.stack.processes.log_stream import LogStream
     from dialoop_ops.stack.processes.supervisor import Supervisor
     from dialoop_ops.stack.report.observer import Observer, Snapshot
-    from dialoop_ops.stack.running import Plan, RunningStack
 
 _POLL_S = 1.0
 
 
-async def train(plan: Plan, log: LogStream, console: Console) -> int:
+async def train(layout: Layout, log: LogStream, console: Console) -> int:
     """Run the job and return 0 when every gate holds, else 1. The stack has ended by then."""
     clock = PhaseClock()
-    config = plan.layout.config
+    config, run_dir = layout.config, layout.run_dir
     log.say("stack", f"run {config.run}, engine {config.engine}")
     for warning in warnings_for(config):
         log.say("stack", warning, style="yellow")
-    async with running_stack(plan, log) as stack:
+    async with running_stack(layout, log) as supervisor:
         log.say("stack", "all services are ready")
-        async with observing(plan.layout) as observer:
-            last = await _until_done(observer, stack.supervisor, clock, LiveView(console, log))
-            stats = await _final_stats(stack, observer)
-        await stack.supervisor.stop_all()
+        async with observing(layout) as observer:
+            last = await _until_done(observer, supervisor, clock, LiveView(console, log))
+            # Now nothing writes to the queue any more.
+            names = [service.spec.name for service in supervisor.services]
+            collectors = [name for name in names if service_of(name) == "collector"]
+            await supervisor.stop(*collectors, "scorer")
+            stats = await observer.final_stats()
+        await supervisor.stop_all()
         clock.record("stopping")
-        rescoring = await _rescore(stack, log, LiveView(console, log))
+        rescoring = await _rescore(layout, supervisor, log, LiveView(console, log))
         clock.record("re-scoring")
-        restarts = {s.spec.name: s.num_restarts for s in stack.supervisor.services}
-    findings = _findings(plan, stats, last, clock, rescoring, restarts)
-    return _conclude(findings, plan, console)
+        restarts = {s.spec.name: s.num_restarts for s in supervisor.services}
+    program = layout.redis_program
+    result = summary.conclude(
+        run_dir,
+        config,
+        stats=stats,
+        rescoring=rescoring,
+        seconds_by_phase=clock.seconds,
+        num_sampled_tokens=last.num_sampled_tokens,
+        redis_version=version_of(program) if program else "",
+        num_restarts=restarts,
+    )
+    draw_learning(run_dir.path / "metrics.jsonl", run_dir.path / "learning.png")
+    report(result, run_dir.path, run_dir.model(config), console)
+    return 0 if all(result["gates"].values()) else 1
 
 
 def warnings_for(config: JobConfig) -> tuple[str, ...]:
@@ -81,17 +97,10 @@ async def _until_done(
             await asyncio.sleep(_POLL_S)
 
 
-async def _final_stats(stack: RunningStack, observer: Observer) -> ReplayStats:
-    """Return the queue's counts after the services that write to it have stopped."""
-    names = [service.spec.name for service in stack.supervisor.services]
-    collectors = [name for name in names if service_of(name) == "collector"]
-    await stack.supervisor.stop(*collectors, "scorer")
-    return await observer.final_stats()
-
-
-async def _rescore(stack: RunningStack, log: LogStream, live: LiveView) -> dict[str, Any]:
+async def _rescore(
+    layout: Layout, supervisor: Supervisor, log: LogStream, live: LiveView
+) -> dict[str, Any]:
     """Score a sample of the trajectories again under the policy versions that sampled them."""
-    layout = stack.layout
     run_dir, model = layout.run_dir.path, layout.run_dir.model(layout.config)
     options = summary.rescoring_options(layout.config)
     if not options:
@@ -104,7 +113,7 @@ async def _rescore(stack: RunningStack, log: LogStream, live: LiveView) -> dict[
     with live:
         showing = asyncio.create_task(_show_rescoring(log, live))
         try:
-            code = await stack.supervisor.run_once("rescore", tuple(words))
+            code = await supervisor.run_once("rescore", tuple(words))
         finally:
             showing.cancel()
     line = log.last_line("rescore")
@@ -131,32 +140,3 @@ def rescoring_progress(line: str) -> PhaseProgress | None:
     except (ValueError, KeyError, TypeError):
         return None
     return PhaseProgress(name="re-scoring", num_done=done, num_total=total)
-
-
-def _findings(
-    plan: Plan,
-    stats: ReplayStats,
-    last: Snapshot,
-    clock: PhaseClock,
-    rescoring: dict[str, Any],
-    restarts: dict[str, int],
-) -> summary.Findings:
-    return summary.Findings.of_run(
-        plan.layout.run_dir.path,
-        config=plan.layout.config,
-        stats=stats,
-        rescoring=rescoring,
-        seconds_by_phase=clock.seconds,
-        num_sampled_tokens=last.num_sampled_tokens,
-        redis_version=plan.redis_version,
-        num_restarts=restarts,
-        is_resumed=plan.layout.run_dir.is_resumed,
-    )
-
-
-def _conclude(findings: summary.Findings, plan: Plan, console: Console) -> int:
-    run_dir, config = plan.layout.run_dir, plan.layout.config
-    result = summary.conclude(findings, run_dir.path)
-    draw_learning(run_dir.path / "metrics.jsonl", run_dir.path / "learning.png")
-    report(result, run_dir.path, run_dir.model(config), console)
-    return 0 if all(result["gates"].values()) else 1

@@ -25,15 +25,13 @@ from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.trainer.settings import TrainerSettings
 
 from dialoop_ops.launch.plan import (
-    HEAD,
-    REPLICAS,
     LaunchPlan,
     Needs,
     PlannedProcess,
 )
 from dialoop_ops.stack.processes.child import ServiceSpec
 from dialoop_ops.stack.processes.ports import HOST, choose_ports
-from dialoop_ops.stack.processes.readiness import grpc_alive, grpc_ready
+from dialoop_ops.stack.processes.readiness import answers, is_serving
 from dialoop_ops.stack.processes.redis_server import redis_command, redis_service
 
 if TYPE_CHECKING:
@@ -160,7 +158,6 @@ class Layout:
             address=self.address(name),
             rest_address=self.rest_address(name),
             needs=self.needs.get(name, Needs()),
-            group=REPLICAS if service == "inference" else HEAD,
             after=self._after(service),
             needs_model=service == "inference",
             ready_timeout_s=_READY_TIMEOUT_S.get(service, 120.0),
@@ -232,10 +229,10 @@ class Layout:
                 folder=self.folder,
                 address=process.address,
                 rest_address=process.rest_address,
-                is_ready=grpc_ready(process.address),
+                is_ready=partial(is_serving, process.address),
                 is_held_up=self._held_up(process.role),
                 starter=self.starters.get(name),
-                is_alive=grpc_alive(process.address),
+                is_alive=partial(answers, process.address),
             )
         return replace(
             spec,

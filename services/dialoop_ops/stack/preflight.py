@@ -10,12 +10,10 @@ import importlib.util
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed
@@ -31,10 +29,10 @@ from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.replay.redis_program import redis_program
 
 from dialoop_ops.stack.devices import needs_elsewhere, nodes_of, plan_devices
-from dialoop_ops.stack.estimates import gpu_needs, require_memory
+from dialoop_ops.stack.estimates import fields_in, gpu_needs, has_weights, require_memory
 from dialoop_ops.stack.gpus import driver_lists, hold, require_room
 from dialoop_ops.stack.layout import ports_of
-from dialoop_ops.stack.processes.redis_server import FoundRedis, find_redis
+from dialoop_ops.stack.processes.redis_server import FoundRedis, find_redis, is_listening
 from dialoop_ops.stack.user_code import (
     check_demonstrations,
     check_functions,
@@ -52,7 +50,6 @@ if TYPE_CHECKING:
 
     from dialoop_ops.stack.devices import DevicePlan
 
-_ANSWERS_IN_S = 2.0
 _ANSWER = "Paris, on the Seine."
 _CONVERSATION = History(
     (
@@ -126,24 +123,13 @@ def _check_queue_and_ports(config: JobConfig) -> None:
     redis = find_redis(os.environ) if config.store == "redis" else FoundRedis()
     if config.store == "memory":
         redis_program()  # which the replay service starts
-    if redis.url and not _answers(redis.url):
+    if redis.url and not is_listening(redis.url):
         raise InvalidConfig(
             "No server answers at REDIS_URL.",
             reason=Reason.NO_REDIS,
             remedy='Start it, unset REDIS_URL, or set store = "memory".',
         )
     ports_of(config, with_redis=bool(redis.program))
-
-
-def _answers(url: str) -> bool:
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return Path(parts.path).exists()
-    try:
-        with socket.create_connection((parts.hostname, parts.port or 6379), timeout=_ANSWERS_IN_S):
-            return True
-    except (OSError, ValueError):
-        return False
 
 
 def _check_engine(config: JobConfig) -> None:
@@ -181,7 +167,7 @@ def _check_models(config: JobConfig) -> None:
     if directory:
         check_model(Path(directory))
         _check_checkpoint(directory)
-        model_config = _model_config(Path(directory))
+        model_config = fields_in(Path(directory))
         positions = model_config.get("max_position_embeddings")
         _check_experts(config, model_config)
     if reference:
@@ -291,7 +277,7 @@ def check_model(directory: Path, *, key: str = "model.directory") -> None:
                 reason=Reason.MODEL_INCOMPLETE,
                 remedy="Save the model there with model.save_pretrained(directory).",
             )
-    model_config = _model_config(directory)
+    model_config = fields_in(directory)
     tokenizer = Tokenizer.from_directory(directory)
     num_rows = model_config.get("vocab_size")
     if isinstance(num_rows, int) and tokenizer.vocab_size > num_rows:
@@ -346,24 +332,6 @@ def _look(argument: str) -> subprocess.CompletedProcess[str]:
 
 def _last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2]
-
-
-def _has_weights(directory: Path) -> bool:
-    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
-
-
-def _model_config(directory: Path) -> dict[str, Any]:
-    """Return the config.json of a model; of one that reads images too, the part about text."""
-    try:
-        content = json.loads((directory / "config.json").read_text("utf-8"))
-        text_config: dict[str, Any] = content.get("text_config", content)
-    except (ValueError, AttributeError) as error:
-        raise InvalidConfig(
-            f"config.json of the model directory {directory} is no JSON object.",
-            reason=Reason.MODEL_INCOMPLETE,
-            remedy="Save the model there with model.save_pretrained(directory).",
-        ) from error
-    return text_config
 
 
 def _check_packages(config: JobConfig) -> None:
@@ -445,14 +413,13 @@ def _num_gpus(config: JobConfig) -> int:
 def _check_memory(config: JobConfig) -> None:
     """Raise InvalidConfig where the job does not fit into a machine's memory."""
     (node, *_) = nodes_of(config, os.environ)
-    directory = Path(config.model.directory)
-    if not config.model.directory or not _has_weights(directory) or node.memory_gib is None:
+    if not has_weights(config.model.directory) or node.memory_gib is None:
         return  # the tiny model, one that is refused already, or machines of unknown memory
     try:
         require_memory(config, node.memory_gib * 2**30)
     except PreconditionFailed as error:
         raise InvalidConfig(
-            f"{error.message} It is in the model directory {directory}.",
+            f"{error.message} It is in the model directory {config.model.directory}.",
             reason=Reason.MODEL_INCOMPLETE,
             remedy="Save the model there with model.save_pretrained(directory).",
         ) from error

@@ -1,7 +1,8 @@
 """Start a whole stack from a config, and yield it once all its services answer.
 
-async with running_stack(plan_stack(config, run_dir), log) as stack:
-    stack.layout.address("replay")         # "127.0.0.1:40123", ready
+layout = plan_stack(config, run_dir)
+async with running_stack(layout, log):
+    layout.address("replay")               # "127.0.0.1:40123", ready
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
@@ -26,17 +26,14 @@ from dialoop_ops.stack.devices import VISIBLE, with_data_plane
 from dialoop_ops.stack.gpus import driver_lists, hold
 from dialoop_ops.stack.layout import Layout, ports_of, without_keys
 from dialoop_ops.stack.processes.ports import HOST
-from dialoop_ops.stack.processes.redis_server import (
-    FoundRedis,
-    find_redis,
-    version_of,
-)
+from dialoop_ops.stack.processes.redis_server import FoundRedis, find_redis
 from dialoop_ops.stack.processes.shared_memory import fill_with_latest, memory_for
 from dialoop_ops.stack.processes.supervisor import Service, Supervisor, supervise
 from dialoop_ops.stack.scaling import Scaling
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Self
 
     from dialoop_services.config.job import JobConfig
     from dialoop_services.runtime.access.tickets import Authority
@@ -50,35 +47,9 @@ _MODEL_POLL_S = 0.1
 _ANNOUNCE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What will be started; decided before the first process, so that mistakes show early."""
-
-    layout: Layout
-
-    @property
-    def redis_version(self) -> str:
-        """Return the version of the Redis that the stack starts; empty if it starts none."""
-        program = self.layout.redis_program
-        return version_of(program) if program else ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningStack:
-    """A stack whose services all answer."""
-
-    plan: Plan
-    supervisor: Supervisor
-
-    @property
-    def layout(self) -> Layout:
-        """Return the layout, with the address of each service."""
-        return self.plan.layout
-
-
 def plan_stack(
     config: JobConfig, run_dir: RunDir, folder: Path | None = None, site: Site | None = None
-) -> Plan:
+) -> Layout:
     """Place the processes, find Redis and choose ports; InvalidConfig when one of them fails.
 
     The services work in `folder`; None: in the current one. They run on `site`; None: all here.
@@ -89,7 +60,7 @@ def plan_stack(
     ports = ports_of(config, with_redis=bool(redis.program))
     password = secrets.token_urlsafe(24)
     url = f"redis://:{password}@{HOST}:{ports['redis']}/0" if redis.program else redis.url
-    layout = Layout(
+    return Layout(
         config=config,
         run_dir=run_dir,
         folder=folder,
@@ -104,7 +75,6 @@ def plan_stack(
         grow=site.grow,
         redis_program=redis.program,
     )
-    return Plan(layout=layout)
 
 
 def _authority() -> Authority | None:
@@ -130,25 +100,25 @@ def _authority() -> Authority | None:
 
 
 @asynccontextmanager
-async def running_stack(plan: Plan, log: LogStream) -> AsyncIterator[RunningStack]:
+async def running_stack(layout: Layout, log: LogStream) -> AsyncIterator[Supervisor]:
     """Start everything in the plan; when the context is left, all of it has ended."""
-    plan.layout.write_job()
+    layout.write_job()
     with (
         without_keys(os.environ),
-        _holding_gpus(plan.layout),
-        fill_with_latest(plan.layout.memory, plan.layout.run_dir.policies),
+        _holding_gpus(layout),
+        fill_with_latest(layout.memory, layout.run_dir.policies),
     ):
         async with supervise(log) as supervisor:
-            with _announce(plan.layout, supervisor, log) as announcement:
+            with Announcement(layout, supervisor, log) as announcement:
                 supervisor.run_beside(announcement.keep_current())
-                scaling = Scaling(plan.layout, supervisor, log)
-                await _start_all(plan, supervisor)
+                scaling = Scaling(layout, supervisor, log)
+                await _start_all(layout, supervisor)
                 announcement.is_ready = True
                 announcement.write()
                 supervisor.run_beside(scaling.follow())
-                if plan.layout.config.console:
-                    supervisor.run_beside(_serve_console(plan.layout, supervisor, log))
-                yield RunningStack(plan=plan, supervisor=supervisor)
+                if layout.config.console:
+                    supervisor.run_beside(_serve_console(layout, supervisor, log))
+                yield supervisor
 
 
 def _holding_gpus(layout: Layout) -> AbstractContextManager[None]:
@@ -239,7 +209,10 @@ class Announcement:
             self._error = str(error)
             self._log.say("stack", f"{STACK_FILE} cannot be written: {error}", style="yellow")
 
-    def withdraw(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Remove the file, and never write it again."""
         self._is_withdrawn = True
         self._path.unlink(missing_ok=True)
@@ -255,19 +228,8 @@ def _state_of(service: Service) -> dict[str, object]:
     }
 
 
-@contextmanager
-def _announce(layout: Layout, supervisor: Supervisor, log: LogStream) -> Iterator[Announcement]:
-    """Yield what the stack says of itself; it is gone when the context is left."""
-    announcement = Announcement(layout, supervisor, log)
-    try:
-        yield announcement
-    finally:
-        announcement.withdraw()
-
-
-async def _start_all(plan: Plan, supervisor: Supervisor) -> None:
+async def _start_all(layout: Layout, supervisor: Supervisor) -> None:
     """Start each process of the launch plan once those are ready that it waits for."""
-    layout = plan.layout
     processes = layout.launch_plan().processes
     ready = {process.name: asyncio.Event() for process in processes}
 

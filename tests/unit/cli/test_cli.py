@@ -359,7 +359,11 @@ def test_doctor_asks_the_container_daemon(script, value, remedy, tmp_path, monke
 @pytest.mark.parametrize(
     ("script", "value", "remedy"),
     [
-        ("echo 'NVIDIA H100, 81559 MiB, 300 MiB'", "NVIDIA H100, 81559 MiB, 300 MiB free", ""),
+        (
+            "echo '0, GPU-7, NVIDIA H100, 81559, 300'",
+            "GPU 0 (NVIDIA H100): 0.3 of its 79.6 GiB are free",
+            "",
+        ),
         ("echo 'No devices were found'; exit 6", "", "no GPU that it has: nvidia-smi says No dev"),
         ("echo 'No devices were found'", "", "says No devices were found"),
         ("echo mismatch >&2; exit 18", "", "says mismatch"),

@@ -13,7 +13,7 @@ import pytest
 from dialoop.errors import AlreadyExists
 from dialoop_ops.cli.main import main
 from dialoop_ops.console import export
-from dialoop_ops.runs import RunIndex
+from dialoop_ops.runs import RunIndex, token_numbers
 from dialoop_ops.runs.summaries import text_of
 from dialoop_ops.runs.token_numbers import token_page
 
@@ -67,7 +67,7 @@ def test_the_parts_hold_every_trajectory_in_order(tmp_path, monkeypatch):
 
 
 def test_a_long_sequence_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "MAX_TOKENS", 3)
+    monkeypatch.setattr(token_numbers, "MAX_TOKENS", 3)
     run_dir = write_run(tmp_path / "a", num_rows=1)
     export.export_runs({"a": RunIndex(run_dir)}, tmp_path / "out")
     (whole,) = read_part(tmp_path / "out", "0/rows-0")[0]["tokens"]

@@ -14,7 +14,7 @@ from dialoop_ops.stack.layout import Layout, ports_of
 from dialoop_ops.stack.processes.log_stream import LogStream
 from dialoop_ops.stack.processes.supervisor import State
 from dialoop_ops.stack.run_dir import RunDir
-from dialoop_ops.stack.running import _announce
+from dialoop_ops.stack.running import Announcement
 from dialoop_services.config.job import JobConfig
 from rich.console import Console
 
@@ -37,7 +37,7 @@ class FailingFile(io.StringIO):
 def test_a_full_disk_ends_neither_what_the_stack_says_nor_the_stack(tmp_path, monkeypatch):
     output = FailingFile()
     log = LogStream(Console(file=output), tmp_path)
-    with _announce(layout_in(tmp_path), SimpleNamespace(services=()), log) as announcement:
+    with Announcement(layout_in(tmp_path), SimpleNamespace(services=()), log) as announcement:
         monkeypatch.setattr(Path, "write_text", lambda *_, **__: output.write(""))
         announcement.write()
         assert read_announcement(tmp_path, os.getpid()) is None
@@ -60,7 +60,7 @@ def test_a_stacks_rest_addresses_are_read_as_it_writes_them(tmp_path):
     )
     supervisor = SimpleNamespace(services=(service,))
     log = LogStream(Console(file=io.StringIO()), tmp_path)
-    with _announce(layout, supervisor, log) as announcement:
+    with Announcement(layout, supervisor, log) as announcement:
         announcement.write()
         starting = read_announcement(tmp_path, os.getpid())
         service.state, announcement.is_ready = State.READY, True

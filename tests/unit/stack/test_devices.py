@@ -285,7 +285,7 @@ def test_config_check_and_print_show_a_plan_for_another_machine(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = tmp_path / "job.toml"
     path.write_text('store = "memory"\n[train]\ndevice = "cuda"\n')
-    for command in ("check", "config"):
+    for command in ("check", "print"):
         assert main(["config", command, str(path), "--set", "resources.gpus_per_node=2"]) == 0
         assert "inference    node 0  CUDA_VISIBLE_DEVICES=1\n" in capsys.readouterr().out
     assert main(["config", "check", str(path), "--set", "resources.gpus_per_node=1"]) == 2

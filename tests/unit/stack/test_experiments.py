@@ -141,6 +141,9 @@ def make_run(root: Path, name: str, **values: Any) -> Path:
 
 def test_a_branch_takes_the_policy_that_the_run_went_on_with(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path, "demo", seed=0)
+    mark = json.loads((run_dir / "run.json").read_text())
+    mark["config"]["model"] = {"directory": ""}
+    (run_dir / "run.json").write_text(json.dumps(mark))
     rows = [
         {"kind": "publish", "train_step": 4, "lineage": "main", "policy_version": 5},
         {"kind": "publish", "train_step": 5, "lineage": "main", "policy_version": 6},
@@ -161,7 +164,7 @@ def test_a_branch_takes_the_policy_that_the_run_went_on_with(tmp_path: Path) -> 
         ("demo", "not RUN@STEP"),
         ("demo@last", "not RUN@STEP"),
         ("demo@7", "published no policy after step 7. Its steps with a policy on disk: 5"),
-        ("demo@4", "was deleted to save disk space. Use one of the steps 5"),
+        ("demo@4", "policy main-5 was deleted to save disk space. Use one of: main-6"),
         ("other@5", "is not a run of Dialoop"),
     ):
         with pytest.raises(InvalidConfig) as caught:

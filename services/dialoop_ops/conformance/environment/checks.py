@@ -63,18 +63,19 @@ async def check_environment(
     with each_error_once():
         async with Bench(environment, answers=answers, num_tasks=num_tasks) as bench:
             await bench.set_hanging_cases_aside()
-            return tuple([await _finding(name, check, bench) for name, check in CHECKS.items()])
+            return tuple([await finding_of(name, check(bench)) for name, check in CHECKS.items()])
 
 
-async def _finding(name: str, check: Callable[[Bench], Awaitable[str]], bench: Bench) -> Finding:
+async def finding_of(name: str, check: Awaitable[str]) -> Finding:
+    """Return what a check finds, whatever it raises."""
     try:
-        return Finding(check=name, note=await check(bench))
+        return Finding(check=name, note=await check)
     except Broken as broken:
         return Finding(check=name, problem=broken.problem, remedy=broken.remedy)
     except DialoopError as error:
-        cause = error.__cause__
-        description = f"{type(cause).__name__}: {cause}" if cause is not None else error.message
-        return Finding(check=name, problem=f"It raises {description}", remedy=error.remedy)
+        description = error.__cause__ or error.message
+        kind = type(error.__cause__ or error).__name__
+        return Finding(check=name, problem=f"It raises {kind}: {description}", remedy=error.remedy)
     except Exception as error:
         return Finding(check=name, problem=f"It raises {type(error).__name__}: {error}")
 

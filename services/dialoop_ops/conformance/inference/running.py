@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dialoop.errors import DialoopError, InvalidConfig, Unsupported
+from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop_learning.model.tiny import make_random_model
@@ -17,7 +17,7 @@ from dialoop_services.inference.engine import Engine, EngineOptions, OutsideWeig
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
 from dialoop_services.runtime.device_lock import DEVICE_LOCK
 
-from dialoop_ops.conformance.environment.checks import Finding
+from dialoop_ops.conformance.environment.checks import Finding, finding_of
 from dialoop_ops.conformance.environment.play import Broken
 from dialoop_ops.conformance.inference.bench import RANK, EngineBench, reference, used_mib
 from dialoop_ops.conformance.inference.checks import (
@@ -119,16 +119,12 @@ async def _bench(
 
 
 async def _finding(name: str, check: Run, bench: EngineBench) -> Finding:
-    try:
-        return Finding(check=name, note=await check(bench))
-    except Broken as broken:
-        return Finding(check=name, problem=broken.problem, remedy=broken.remedy)
-    except Unsupported as error:
-        if name in REFUSABLE and isinstance(bench.engine, OutsideWeights):
-            return Finding(check=name, note=f"{_REFUSED} {error.reason}: {error.message}")
-        return Finding(check=name, problem=f"It is refused: {error.message}", remedy=error.remedy)
-    except DialoopError as error:
-        problem = f"It raises {type(error).__name__}: {error.message}"
-        return Finding(check=name, problem=problem, remedy=error.remedy)
-    except Exception as error:
-        return Finding(check=name, problem=f"It raises {type(error).__name__}: {error}")
+    async def note() -> str:
+        try:
+            return await check(bench)
+        except Unsupported as error:
+            if name in REFUSABLE and isinstance(bench.engine, OutsideWeights):
+                return f"{_REFUSED} {error.reason}: {error.message}"
+            raise Broken(f"It is refused: {error.message}", error.remedy) from error
+
+    return await finding_of(name, note())

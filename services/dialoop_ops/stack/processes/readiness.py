@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
-from typing import TYPE_CHECKING
 
 import grpc
 from dialoop.clients.tls import open_channel
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 _TIMEOUT_S = 2.0
 _SILENT = (
@@ -19,11 +14,6 @@ _SILENT = (
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
 )
-
-
-def grpc_ready(address: str) -> Callable[[], Awaitable[bool]]:
-    """Return a probe that tells whether the server at `address` reports itself as serving."""
-    return partial(is_serving, address)
 
 
 async def is_serving(address: str) -> bool:
@@ -38,16 +28,11 @@ async def is_serving(address: str) -> bool:
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def grpc_alive(address: str) -> Callable[[float], Awaitable[bool]]:
-    """Return a probe that tells whether the server at `address` answers within a time in seconds.
+async def answers(address: str, timeout_s: float) -> bool:
+    """Ask the health service once, and take any answer.
 
     A server that says it does not serve is alive all the same.
     """
-    return partial(answers, address)
-
-
-async def answers(address: str, timeout_s: float) -> bool:
-    """Ask the health service once, and take any answer."""
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
@@ -57,23 +42,14 @@ async def answers(address: str, timeout_s: float) -> bool:
         return True
 
 
-def redis_ready(host: str, port: int, password: str = "") -> Callable[[], Awaitable[bool]]:
-    """Return a probe that tells whether Redis answers; while it loads its file it says LOADING."""
-    return partial(answers_ping, host, port, password)
-
-
 async def answers_ping(host: str, port: int, password: str = "") -> bool:
     """Return whether Redis takes commands."""
     return (await _ping(host, port, _TIMEOUT_S, password)).startswith(b"+PONG")
 
 
-def redis_alive(host: str, port: int) -> Callable[[float], Awaitable[bool]]:
-    """Return a probe that tells whether Redis answers within a time in seconds, with anything."""
-
-    async def answers_anything(timeout_s: float) -> bool:
-        return bool(await _ping(host, port, timeout_s))
-
-    return answers_anything
+async def answers_anything(host: str, port: int, timeout_s: float) -> bool:
+    """Return whether Redis answers within the time; while it loads its file it says LOADING."""
+    return bool(await _ping(host, port, timeout_s))
 
 
 async def _ping(host: str, port: int, timeout_s: float, password: str = "") -> bytes:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from dialoop_services.replay.redis_program import OF_GLIBC, redis_program
 
 from dialoop_ops.stack.processes.child import ServiceSpec
 from dialoop_ops.stack.processes.ports import HOST
-from dialoop_ops.stack.processes.readiness import redis_alive, redis_ready
+from dialoop_ops.stack.processes.readiness import answers_anything, answers_ping
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SECRETS = "redis.conf"
+_ANSWERS_IN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,18 @@ def find_redis(environment: Mapping[str, str]) -> FoundRedis:
     if environment.get("REDIS_URL"):
         return FoundRedis(url=environment["REDIS_URL"])
     return FoundRedis(program=redis_program())
+
+
+def is_listening(url: str) -> bool:
+    """Return whether a server listens at the URL of a Redis."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return Path(parts.path).exists()
+    try:
+        with socket.create_connection((parts.hostname, parts.port or 6379), timeout=_ANSWERS_IN_S):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def redis_command(program: str, *, port: int, directory: Path) -> tuple[str, ...]:
@@ -70,8 +86,8 @@ def redis_service(program: str, *, port: int, directory: Path, password: str = "
         command=(program, *words),
         environment=OF_GLIBC,
         address=f"{HOST}:{port}",
-        is_ready=redis_ready(HOST, port, password),
-        is_alive=redis_alive(HOST, port),
+        is_ready=partial(answers_ping, HOST, port, password),
+        is_alive=partial(answers_anything, HOST, port),
         ready_timeout_s=30.0,
     )
 

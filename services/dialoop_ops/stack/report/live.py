@@ -16,10 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dialoop_ops.now.snapshot import groups_line
+
 if TYPE_CHECKING:
     from typing import Self
 
-    from dialoop.clients.replay import LedgerCounts
     from rich.console import Console, RenderableType
 
     from dialoop_ops.stack.processes.log_stream import LogStream
@@ -82,16 +83,6 @@ class TimeLeft:
         return (progress.num_total - progress.num_done) * (now - since) / num_new
 
 
-def queue_of(counts: LedgerCounts) -> str:
-    """Return the number of groups at each place of the queue, in the order they pass through."""
-    return (
-        f"{counts.num_groups_leased} playing, {counts.num_groups_unscored} unscored, "
-        f"{counts.num_groups_scored} scored, {counts.num_groups_training} training, "
-        f"{counts.num_groups_consumed + counts.num_groups_trained} trained, "
-        f"{sum(counts.num_groups_dropped.values())} dropped"
-    )
-
-
 def figures_of(snapshot: Snapshot) -> dict[str, str]:
     """Return everything that is shown beside the progress, by name."""
     metrics = snapshot.status.metrics if snapshot.status else {}
@@ -106,7 +97,7 @@ def figures_of(snapshot: Snapshot) -> dict[str, str]:
         "tool-call rate": _number(metrics.get("train/tool_call_rate")),
         "tokens/s": f"{snapshot.sampled_tokens_per_s:.0f} generated, "
         f"{trained_tokens_per_s(metrics):.0f} trained",
-        "queue": queue_of(stats.training) if stats else _UNKNOWN,
+        "queue": groups_line(stats.training) if stats else _UNKNOWN,
         "staleness": f"{_number(metrics.get('train/staleness_mean'))} mean, "
         f"{_number(metrics.get('train/staleness_max'), 0)} at most",
         "policy": str(version) if version else _UNKNOWN,

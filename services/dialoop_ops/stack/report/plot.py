@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dialoop_ops.runs.metric_rows import is_kept
+from dialoop_ops.runs.metric_rows import without_discards
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,11 +65,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     for line in path.read_text("utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row["kind"] == "restore":
-            rows = [earlier for earlier in rows if is_kept(earlier, row)]
-        rows.append(row)
-    return rows
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return without_discards(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from dialoop.clients.replay import LedgerCounts, ReplayStats
     from dialoop_services.config.job import JobConfig
+
+    from dialoop_ops.stack.run_dir import RunDir
 
 _WITHOUT_SIGNAL = (
     DropReason.UNIFORM_REWARD,
@@ -51,27 +53,28 @@ class Findings:
     rescoring: Mapping[str, Any]
     seconds_by_phase: Mapping[str, Mapping[str, float]]
     num_sampled_tokens: int
-    redis_version: str
-    num_restarts: Mapping[str, int]
+    redis_version: str = ""
+    num_restarts: Mapping[str, int] = field(default_factory=dict)
     is_resumed: bool = False
 
-    @classmethod
-    def of_run(cls, run_dir: Path, **others: Any) -> Findings:
-        """Read what the run's folder says, beside the other fields."""
-        return cls(
-            trainer=json.loads((run_dir / "trainer.json").read_text("utf-8")),
-            collectors=read_collectors(run_dir),
-            rows_by_outcome=count_outcomes(run_dir),
-            **others,
-        )
 
+def conclude(run_dir: RunDir, config: JobConfig, **others: Any) -> dict[str, Any]:
+    """Write summary.json and return what it holds: the summary and its gates.
 
-def conclude(findings: Findings, run_dir: Path) -> dict[str, Any]:
-    """Write summary.json and return what it holds: the summary and its gates."""
+    `others` are the findings beside those that the run's folder has.
+    """
+    findings = Findings(
+        config=config,
+        trainer=json.loads((run_dir.path / "trainer.json").read_text("utf-8")),
+        collectors=read_collectors(run_dir.path),
+        rows_by_outcome=count_outcomes(run_dir.path),
+        is_resumed=run_dir.is_resumed,
+        **others,
+    )
     summary = summarise(findings)
-    summary["gates"] = gates_of(summary, findings.config)
+    summary["gates"] = gates_of(summary, config)
     text = json.dumps(summary, indent=2) + "\n"
-    (run_dir / "summary.json").write_text(text, encoding="utf-8")
+    (run_dir.path / "summary.json").write_text(text, encoding="utf-8")
     return summary
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop_ops.launch.plan import HEAD, REPLICAS, LaunchPlan, Needs
+from dialoop_ops.launch.plan import LaunchPlan, Needs
 from dialoop_ops.stack.devices import Node, plan_devices
 from dialoop_ops.stack.layout import (
     SETTINGS,
@@ -125,19 +125,6 @@ def test_processes_wait_for_those_that_they_call_when_they_start() -> None:
     assert {each.name for each in plan.processes if each.needs_model} == {
         "inference",
         "inference-1",
-    }
-
-
-def test_replicas_may_lie_on_other_machines_and_the_rest_stays_together() -> None:
-    plan = plan_of(CASES["two replicas of a registry"])
-    assert [each.name for each in plan.in_group(REPLICAS)] == ["inference", "inference-1"]
-    assert {each.role for each in plan.in_group(HEAD)} == {
-        "redis",
-        "environment",
-        "replay",
-        "scorer",
-        "trainer",
-        "collector",
     }
 
 
