@@ -7,6 +7,7 @@ t0.history           # user, assistant, tool, assistant
 
 from __future__ import annotations
 
+import math
 import sys
 import uuid
 from dataclasses import dataclass, field, replace
@@ -27,8 +28,18 @@ if TYPE_CHECKING:
 _NO_TOP_K = (0, -1)
 MAX_TOP_LOGPROBS = 20
 """Most of the likeliest tokens that a sample names at each position, as in OpenAI's API."""
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
-_WHOLE_NUMBERS = ("top_k", "max_new_tokens", "seed", "top_logprobs")
+_NUMBER, _WHOLE = "a number", "a whole number"
+_LIMITS = {
+    "temperature": (_NUMBER, 0.0, math.inf),
+    "top_p": (_NUMBER, 0.0, 1.0),
+    "min_p": (_NUMBER, 0.0, 1.0),
+    "repetition_penalty": (_NUMBER, -math.inf, math.inf),
+    "top_k": (_WHOLE, 1, math.inf),
+    "max_new_tokens": (_WHOLE, 1, math.inf),
+    "seed": (_WHOLE, -math.inf, math.inf),
+    "top_logprobs": (_WHOLE, 0, MAX_TOP_LOGPROBS),
+}
+"""What each number of a sampling has to be, and its bounds."""
 
 
 def is_whole(value: object) -> bool:
@@ -131,39 +142,24 @@ class SamplingParams:
         if self.top_k in _NO_TOP_K:
             object.__setattr__(self, "top_k", None)
         object.__setattr__(self, "stop", texts_of(self.stop, "stop"))
-        for name in _NUMBERS:
+        for name, (kind, low, high) in _LIMITS.items():
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+            if value is None and name != "top_logprobs":
+                continue
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (is_whole(value) if kind == _WHOLE else is_number):
                 raise InvalidInput(
                     f"{name} is {value!r:.40}.",
                     reason=Reason.INVALID_SAMPLING,
-                    remedy=f"Give {name} as a number, or leave it out for 'off'.",
+                    remedy=f"Give {name} as {kind}, or leave it out for 'off'.",
                 )
-        for name in _WHOLE_NUMBERS:
-            value = getattr(self, name)
-            if (value is None and name != "top_logprobs") or is_whole(value):
-                continue
-            raise InvalidInput(
-                f"{name} is {value!r:.40}.",
-                reason=Reason.INVALID_SAMPLING,
-                remedy=f"Give {name} as a whole number, or leave it out.",
-            )
-        self._require_penalty()
-        checks = (
-            ("temperature", self.temperature, 0.0, float("inf")),
-            ("top_p", self.top_p, 0.0, 1.0),
-            ("min_p", self.min_p, 0.0, 1.0),
-            ("top_k", self.top_k, 1, float("inf")),
-            ("max_new_tokens", self.max_new_tokens, 1, float("inf")),
-            ("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS),
-        )
-        for name, value, low, high in checks:
-            if value is not None and not low <= value <= high:
+            if not low <= value <= high:
                 raise InvalidInput(
                     f"{name} is {value}.",
                     reason=Reason.INVALID_SAMPLING,
                     remedy=f"Give {name} between {low} and {high}, or leave it out for 'off'.",
                 )
+        self._require_penalty()
 
     @property
     def truncates(self) -> bool:

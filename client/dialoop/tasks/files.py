@@ -22,7 +22,7 @@ from typing import Any, overload
 from weakref import finalize
 
 from dialoop.environments.tasks.row_tasks import Collate, RowTasks, text_to_query
-from dialoop.environments.tasks.source import share_of
+from dialoop.environments.tasks.source import require_share, share_of
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
@@ -45,11 +45,7 @@ def file_tasks(
     A hash of the row's number decides which rows are in the share. If a folder has a split named
     `heldout_split`, that is "heldout" by default.
     """
-    if not 0 <= heldout_fraction < 1 or (heldout_path and heldout_fraction):
-        raise InvalidConfig(
-            f"heldout_fraction is {heldout_fraction} and heldout_path is {heldout_path!r}.",
-            remedy="Use a share from 0 to below 1, and only one of the two.",
-        )
+    require_share(heldout_fraction, heldout_path)
     path = Path(path)
     train = list(rows_of(path, split=split))
     heldout: list[Row] = []

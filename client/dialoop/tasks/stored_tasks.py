@@ -25,7 +25,7 @@ from dialoop.environments.endings import EndWhenIncomplete, OneTurn
 from dialoop.environments.environment import Demonstrate
 from dialoop.environments.episode import Episode, TaskData
 from dialoop.environments.rewards.functions import RewardCallable, Rewards
-from dialoop.environments.tasks.source import TaskSource, share_of, task_not_found
+from dialoop.environments.tasks.source import TaskSource, require_share, share_of, task_not_found
 from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
@@ -64,12 +64,7 @@ class StoredTasks(TaskSource):
         heldout: StoredRows | None = None,
         heldout_fraction: float = 0.0,
     ) -> None:
-        if not 0 <= heldout_fraction < 1 or (heldout is not None and heldout_fraction):
-            raise InvalidConfig(
-                f"heldout_fraction is {heldout_fraction}, and held-out rows are "
-                f"{'named too' if heldout is not None else 'a share'}.",
-                remedy="Use a share from 0 to below 1, and only one of the two.",
-            )
+        require_share(heldout_fraction, None if heldout is None else "named too")
         self._read = read
         numbers: NDArray[np.uint32] = np.arange(len(train), dtype=np.uint32)
         self._splits = {"train": (train, numbers)}

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dialoop.environments.episode import TaskData
 from dialoop.environments.rewards.functions import truth_of
-from dialoop.environments.tasks.source import TaskSource, hash_of, task_not_found
+from dialoop.environments.tasks.source import TaskSource, hash_of, require_share, task_not_found
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
@@ -47,11 +47,7 @@ class JsonlTasks(TaskSource):
         heldout_path: str | Path | None = None,
         heldout_fraction: float = 0.0,
     ) -> None:
-        if not 0 <= heldout_fraction < 1 or (heldout_path and heldout_fraction):
-            raise InvalidConfig(
-                f"heldout_fraction is {heldout_fraction} and heldout_path is {heldout_path!r}.",
-                remedy="Use a share from 0 to below 1, and only one of the two.",
-            )
+        require_share(heldout_fraction, heldout_path)
         file = _IndexedFile(Path(path))
         self._splits = {"train": _Lines(file, np.arange(file.num_lines, dtype=np.uint32))}
         if heldout_path:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from dialoop.environments.episode import TaskData
-from dialoop.errors import InvalidInput, NotFound
+from dialoop.errors import InvalidConfig, InvalidInput, NotFound
 from dialoop.reasons import Reason
 from dialoop.trajectory import Task
 
@@ -162,6 +162,16 @@ def task_not_found(split: str, key: str) -> NotFound:
         reason=Reason.TASK_NOT_FOUND,
         remedy="Take keys from ListTasks of the same environment and split.",
     )
+
+
+def require_share(heldout_fraction: float, others: object) -> None:
+    """Raise InvalidConfig for a share out of range, or one beside other tasks to hold out."""
+    if not 0 <= heldout_fraction < 1 or (others and heldout_fraction):
+        raise InvalidConfig(
+            f"heldout_fraction is {heldout_fraction}, and the held-out tasks are "
+            f"{others if others else 'a share'}.",
+            remedy="Use a share from 0 to below 1, and only one of the two.",
+        )
 
 
 def share_of(text: str) -> float:
