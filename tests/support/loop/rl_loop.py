@@ -22,17 +22,16 @@ from dialoop.episode import Sample
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, StopReason
-from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import GroupPlayer
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
-from dialoop_services.hosting.in_process import InProcessNetwork
 from dialoop_services.replay.servicer import ReplayServicer
 from dialoop_services.replay.store import QueueLimits
 from dialoop_services.trainer.publish.publisher import Published
 
+from tests.support.loop.virtual_time import ServicerChannel
 from tests.support.queue_model.store import ModelStore
 from tests.support.trainer_world import FakeLearner, FakePublisher, World
 
@@ -164,39 +163,36 @@ async def run_loop(
     **train: Any,
 ) -> Outcome:
     """Train `num_steps` steps and return what came of it."""
-    network = InProcessNetwork()
     store = ModelStore(QueueLimits(lease_s=60), clock=asyncio.get_running_loop().time)
-    server = network.server("replay", drain_s=0)
     servicer = ReplayServicer(store)
-    server.add(add_ReplayServiceServicer_to_server, servicer, "dialoop.v1.ReplayService")
     policy, counters = TimedPolicy(num_tokens, seed), ListingCounters()
-    async with server, network.connect("replay") as channel:
-        replay = ReplayClient(channel)
-        learner = ListingLearner()
-        publisher = QueuePublisher(learner, replay, policy)
-        world = World(folder, learner=learner, replay=replay, publisher=publisher, run=RUN, **train)
-        publisher.max_outstanding_groups = world.settings.max_outstanding_groups
-        working = [
-            asyncio.create_task(_collector(channel, policy, counters, collector or {}).run()),
-            asyncio.create_task(_score(replay, advantages)),
-        ]
-        alarms: list[str] = []
-        raise_alarm = world.board.raise_alarm
+    channel: Any = ServicerChannel(servicer)
+    replay = ReplayClient(channel)
+    learner = ListingLearner()
+    publisher = QueuePublisher(learner, replay, policy)
+    world = World(folder, learner=learner, replay=replay, publisher=publisher, run=RUN, **train)
+    publisher.max_outstanding_groups = world.settings.max_outstanding_groups
+    working = [
+        asyncio.create_task(_collector(channel, policy, counters, collector or {}).run()),
+        asyncio.create_task(_score(replay, advantages)),
+    ]
+    alarms: list[str] = []
+    raise_alarm = world.board.raise_alarm
 
-        def note(alarm: str, *, on: bool) -> None:
-            if on and alarm not in world.board.alarms:
-                alarms.append(alarm)
-            raise_alarm(alarm, on=on)
+    def note(alarm: str, *, on: bool) -> None:
+        if on and alarm not in world.board.alarms:
+            alarms.append(alarm)
+        raise_alarm(alarm, on=on)
 
-        world.board.raise_alarm = note  # type: ignore[method-assign]
-        try:
-            await world.job.run()
-        finally:
-            for task in working:
-                task.cancel()
-            await asyncio.wait(working)
-        stats = await replay.get_stats(RUN)
-        servicer.stop_waiting()
+    world.board.raise_alarm = note  # type: ignore[method-assign]
+    try:
+        await world.job.run()
+    finally:
+        for task in working:
+            task.cancel()
+        await asyncio.wait(working)
+    stats = await replay.get_stats(RUN)
+    servicer.stop_waiting()
     world.records.close()
     return Outcome(
         generated=counters.lengths,
