@@ -7,8 +7,12 @@ from dialoop.wire.messages import chat_history_from_proto as chat_history_from_p
 from dialoop.wire.messages import chat_history_to_proto as chat_history_to_proto
 from dialoop.wire.messages import history_from_proto as history_from_proto
 from dialoop.wire.messages import history_to_proto as history_to_proto
+from dialoop.wire.messages import log_probs_from_proto as log_probs_from_proto
+from dialoop.wire.messages import log_probs_to_proto as log_probs_to_proto
 from dialoop.wire.messages import logprobs_from_proto as logprobs_from_proto
 from dialoop.wire.messages import logprobs_to_proto as logprobs_to_proto
+from dialoop.wire.messages import masks_from_proto as masks_from_proto
+from dialoop.wire.messages import masks_to_proto as masks_to_proto
 from dialoop.wire.messages import message_from_proto as message_from_proto
 from dialoop.wire.messages import message_to_proto as message_to_proto
 from dialoop.wire.messages import text_from_proto as text_from_proto

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from dialoop.chat import (
     ToolDefinition,
 )
 from dialoop.environments.modes import Text, Tokens
+from dialoop.trajectory import Distribution
 from dialoop.v1 import chat_pb2 as pb
-from dialoop.wire.codec import Codec, FieldRow, many, submessage
+from dialoop.views.views import LogProbRow, LogProbs, Masks
+from dialoop.wire.codec import Codec, FieldRow, array, many, submessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,6 +37,10 @@ def _content(proto: pb.Message) -> str | tuple[ContentPart, ...]:
     if proto.WhichOneof("body") == "parts":
         return tuple(map(PART.from_proto, proto.parts.parts))
     return proto.content
+
+
+def _mask(values: Any) -> Any:
+    return np.array(values, dtype=np.bool_) if values else None
 
 
 def _token_ids(ids: Any) -> pb.TokenIds | None:
@@ -72,6 +79,20 @@ TOKENS = Codec(Tokens, pb.Tokens, prompt=_IDS, response=_IDS, full=_IDS)
 message_to_proto, message_from_proto = MESSAGE.to_proto, MESSAGE.from_proto
 history_to_proto, history_from_proto = HISTORY.to_proto, HISTORY.from_proto
 chat_history_to_proto, chat_history_from_proto = CHAT_HISTORY.to_proto, CHAT_HISTORY.from_proto
+LOG_PROB_ROW = Codec(LogProbRow, pb.LogProbValues, values=array(np.float32))
+LOG_PROBS = Codec(
+    LogProbs,
+    pb.LogProbs,
+    prompt=submessage(LOG_PROB_ROW),
+    response=submessage(LOG_PROB_ROW),
+    full=submessage(LOG_PROB_ROW),
+    # A distribution that this version does not know becomes None.
+    distribution=FieldRow(int, {int(member): member for member in Distribution}.get),
+)
+_MASK = FieldRow(methodcaller("tolist"), _mask)
+MASKS = Codec(Masks, pb.Masks, all_attention_mask=_MASK, all_assistant_mask=_MASK)
+log_probs_to_proto, log_probs_from_proto = LOG_PROBS.to_proto, LOG_PROBS.from_proto
+masks_to_proto, masks_from_proto = MASKS.to_proto, MASKS.from_proto
 tool_to_proto, tool_from_proto = TOOL.to_proto, TOOL.from_proto
 text_to_proto, text_from_proto = TEXT.to_proto, TEXT.from_proto
 tokens_to_proto, tokens_from_proto = TOKENS.to_proto, TOKENS.from_proto
