@@ -93,14 +93,6 @@ class DropReason(_Named):
     )
 
 
-def turns_spent(total_turns: int) -> str:
-    """Return the reason of tasks for which that limit left no turn.
-
-    A queue keeps its counts: the limit's number lets a job go on that is resumed with another one.
-    """
-    return f"{DropReason.TURNS_SPENT}_{total_turns}"
-
-
 class Reason(_Named):
     """Why a call or a config was refused, or an episode failed."""
 

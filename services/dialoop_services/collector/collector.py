@@ -18,12 +18,13 @@ from dialoop.clients.errors import is_outage
 from dialoop.clients.replay import MemberItem, ReturnItem
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
-from dialoop.reasons import DropReason, Reason, turns_spent
+from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Purpose
 from dialoop.waits import waiting_for
 
 from dialoop_services.collector.outbox import Outbox, is_away
 from dialoop_services.collector.player import FailedMember, Round
+from dialoop_services.config.tables import turns_spent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import Busy, DialoopError
-from dialoop.reasons import turns_spent
 
 from dialoop_services.collector.mixture import Cursor, TaskStream
+from dialoop_services.config.tables import turns_spent
 from dialoop_services.runtime.exit_reason import is_mistake
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
+from dialoop.reasons import DropReason
 from dialoop_learning.loss.facts import (
     DEFAULT_LOSS,
     DEMONSTRATION_LOSS,
@@ -41,6 +42,14 @@ DEVICE_PLANES = ("nccl", "ipc")
 
 _MIN_BAD_BATCHES, _MIN_ROW_TOKENS = 3, 1024
 _STAGES, _MEMORY_SHARE = "pipeline_parallel_size", "gpu_memory_utilization"
+
+
+def turns_spent(total_turns: int) -> str:
+    """Return the reason of tasks for which that limit left no turn.
+
+    A queue keeps its counts: the limit's number lets a job go on that is resumed with another one.
+    """
+    return f"{DropReason.TURNS_SPENT}_{total_turns}"
 
 
 class ModelSection(Section):

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import ReturnItem, Selection
 from dialoop.errors import InvalidConfig, PreconditionFailed
-from dialoop.reasons import DropReason, Reason, turns_spent
+from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Stage
 from dialoop.waits import waiting_for
 from dialoop_learning.rl.buckets import first_above, length_bin
 
+from dialoop_services.config.tables import turns_spent
 from dialoop_services.trainer.data.batches import (
     keep_for_step,
     metrics_of_candidates,
