@@ -15,7 +15,7 @@ right answers get a reward. All this takes about a minute on two CPU cores.
 
 `dialoop train` takes the same steps. There each step belongs to a service, and queues between the
 services let them work at the same time. "In the services" below names the file that takes the step
-there, in services/dialoop_services/ (or client/). It needs dialoop-services[trainer,inference].
+there, in services/dialoop_services/ or services/. It needs dialoop-services[trainer,inference].
 """
 
 import argparse
@@ -67,16 +67,16 @@ async def main(seed: int, folder: Path) -> dict[str, float]:  # noqa: PLR0915 - 
     sessions = LocalEnvironmentClient(environment)
     train_keys, heldout_keys = environment.tasks.keys("train"), environment.tasks.keys("heldout")
 
-    # The trainer's model gives log-probs of packed rows (learning/model/policy.py). One renderer
-    # turns messages into tokens and back, for demonstrations and for sampling. The trainer thus
-    # sees the same tokens as the engine (inference/rendering.py).
+    # The trainer's model gives log-probs of packed rows (dialoop_learning/model/policy.py). One
+    # renderer turns messages into tokens and back, for demonstrations and for sampling. The trainer
+    # thus sees the same tokens as the engine (inference/rendering.py).
     model_dir = make_tiny_model(folder / "model", seed=seed)
     policy = load_policy(model_dir)
     renderer = Renderer.of(model_dir)
 
     # --- Warm start: imitate demonstrations --------------------------------------------------
     # With random weights no answer is right, so every reward and every advantage is 0 and RL
-    # learns nothing. In the services: trainer/data/warm_start.py.
+    # learns nothing. In the services: trainer/data/demonstrations.py.
     settings = OptimizerSettings(
         learning_rate=WARM_START_LEARNING_RATE, warmup_steps=20, total_steps=WARM_START_STEPS
     )
@@ -153,7 +153,7 @@ async def main(seed: int, folder: Path) -> dict[str, float]:  # noqa: PLR0915 - 
         # A row per token sequence holds its ids, which of them the policy sampled, their log-probs
         # from the engine, and their advantage. The tool's text is context and is not trained. If
         # all rewards of a group are equal, its advantages are 0, so it is left out. In the
-        # services: trainer/data/batches.py chooses, learning/packing/rows.py makes rows.
+        # services: trainer/data/batches.py chooses, dialoop_learning/packing/rows.py makes rows.
         rows = [
             TokenRow.from_sequence(sequence, group_index=index)
             for index, group in enumerate(scored)
@@ -164,12 +164,13 @@ async def main(seed: int, folder: Path) -> dict[str, float]:  # noqa: PLR0915 - 
 
         # Several updates per step reuse the same episodes. After the first update the policy is
         # no longer the one that sampled; the loss's ratio corrects for that. In the services:
-        # trainer/learner/learner.py, and learning/training.py for one update.
+        # trainer/learner/learner.py, and dialoop_learning/training.py for one update.
         rng.shuffle(rows)
         minibatches = [rows[start::MINIBATCHES] for start in range(MINIBATCHES)]
         for minibatch in filter(None, minibatches):
             # Pack sequences of different lengths into one row without padding: attention stays
-            # within each. (rl/packing_plan.py plans several rows when one would be too long.)
+            # within each. (dialoop_learning/rl/packing_plan.py plans several rows when one would be
+            # too long.)
             batch = pack_rows(minibatch)
             # Log-probs [M] of the M sampled tokens under the current weights, with gradients.
             scores = policy(batch, temperature=1.0)

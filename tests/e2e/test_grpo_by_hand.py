@@ -75,6 +75,6 @@ def test_the_files_that_the_loop_and_the_concepts_name_exist():
     named = re.findall(r"[a-z_]+(?:/[a-z_]+)+\.(?:py|toml)", EXAMPLE.read_text("utf-8"))
     named += re.findall(r"`([\w/]+\.py)`", CONCEPTS.read_text("utf-8"))
     assert len(named) > 20
-    folders = (ROOT, ROOT / "services" / "dialoop_services")
+    folders = (ROOT, ROOT / "services", ROOT / "services" / "dialoop_services")
     missing = [name for name in named if not any((folder / name).is_file() for folder in folders)]
     assert missing == []

@@ -29,7 +29,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tests.support.rest_world import http_of, service
 
 SERVICES = {
-    "environment": ("EnvironmentService",),
+    "environment": ("EnvironmentService", "RunService"),
     "replay": ("ReplayService", "RegistryService"),
     "inference": ("InferenceService", "TemplateService"),
     "scorer": ("ScorerService",),

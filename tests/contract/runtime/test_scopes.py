@@ -217,5 +217,5 @@ def test_the_docs_token_file_is_one(tmp_path):
 
 def test_all_services_are_looked_at():
     pool = descriptor_pool.Default()
-    assert len(PROTOS) == len(descriptors()) == 7
+    assert len(PROTOS) == len(descriptors()) == 8
     assert all(pool.FindServiceByName(described.full_name) for described in descriptors())

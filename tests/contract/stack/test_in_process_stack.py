@@ -14,6 +14,7 @@ from dialoop.environments import ArithmeticTasks, ExactResult, tool_environment
 from dialoop.errors import InvalidConfig, NotFound, PreconditionFailed
 from dialoop.sequences import Source
 from dialoop.trajectory import Group, SamplingParams
+from dialoop_extras.services.runs_client import RunsClient
 from dialoop_ops.stack.in_process import blocking_in_process, in_process
 
 TINY = {
@@ -72,13 +73,14 @@ async def test_runs_are_played_on_the_stacks_own_policy() -> None:
     }
     async with in_process(config) as dialoop:
         sampling = SamplingParams(max_new_tokens=4)
-        run = await dialoop.environment.run_text(
+        runs = dialoop.client("environment", RunsClient)
+        run = await runs.run_text(
             "calculator", ["What is 1+2?\n"], extra={"answers": ["3"]}, sampling=sampling
         )
         assert sum(run.masks[0]) == 4
         assert run.rewards == [0.0]
         task = {"solution": "key"}
-        result = await dialoop.environment.run_trial("twenty_questions", [task], sampling=sampling)
+        result = await runs.run_trial("twenty_questions", [task], sampling=sampling)
         assert result.rewards == [0.0]
         assert sum(result.completion_only_mask[0]) > 0
         sequence = run.histories[0].sequence()
