@@ -1,4 +1,7 @@
-"""Says which tests a run leaves out or skips, and why; splits a run; no example has a deadline."""
+"""Says which tests a run leaves out or skips, and why; splits a run; no example has a deadline.
+
+With `-n 2 --dist loadgroup` two processes share the files: a file stays whole in one of them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Generator, Iterable
+from typing import Any
 
 import hypothesis
 import pytest
@@ -13,6 +17,10 @@ import pytest
 # Before torch is imported, and for every process that tests start: on tiny models OpenMP's threads
 # would burn ten times the CPU of the work while they wait for each other. As many as ever compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+# These serve on the ports that the docs name, or look for a stack that does.
+FIXED_PORTS = frozenset({"tests/e2e/test_docs.py", "tests/unit/test_service_snippets.py"})
 
 
 class _LeftOut:
@@ -28,18 +36,24 @@ class _LeftOut:
                 reason = marker.kwargs.get("reason", "it takes minutes")
                 self._heavy[item.nodeid.partition("::")[0], reason] += 1
 
-    def pytest_report_collectionfinish(self) -> list[str]:
-        if not self._heavy:
-            return []
-        return [
-            f"{self._heavy.total()} heavy tests left out: make nightly",
-            *_lines(self._heavy),
-        ]
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            heavy = [[*key, num] for key, num in self._heavy.items()]
+            session.config.workeroutput["heavy"] = heavy
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take what a worker left out: each of them sees all tests."""
+        for file, why, num in getattr(node, "workeroutput", {}).get("heavy", ()):
+            self._heavy[file, why] = num
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter
     ) -> Generator[None, None, None]:
+        if self._heavy:
+            terminalreporter.section(f"{self._heavy.total()} heavy tests left out: make nightly")
+            terminalreporter.write_line("\n".join(_lines(self._heavy)))
         skipped = Counter(
             (report.nodeid.partition("::")[0], _why(report))
             for report in terminalreporter.stats.get("skipped", [])
@@ -67,6 +81,11 @@ def part_of(files: Iterable[str], part: str) -> set[str]:
     return set(sorted(set(files))[int(match[1]) - 1 :: int(match[2])])
 
 
+def _group_of(file: str) -> str:
+    """Return what names the tests that one process runs: those of a file, or of fixed ports."""
+    return "fixed ports" if file in FIXED_PORTS else file
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", help="i/n: every n-th file, from the i-th on")
 
@@ -76,6 +95,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = {item: item.nodeid.partition("::")[0] for item in items}
     kept = part_of(files.values(), config.getoption("--part"))
     items[:] = [item for item in items if files[item] in kept]
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(_group_of(files[item])))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -267,9 +267,9 @@ def test_a_small_job_survives_seven_faults(tmp_path: Path) -> None:
     """The form of the jobs below that takes less than a minute."""
     faults = [("kill", target) for target in ("collector", "redis", "trainer", "replay")]
     faults += [("clock", "redis"), ("full disk", "machine")]
-    config = write_config(tmp_path, num_warm_start_steps=100, num_train_steps=40)
+    config = write_config(tmp_path, num_warm_start_steps=100, num_train_steps=20)
     config.write_text(config.read_text().replace("groups_per_train_step = 4", GROUPS_OF_TWO))
-    figures = run_under(tmp_path, [*faults, ("cut", "network")], num_steps=40, config=config)
+    figures = run_under(tmp_path, [*faults, ("cut", "network")], num_steps=20, config=config)
     assert figures["num_faults"] == len(faults) + 1
     assert figures["num_train_steps_during_faults"] >= 5, "the faults came after the training"
 

@@ -31,6 +31,7 @@ from dialoop_services.inference.wires.openai.routes import openai_routes
 from dialoop_services.runtime.settings import ServerSettings
 from transformers import Qwen2ForCausalLM
 
+from tests.support.rest_world import NO_TLS
 from tests.support.waiting import PATIENCE_S
 
 SERVICE = "dialoop.v1.InferenceService"
@@ -294,7 +295,9 @@ async def agent_world(
             store=store,
             recordings=RecordingClient(channel, rest_url=url),
             channel=channel,
-            http=await exits.enter_async_context(httpx.AsyncClient(timeout=PATIENCE_S)),
+            http=await exits.enter_async_context(
+                httpx.AsyncClient(timeout=PATIENCE_S, verify=NO_TLS)
+            ),
             replica=replica,
             tokenizer=renderer.tokenizer,
             exits=exits,

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from dialoop.v1 import environment_service_pb2 as pb
 
-from tests.support.rest_world import http_of, refusal, service, service_url
+from tests.support.rest_world import NO_TLS, http_of, refusal, service, service_url
 from tests.support.waiting import PATIENCE_S
 
 TOKEN = "right"
@@ -36,7 +36,7 @@ def shared_url() -> Iterator[str]:
 
 def client(url: str) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {TOKEN}"}
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S, verify=NO_TLS)
 
 
 async def num_sessions(http: httpx.AsyncClient, session: str = "s") -> int:

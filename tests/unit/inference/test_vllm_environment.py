@@ -60,6 +60,10 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare()
     assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
     assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    prepare()
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
 
 
 def test_what_is_always_so_on_a_cpu_is_not_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

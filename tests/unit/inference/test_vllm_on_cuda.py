@@ -47,14 +47,13 @@ run(serve, name="inference")
 """
 
 
-def start_of_a_service(model_dir: Path, **variables: str) -> dict[str, object]:
+def start_of_a_service(model_dir: Path) -> dict[str, object]:
     """What the service asked and would do; its variables are none of this process."""
     ours = ("PYTORCH_NVML", "VLLM_", "DIALOOP_", "CUDA_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     environment |= {
         "DIALOOP_INFERENCE_MODEL_DIR": str(model_dir),
         "DIALOOP_INFERENCE_PORT": "0",
-        **variables,
     }
     child = subprocess.run(
         [sys.executable, "-c", CHILD], capture_output=True, text=True, env=environment, check=False
@@ -72,9 +71,3 @@ def test_on_a_gpu_the_driver_is_asked_and_the_core_is_a_new_interpreter(tmp_path
     assert questions
     assert set(questions) == {"1"}
     assert answer["method"] == "spawn"
-
-
-def test_a_start_method_that_is_set_stays(tmp_path: Path) -> None:
-    model_dir = make_family("qwen2", tmp_path / "model")
-    answer = start_of_a_service(model_dir, VLLM_WORKER_MULTIPROC_METHOD="fork")
-    assert answer["method"] == "fork"
