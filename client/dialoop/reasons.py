@@ -343,7 +343,6 @@ class Reason(_Named):
     NO_REDIS = "NO_REDIS", "There is no Redis to use or to start."
     NO_REFERENCE_MODEL = "NO_REFERENCE_MODEL", "The scorer has no reference model."
     NO_REST_ADDRESS = "NO_REST_ADDRESS", "Agents need a REST address of each replica."
-    NO_SERVICES = "NO_SERVICES", "The distribution dialoop-services is missing."
     NO_SLURM = "NO_SLURM", "Slurm is not here, or does not take the job."
     NO_STACK = "NO_STACK", "No stack is serving."
     NO_TASKS = "NO_TASKS", "The split is empty."
