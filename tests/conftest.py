@@ -1,6 +1,6 @@
 """Says which tests a run leaves out or skips, and why; splits a run; no example has a deadline.
 
-With `-n 2 --dist loadgroup` two processes share the files: a file stays whole in one of them.
+With `-n 2 --dist loadfile` two processes share the files: each file is whole in one of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ import pytest
 # Before torch is imported, and for every process that tests start: on tiny models OpenMP's threads
 # would burn ten times the CPU of the work while they wait for each other. As many as ever compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
-# These serve on the ports that the docs name, or look for a stack that does.
-FIXED_PORTS = frozenset({"tests/e2e/test_docs.py", "tests/unit/test_service_snippets.py"})
 
 
 class _LeftOut:
@@ -81,11 +77,6 @@ def part_of(files: Iterable[str], part: str) -> set[str]:
     return set(sorted(set(files))[int(match[1]) - 1 :: int(match[2])])
 
 
-def _group_of(file: str) -> str:
-    """Return what names the tests that one process runs: those of a file, or of fixed ports."""
-    return "fixed ports" if file in FIXED_PORTS else file
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", help="i/n: every n-th file, from the i-th on")
 
@@ -95,9 +86,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = {item: item.nodeid.partition("::")[0] for item in items}
     kept = part_of(files.values(), config.getoption("--part"))
     items[:] = [item for item in items if files[item] in kept]
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(_group_of(files[item])))
 
 
 def pytest_configure(config: pytest.Config) -> None:

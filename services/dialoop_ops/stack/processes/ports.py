@@ -26,7 +26,7 @@ _reserved: list[int] = []
 def choose_ports(wanted: dict[str, int]) -> dict[str, int]:
     """Return each name's wanted port, or a free one for 0; InvalidConfig when a port is taken.
 
-    choose_ports({"replay": 7003, "trainer": 0}) # {"replay": 7003, "trainer": 24123}, say
+    choose_ports({"replay": 7083, "trainer": 0}) # {"replay": 7083, "trainer": 24123}, say
     """
     probes: list[socket.socket] = []
     try:
