@@ -186,11 +186,16 @@ class Proxy:
             _shut(server)
 
     def _pass_once(self, client: socket.socket, server: socket.socket) -> bool:
-        ready, _, _ = select.select([client, server], [], [], 0.5)
+        poll = select.poll()  # `select.select` takes no file beyond the 1024th of a process
+        for end in (client, server):
+            poll.register(end, select.POLLIN)
+        ready = {file for file, _ in poll.poll(500)}
         if self.is_half_open:
             time.sleep(_POLL_S)
             return True
-        for end in ready:
+        for end in (client, server):
+            if end.fileno() not in ready:
+                continue
             piece = end.recv(65536)
             if not piece or (end is server and self.drops_answers):
                 return False
