@@ -150,7 +150,7 @@ def _named_in(module: Module) -> dict[str, int]:
     """Return the modules of ours that strings name, where `import_module` is called, and lines."""
     nodes = list(ast.walk(module.tree))
     called = {ast.unparse(n.func).rpartition(".")[2] for n in nodes if isinstance(n, ast.Call)}
-    if called.isdisjoint({"import_module", "__import__"}):
+    if called.isdisjoint({"import_module", "__import__", "load_attribute", "resolve_name"}):
         return {}
     return {
         name: node.lineno

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig
-from dialoop.extras import offered_paths
+from dialoop.extras import more_names, offered_paths
 from dialoop.failures import error_of, failure_of
 from dialoop.import_paths import load_attribute, make_from_options
 from dialoop.reasons import Reason
@@ -194,7 +194,13 @@ def load_agent(use: str, options: Mapping[str, Any] | None = None) -> Agent:
         maker = load_attribute(makers[use], what="agent", reason=Reason.AGENT_NOT_FOUND)
         agent = make_from_options(maker, dict(options or {}), use)
         return agent
-    agent = load_attribute(use, what="agent", reason=Reason.AGENT_NOT_FOUND, built_in=makers)
+    agent = load_attribute(
+        use,
+        what="agent",
+        reason=Reason.AGENT_NOT_FOUND,
+        built_in=makers,
+        more_names=more_names("agents"),
+    )
     try:
         inspect.signature(agent).bind("task", "connection")
     except (TypeError, ValueError):

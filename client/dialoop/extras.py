@@ -16,6 +16,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Final
 
+from dialoop.errors import InvalidConfig
+
 GROUP: Final = "dialoop.extras"
 
 
@@ -27,5 +29,21 @@ def offered(name: str) -> tuple[Any, ...]:
 
 @cache
 def offered_paths(name: str) -> dict[str, str]:
-    """Return the mappings that are offered under a name as one: names to `module:attribute`."""
-    return {key: path for mapping in offered(name) for key, path in mapping.items()}
+    """Return the mappings that are offered under a name as one: names to `module:attribute`.
+
+    Raise InvalidConfig for a key that two packages offer.
+    """
+    paths: dict[str, str] = {}
+    for mapping in offered(name):
+        if twice := sorted(paths.keys() & mapping.keys()):
+            raise InvalidConfig(
+                f"Two installed packages offer '{twice[0]}' among {GROUP}'s {name}.",
+                remedy="Uninstall one of them.",
+            )
+        paths |= mapping
+    return paths
+
+
+def more_names(name: str) -> str:
+    """Return what a remedy adds where no extra offers names of this kind, or ""."""
+    return "" if offered(name) else " More names come with: pip install dialoop-extras."

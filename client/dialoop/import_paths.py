@@ -29,9 +29,16 @@ _IMPORT_MACHINERY = (__file__, pkgutil.__file__, "<frozen ", "importlib/__init__
 
 
 def load_attribute(
-    path: str, *, what: str, reason: Reason | None = None, built_in: Iterable[str] = ()
+    path: str,
+    *,
+    what: str,
+    reason: Reason | None = None,
+    built_in: Iterable[str] = (),
+    more_names: str = "",
 ) -> Any:
     """Return the attribute at `module:attribute`; `built_in` are names that need no path.
+
+    more_names: a sentence of the remedy on where other such names come from.
 
     The module may be the path of a Python file, which a process loads once. Raises InvalidConfig
     with `reason`. Its message says whether the path, the module or the attribute is wrong, or where
@@ -47,7 +54,9 @@ def load_attribute(
     if not module or not attribute:
         near = difflib.get_close_matches(path, built_in, n=1)
         hint = f"Did you mean '{near[0]}'? " if near else ""
-        raise InvalidConfig(f"There is no {what} '{path}'.", reason=reason, remedy=hint + remedy)
+        raise InvalidConfig(
+            f"There is no {what} '{path}'.", reason=reason, remedy=hint + remedy + more_names
+        )
     try:
         if module.endswith(".py"):
             return attrgetter(attribute)(_module_of(Path(module).expanduser().resolve()))

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from dialoop.environments.environment import Environment
 from dialoop.environments.standard import arithmetic, chat, completion, jsonl
 from dialoop.errors import InvalidConfig
-from dialoop.extras import offered_paths
+from dialoop.extras import more_names, offered_paths
 from dialoop.import_paths import load_attribute, make_from_options
 from dialoop.reasons import Reason
 
@@ -43,6 +43,7 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
         what="environment",
         reason=Reason.ENVIRONMENT_NOT_FOUND,
         built_in=(*BUILT_IN, *paths),
+        more_names=more_names("environments"),
     )
     made = make_from_options(target, dict(options or {}), use)
     environment: Environment = made.as_environment() if isinstance(made, MakesEnvironment) else made

@@ -50,11 +50,7 @@ class Padding(BaseModel):
 def padding_of(rpc: str, query: bytes, *, is_json: bool) -> Padding | None:
     """Return the padding a query asks for, or None. Raise InvalidInput where it cannot be done."""
     if rpc not in VIEWS:
-        if b"pad_output" in query:
-            raise _padding_error(
-                "This route's answers have no rows.", remedy="Leave pad_output out."
-            )
-        return None
+        raise _padding_error("This route's answers have no rows.", remedy="Leave the query out.")
     try:
         padding = Padding.model_validate_strings(read_query(query))
     except ValidationError as error:

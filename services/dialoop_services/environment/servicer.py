@@ -21,7 +21,7 @@ from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
 from dialoop.wire import chat_history_from_proto, trajectory_from_proto
 
 from dialoop_services.environment import encoding
-from dialoop_services.runtime.calls import announce_start
+from dialoop_services.runtime.calls import announce_start, require_known_fields
 from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
@@ -174,6 +174,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         kind = request.WhichOneof("request")
         response = pb.InteractResponse(request_id=request.request_id)
         try:
+            require_known_fields(request)
             if kind is None:
                 raise InvalidInput("The request is empty.", remedy="Set one of its requests.")
             answer = await self._streamed[kind](getattr(request, kind), context)

@@ -81,6 +81,7 @@ async def serving_on(
         max_working=settings.max_working_steps,
         reap_interval_s=settings.reap_interval_s,
     )
+    extras = _extras(settings)
     async with AsyncExitStack() as exits:
         for environment in catalogue:
             if isinstance(environment, Managed):
@@ -98,7 +99,7 @@ async def serving_on(
             sessions=sessions,
             connect=connect or OwnProcess(settings).connect,
         )
-        for extra in _extras(settings):
+        for extra in extras:
             await exits.enter_async_context(extra(served))
         for environment in catalogue:
             if facts := environment.traits.facts:
@@ -132,10 +133,16 @@ async def watch_health(
 
 def _extras(settings: EnvironmentSettings) -> tuple[ServeExtra, ...]:
     extras: tuple[ServeExtra, ...] = offered("environment_service")
-    if settings.openenv and not extras:
-        raise InvalidConfig(
-            "OpenEnv's clients are served by dialoop-extras, which is not installed.",
-            reason=Reason.PACKAGE_MISSING,
-            remedy='Run: pip install "dialoop-extras[openenv]"',
-        )
+    usual = EnvironmentSettings.model_fields["text_environments"].default
+    has_texts = settings.text_environments != usual
+    for is_wanted, what, wheel in (
+        (settings.openenv, "OpenEnv's clients", "dialoop-extras[openenv]"),
+        (has_texts, "Text environments", "dialoop-extras"),
+    ):
+        if is_wanted and not extras:
+            raise InvalidConfig(
+                f"{what} are served by dialoop-extras, which is not installed.",
+                reason=Reason.PACKAGE_MISSING,
+                remedy=f'Run: pip install "{wheel}"',
+            )
     return extras

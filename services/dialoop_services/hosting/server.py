@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from dialoop_services.rest.app import RestServer
     from dialoop_services.rest.http_routes import HttpRoute
+    from dialoop_services.rest.middleware import Middleware
     from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.access.tickets import TicketCheck
     from dialoop_services.runtime.metrics import Metrics
@@ -223,7 +224,6 @@ class GrpcServer:
         return metrics
 
     def _rest_server(self, calls: Calls, metrics: Metrics) -> RestServer:
-
         from dialoop_services.rest.app import RestOptions, RestServer, rest_app
         from dialoop_services.rest.requests import BodyLimits
 
@@ -244,7 +244,7 @@ class GrpcServer:
             serving=lambda: dict(self._serving),
             details=lambda: dict(self._details),
             http_routes=tuple(self._routes),
-            middleware=next((make() for make in offered("rest_middleware")), None),
+            middleware=_middleware(),
             socket_routes=tuple(self._sockets),
         )
         size = self._settings.max_message_bytes if self._sockets else 0
@@ -261,7 +261,6 @@ class GrpcServer:
         return ConnectionLimits(
             max_connections=self._settings.max_connections,
             head_s=self._settings.request_head_s,
-            body_s=self._settings.request_body_s,
         )
 
     def _token(self) -> Token:
@@ -332,3 +331,14 @@ class GrpcServer:
             options=options,
             maximum_concurrent_rpcs=self._settings.max_calls,
         )
+
+
+def _middleware() -> Middleware | None:
+    """Return what an extra reads bodies with; InvalidConfig where two of them would."""
+    kinds = offered("rest_middleware")
+    if len(kinds) > 1:
+        names = " and ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+        raise InvalidConfig(
+            f"{names} all want to read the bodies of REST.", remedy="Uninstall all but one of them."
+        )
+    return kinds[0]() if kinds else None

@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.proto import serialize_length_prefixed
 from pydantic import ValidationError
 
-from dialoop_services.rest.guard import send_problem
+from dialoop_services.rest.guard import authorization_of, send_problem
 from dialoop_services.rest.middleware import Body
 from dialoop_services.rest.problems import (
     FieldsRefused,
@@ -210,7 +210,7 @@ class Endpoint:
     ) -> None:
         timeout_s = timeout_of(headers)
         if self._token is not None:
-            self._token.require(headers.get(b"authorization", b""), self._name, self._scope)
+            self._token.require(authorization_of(headers), self._name, self._scope)
         request, complete = await self._read(scope, headers, caller)
         call.set_request(request)
         with caller:
@@ -263,6 +263,12 @@ class Endpoint:
             )
         read = self._from_protobuf if media == _PROTOBUF else self._from_json
         if self._middleware is None:
+            if query:
+                raise InvalidInput(
+                    "This route reads its body, and no query.",
+                    reason=Reason.UNKNOWN_FIELD,
+                    remedy="Leave the query out. Padded rows come with dialoop-extras.",
+                )
             return read(content), None
         if not query:
             try:

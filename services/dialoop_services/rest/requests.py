@@ -187,15 +187,16 @@ async def read_body(
             reason=Reason.UNSUPPORTED_ENCODING,
             remedy="Send the body uncompressed, or with `content-encoding: gzip`.",
         )
-    first = await receive()
-    if encoding == b"identity" and not first.get("more_body") and first["type"] == "http.request":
-        body: bytes = first.get("body", b"")  # as nearly always
-        if len(body) > limit:
-            raise _too_large(limit)
-        return body
-    chunks = _chunks(first, receive)
     try:
         async with asyncio.timeout(limits.time_s) as timer:
+            first = await receive()
+            is_whole = first["type"] == "http.request" and not first.get("more_body")
+            if encoding == b"identity" and is_whole:
+                body: bytes = first.get("body", b"")  # as nearly always
+                if len(body) > limit:
+                    raise _too_large(limit)
+                return body
+            chunks = _chunks(first, receive)
             return await _collect(
                 chunks if encoding == b"identity" else _decompress(chunks), limits
             )

@@ -24,7 +24,7 @@ import pydantic_core
 from dialoop.errors import DialoopError, InvalidConfig, PermissionDenied
 from dialoop.reasons import Reason
 
-from dialoop_services.rest.guard import POLICY_VIOLATION, bearer_of
+from dialoop_services.rest.guard import POLICY_VIOLATION, authorization_of, bearer_of
 from dialoop_services.runtime.access.principals import while_allowed
 from dialoop_services.runtime.errors import public_error
 
@@ -112,7 +112,7 @@ class SocketEndpoint:
     def _is_allowed(self, headers: Mapping[bytes, bytes]) -> bool:
         if not self._token.tells_apart(self._route.scope):
             return True
-        authorization = bearer_of(headers.get(b"authorization", b""))
+        authorization = bearer_of(authorization_of(headers))
         try:
             self._token.require(authorization, self._route.name, self._route.scope)
         except PermissionDenied:

@@ -39,12 +39,12 @@ def is_not_implemented(error: Exception, context: Any) -> bool:
     return isinstance(error, NotImplementedError) and is_unimplemented
 
 
-def not_served(rpc: str) -> Unsupported:
-    """Return the error of a rpc that the protos have and this service does not answer."""
+def not_served(rpc: str, *, remedy: str = "") -> Unsupported:
+    """Return the error of a rpc that this service does not answer."""
     return Unsupported(
         f"This service does not serve {rpc}.",
         reason=Reason.NOT_SERVED,
-        remedy="Call a service that serves it.",
+        remedy=remedy or "Call a service that serves it.",
     )
 
 

@@ -43,6 +43,15 @@ if TYPE_CHECKING:
 
 _OURS = "dialoop."
 _DRAIN_S = 1.0
+_ELSEWHERE = {
+    "RegistryService.ListMembers": "Call RegistryService.ListInstances.",
+    "RegistryService.WatchMembers": "Call RegistryService.WatchInstances.",
+    "EnvironmentService.RunText": "Call RunService.RunText.",
+    "EnvironmentService.RunTrial": "Call RunService.RunTrial.",
+    "RunService.RunText": "Call an environment service that has dialoop-extras installed.",
+    "RunService.RunTrial": "Call an environment service that has dialoop-extras installed.",
+}
+"""What to do instead of a rpc that went, or that a package brings."""
 _MAKE: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
     (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
     (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
@@ -90,9 +99,10 @@ class Handlers(grpc.GenericRpcHandler):
 
         gRPC asks before it reads a message, so that nobody without a right has one read.
         """
-        method = self._methods.get(handler_call_details.method)
+        name = handler_call_details.method
+        method = self._methods.get(name)
         if method is None:
-            return None
+            return _refusing(name) if name.startswith(f"/{_OURS}") else None
         return method.for_caller(handler_call_details.invocation_metadata or ())
 
 
@@ -285,6 +295,17 @@ async def _drain(request: Any, error: Exception) -> None:
             async with asyncio.timeout(_DRAIN_S):
                 async for _ in request:
                     pass
+
+
+def _refusing(path: str) -> Handler:
+    """Return what answers a rpc that this service lacks: the client learns where it is."""
+    rpc = path.rpartition(".")[2].replace("/", ".")
+    remedy = _ELSEWHERE.get(rpc, "")
+
+    async def refuse(_: Any, context: CallOfGrpc) -> None:
+        await _abort(context, not_served(rpc, remedy=remedy))
+
+    return grpc.stream_unary_rpc_method_handler(refuse)
 
 
 async def _abort(context: CallOfGrpc, error: DialoopError) -> NoReturn:

@@ -7,7 +7,7 @@ import ipaddress
 import resource
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """How many connections a server holds, and the seconds for a head and for a body."""
+    """How many connections a server holds, and the seconds for a request's head."""
 
     max_connections: int = 2048
     head_s: float = 10.0
-    body_s: float = 120.0
 
     def within_descriptors(self) -> ConnectionLimits:
         """Return the limits with no more connections than this process has descriptors for.
@@ -36,9 +35,7 @@ class ConnectionLimits:
             return self
         reserve = min(256, available // 2)
         room = max(1, (available - reserve) // 2)
-        return ConnectionLimits(
-            max_connections=min(self.max_connections, room), head_s=self.head_s, body_s=self.body_s
-        )
+        return replace(self, max_connections=min(self.max_connections, room))
 
 
 def require_safe_address(settings: ServerSettings) -> None:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from dialoop.errors import InvalidConfig
+from dialoop.old_names import now_at
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
@@ -182,8 +183,8 @@ def load(kind: type[_S], **arguments: Any) -> _S:
 def old_import_in(value: Any) -> str:
     """Return an error text for a value that names a module by its old import path, or "".
 
-    `services.x` in an import path or a command is now `dialoop_services.x`. A package `services` of
-    the user's own that has such a module is fine.
+    `services.x` in an import path or a command was `dialoop_services.x`, and is where that is now.
+    A package `services` of the user's own that has such a module is fine.
     """
     if isinstance(value, dict):
         value = list(value.values())
@@ -193,7 +194,8 @@ def old_import_in(value: Any) -> str:
     if match is None or _is_importable(match.group().strip()):
         return ""
     name = match.group().strip()
-    return f"{value!r} names {name}, which is now dialoop_{name}"
+    new = f"dialoop_{name}"
+    return f"{value!r} names {name}, which is now {now_at(new) or new}"
 
 
 def _is_importable(module: str) -> bool:

@@ -109,12 +109,13 @@ def post(size: int, connection: bytes = b"close") -> bytes:
     )
 
 
-async def test_a_body_that_does_not_come_is_refused():
+@pytest.mark.parametrize("begin", [b"", b"{"])
+async def test_a_body_that_does_not_come_is_refused(begin):
     async with (
         service("environment", request_body_s=0.2) as server,
         connection(server) as (reader, writer),
     ):
-        writer.write(post(100) + b"{")
+        writer.write(post(100) + begin)
         assert await answer_of(reader) == (408, "REQUEST_TOO_SLOW")
 
 

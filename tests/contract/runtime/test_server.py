@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from dialoop import errors
+from dialoop.clients.channel import Channel, Rpc
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop_services.hosting import GrpcServer
@@ -151,6 +152,23 @@ async def test_reflection_needs_the_token_too(token):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(answers))
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [
+        ("RegistryService/ListMembers", "ListInstances"),
+        ("EnvironmentService/RunText", "RunService.RunText"),
+        ("ReplayService/Nothing", "Call a service that serves it."),
+    ],
+)
+async def test_a_rpc_that_is_not_here_says_where_it_is(path, where):
+    rpc = Rpc(f"/dialoop.v1.{path}", pb.GetSessionRequest, pb.GetSessionResponse)
+    async with serving(Raising()) as server, Channel(server.address) as channel:
+        with pytest.raises(errors.Unsupported) as caught:
+            await channel.call(rpc, pb.GetSessionRequest(session_id="s"))
+    assert caught.value.reason == "NOT_SERVED"
+    assert where in caught.value.remedy
 
 
 async def test_a_rpc_that_nobody_wrote_is_not_served():

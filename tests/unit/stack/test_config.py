@@ -174,22 +174,35 @@ def test_a_schema_that_is_not_this_versions_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name"),
+    ("text", "old", "new"),
     [
-        ('[train]\nloss = "services.learning.losses:grpo"', "services.learning.losses"),
-        ('[[environments]]\nagent = "services.collector.x:y"', "services.collector.x"),
+        (
+            '[train]\nloss = "services.learning.losses:grpo"',
+            "services.learning.losses",
+            "dialoop_learning.losses",
+        ),
+        (
+            '[[environments]]\nagent = "services.collector.x:y"',
+            "services.collector.x",
+            "dialoop_services.collector.x",
+        ),
         (
             '[environment.options]\ncommand = ["python", "-m", "services.environment"]',
             "services.environment",
+            "dialoop_services.environment",
         ),
-        ('[environment.options]\ncommand = "python -m services.stack train"', "services.stack"),
+        (
+            '[environment.options]\ncommand = "python -m services.stack train"',
+            "services.stack",
+            "dialoop_ops.stack",
+        ),
     ],
 )
 def test_the_old_import_name_is_refused_with_the_new_one(
-    tmp_path: Path, text: str, name: str
+    tmp_path: Path, text: str, old: str, new: str
 ) -> None:
     message = mistake_in(tmp_path, f"{text}\n")
-    assert f"names {name}, which is now dialoop_{name}" in message
+    assert f"names {old}, which is now {new}" in message
 
 
 def test_a_package_of_ones_own_may_be_called_services(
@@ -209,7 +222,7 @@ def test_a_package_of_ones_own_may_be_called_services(
 
 def test_a_variable_that_names_the_old_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIALOOP_TRAINER_LOSS", "services.learning:mine")
-    with pytest.raises(InvalidConfig, match=r"is now dialoop_services\.learning"):
+    with pytest.raises(InvalidConfig, match=r"is now dialoop_learning"):
         load(TrainerSettings)
 
 
