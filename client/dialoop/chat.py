@@ -374,17 +374,20 @@ class ChatHistory:
     def completed_from(self, prompt: History) -> ChatHistory:
         """Return this answer to `prompt`; build `full` where the caller sent none.
 
-        Raises InvalidHistory (FULL_MISSING) where there is no response either, and
-        PreconditionFailed (HISTORY_REWRITTEN) where what was sent does not begin with `prompt`.
+        Raises InvalidHistory where there is no response either (FULL_MISSING) or another one than
+        in `full` (FULL_NOT_PROMPT_AND_RESPONSE), and PreconditionFailed (HISTORY_REWRITTEN) where
+        what was sent does not begin with `prompt`.
         """
-        if self.full is None and self.response is not None:
-            if self.prompt not in (None, prompt):
-                raise _rewritten("prompt is not", prompt)
-            return _as_answer(prompt, self.response)
-        full = self.require_full()
-        if not full.starts_with(prompt):
+        response = self.response
+        if response is None:
+            response = self.require_full()[len(prompt) :]
+        if self.prompt not in (None, prompt):
+            raise _rewritten("prompt is not", prompt)
+        if self.full is None:
+            return _as_answer(prompt, response)
+        if not self.full.starts_with(prompt):
             raise _rewritten("full does not begin with", prompt)
-        return ChatHistory(prompt=prompt, response=full[len(prompt) :], full=full)
+        return ChatHistory(prompt=prompt, response=response, full=self.full)
 
 
 _PARTS = {History, type(None)}

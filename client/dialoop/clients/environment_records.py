@@ -157,8 +157,8 @@ def step_to_proto(item: StepItem) -> pb.StepRequest:
     sent: Answered = item.history
     answer: dict[str, Any] = {}
     has_prompt = sent.prompt is not None or sent.full is not None
-    if sent.full is not None:
-        sent = replace(sent, prompt=None)  # `full` begins with it
+    if sent.full is not None and sent.response is not None:
+        sent = replace(sent, prompt=None)  # `full` is known to be prompt and response
     if isinstance(sent, Text):
         answer["text"] = text_to_proto(sent)
     elif isinstance(sent, Tokens):

@@ -333,9 +333,10 @@ class ChatEnv:
 
     def _complete(self, prompt: History, answered: ChatHistory) -> ChatHistory:
         if self.allow_rewrite and answered.full and not answered.full.starts_with(prompt):
-            response = answered.response or answered.full[-1:]
-            before = answered.full[: len(answered.full) - len(response)]
-            return ChatHistory(prompt=before, response=response, full=answered.full)
+            full, before, response = answered.full, answered.prompt, answered.response
+            if before is None:
+                before = full[: len(full) - len(response or full[-1:])]
+            return ChatHistory(prompt=before, response=response or full[len(before) :], full=full)
         return answered.completed_from(prompt)
 
     async def _apply_transforms(self, outcome: Outcome) -> Outcome:

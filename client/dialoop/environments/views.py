@@ -191,14 +191,20 @@ def _response(now: _T, prompt: _T | None, response: _T | None, full: _T | None) 
             reason=Reason.FULL_MISSING,
             remedy="Send `response`, or `prompt` and `full`.",
         )
-    before = full[: len(now)] if full is not None else prompt
-    if before is not None and before != now:
+    before = now if full is None else full[: len(now)]
+    if before != now or prompt not in (None, now):
         raise PreconditionFailed(
             "`prompt` or `full` does not begin with the prompt of this episode.",
             reason=Reason.HISTORY_REWRITTEN,
             remedy="Send the prompt unchanged, or `response` alone; GetSession shows the prompt.",
         )
     part = full[len(now) :] if full is not None else response
+    if response not in (None, part):
+        raise InvalidHistory(
+            "`response` is not what follows the prompt in `full`.",
+            reason=Reason.FULL_NOT_PROMPT_AND_RESPONSE,
+            remedy="Send `response` alone.",
+        )
     if not part:
         raise InvalidHistory(
             "The response is empty.",

@@ -154,7 +154,7 @@ async def test_an_environment_that_edits_the_past_answers_with_all_of_it():
 
 
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
-@pytest.mark.parametrize("form", ["full", "prompt and response"])
+@pytest.mark.parametrize("form", ["full", "prompt and response", "prompt beside full"])
 @pytest.mark.parametrize("door", ["grpc", "rest", "sdk"])
 async def test_another_prompt_is_refused_and_changes_nothing(door, form, mode):
     environment = echo(mode)
@@ -164,6 +164,9 @@ async def test_another_prompt_is_refused_and_changes_nothing(door, form, mode):
         answer = replace(answer_in(mode), prompt=other)
         if form == "full":
             answer = type(answer)(full=full_of(other, answer))
+        elif form == "prompt beside full":
+            whole = full_of(prompt_of(opening), answer_in(mode))
+            answer = type(answer)(prompt=other, full=whole)
         step = {"episode": 1, "step_index": 0, "history": answer}
         assert await reason_of(client.step("s", **step)) == "HISTORY_REWRITTEN"
         assert (await client.get_session("s")).next_step_index == 0
@@ -173,6 +176,21 @@ async def test_another_prompt_is_refused_and_changes_nothing(door, form, mode):
         again = await client.step("s", **step | {"history": answer_in(mode)})
         assert again == replace(first, replayed=True)
         assert await reason_of(client.step("s", **step)) == "STEP_CONFLICT"
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize("door", ["grpc", "sdk", "in_process"])
+async def test_another_response_than_in_full_is_refused_and_changes_nothing(door, mode):
+    environment = echo(mode)
+    async with at(door, environment) as client:
+        opening = await open_session(client, "echo", question=Given(query="q"))
+        whole = full_of(prompt_of(opening), answer_in(mode))
+        other = answer_in(mode, "Another answer.").response
+        answer = replace(answer_in(mode), full=whole, response=other)
+        step = client.step("s", episode=1, step_index=0, history=answer)
+        assert await reason_of(step) == "FULL_NOT_PROMPT_AND_RESPONSE"
+        assert environment.transforms[0].num_steps == 0
+        assert (await client.get_session("s")).next_step_index == 0
 
 
 async def test_of_two_clients_of_a_session_the_one_behind_asks_get_session():

@@ -33,18 +33,20 @@ def full_of(prompt: Prompt, answered: Answered) -> Prompt:
 def content_of(prompt: Prompt, answered: Answered) -> Any:
     """Return what tells a step from another one: the response, however it was sent.
 
-    What does not continue the prompt is returned as it is.
+    What does not continue the prompt, or contradicts itself, is returned as it is.
     """
+    sent: Prompt | None = answered.response
     if answered.full is not None:
-        return _following(prompt, answered.full, otherwise=answered)
-    is_response = answered.response is not None and answered.prompt in (None, prompt)
-    return answered.response if is_response else answered
+        sent = _following(prompt, answered.full)
+    fits = answered.prompt in (None, prompt) and answered.response in (None, sent)
+    return answered if sent is None or not fits else sent
 
 
 def added_to(full: Prompt, after: Prompt) -> Prompt | None:
     """Return what follows a step's full in the next prompt; None where the past was changed."""
-    return _following(full, after, otherwise=None)
+    return _following(full, after)
 
 
-def _following(start: Prompt, whole: Prompt, *, otherwise: Any) -> Any:
-    return whole[len(start) :] if whole[: len(start)] == start else otherwise
+def _following(start: Prompt, whole: Prompt) -> Prompt | None:
+    """Return what follows `start` in `whole`; None where that begins otherwise."""
+    return whole[len(start) :] if whole[: len(start)] == start else None
