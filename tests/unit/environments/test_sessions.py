@@ -371,3 +371,37 @@ def test_a_task_file_adds_the_jsonl_environment():
     assert settings.entries[1] == EnvironmentEntry(
         use="jsonl", options={"path": "t.jsonl", "heldout_path": None}
     )
+
+
+class CancelsItself:
+    """A tool whose own work is cancelled, as that of a library may be."""
+
+    name = "gate"
+
+    async def __call__(self, query: str) -> str:
+        raise asyncio.CancelledError(query)
+
+
+async def test_a_cancellation_of_the_environments_own_is_its_failure():
+    async with open_engine(CancelsItself()) as sessions:
+        sessions.create("s", "gated")
+        await sessions.reset(reset_call())
+        played = await sessions.step(step_call())
+        (failure,) = played.outcome.failures
+        assert (failure.owner, failure.reason) == (Owner.ENVIRONMENT, "STEP_FAILED")
+        assert sessions.state("s").next_step_index == 1
+
+
+async def test_steps_that_come_at_once_count_before_they_begin():
+    gate = Gate(is_open=False)
+    async with open_engine(gate, max_working=2) as sessions:
+        for name in "abc":
+            sessions.create(name, "gated")
+            await sessions.reset(reset_call(name))
+        steps = [asyncio.create_task(sessions.step(step_call(session_id=n))) for n in "abc"]
+        await gate.entered.wait()
+        with pytest.raises(CapacityExhausted):
+            await steps[2]
+        gate.open.set()
+        await asyncio.gather(*steps[:2])
+        await sessions.step(step_call(session_id="c"))

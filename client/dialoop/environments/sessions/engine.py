@@ -187,6 +187,8 @@ class SessionEngine:
             self._require_room()
             stored = record.steps[call.step_index] = StoredStep(record.content_of(call))
             stored.work = asyncio.create_task(self._play(session, record, call))
+            self._num_working += 1
+            stored.work.add_done_callback(self._stop_working)
         outcome = stored.outcome or await self._wait_for(stored, session)
         self._touch(session)
         return AnsweredStep(call=call, record=record, outcome=outcome, replayed=replayed)
@@ -388,7 +390,6 @@ class SessionEngine:
         """Do the work of one step; a bad request changes nothing."""
         environment = session.environment
         stored = record.steps[call.step_index]
-        self._num_working += 1
         try:
             outcome = await try_step(environment, record.episode, call.answered)
         except DialoopError as error:
@@ -406,14 +407,15 @@ class SessionEngine:
                 reason=cut_reason,
                 cancelled=cancelled,
             )
-        finally:
-            self._num_working -= 1
         stored.outcome = outcome
         record.episode = outcome.episode
         if outcome.episode.done:
             self._close_episode(environment, record)
         self._touch(session)
         return outcome
+
+    def _stop_working(self, _: object) -> None:
+        self._num_working -= 1
 
     def _close_episode(
         self,

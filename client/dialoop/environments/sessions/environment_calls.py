@@ -27,7 +27,8 @@ async def open_within(
             return await environment.open(task, seed)
     except DialoopError as error:
         return error
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        _raise_if_cancelled(error)
         reason = Reason.OPEN_TIMEOUT if isinstance(error, TimeoutError) else Reason.OPEN_FAILED
         what = "Opening an episode"
         failure = failure_of(error, owner=Owner.ENVIRONMENT, reason=reason, what=what)
@@ -40,8 +41,16 @@ async def try_step(environment: Environment, episode: Episode, answered: Answere
         return await environment.step(episode, answered)
     except DialoopError:
         raise
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
+        _raise_if_cancelled(error)
         return failed_step(environment, episode, answered, error)
+
+
+def _raise_if_cancelled(error: BaseException) -> None:
+    """Raise a cancellation that somebody asked for; one of the environment's own is its failure."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
 
 
 def failed_step(

@@ -73,9 +73,9 @@ class AnsweredStep:
 class StoredStep:
     """The first request of a step index: what the policy sent, and its outcome or its work.
 
-    A step that is answered at once has no work. The work returns a bad request's error instead of
-    raising it, since no caller may be left. `num_waiting` counts the callers that wait for its
-    outcome. `cut_reason` says why the work was cancelled: STEP_TIMEOUT or STEP_CANCELLED.
+    The work returns a bad request's error instead of raising it, since no caller may be left.
+    `num_waiting` counts the callers that wait for its outcome. `cut_reason` says why the work was
+    cancelled: STEP_TIMEOUT or STEP_CANCELLED.
     """
 
     content: Any
