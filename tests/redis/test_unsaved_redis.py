@@ -146,6 +146,16 @@ def test_a_killed_redis_ends_the_service_which_says_so(folder: Path) -> None:
     assert not (folder / "queue.rdb").exists()
 
 
+def test_a_redis_that_is_asked_to_end_saves_its_queue(folder: Path) -> None:
+    """Service managers signal every process of a service."""
+    service = Service(folder)
+    os.kill(service.redis, signal.SIGTERM)
+    assert service.wait()[0] == 0
+    service = Service(folder)
+    assert service.offer() == 0
+    service.end(signal.SIGTERM)
+
+
 async def offer_in(folder: Path | None, *, removed: bool = False) -> None:
     async with queue_in(folder) as store:
         await offer(store, RUN, "a")

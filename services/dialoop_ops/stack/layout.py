@@ -80,7 +80,7 @@ FIXED_PORTS = MappingProxyType(
 _SEED_STRIDE = 7919
 _EVERYWHERE = "0.0.0.0"
 _READY_TIMEOUT_S = {"inference": 300.0}
-_STOP_GRACE_S = {"trainer": 45.0, "inference": 30.0}
+_STOP_GRACE_S = {"trainer": 45.0, "inference": 30.0, "replay": 75.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,12 +28,14 @@ from redis.backoff import NoBackoff
 
 from dialoop_services.replay.redis_program import OF_GLIBC, redis_program
 from dialoop_services.runtime.access.principals import without_tokens
+from dialoop_services.runtime.durable import sync_file
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 _SNAPSHOT = "queue.rdb"
 _POLL_S = 0.01
+_NEVER_S = str(10 * 365 * 86_400)
 _LOADED_IN_S, _SAVED_IN_S = 300.0, 60.0
 _PR_SET_PDEATHSIG = 1
 _EMPTY = 'The next start begins with an empty queue; store = "redis" keeps it on disk at all times.'
@@ -76,12 +78,12 @@ class _UnsavedRedis:
             "unixsocketperm": "700",
             "dir": str((folder or place).resolve()),
             "dbfilename": _SNAPSHOT,
-            "save": "",
             "appendonly": "no",
             "rdbcompression": "no",
             "logfile": str(self._log),
         }
-        words = (word for name, value in options.items() for word in (f"--{name}", value))
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        words += ["--save", _NEVER_S, "1"]  # it saves at SIGTERM only where some interval is set
         self._process = subprocess.Popen(
             [redis_program(), *words],
             env=without_tokens(os.environ) | OF_GLIBC,
@@ -109,6 +111,7 @@ class _UnsavedRedis:
             await asyncio.sleep(_POLL_S)
         if self._snapshot is not None:
             self._snapshot.unlink(missing_ok=True)
+            sync_file(self._snapshot.parent)  # no power loss brings it back
 
     async def watch(self, on_end: Callable[[], None]) -> None:
         """Call `on_end` once it has ended."""
@@ -116,7 +119,10 @@ class _UnsavedRedis:
         on_end()
 
     async def stop(self) -> None:
-        """End it, after it has saved its queue where there is a folder."""
+        """End it, after it has saved its queue where there is a folder.
+
+        Whoever signals a group of processes may have ended it before: it saved its queue then too.
+        """
         try:
             await self._client.shutdown(save=self._snapshot is not None, nosave=not self._snapshot)
             code = await asyncio.to_thread(self._process.wait, _SAVED_IN_S)
@@ -124,7 +130,7 @@ class _UnsavedRedis:
             raise _unavailable(f"cannot save its queue: {self._last_line()}", _EMPTY) from error
         finally:
             await self._client.aclose()
-        if code != 0:
+        if code != 0 or (self._snapshot is not None and not self._snapshot.is_file()):
             raise _unavailable("has ended, and its queue is lost", _EMPTY)
 
     def kill(self) -> None:
