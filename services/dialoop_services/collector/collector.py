@@ -23,7 +23,7 @@ from dialoop.trajectory import Purpose
 from dialoop.waits import waiting_for
 
 from dialoop_services.collector.outbox import Outbox, is_away
-from dialoop_services.collector.player import FailedMember, Round
+from dialoop_services.collector.player import FailedMember, GroupPlay
 from dialoop_services.config.tables import turns_spent
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _LAST_LEASE_S = 1.0
 
 
 class Collector:
-    """Owns the rounds that are being played and the tasks that play them, both by lease id."""
+    """Owns the groups that are being played, and the tasks that play them, both by lease id."""
 
     def __init__(  # noqa: PLR0913 - its parts
         self,
@@ -71,7 +71,7 @@ class Collector:
         self._beside = beside
         self._retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
         self._outbox = Outbox(settings.run, replay, self._retry_policy)
-        self._rounds: dict[str, Round] = {}
+        self._plays: dict[str, GroupPlay] = {}
         self._playing: dict[str, asyncio.Task[None]] = {}
         self._slot_freed = asyncio.Event()
         self._infos: dict[str, EnvironmentInfo] = {}
@@ -95,13 +95,13 @@ class Collector:
     @property
     def num_playing(self) -> int:
         """Return the number of episodes that are still to be finished here."""
-        return sum(round_.num_left for round_ in self._rounds.values())
+        return sum(play.num_left for play in self._plays.values())
 
     async def _lease(self, wait: OpenWait) -> tuple[TaskLease, ...]:
         """Lease tasks for the free slots. Wait for a slot, for tasks, and while replay is away."""
         attempt = 0
         while True:
-            while (free := self._settings.max_groups_in_flight - len(self._rounds)) <= 0:
+            while (free := self._settings.max_groups_in_flight - len(self._plays)) <= 0:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
                 wait.restart()
@@ -137,39 +137,39 @@ class Collector:
             with contextlib.suppress(DialoopError, TimeoutError):
                 answer = await asyncio.wait_for(asking, _LAST_LEASE_S)
                 for lease in answer.leases:
-                    self._rounds[lease.lease_id] = Round(lease=lease)
+                    self._plays[lease.lease_id] = GroupPlay(lease=lease)
             raise
 
     def _start(self, lease: TaskLease, tasks: asyncio.TaskGroup) -> None:
-        round_ = Round(lease=lease)
-        self._rounds[round_.lease_id] = round_
-        playing = tasks.create_task(self._collect(round_))
-        self._playing[round_.lease_id] = playing
-        playing.add_done_callback(lambda _: self._free_slot(round_.lease_id))
+        play = GroupPlay(lease=lease)
+        self._plays[play.lease_id] = play
+        playing = tasks.create_task(self._collect(play))
+        self._playing[play.lease_id] = playing
+        playing.add_done_callback(lambda _: self._free_slot(play.lease_id))
 
     def _free_slot(self, lease_id: str) -> None:
         del self._playing[lease_id]
         self._slot_freed.set()
 
-    async def _collect(self, round_: Round) -> None:
-        """Play one round; its members are appended meanwhile. Give its lease back if any failed."""
-        round_.has_begun = self._may_begin(round_.task.purpose)
-        if not round_.has_begun:
+    async def _collect(self, play: GroupPlay) -> None:
+        """Play one group; its members are appended meanwhile. Give its lease back if any failed."""
+        play.has_begun = self._may_begin(play.task.purpose)
+        if not play.has_begun:
             # Failed, so that the ledger gives the task up instead of issuing it again.
-            await self._give_back(round_, turns_spent(self._settings.total_turns), failed=True)
+            await self._give_back(play, turns_spent(self._settings.total_turns), failed=True)
             return
         try:
-            info = await self._info_of(round_.task.environment)
-            sampling = self._settings.sampling_of(round_.task, info.stop)
-            failed = await self._player.play(round_, sampling, partial(self._append, round_))
+            info = await self._info_of(play.task.environment)
+            sampling = self._settings.sampling_of(play.task, info.stop)
+            failed = await self._player.play(play, sampling, partial(self._append, play))
         except DialoopError as error:
-            log.warning("A group failed: %s", error, extra={"group_id": round_.group_id})
-            await self._give_back(round_, error.reason.lower(), failed=not is_outage(error))
+            log.warning("A group failed: %s", error, extra={"group_id": play.group_id})
+            await self._give_back(play, error.reason.lower(), failed=not is_outage(error))
         except Exception:
-            log.exception("A group failed.", extra={"group_id": round_.group_id})
-            await self._give_back(round_, DropReason.COLLECTOR_FAILED, failed=True)
+            log.exception("A group failed.", extra={"group_id": play.group_id})
+            await self._give_back(play, DropReason.COLLECTOR_FAILED, failed=True)
         else:
-            await self._end(round_, failed)
+            await self._end(play, failed)
 
     def _may_begin(self, purpose: Purpose) -> bool:
         """Return whether turns are left for another group of this purpose.
@@ -180,24 +180,24 @@ class Collector:
         if total_turns < 0 or purpose is not Purpose.TRAINING:
             return True
         num_playing = sum(
-            round_.num_left
-            for round_ in self._rounds.values()
-            if round_.has_begun and round_.task.purpose is purpose
+            play.num_left
+            for play in self._plays.values()
+            if play.has_begun and play.task.purpose is purpose
         )
         return self._counters.num_training_turns + num_playing < total_turns
 
-    async def _end(self, round_: Round, failed: Mapping[int, FailedMember]) -> None:
-        """End a round whose members were all played: the ledger has those that did not fail."""
+    async def _end(self, play: GroupPlay, failed: Mapping[int, FailedMember]) -> None:
+        """End a play whose members were all played: the ledger has those that did not fail."""
         for failure in failed.values():
-            log.warning("A member failed: %s", failure.message, extra={"group_id": round_.group_id})
+            log.warning("A member failed: %s", failure.message, extra={"group_id": play.group_id})
         at_fault = {member: f for member, f in failed.items() if not f.is_outage}
         if not failed:
-            self._rounds.pop(round_.lease_id, None)
-            self._counters.count_group(round_.task.purpose)
+            self._plays.pop(play.lease_id, None)
+            self._counters.count_group(play.task.purpose)
             return
         first = next(iter((at_fault or failed).values()))
         await self._give_back(
-            round_, first.reason, failed=bool(at_fault), failed_members=tuple(sorted(at_fault))
+            play, first.reason, failed=bool(at_fault), failed_members=tuple(sorted(at_fault))
         )
 
     async def _info_of(self, environment: str) -> EnvironmentInfo:
@@ -208,34 +208,34 @@ class Collector:
             )
         return self._infos[environment]
 
-    async def _append(self, round_: Round, played: PlayedMember) -> FailedMember | None:
+    async def _append(self, play: GroupPlay, played: PlayedMember) -> FailedMember | None:
         """Append a finished member; return why the ledger does not take it, or None."""
         if self._settings.total_turns >= 0:
             # What is in the queue has been counted, even if this process is killed right now.
             await self._counters.save_at_last()
         trajectory = played.trajectory
-        if self._settings.last_turn_only and round_.task.purpose is Purpose.TRAINING:
+        if self._settings.last_turn_only and play.task.purpose is Purpose.TRAINING:
             num_turns = len(trajectory.turns)
             trajectory = trajectory.part(max(0, num_turns - 1), num_turns)
         item = MemberItem(
-            lease_id=round_.lease_id,
+            lease_id=play.lease_id,
             member=played.member,
             trajectory=trajectory,
             num_discarded=played.num_discarded,
         )
         try:
-            outcome = await self._send(round_, item)
+            outcome = await self._send(play, item)
         except DialoopError as error:
             return FailedMember(
                 reason=error.reason.lower(), message=str(error), is_outage=is_away(error)
             )
         if outcome.reason in (Reason.LEASE_LOST, Reason.DIGEST_MISMATCH):
-            self._abandon(round_)
+            self._abandon(play)
         elif outcome.is_rejected and outcome.reason != Reason.NO_ROOM:
             return FailedMember(reason=outcome.reason.lower(), message=outcome.message)
         return None
 
-    async def _send(self, round_: Round, item: MemberItem) -> Appended:
+    async def _send(self, play: GroupPlay, item: MemberItem) -> Appended:
         """Return what the ledger says; wait for a version that it does not know, or has lost.
 
         A ledger that came back without its last second is told its newest policy again.
@@ -244,7 +244,7 @@ class Collector:
         attempt = 0
         while True:
             sent = self._outbox.put(item)
-            sent.add_done_callback(partial(self._count_appended, round_, item.num_discarded))
+            sent.add_done_callback(partial(self._count_appended, play, item.num_discarded))
             outcome = await asyncio.shield(sent)
             is_unknown = outcome.reason == Reason.FUTURE_VERSION
             if not is_unknown or asyncio.get_running_loop().time() >= announced_by:
@@ -254,7 +254,7 @@ class Collector:
                 await asyncio.sleep(self._retry_policy.wait_s(attempt))
 
     def _count_appended(
-        self, round_: Round, num_discarded: int, sent: asyncio.Future[Appended]
+        self, play: GroupPlay, num_discarded: int, sent: asyncio.Future[Appended]
     ) -> None:
         if sent.cancelled() or sent.exception() is not None:
             return
@@ -262,39 +262,39 @@ class Collector:
         # A full queue counts the member, and drops it with its group.
         if outcome.is_rejected and outcome.reason != Reason.NO_ROOM:
             return
-        round_.num_counted += 1 + num_discarded
-        self._counters.count_append(round_.task.purpose, num_discarded=num_discarded)
+        play.num_counted += 1 + num_discarded
+        self._counters.count_append(play.task.purpose, num_discarded=num_discarded)
 
     async def _give_back(
-        self, round_: Round, reason: str, *, failed: bool, failed_members: tuple[int, ...] = ()
+        self, play: GroupPlay, reason: str, *, failed: bool, failed_members: tuple[int, ...] = ()
     ) -> None:
         """Give the lease back. If replay is away, the ledger takes it back when it expires."""
-        round_.is_ending = True
+        play.is_ending = True
         await self._outbox.flush()
         self._counters.count_return(reason)
-        item = _return_item(round_, reason, failed=failed, failed_members=failed_members)
+        item = _return_item(play, reason, failed=failed, failed_members=failed_members)
         try:
             await retry(
                 lambda: self._replay.give_back(self._settings.run, [item]), self._retry_policy
             )
         except DialoopError as error:
             log.warning("A task could not be given back.", extra={"reason": error.reason})
-        self._rounds.pop(round_.lease_id, None)
+        self._plays.pop(play.lease_id, None)
 
-    def _abandon(self, round_: Round) -> None:
-        """Stop a round whose task another collector may have by now."""
-        if self._rounds.pop(round_.lease_id, None) is None:
+    def _abandon(self, play: GroupPlay) -> None:
+        """Stop a play whose task another collector may have by now."""
+        if self._plays.pop(play.lease_id, None) is None:
             return
-        log.warning("A lease was lost.", extra={"group_id": round_.group_id})
-        num_lost = round_.num_played - round_.num_counted
-        self._counters.count_lost_lease(round_.task.purpose, num_trajectories=num_lost)
-        self._playing[round_.lease_id].cancel()
+        log.warning("A lease was lost.", extra={"group_id": play.group_id})
+        num_lost = play.num_played - play.num_counted
+        self._counters.count_lost_lease(play.task.purpose, num_trajectories=num_lost)
+        self._playing[play.lease_id].cancel()
 
     async def _keep_leases(self) -> None:
-        """Extend the leases of all rounds; stop rounds whose lease was lost."""
+        """Extend the leases of all plays; stop those whose lease was lost."""
         while True:
             await asyncio.sleep(self._settings.lease_s / 3)
-            lease_ids = list(self._rounds)
+            lease_ids = list(self._plays)
             if not lease_ids:
                 continue
             try:
@@ -305,35 +305,35 @@ class Collector:
                 log.warning("Leases are not extended.", extra={"reason": error.reason})
                 continue
             for lease_id in lost:
-                round_ = self._rounds.get(lease_id)
-                # The lease of a round that is ending is also gone if its last append succeeded, and
+                play = self._plays.get(lease_id)
+                # The lease of a play that is ending is also gone if its last append succeeded, and
                 # the answer to that append will show it.
-                if round_ is not None and not round_.is_ending:
-                    self._abandon(round_)
+                if play is not None and not play.is_ending:
+                    self._abandon(play)
 
     async def _give_back_all(self) -> None:
         """Give all leases back, so that other collectors need not wait until they expire."""
         try:
             async with asyncio.timeout(_SHUTDOWN_S):
                 await self._outbox.flush()
-                rounds = self._rounds.values()
-                items = [_return_item(r, DropReason.SHUTDOWN, failed=False) for r in rounds]
+                plays = self._plays.values()
+                items = [_return_item(p, DropReason.SHUTDOWN, failed=False) for p in plays]
                 for item in items:
                     self._counters.count_return(item.reason)
                 if items:
                     await self._replay.give_back(self._settings.run, items)
         except (DialoopError, TimeoutError):
-            log.warning("Leases are left to expire.", extra={"num_leases": len(self._rounds)})
-        self._rounds.clear()
+            log.warning("Leases are left to expire.", extra={"num_leases": len(self._plays)})
+        self._plays.clear()
 
 
 def _return_item(
-    round_: Round, reason: str, *, failed: bool, failed_members: tuple[int, ...] = ()
+    play: GroupPlay, reason: str, *, failed: bool, failed_members: tuple[int, ...] = ()
 ) -> ReturnItem:
     return ReturnItem(
-        lease_id=round_.lease_id,
+        lease_id=play.lease_id,
         reason=reason,
-        num_trajectories=round_.num_played - round_.num_counted,
+        num_trajectories=play.num_played - play.num_counted,
         failed=failed,
         failed_members=failed_members,
     )

@@ -42,7 +42,7 @@ class FailedMember:
 
 
 @dataclass(slots=True, kw_only=True)
-class Round:
+class GroupPlay:
     """The play of a leased task's open members under one lease.
 
     num_played: finished plays, also those that failed. num_counted: those that the queue counts,
@@ -101,7 +101,7 @@ MakePlayer: TypeAlias = Callable[["EnvironmentSection", "CollectorSettings"], Ta
 
 
 class GroupPlayer:
-    """Plays rounds on an environment and a policy; `players` by the environment they play."""
+    """Plays groups on an environment and a policy; `players` by the environment they play."""
 
     def __init__(  # noqa: PLR0913 - its parts
         self,
@@ -124,7 +124,7 @@ class GroupPlayer:
 
     async def play(
         self,
-        round_: Round,
+        play: GroupPlay,
         sampling: SamplingParams,
         deliver: Callable[[PlayedMember], Awaitable[FailedMember | None]],
     ) -> dict[int, FailedMember]:
@@ -133,19 +133,19 @@ class GroupPlayer:
         A member that fails does not stop the others. Return those that failed, or that `deliver`
         could not bring into the queue.
         """
-        members = round_.lease.members
+        members = play.lease.members
         # Only the members of a chat begin with the same question.
-        is_chat = round_.task.environment not in self._players
+        is_chat = play.task.environment not in self._players
         num_alike = len(members) if is_chat else 0
-        policy = policy_of_group(self._policy, round_.group_id, num_members=num_alike)
+        policy = policy_of_group(self._policy, play.group_id, num_members=num_alike)
         num_playing, failed = len(members), dict[int, FailedMember]()
 
         async def play_one(member: int) -> None:
             nonlocal num_playing
             own_sampling = sampling_of_member(sampling, member)
-            ended = await self._play_member(round_, member, own_sampling, policy)
+            ended = await self._play_member(play, member, own_sampling, policy)
             num_playing -= 1
-            round_.is_ending = not num_playing
+            play.is_ending = not num_playing
             failure = await deliver(ended) if isinstance(ended, PlayedMember) else ended
             if failure is not None:
                 failed[member] = failure
@@ -160,15 +160,15 @@ class GroupPlayer:
 
     async def _play_member(
         self,
-        round_: Round,
+        play: GroupPlay,
         member: int,
         sampling: SamplingParams,
         policy: Policy,
     ) -> PlayedMember | FailedMember:
         for attempt in range(1, self._member_retries + 2):
-            trajectory = await self._play_episode(round_.task, sampling, policy, round_.group_id)
-            round_.num_played += 1
-            self._counters.count_trajectory(trajectory, round_.task.purpose)
+            trajectory = await self._play_episode(play.task, sampling, policy, play.group_id)
+            play.num_played += 1
+            self._counters.count_trajectory(trajectory, play.task.purpose)
             failure = _blameless_failure(trajectory)
             if failure is None:
                 return PlayedMember(member=member, trajectory=trajectory, num_discarded=attempt - 1)

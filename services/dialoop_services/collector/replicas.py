@@ -387,13 +387,17 @@ class GroupPolicy:
                 self._num_missing -= len(request.histories)
                 request.sent.set_result(asyncio.ensure_future(self._ask(request, sampling)))
             # Shielded: a member that is cancelled must not cancel the request of the others.
-            return (await asyncio.shield(request.sent.result()))[member]
+            sample = (await asyncio.shield(request.sent.result()))[member]
+            if isinstance(sample, BaseException):
+                raise sample
+            return sample
         finally:
             request.leave()
 
     async def _ask(
         self, request: _SharedRequest, sampling: SamplingParams | None
-    ) -> tuple[Sample, ...]:
+    ) -> tuple[Sample | BaseException, ...]:
+        """Return a sample, or the error, of each member."""
         question = {"context": None, "num_context_messages": 0, "sampling": sampling, "turn": 0}
         first, *others = request.histories
         if all(history == first for history in others):
@@ -404,7 +408,8 @@ class GroupPolicy:
         # An environment may word the same task differently in each session.
         question["num_samples"] = 1
         calls = (self._replicas.ask(self, (history,), question) for history in request.histories)
-        return tuple(sample for (sample,) in await asyncio.gather(*calls))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return tuple(a if isinstance(a, BaseException) else a[0] for a in answers)
 
 
 class _SharedRequest:
@@ -412,7 +417,9 @@ class _SharedRequest:
 
     def __init__(self) -> None:
         self.histories: list[History] = []
-        self.sent: asyncio.Future[asyncio.Future[tuple[Sample, ...]]] = asyncio.Future()
+        self.sent: asyncio.Future[asyncio.Future[tuple[Sample | BaseException, ...]]] = (
+            asyncio.Future()
+        )
         self._num_left = 0
 
     def join(self, history: History) -> int:

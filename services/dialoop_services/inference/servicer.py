@@ -1,4 +1,4 @@
-"""InferenceService and TemplateService: decode, call, encode."""
+"""Serve InferenceService and TemplateService from an engine."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from dialoop.v1.environment_service_pb2_grpc import (
 from dialoop_services.collector.__main__ import make_collector
 from dialoop_services.collector.agents import RecordingReplicas
 from dialoop_services.collector.counters import Counters
-from dialoop_services.collector.player import Round
+from dialoop_services.collector.player import GroupPlay
 from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.hosting.in_process import InProcessNetwork
@@ -146,7 +146,7 @@ async def test_a_group_that_kills_the_environment_is_opened_once_more_and_not_by
     )
     async with server, AsyncExitStack() as exits:
         collector = await make_collector(settings, Counters("w"), network.connect, exits)
-        playing = collector._player.play(Round(lease=lease), SamplingParams(), AsyncMock())
+        playing = collector._player.play(GroupPlay(lease=lease), SamplingParams(), AsyncMock())
         failed = await asyncio.wait_for(playing, PATIENCE_S)
     assert {failure.reason for failure in failed.values()} == {"service_died"}
     # The members that died together once, and one of them alone, whose verdict is that of all.

@@ -33,9 +33,9 @@ from dialoop_services.collector import replicas
 from dialoop_services.collector.counters import Counters
 from dialoop_services.collector.player import (
     FailedMember,
+    GroupPlay,
     GroupPlayer,
     PlayedMember,
-    Round,
 )
 from dialoop_services.collector.replicas import Replicas
 
@@ -127,7 +127,7 @@ async def _play_all(
     lease = TaskLease(
         lease_id="l", task=task, attempt=1, expires_in_s=60, members=tuple(range(NUM))
     )
-    round_ = Round(lease=lease)
+    play = GroupPlay(lease=lease)
     sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=seed, top_logprobs=top_logprobs)
     delivered: dict[int, PlayedMember] = {}
 
@@ -135,7 +135,7 @@ async def _play_all(
         delivered[played.member] = played
 
     async with asyncio.timeout(PATIENCE_S):
-        failed = await player.play(round_, sampling, deliver)
+        failed = await player.play(play, sampling, deliver)
     trajectories = tuple(delivered[member].trajectory for member in sorted(delivered))
     return Group(group_id="t", task=task, trajectories=trajectories), failed
 
@@ -293,6 +293,28 @@ async def test_what_fails_for_all_is_asked_again_by_each(environment: Counting) 
     group = await _play(environment, policy)
     assert policy.asked == [NUM] + [1] * NUM
     assert [t.reward for t in group.trajectories] == [1.0] * NUM
+
+
+async def test_where_a_task_is_worded_differently_only_the_member_that_failed_asks_again(
+    environment: Counting,
+) -> None:
+    """An environment may word a task in each session in another way."""
+    reset, num_opened = environment.reset, 0
+
+    async def reworded(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_opened
+        num_opened += 1
+        result = await reset(*arguments, **options)
+        prompt = History((*result.history.prompt[:-1], replace(result.history.prompt[-1])))
+        spoken = replace(prompt[-1], content=f"{prompt[-1].text}{' ' * num_opened}")
+        history = replace(result.history, prompt=History((*prompt[:-1], spoken)))
+        return replace(result, history=history)
+
+    environment.reset = reworded  # type: ignore[attr-defined]  # what __getattr__ stands for
+    policy = Policy(fails=True)
+    group, failed = await _play_all(environment, policy)
+    assert policy.asked[: NUM + 1] == [1] * (NUM + 1)
+    assert len(group.trajectories) + len(failed) == NUM
 
 
 async def test_a_step_that_fails_is_its_members_own_failure(environment: Counting) -> None:
