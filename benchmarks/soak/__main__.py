@@ -221,6 +221,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--groups-in-flight", type=int, default=8)
     chosen = parser.parse_args()
+    least = (WARM_S[1] + LAST_S) / 60
+    if chosen.minutes < least:
+        parser.error(f"What grows shows after {least:g} minutes at the earliest.")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         figures = soak(Path(folder), chosen.minutes, chosen.groups_in_flight)

@@ -1,8 +1,4 @@
-"""Every benchmark runs from end to end on the least work, and finds something.
-
-`soak`, `silent_bugs` and those of `gpu` are run by tests of their own, or by `make gpu-smoke`;
-`learn` is `make learn`.
-"""
+"""Every benchmark runs from end to end on the least work, and finds something."""
 
 from __future__ import annotations
 
@@ -27,11 +23,10 @@ RUNS = {
     "environment_steps": "--sessions 2 --episodes 2",
     "environment_steps --in-process": "",
     "environment_steps --stream": "--sessions 2 --seconds 0.3",
-    "fleet.registry_members": "--members 20 --seconds 6",
+    "fleet.registry_members": "--instances 20 --seconds 6",
     "fleet.routing": "--groups 2 --groups-in-flight 2 --turns 4",
     "generate_turns": "--repeats 1 --turns 1 2",
     "half_precision": "--families qwen3 --tokens 500",
-    "in_process_calls": "--rounds 1 --calls 20",
     "inference_tokens": "--requests 1 --rounds 1",
     "learn_in_process": "--sft-steps 3 --rl-steps 1",
     "path_of_a_prompt": "",
@@ -46,6 +41,32 @@ RUNS = {
     "task_file": "--num-tasks 2000 --rounds 1",
     "train_step": "--rounds 1 --prompts 1 --vocabulary 1024 --ways ours",
 }
+LEFT_OUT = {
+    "gpu.engine": "a check of gpu.smoke",
+    "gpu.evidence": "tests/unit/infra/test_gpu_evidence.py rehearses it",
+    "gpu.pack": "it downloads vLLM for a GPU",
+    "gpu.rates": "a line of gpu.evidence",
+    "gpu.real_model": "gpu.evidence makes its model with it",
+    "gpu.real_shape": "it needs a GPU",
+    "gpu.smoke": "gpu.evidence runs its checks",
+    "gpu.train_step": "a check of gpu.smoke",
+    "learn": "make learn trains by every algorithm",
+    "silent_bugs": "tests/e2e/test_silent_bugs.py runs it",
+    "soak": "what grows shows after seven minutes at the earliest",
+}
+"""Benchmarks without a tiny run here, and what runs them, or why nothing does."""
+
+
+def test_every_benchmark_has_a_tiny_run_or_a_reason_for_having_none() -> None:
+    benchmarks = ROOT / "benchmarks"
+    scripts = {
+        ".".join(path.relative_to(benchmarks).with_suffix("").parts).removesuffix(".__main__")
+        for path in benchmarks.rglob("*.py")
+        if path.parent.name != "servers" and 'if __name__ == "__main__"' in path.read_text("utf-8")
+    }
+    run = {name.partition(" ")[0] for name in RUNS}
+    assert not run & LEFT_OUT.keys()
+    assert run | LEFT_OUT.keys() == scripts
 
 
 @pytest.mark.heavy(reason="each benchmark from end to end, on little work")
