@@ -1,8 +1,8 @@
 """`python -m dialoop_services.trainer`: train, and answer questions about it.
 
-Run it as four processes on this machine, or as sixteen on two. Each needs the same
-DIALOOP_TRAINER_... variables and access to the directories of the run and the model. The first one
-is the service:
+Run it as four processes on this machine, or as sixteen on two. Each reads the job file that
+DIALOOP_CONFIG names, and needs the same DIALOOP_TRAINER_... variables and access to the directories
+of the run and the model. The first one is the service:
 
     python -m dialoop_services.trainer.learner.launch 4
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400
