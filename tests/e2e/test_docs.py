@@ -49,7 +49,7 @@ PAGES = (
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "benchmarks" / "README.md",
-    DECISIONS / "README.md",
+    *sorted(DECISIONS.glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 )
 BLOCK = re.compile(r"(?:<!-- (test|not run|output): (.*?) -->\n)?^```(\w*)\n(.*?)^```", re.M | re.S)
@@ -168,6 +168,12 @@ def test_every_path_and_link_exists() -> None:
             assert target.exists(), f"{page.name} links to {link}"
             if anchor:
                 assert anchor in anchors(target), f"{page.name} links to {link}#{anchor}"
+
+
+def test_every_dotted_name_of_a_decision_exists() -> None:
+    for page in DECISIONS.glob("0*.md"):
+        for name in re.findall(r"`(dialoop\w*(?:\.\w+)+)`", page.read_text("utf-8")):
+            assert importlib.util.find_spec(name) is not None, f"{page.name} names {name}"
 
 
 def anchors(page: Path) -> set[str]:
