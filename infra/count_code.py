@@ -22,7 +22,8 @@ from pathlib import Path
 
 LEFT_OUT = "dialoop/v1/"
 BESIDE = ("client/examples", "benchmarks", "infra")
-GENERATED_PAGES = frozenset({"reasons", "metrics", "families", "configuration"})
+GENERATED_PAGES = frozenset({"reasons"})
+"""Pages of docs/ that a script of infra/ writes whole."""
 _NO_CODE = frozenset(
     getattr(tokenize, kind)
     for kind in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")

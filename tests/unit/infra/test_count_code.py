@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,13 @@ def test_each_package_is_counted_and_the_house_is_all_but_extras(tmp_path: Path)
         "generated pages": 1,
         "generated words": 2,
     }
+
+
+def test_generated_pages_are_those_that_a_script_writes() -> None:
+    scripts = Path(count_code.__file__).parent.glob("*.py")
+    heads = [script.read_text("utf-8").splitlines()[0] for script in scripts]
+    written = [re.search(r'^"""Write docs/([\w-]+)\.md ', head) for head in heads]
+    assert {page[1] for page in written if page} == count_code.GENERATED_PAGES
 
 
 def test_the_script_prints_a_table_or_json(tmp_path: Path) -> None:
