@@ -128,22 +128,20 @@ class LimitedConnection(asyncio.Protocol):
             self._refuse(_NOT_HTTP)
             return
         self._is_new = False
-        self._uvicorn.data_received(data)
-        if self._transport.is_closing():
-            return
         if self._idle_since == math.inf or self._head.endswith(_END_OF_HEAD):
             self._num_body_bytes += len(data)
-            return
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._limits.head_s, self._time_out)
-        if self._num_body_bytes < 0:
-            num_due = min(-self._num_body_bytes, len(data))
-            data, self._num_body_bytes = data[num_due:], self._num_body_bytes + num_due
-        head, end, body = (self._head + data).partition(_END_OF_HEAD)
-        self._head = head + end
-        self._num_body_bytes += len(body)
+        else:
+            if self._timer is None:
+                self._timer = self._loop.call_later(self._limits.head_s, self._time_out)
+            num_due = min(max(0, -self._num_body_bytes), len(data))
+            head, end, body = (self._head + data[num_due:]).partition(_END_OF_HEAD)
+            self._head = head + end
+            self._num_body_bytes += num_due + len(body)
         if len(self._head) > MAX_HEAD_BYTES:
             self._refuse(_HEAD_TOO_LARGE)
+            return
+        # After the count: uvicorn serves at once a head that it has whole.
+        self._uvicorn.data_received(data)
 
     def pause_writing(self) -> None:
         """Let answers wait for the client."""

@@ -102,6 +102,23 @@ async def test_a_head_that_does_not_come_and_one_without_end_are_refused():
                 await asyncio.sleep(0.3)
 
 
+@pytest.mark.parametrize("num_reads", [1, 2])
+async def test_nothing_of_a_head_above_the_limit_is_served(num_reads):
+    request = b"GET /v1/environments HTTP/1.1\r\nhost: localhost\r\nx: "
+    request = request.ljust(MAX_HEAD_BYTES, b"a") + b"\r\n\r\n"
+    async with service("environment") as server, http_of(server) as http:
+        async with connection(server) as (reader, writer):
+            half = len(request) // num_reads
+            for begin in range(0, len(request), half):
+                writer.write(request[begin : begin + half])
+                await asyncio.sleep(0.1)  # else both halves would come in one read
+            assert await answer_of(reader) == (431, "MESSAGE_TOO_LARGE")
+        counted = (await http.get("/metrics")).text
+        assert "ListEnvironments" not in counted
+        assert (await http.get("/v1/environments")).status_code == 200
+        assert "ListEnvironments" in (await http.get("/metrics")).text
+
+
 def post(size: int, connection: bytes = b"close") -> bytes:
     return (
         b"POST /v1/sessions HTTP/1.1\r\nhost: localhost\r\nconnection: %s\r\n"
