@@ -1,8 +1,8 @@
 """Measure steps per second of the environment service, which runs in a process of its own.
 
-python benchmarks/environment_steps.py --sessions 32 --episodes 40     unary gRPC, with a tool
-python benchmarks/environment_steps.py --stream --seconds 4            one stream, an echo
-python benchmarks/environment_steps.py --in-process                    ChatEnv.step alone
+python -m benchmarks.environment_steps --sessions 32 --episodes 40     unary gRPC, with a tool
+python -m benchmarks.environment_steps --stream --seconds 4            one stream, an echo
+python -m benchmarks.environment_steps --in-process                    ChatEnv.step alone
 """
 
 from __future__ import annotations

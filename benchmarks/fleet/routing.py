@@ -1,6 +1,6 @@
 """Measure the prefix cache of two replicas, routed as collectors do it, and in turn.
 
-python benchmarks/fleet/routing.py --engine vllm --groups 12 --turns 6
+python -m benchmarks.fleet.routing --engine vllm --groups 12 --turns 6
 
 Starts two replicas of the tiny model. Groups of four play conversations in which each turn adds a
 message of the policy and one of the environment. They are played three times, with other words:
