@@ -385,10 +385,7 @@ async def _append_small(stub: ReplayServiceStub, names: list[str], before: str) 
 def _rates(server: RedisServer, options: argparse.Namespace) -> dict[str, float]:
     if options.raw:
         return asyncio.run(_append_raw(server.url, options, server.pid))
-    process, address = _launch(
-        {"DIALOOP_REPLAY_STORE": options.store, "DIALOOP_REPLAY_REDIS_URL": server.url},
-        options.before,
-    )
+    process, address = _launch({"DIALOOP_REPLAY_REDIS_URL": server.url}, options.before)
     try:
         pids = {"service": process.pid, "redis": server.pid}
         measure = _lease_among_many if options.waiting else _measure
@@ -400,7 +397,7 @@ def _rates(server: RedisServer, options: argparse.Namespace) -> dict[str, float]
 
 def _round_of(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the arguments of each measurement of a round, by name."""
-    sizes = ("groups", "tokens", "batch", "parallel", "fsync", "store", "selection")
+    sizes = ("groups", "tokens", "batch", "parallel", "fsync", "selection")
     same = [f"--{name}={getattr(options, name)}" for name in sizes]
     before = ["--before", options.before]
     if options.waiting:
@@ -449,7 +446,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--parallel", type=int, default=4)
     parser.add_argument("--fsync", choices=("everysec", "always", "no"), default="everysec")
-    parser.add_argument("--store", choices=("redis", "memory"), default="redis")
     parser.add_argument("--before", default="", help="a checkout of commit 127deda")
     parser.add_argument("--raw", action="store_true", help="XADD alone, without the service")
     parser.add_argument("--atropos", default="", help="a python that has atroposlib and uvicorn")

@@ -1,6 +1,6 @@
 """Measure the registry with many simulated instances that join, renew, leave and are replaced.
 
-python benchmarks/fleet/registry_members.py --instances 1000 --seconds 60 --store redis
+python -m benchmarks.fleet.registry_members --instances 1000 --seconds 60
 
 Starts the replay service, and a redis-server for it, in processes of their own. Every instance
 renews a lease of 10 s three times in it, as a replica does. Twice a second a seeded schedule joins
@@ -150,11 +150,10 @@ async def measure(options: argparse.Namespace, address: str, pids: list[int]) ->
         raise SystemExit(f"The list differs from the instances that live: {sorted(wrong)[:5]}")
     return {
         "instances": options.instances,
-        "store": options.store,
         "seconds": round(seconds, 1),
         "calls_per_s": round(num_calls / seconds, 1),
         "service_cpu_ms_per_call": round(1000 * used[0] / num_calls, 3),
-        "redis_cpu_ms_per_call": round(1000 * used[1] / num_calls, 3) if len(used) > 1 else None,
+        "redis_cpu_ms_per_call": round(1000 * used[1] / num_calls, 3),
         "renewal_p50_ms": round(1000 * statistics.median(fleet.renewals_s), 2),
         "renewal_p99_ms": round(1000 * statistics.quantiles(fleet.renewals_s, n=100)[98], 2),
         "num_changes_seen": len(fleet.seen_after_s),
@@ -185,21 +184,20 @@ def _launch(settings: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
 
 
 def main() -> None:
-    """Measure one store and print one JSON line."""
+    """Measure the registry and print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--instances", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--store", choices=("memory", "redis"), default="redis")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         redis = RedisServer(Path(folder), fsync="everysec")
         redis.start()
-        settings = {"DIALOOP_REPLAY_STORE": options.store, "DIALOOP_REPLAY_REDIS_URL": redis.url}
-        service, address = _launch(settings | {"DIALOOP_REPLAY_PORT": "0"})
-        pids = [service.pid, redis.pid] if options.store == "redis" else [service.pid]
+        service, address = _launch(
+            {"DIALOOP_REPLAY_REDIS_URL": redis.url, "DIALOOP_REPLAY_PORT": "0"}
+        )
         try:
-            figures = asyncio.run(measure(options, address, pids))
+            figures = asyncio.run(measure(options, address, [service.pid, redis.pid]))
         except DialoopError as error:
             raise SystemExit(str(error)) from error
         finally:
