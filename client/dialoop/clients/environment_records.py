@@ -9,7 +9,7 @@ from dialoop.chat import ChatHistory
 from dialoop.environments.environment import Given
 from dialoop.environments.episode import Score
 from dialoop.environments.modes import InputMode, RewardShape, Text, Tokens
-from dialoop.environments.sessions.prompts import full_of
+from dialoop.environments.sessions.records import full_of
 from dialoop.environments.spec import EnvironmentSpec, FieldSpec, spec_of
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage, TaskRef

@@ -65,11 +65,16 @@ from dialoop.environments.tasks.source import NoTasks, TaskPage, TaskRef, TaskSo
 from dialoop.environments.thinking import AddThinkingPrompt
 from dialoop.environments.tools.answer_tags import AnswerTagReward, tag_text
 from dialoop.environments.tools.calculator import Calculator
-from dialoop.environments.tools.call_syntax import CallSyntax, parse_call
 from dialoop.environments.tools.function_tools import ArgumentTool, FunctionTool
 from dialoop.environments.tools.mcp_tools import McpServer, McpTools
 from dialoop.environments.tools.python_interpreter import PythonInterpreter
-from dialoop.environments.tools.text_tools import Tool, ToolCalls, ToolInputError
+from dialoop.environments.tools.text_tools import (
+    CallSyntax,
+    Tool,
+    ToolCalls,
+    ToolInputError,
+    parse_call,
+)
 from dialoop.environments.tools.tool_syntaxes import (
     BlockCalls,
     JsonCalls,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dialoop.environments.episode import Outcome
 from dialoop.environments.tools.answer_tags import tag_text
-from dialoop.environments.tools.call_syntax import CallSyntax
+from dialoop.environments.tools.text_tools import CallSyntax
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason

@@ -25,9 +25,8 @@ from dialoop.environments.tasks.row_tasks import Collate, Rows, RowTasks, text_t
 from dialoop.environments.tasks.source import TaskSource
 from dialoop.environments.tools.answer_tags import AnswerTagReward
 from dialoop.environments.tools.calculator import Calculator
-from dialoop.environments.tools.call_syntax import CallSyntax
 from dialoop.environments.tools.mcp_tools import McpTools
-from dialoop.environments.tools.text_tools import ToolCalls, ToolFunction
+from dialoop.environments.tools.text_tools import CallSyntax, ToolCalls, ToolFunction
 from dialoop.environments.transform import Transform
 from dialoop.errors import InvalidConfig
 from dialoop.tokens.tokenizer import Tokenizer

@@ -20,8 +20,13 @@ from dialoop.clients.environment_records import info_of
 from dialoop.environments.environment import Given, Managed
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.environments.sessions.engine import SessionEngine
-from dialoop.environments.sessions.records import ResetCall, SessionLimits, StepCall
-from dialoop.environments.sessions.results import reset_result, step_result
+from dialoop.environments.sessions.records import (
+    ResetCall,
+    SessionLimits,
+    StepCall,
+    reset_result,
+    step_result,
+)
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
 from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.blocking.loop import BackgroundLoop
-from dialoop.environments.tools.call_syntax import parse_call
+from dialoop.environments.tools.text_tools import parse_call
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.sequences import Source

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dialoop.environments.tools.call_syntax import CallSyntax
-from dialoop.environments.tools.text_tools import ToolFunction
+from dialoop.environments.tools.text_tools import CallSyntax, ToolFunction
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.failures import error_of, failure_of
 from dialoop.reasons import Reason

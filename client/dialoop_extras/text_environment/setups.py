@@ -20,8 +20,7 @@ from dialoop.environments.modes import Answered, InputMode
 from dialoop.environments.tasks.arithmetic_tasks import ArithmeticTasks
 from dialoop.environments.tasks.source import NoTasks, TaskSource
 from dialoop.environments.tools.calculator import Calculator
-from dialoop.environments.tools.call_syntax import CallSyntax
-from dialoop.environments.tools.text_tools import ToolFunction
+from dialoop.environments.tools.text_tools import CallSyntax, ToolFunction
 from dialoop.environments.transform import Traits
 from dialoop.environments.views import TextView, text_response
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dialoop.environments.tools.call_syntax import parse_span
-from dialoop.environments.tools.text_tools import ToolInputError
+from dialoop.environments.tools.text_tools import ToolInputError, parse_span
 from dialoop.errors import InvalidConfig
 from dialoop.representations import cut
 from dialoop.user_functions import call, name_of
 
 if TYPE_CHECKING:
-    from dialoop.environments.tools.call_syntax import CallSyntax
-    from dialoop.environments.tools.text_tools import ToolFunction
+    from dialoop.environments.tools.text_tools import CallSyntax, ToolFunction
 
 
 class TextTools:

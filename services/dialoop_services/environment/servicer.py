@@ -4,23 +4,46 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dialoop.chat import ChatHistory, History
 from dialoop.clients.environment_records import (
     CHOICE,
     INFO,
+    RESET_RESULT,
     SESSION_STATE,
+    STEP_RESULT,
     TASK_PAGE,
     TURN_SCORE,
     info_of,
 )
-from dialoop.errors import InvalidInput
+from dialoop.environments import Answered, Opening, Outcome, TaskChoice
+from dialoop.environments.sessions.records import (
+    AnsweredStep,
+    Prompt,
+    ResetCall,
+    Session,
+    StepCall,
+    added_to,
+    full_of,
+    prompt_of_episode,
+    reset_result,
+    step_result,
+)
+from dialoop.errors import DialoopError, InvalidHistory, InvalidInput
+from dialoop.reasons import Reason
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
-from dialoop.wire import chat_history_from_proto, trajectory_from_proto
+from dialoop.wire import (
+    chat_history_from_proto,
+    message_to_proto,
+    text_from_proto,
+    tokens_from_proto,
+    trajectory_from_proto,
+)
 
-from dialoop_services.environment import encoding
 from dialoop_services.runtime.calls import announce_start, require_known_fields
 from dialoop_services.runtime.errors import public_error
 
@@ -29,6 +52,7 @@ if TYPE_CHECKING:
     from dialoop.environments.sessions.engine import SessionEngine
 
 _Request = TypeVar("_Request")
+_VIEWS = ("history", "text", "tokens")
 
 
 class EnvironmentServicer(EnvironmentServiceServicer):
@@ -81,24 +105,24 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return pb.CreateSessionResponse(session_id=session.session_id, ttl_s=session.ttl_s)
 
     async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.ResetResponse:
-        opening = await self._sessions.reset(encoding.reset_call(request))
-        return encoding.reset_response(opening, self._sessions.get(request.session_id))
+        opening = await self._sessions.reset(_reset_call(request))
+        return _reset_response(opening, self._sessions.get(request.session_id))
 
     async def Step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        played = await self._sessions.step(encoding.step_call(request))
-        return encoding.step_response(played, whole_prompt=request.whole_prompt)
+        played = await self._sessions.step(_step_call(request))
+        return _step_response(played, whole_prompt=request.whole_prompt)
 
     async def StepAndReset(
         self, request: pb.StepAndResetRequest, context: Any
     ) -> pb.StepAndResetResponse:
         played, opening = await self._sessions.step_and_reset(
-            encoding.step_call(request.step), encoding.following_reset(request)
+            _step_call(request.step), _following_reset(request)
         )
-        step = encoding.step_response(played, whole_prompt=request.step.whole_prompt)
+        step = _step_response(played, whole_prompt=request.step.whole_prompt)
         response = pb.StepAndResetResponse(step=step)
         if opening is not None:
             session = self._sessions.get(request.step.session_id)
-            response.reset.CopyFrom(encoding.reset_response(opening, session))
+            response.reset.CopyFrom(_reset_response(opening, session))
         return response
 
     async def BatchReset(
@@ -136,7 +160,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         outcome = await self._sessions.step_history(
             request.environment, CHOICE.from_proto(request.task), answered
         )
-        step = encoding.stateless_response(answered, outcome, whole_prompt=request.whole_prompt)
+        step = _stateless_response(answered, outcome, whole_prompt=request.whole_prompt)
         return pb.StepHistoryResponse(step=step)
 
     async def CreateGroup(
@@ -150,7 +174,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             CHOICE.from_proto(request.task),
             request.ttl_s if request.HasField("ttl_s") else None,
         )
-        return encoding.group_response(members)
+        return _group_response(members)
 
     async def GetSession(
         self, request: pb.GetSessionRequest, context: Any
@@ -180,7 +204,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             answer = await self._streamed[kind](getattr(request, kind), context)
             getattr(response, kind).CopyFrom(answer)
         except Exception as error:
-            response.error.CopyFrom(encoding.item_error(public_error(error)))
+            response.error.CopyFrom(_item_error(public_error(error)))
         return response
 
     async def _each(
@@ -200,8 +224,112 @@ class EnvironmentServicer(EnvironmentServiceServicer):
                 try:
                     item.response.CopyFrom(await answer(request))
                 except Exception as error:
-                    item.error.CopyFrom(encoding.item_error(public_error(error)))
+                    item.error.CopyFrom(_item_error(public_error(error)))
 
         async with asyncio.TaskGroup() as answering:
             for request in requests:
                 answering.create_task(answer_one(request, answers.add()))
+
+
+def _reset_call(request: pb.ResetRequest) -> ResetCall:
+    """Return the call for a reset."""
+    return ResetCall(
+        session_id=request.session_id, episode=request.episode, choice=CHOICE.from_proto(request)
+    )
+
+
+def _following_reset(request: pb.StepAndResetRequest) -> ResetCall:
+    """Return the call for the reset that follows the step."""
+    return ResetCall(
+        session_id=request.step.session_id,
+        episode=request.step.episode + 1,
+        choice=TaskChoice(
+            split=request.next_split, task_key=request.next_task_key, seed=request.next_seed
+        ),
+    )
+
+
+def _step_call(request: pb.StepRequest) -> StepCall:
+    """Return the call for a step; raise InvalidHistory when the request has several views."""
+    require_known_fields(request)
+    return StepCall(
+        session_id=request.session_id,
+        episode=request.episode,
+        step_index=request.step_index,
+        answered=_response_of(request),
+    )
+
+
+def _response_of(request: pb.StepRequest) -> Answered:
+    """Return the one view that was sent."""
+    views = [view for view in _VIEWS if request.HasField(view)]
+    if len(views) > 1:
+        raise InvalidHistory(
+            f"The step holds {' and '.join(views)}.",
+            reason=Reason.WRONG_MODE,
+            remedy="Send the one that the environment's input mode names.",
+        )
+    if views == ["text"]:
+        return text_from_proto(request.text)
+    if views == ["tokens"]:
+        return tokens_from_proto(request.tokens)
+    return chat_history_from_proto(request.history)
+
+
+def _added(added: Prompt) -> pb.Added:
+    if isinstance(added, History):
+        return pb.Added(messages=map(message_to_proto, added))
+    if isinstance(added, str):
+        return pb.Added(text=added)
+    return pb.Added(token_ids={"values": added})
+
+
+def _reset_response(opening: Opening, session: Session) -> pb.ResetResponse:
+    """Return the answer to a reset."""
+    return RESET_RESULT.to_proto(reset_result(opening, session.environment))
+
+
+def _step_response(played: AnsweredStep, *, whole_prompt: bool) -> pb.StepResponse:
+    """Return the answer to a step of a session."""
+    added = None if whole_prompt else played.added
+    return _outcome_response(played.outcome, added, replayed=played.replayed)
+
+
+def _stateless_response(
+    answered: ChatHistory, outcome: Outcome, *, whole_prompt: bool
+) -> pb.StepResponse:
+    """Return the answer to a step without a session."""
+    full = full_of(History(), answered)
+    added = None if whole_prompt else added_to(full, prompt_of_episode(outcome.episode))
+    return _outcome_response(outcome, added)
+
+
+def _outcome_response(
+    outcome: Outcome, added: Prompt | None, *, replayed: bool = False
+) -> pb.StepResponse:
+    """Return the answer with what was `added` to the prompt, or without that the whole of it.
+
+    Text and tokens that transforms show beside messages are whole.
+    """
+    result = step_result(outcome, replayed=replayed)
+    if added is None:
+        return STEP_RESULT.to_proto(result)
+    if outcome.episode.view is not None:
+        result = replace(result, text=None, tokens=None)
+    response = STEP_RESULT.to_proto(replace(result, history=ChatHistory()))
+    response.added.CopyFrom(_added(added))
+    return response
+
+
+def _group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResponse:
+    """Return a group's sessions and the answers to their resets."""
+    return pb.CreateGroupResponse(
+        session_ids=[session.session_id for session, _ in members],
+        resets=[_reset_response(opening, session) for session, opening in members],
+        ttl_s=members[0][0].ttl_s,
+    )
+
+
+def _item_error(error: DialoopError) -> pb.ItemError:
+    """Return the error of one item of a batch or stream."""
+    return pb.ItemError(code=int(error.status), reason=error.reason, message=str(error))

@@ -18,7 +18,7 @@ from dialoop.environments import (
     Transform,
 )
 from dialoop.environments.sessions.catalogue import Catalogue
-from dialoop.environments.sessions.prompts import full_of
+from dialoop.environments.sessions.records import full_of
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.testing import byte_tokenizer

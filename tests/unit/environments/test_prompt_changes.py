@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments import Text, Tokens
-from dialoop.environments.sessions.prompts import added_to, content_of, full_of
+from dialoop.environments.sessions.records import added_to, content_of, full_of
 
 HI, YES, MORE = (Message(role=role, content="x") for role in ("user", "assistant", "tool"))
 MODES = {

@@ -18,15 +18,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dialoop.chat import ChatHistory, History
 from dialoop.environments import refusals
-from dialoop.environments.environment import OpensSlowly, Stateless
-from dialoop.environments.sessions.environment_calls import (
-    close_episode,
-    cut_step,
-    failed_step,
-    open_within,
-    try_step,
-)
+from dialoop.environments.environment import Managed, OpensSlowly, Stateless
+from dialoop.environments.episode import Outcome
 from dialoop.environments.sessions.records import (
     AnsweredStep,
     EpisodeRecord,
@@ -36,21 +31,23 @@ from dialoop.environments.sessions.records import (
     StepCall,
     StoredStep,
 )
-from dialoop.environments.sessions.results import session_state
 from dialoop.environments.tasks.choosing import (
     choose_task,
     prompt_of,
     require_choice,
     resolve_split,
 )
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, Unavailable
+from dialoop.failures import failure_of
+from dialoop.reasons import Reason
+from dialoop.trajectory import Failure, Owner
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-    from dialoop.chat import ChatHistory
     from dialoop.environments.environment import Environment
-    from dialoop.environments.episode import Opening, Outcome, TaskData
+    from dialoop.environments.episode import Episode, Opening, TaskData
+    from dialoop.environments.modes import Answered
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.tasks.choosing import TaskChoice
     from dialoop.episode import SessionState
@@ -218,9 +215,9 @@ class SessionEngine:
         self._num_working += 1
         try:
             async with asyncio.timeout(self._limits.step_timeout_s):
-                return await try_step(served, episode, answered)
+                return await _try_step(served, episode, answered)
         except TimeoutError as error:
-            return failed_step(served, episode, answered, error)
+            return _failed_step(served, episode, answered, error)
         finally:
             self._num_working -= 1
 
@@ -238,7 +235,7 @@ class SessionEngine:
     def state(self, session_id: str) -> SessionState:
         """Return the session's state; NotFound (SESSION_LOST, SESSION_EXPIRED)."""
         session = self.get(session_id)
-        return session_state(session, expires_in_s=max(0.0, session.expires_at - self._clock()))
+        return session.state(expires_in_s=max(0.0, session.expires_at - self._clock()))
 
     def close(self, session_id: str) -> bool:
         """Forget the session and cancel its step under way; return whether there was a session."""
@@ -377,7 +374,7 @@ class SessionEngine:
     ) -> Opening | DialoopError:
         """Do the work of a slow reset; closing the session cancels it."""
         try:
-            opening = await open_within(self._limits.step_timeout_s, environment, task, seed)
+            opening = await _open_within(self._limits.step_timeout_s, environment, task, seed)
             if not isinstance(opening, DialoopError):
                 self._begin(session, call, opening)
             return opening
@@ -391,7 +388,7 @@ class SessionEngine:
         environment = session.environment
         stored = record.steps[call.step_index]
         try:
-            outcome = await try_step(environment, record.episode, call.answered)
+            outcome = await _try_step(environment, record.episode, call.answered)
         except DialoopError as error:
             del record.steps[call.step_index]
             return error
@@ -400,7 +397,7 @@ class SessionEngine:
             if task is None or not cut_reason:
                 raise
             task.uncancel()
-            outcome = cut_step(
+            outcome = _cut_step(
                 environment,
                 record.episode,
                 call.answered,
@@ -431,7 +428,7 @@ class SessionEngine:
         async def close() -> None:
             if running is not None and running.work is not None:
                 await asyncio.wait((running.work,))
-            await close_episode(environment, record.episode)
+            await _tell_closed(environment, record.episode)
 
         self._start(close())
 
@@ -444,3 +441,95 @@ def _result_of(work: asyncio.Task[T | DialoopError], session: Session) -> T:
     if isinstance(result, DialoopError):
         raise result
     return result
+
+
+async def _open_within(
+    timeout_s: float, environment: OpensSlowly, task: TaskData, seed: int
+) -> Opening | DialoopError:
+    """Return the opening, or the error: OPEN_TIMEOUT, OPEN_FAILED or the environment's own."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await environment.open(task, seed)
+    except DialoopError as error:
+        return error
+    except (Exception, asyncio.CancelledError) as error:
+        _raise_if_cancelled(error)
+        reason = Reason.OPEN_TIMEOUT if isinstance(error, TimeoutError) else Reason.OPEN_FAILED
+        what = "Opening an episode"
+        failure = failure_of(error, owner=Owner.ENVIRONMENT, reason=reason, what=what)
+        return Unavailable(failure.message, reason=reason, remedy="Try again.")
+
+
+async def _try_step(environment: Environment, episode: Episode, answered: Answered) -> Outcome:
+    """Return the environment's outcome; raise only for a bad `answered`."""
+    try:
+        return await environment.step(episode, answered)
+    except DialoopError:
+        raise
+    except (Exception, asyncio.CancelledError) as error:
+        _raise_if_cancelled(error)
+        return _failed_step(environment, episode, answered, error)
+
+
+def _raise_if_cancelled(error: BaseException) -> None:
+    """Raise a cancellation that somebody asked for; one of the environment's own is its failure."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+
+
+def _failed_step(
+    environment: Environment, episode: Episode, answered: Answered, error: BaseException
+) -> Outcome:
+    """Return the outcome of a failed step: STEP_TIMEOUT for a TimeoutError, else STEP_FAILED."""
+    reason = Reason.STEP_TIMEOUT if isinstance(error, TimeoutError) else Reason.STEP_FAILED
+    what = f"Environment {environment.name}"
+    failure = failure_of(error, owner=Owner.ENVIRONMENT, reason=reason, what=what)
+    return _without_response(episode, answered).fail(failure)
+
+
+def _cut_step(
+    environment: Environment,
+    episode: Episode,
+    answered: Answered,
+    *,
+    reason: str,
+    cancelled: asyncio.CancelledError,
+) -> Outcome:
+    """Return the outcome of a step that was cancelled for STEP_TIMEOUT or STEP_CANCELLED.
+
+    It is never scored, and no retry runs it again. For a time-out the log shows the stack trace.
+    """
+    what = f"Environment {environment.name}"
+    failure = (
+        failure_of(cancelled, owner=Owner.ENVIRONMENT, reason=reason, what=what)
+        if reason == Reason.STEP_TIMEOUT
+        else Failure(
+            owner=Owner.ENVIRONMENT,
+            reason=reason,
+            message="The caller of this step disconnected and did not retry in time.",
+        )
+    )
+    return _without_response(episode, answered).fail(failure)
+
+
+async def _tell_closed(environment: Environment, episode: Episode) -> None:
+    """Let the environment free what the episode holds; its errors are only logged."""
+    if not isinstance(environment, Managed):
+        return
+    try:
+        await environment.close(episode)
+    except Exception as error:
+        what = f"Closing an episode of {environment.name}"
+        failure_of(error, owner=Owner.ENVIRONMENT, reason=Reason.CLOSE_FAILED, what=what)
+
+
+def _without_response(episode: Episode, answered: Answered) -> Outcome:
+    """Return the outcome of a step to which the environment added nothing."""
+    if not isinstance(answered, ChatHistory):
+        after = replace(episode, step_index=episode.step_index + 1)
+        return Outcome(episode=after, response=History())
+    response = answered.response or History()
+    full = answered.full or episode.history.extend(response)
+    after = replace(episode, history=full, step_index=episode.step_index + 1)
+    return Outcome(episode=after, response=response)

@@ -1,22 +1,27 @@
-"""What a session remembers, and which call may come next: order, retries and errors."""
+"""What a session remembers and tells, and which call may come next: order, retries and errors."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from dialoop.chat import ChatHistory, History
 from dialoop.environments import refusals
-from dialoop.environments.sessions.prompts import added_to, content_of, full_of, prompt_of_episode
+from dialoop.environments.episode import Opening
+from dialoop.episode import ResetResult, SessionState, StepResult
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from dialoop.environments.environment import Environment
-    from dialoop.environments.episode import Episode, Opening, Outcome
+    from dialoop.environments.episode import Episode, Outcome
     from dialoop.environments.modes import Answered
-    from dialoop.environments.sessions.prompts import Prompt
     from dialoop.environments.tasks.choosing import TaskChoice
     from dialoop.errors import DialoopError
+
+
+Prompt: TypeAlias = Any
+"""A History, a str, or token ids as a tuple; two that meet are of one kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +225,104 @@ class Session:
             raise refusals.step_gap(f"Step {call.step_index}", len(record.steps))
         return record
 
+    def state(self, *, expires_in_s: float) -> SessionState:
+        """Return what a client is told of the session."""
+        state = SessionState(
+            session_id=self.session_id,
+            environment=self.environment.name,
+            episode=self.episode_number,
+            next_step_index=0,
+            done=False,
+            history=ChatHistory(),
+            expires_in_s=expires_in_s,
+        )
+        if self.current is None:
+            return state
+        episode = self.current.episode
+        prompt = Opening(episode=episode)
+        return replace(
+            state,
+            next_step_index=episode.step_index,
+            done=episode.done,
+            history=_messages(episode),
+            text=prompt.text,
+            tokens=prompt.tokens,
+        )
+
     def _record_of(self, episode: int) -> EpisodeRecord | None:
         for record in (self.current, self.previous):
             if record is not None and record.reset_call.episode == episode:
                 return record
         return None
+
+
+def reset_result(opening: Opening, environment: Environment) -> ResetResult:
+    """Return the answer to a reset."""
+    return ResetResult(
+        history=_messages(opening.episode),
+        info=dict(opening.info),
+        environment_version=environment.version,
+        text=opening.text,
+        tokens=opening.tokens,
+    )
+
+
+def step_result(outcome: Outcome, *, replayed: bool = False) -> StepResult:
+    """Return the answer to a step; `replayed` if an earlier identical request ran it."""
+    episode = outcome.episode
+    return StepResult(
+        history=_messages(episode),
+        rewards=outcome.rewards,
+        terminated=episode.terminated,
+        truncated=episode.truncated,
+        done_reason=episode.done_reason,
+        failures=outcome.failures,
+        num_tool_calls=outcome.num_tool_calls,
+        replayed=replayed,
+        info=dict(outcome.info),
+        text=outcome.text,
+        tokens=outcome.tokens,
+    )
+
+
+def prompt_of_episode(episode: Episode) -> Prompt:
+    """Return what the policy sees next, in the environment's mode."""
+    return episode.history if episode.view is None else episode.view.prompt.prompt
+
+
+def full_of(prompt: Prompt, answered: Answered) -> Prompt:
+    """Return the step's full: what the policy sent as such, or the prompt and its response."""
+    if answered.full is not None:
+        return answered.full
+    before: Prompt = prompt if answered.prompt is None else answered.prompt
+    response: Prompt = answered.response
+    if response is None:
+        return before
+    return before.extend(response) if isinstance(before, History) else before + response
+
+
+def content_of(prompt: Prompt, answered: Answered) -> Any:
+    """Return what tells a step from another one: the response, however it was sent.
+
+    What does not continue the prompt, or contradicts itself, is returned as it is.
+    """
+    sent: Prompt | None = answered.response
+    if answered.full is not None:
+        sent = _following(prompt, answered.full)
+    fits = answered.prompt in (None, prompt) and answered.response in (None, sent)
+    return answered if sent is None or not fits else sent
+
+
+def added_to(full: Prompt, after: Prompt) -> Prompt | None:
+    """Return what follows a step's full in the next prompt; None where the past was changed."""
+    return _following(full, after)
+
+
+def _following(start: Prompt, whole: Prompt) -> Prompt | None:
+    """Return what follows `start` in `whole`; None where that begins otherwise."""
+    return whole[len(start) :] if whole[: len(start)] == start else None
+
+
+def _messages(episode: Episode) -> ChatHistory:
+    """Return the messages so far in history mode; elsewhere the prompt is text or tokens."""
+    return ChatHistory(prompt=episode.history) if episode.view is None else ChatHistory()

@@ -1,4 +1,6 @@
-"""Tools that take one text, and the transform that runs them.
+"""Tools that take one text, how a message calls them, and the transform that runs them.
+
+The policy writes `<request><Calculator>35+40<call>`, and the answer is `75<response>`.
 
 def capital(country: str) -> str:
     if country not in CAPITALS:
@@ -10,13 +12,13 @@ ToolCalls([capital, Calculator()])
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dialoop.chat import Message
 from dialoop.environments.episode import Outcome, playing
-from dialoop.environments.tools.call_syntax import CallSyntax, parse_span
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.failures import failure_of
@@ -24,6 +26,38 @@ from dialoop.reasons import Reason
 from dialoop.representations import cut
 from dialoop.trajectory import Failure, Owner
 from dialoop.user_functions import call, name_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSyntax:
+    """The markers of calls; a policy's message stops at `call` and at `submit`."""
+
+    request: str = "<request>"
+    call: str = "<call>"
+    response: str = "<response>"
+    submit: str = "<submit>"
+
+    def spans(self, text: str) -> list[str]:
+        """Return each text between `request` and `call`."""
+        pattern = f"{re.escape(self.request)}(.*?){re.escape(self.call)}"
+        return re.findall(pattern, text, re.DOTALL)
+
+
+def parse_span(span: str) -> tuple[str | None, str | None]:
+    """Return tool and query of one span; (None, None) when it has no `<tool>`.
+
+    The tool is in the first `<...>`; the query is all that follows the first `>`.
+    """
+    tool = re.search(r"<(.*?)>", span)
+    if tool is None:
+        return None, None
+    return tool.group(1), span.partition(">")[2]
+
+
+def parse_call(text: str, syntax: CallSyntax | None = None) -> tuple[str | None, str | None]:
+    """Return tool and query of the first call in a text; (None, None) when there is none."""
+    spans = (syntax or CallSyntax()).spans(text)
+    return parse_span(spans[0]) if spans else (None, None)
 
 
 class ToolInputError(Exception):
