@@ -40,9 +40,8 @@ from dialoop_services.rest.requests import (
 )
 from dialoop_services.rest.routes import name_of
 from dialoop_services.rest.schema import decode, models
-from dialoop_services.runtime.access.principals import while_allowed
 from dialoop_services.runtime.access.token_file import scope_of
-from dialoop_services.runtime.calls import CallContext
+from dialoop_services.runtime.calls import while_allowed
 from dialoop_services.runtime.errors import is_not_implemented, not_served
 
 if TYPE_CHECKING:
@@ -150,8 +149,25 @@ class ResponseWriter:
         return event + b"data: " + text + b"\n\n" if self._format is Format.EVENTS else text
 
 
-class RestContext(CallContext):
-    """The context of a call over REST. It shows the servicer no headers."""
+class RestContext:
+    """The part of gRPC's context that servicers may use, for a call over REST; without headers."""
+
+    def __init__(self) -> None:
+        self._code: grpc.StatusCode | None = None
+
+    async def send_initial_metadata(self, metadata: tuple[tuple[str, Any], ...]) -> None:
+        """Do nothing: the headers of an answer go out with its first bytes."""
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Set the status; generated classes do so before they raise NotImplementedError."""
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        """Do nothing: NotImplementedError gets a text of ours."""
+
+    def code(self) -> grpc.StatusCode | None:
+        """Return the status, or None if none was set."""
+        return self._code
 
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()

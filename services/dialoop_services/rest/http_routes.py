@@ -32,7 +32,8 @@ from dialoop_services.rest.requests import (
     timeout_of,
 )
 from dialoop_services.runtime.access.auth import credentials_of
-from dialoop_services.runtime.access.principals import current_principal, while_allowed
+from dialoop_services.runtime.access.principals import current_principal
+from dialoop_services.runtime.calls import while_allowed
 
 if TYPE_CHECKING:
     from dialoop.v1.scope_pb2 import Scope as TokenScope

@@ -1,26 +1,25 @@
-"""Log fields, log lines and counts of calls, the same for every door.
-
-CallContext is the part of gRPC's context that servicers may use, for the other doors.
-"""
+"""Log fields, log lines and counts of calls, and how long they may go on: at every door alike."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from contextlib import asynccontextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.clients.errors import STARTED_METADATA
-from dialoop.errors import InvalidInput
+from dialoop.errors import DialoopError, InvalidInput, Unauthenticated
 from dialoop.reasons import Reason
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from dialoop_services.runtime.access.principals import current_principal
 from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
-    import grpc
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
@@ -30,6 +29,7 @@ log = logging.getLogger(__name__)
 _IDS = ("run", "session_id", "group_id", "trajectory_id")
 _CARRIERS = ("step", "group", "trajectory", "request")
 _MAX_ID = 128
+_LOOK_EVERY_S = 0.25
 
 
 def require_known_fields(request: Message) -> None:
@@ -95,36 +95,39 @@ class Call:
             log.debug("Answered.", extra=fields)
 
 
-class CallContext:
-    """The context of one call, with the status that the method has set."""
+class RightEnded(Unauthenticated):
+    """The right with which a call was made has ended while the call ran."""
 
-    def __init__(self, metadata: tuple[tuple[str, Any], ...] = ()) -> None:
-        self._metadata = metadata
-        self._code: Any = None
-        self._details = ""
 
-    async def send_initial_metadata(self, metadata: tuple[tuple[str, Any], ...]) -> None:
-        """Do nothing: a caller in this process outlives no service."""
+@asynccontextmanager
+async def while_allowed() -> AsyncIterator[None]:
+    """Cancel the block within a second after its caller's right has ended; raise RightEnded."""
+    caller, task = current_principal.get(), asyncio.current_task()
+    if caller is None or caller.recheck is None or task is None:
+        yield
+        return
+    recheck = caller.recheck
+    refusals: list[DialoopError] = []
 
-    def invocation_metadata(self) -> tuple[tuple[str, Any], ...]:
-        """Return the metadata that the caller sent with the request."""
-        return self._metadata
+    async def watch() -> None:
+        while not refusals:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            try:
+                recheck()
+            except DialoopError as error:
+                refusals.append(error)
+                task.cancel()
 
-    def set_code(self, code: grpc.StatusCode) -> None:
-        """Set the status; generated classes do so before they raise NotImplementedError."""
-        self._code = code
-
-    def set_details(self, details: str) -> None:
-        """Set the status's text."""
-        self._details = details
-
-    def code(self) -> Any:
-        """Return the status, or None if none was set."""
-        return self._code
-
-    def details(self) -> str:
-        """Return the status's text, which is empty if none was set."""
-        return self._details
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if refusals and not task.uncancel():
+            first = refusals[0]
+            raise RightEnded(first.message, reason=first.reason, remedy=first.remedy) from None
+        raise
+    finally:
+        watching.cancel()
 
 
 async def announce_start(context: Any) -> None:

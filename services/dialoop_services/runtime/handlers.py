@@ -20,12 +20,9 @@ from dialoop.reasons import Reason
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from dialoop_services.runtime.access.principals import (
-    RightEnded,
-    current_principal,
-    while_allowed,
-)
+from dialoop_services.runtime.access.principals import current_principal
 from dialoop_services.runtime.access.token_file import scope_of
+from dialoop_services.runtime.calls import RightEnded, while_allowed
 from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error, status_of
 
 if TYPE_CHECKING:

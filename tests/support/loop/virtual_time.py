@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from dialoop import user_functions
-from dialoop_services.runtime.calls import CallContext
+from dialoop_services.rest.endpoint import RestContext
 
 T = TypeVar("T")
 
@@ -66,12 +66,12 @@ class ServicerChannel:
         """Return the answer, as other bytes than the servicer's."""
         copied = type(request).FromString(request.SerializeToString())
         async with asyncio.timeout(rpc.deadline_s if deadline_s is None else deadline_s):
-            answer = await self._method(rpc)(copied, CallContext())
+            answer = await self._method(rpc)(copied, RestContext())
         return type(answer).FromString(answer.SerializeToString())
 
     async def stream(self, rpc: Any, request: Any) -> AsyncIterator[Any]:
         """Yield the answers."""
-        async with aclosing(self._method(rpc)(request, CallContext())) as answers:
+        async with aclosing(self._method(rpc)(request, RestContext())) as answers:
             async for answer in answers:
                 yield answer
 

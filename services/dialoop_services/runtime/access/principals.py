@@ -1,19 +1,17 @@
-"""Who makes a call: the holder of a token, or a member of the job; and how long it may go on."""
+"""Who makes a call: the holder of a token, or a member of the job."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dialoop.errors import DialoopError, PermissionDenied, Unauthenticated
+from dialoop.errors import PermissionDenied
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import Callable, Mapping
 
 TICKET, TOKEN, ADMIN_TOKEN = "DIALOOP_TICKET", "DIALOOP_TOKEN", "DIALOOP_ADMIN_TOKEN"
 """Variables of a member's ticket, and of the tokens of all services."""
@@ -51,42 +49,6 @@ current_principal: ContextVar[Principal | None] = ContextVar("current_principal"
 
 HOLDER = Principal()
 """Whoever has a token of the services."""
-_LOOK_EVERY_S = 0.25
-
-
-class RightEnded(Unauthenticated):
-    """The right with which a call was made has ended while the call ran."""
-
-
-@asynccontextmanager
-async def while_allowed() -> AsyncIterator[None]:
-    """Cancel the block within a second after its caller's right has ended; raise RightEnded."""
-    caller, task = current_principal.get(), asyncio.current_task()
-    if caller is None or caller.recheck is None or task is None:
-        yield
-        return
-    recheck = caller.recheck
-    refusals: list[DialoopError] = []
-
-    async def watch() -> None:
-        while not refusals:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            try:
-                recheck()
-            except DialoopError as error:
-                refusals.append(error)
-                task.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if refusals and not task.uncancel():
-            first = refusals[0]
-            raise RightEnded(first.message, reason=first.reason, remedy=first.remedy) from None
-        raise
-    finally:
-        watching.cancel()
 
 
 def require_member(run: str, role: str, name: str) -> None:
