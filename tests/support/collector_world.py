@@ -25,14 +25,9 @@ from dialoop.v1.inference_service_pb2_grpc import (
 )
 from dialoop.v1.registry_service_pb2_grpc import add_RegistryServiceServicer_to_server
 from dialoop.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
-from dialoop.wire import (
-    chat_history_from_proto,
-    chat_history_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-    sequence_from_proto,
-    sequence_to_proto,
-)
+from dialoop.wire.messages import CHAT_HISTORY
+from dialoop.wire.records import SAMPLING
+from dialoop.wire.sequences import sequence_from_proto, sequence_to_proto
 from dialoop_services.collector.collector import Collector
 from dialoop_services.collector.counters import Counters, path_of_counts
 from dialoop_services.collector.player import GroupPlayer
@@ -103,9 +98,9 @@ class ScriptedInference(InferenceServiceServicer):
         self.policy = policy
 
     async def Generate(self, request, context):  # noqa: N802
-        sampling = sampling_from_proto(request.sampling)
+        sampling = SAMPLING.from_proto(request.sampling)
         samples = await self.policy.generate(
-            chat_history_from_proto(request.history).require_prompt(),
+            CHAT_HISTORY.from_proto(request.history).require_prompt(),
             context=sequence_from_proto(request.context) if request.HasField("context") else None,
             sampling=sampling,
             turn=request.turn,
@@ -114,13 +109,13 @@ class ScriptedInference(InferenceServiceServicer):
         return inference_pb.GenerateResponse(
             samples=[
                 inference_pb.Sample(
-                    history=chat_history_to_proto(sample.history),
+                    history=CHAT_HISTORY.to_proto(sample.history),
                     sequence=sequence_to_proto(sample.sequence),
                     stop_reason=int(sample.stop_reason),
                 )
                 for sample in samples
             ],
-            sampling=sampling_to_proto(sampling),
+            sampling=SAMPLING.to_proto(sampling),
         )
 
 

@@ -14,7 +14,7 @@ from dialoop.chat import (
 )
 from dialoop.errors import InvalidHistory, Unsupported
 from dialoop.messages import chat_for_template, content_part, tool_for_template
-from dialoop.wire import history_from_proto, history_to_proto
+from dialoop.wire.messages import HISTORY
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":  3}'}}
 ASSISTANT = {
@@ -54,7 +54,7 @@ def test_chat_dicts_lose_nothing_in_either_direction():
     history = History.from_chats(CHATS)
     assert history.to_chats() == CHATS
     assert History.from_chats(history.to_chats()) == history
-    assert history_from_proto(history_to_proto(history)) == history
+    assert HISTORY.from_proto(HISTORY.to_proto(history)) == history
 
 
 def test_arguments_as_an_object_become_json_text_with_unicode():

@@ -6,7 +6,7 @@ import pytest
 from dialoop.errors import InvalidInput
 from dialoop.trajectory import Distribution, SamplingParams
 from dialoop.v1 import trajectory_pb2
-from dialoop.wire import sampling_from_proto, sampling_to_proto
+from dialoop.wire.records import SAMPLING
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def test_a_penalty_that_is_not_above_zero_is_refused(penalty):
 def test_a_top_k_that_is_off_elsewhere_is_absent(off):
     assert SamplingParams(top_k=off) == SamplingParams()
     over_the_wire = trajectory_pb2.SamplingParams(top_k=off)
-    assert sampling_from_proto(over_the_wire) == SamplingParams()
-    assert not sampling_to_proto(SamplingParams(top_k=off)).HasField("top_k")
+    assert SAMPLING.from_proto(over_the_wire) == SamplingParams()
+    assert not SAMPLING.to_proto(SamplingParams(top_k=off)).HasField("top_k")
 
 
 def test_any_other_top_k_below_one_is_refused():
@@ -68,4 +68,4 @@ def test_what_counts_is_a_whole_number(wrong):
 
 def test_a_penalty_survives_the_wire():
     sampling = SamplingParams(repetition_penalty=1.5)
-    assert sampling_from_proto(sampling_to_proto(sampling)) == sampling
+    assert SAMPLING.from_proto(SAMPLING.to_proto(sampling)) == sampling

@@ -30,10 +30,8 @@ from dialoop.environments.tasks.source import TaskPage, TaskRef
 from dialoop.episode import GroupOpening, SessionState
 from dialoop.errors import DialoopError
 from dialoop.v1 import environment_service_pb2 as pb
-from dialoop.wire import (
-    chat_history_to_proto,
-    trajectory_to_proto,
-)
+from dialoop.wire.messages import CHAT_HISTORY
+from dialoop.wire.records import TRAJECTORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -210,7 +208,7 @@ class EnvironmentClient:
         request = pb.StepHistoryRequest(
             environment=environment,
             task=CHOICE.to_proto(choice),
-            history=chat_history_to_proto(history),
+            history=CHAT_HISTORY.to_proto(history),
         )
         answer = await self._call(STEP_HISTORY, request)
         return step_result_from_proto(answer.step, history)
@@ -252,6 +250,6 @@ class EnvironmentClient:
 
     async def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
         """Recompute a finished trajectory's rewards: one score per turn, with what failed."""
-        request = pb.ScoreRequest(split=split, trajectory=trajectory_to_proto(trajectory))
+        request = pb.ScoreRequest(split=split, trajectory=TRAJECTORY.to_proto(trajectory))
         answer = await self._call(SCORE, request)
         return tuple(map(TURN_SCORE.from_proto, answer.turns))

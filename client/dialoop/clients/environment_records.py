@@ -16,16 +16,8 @@ from dialoop.environments.tasks.source import TaskPage, TaskRef
 from dialoop.episode import ResetResult, SessionState, StepResult
 from dialoop.trajectory import DoneReason
 from dialoop.v1 import environment_service_pb2 as pb
-from dialoop.wire import (
-    chat_history_to_proto,
-    history_from_proto,
-    history_to_proto,
-    message_from_proto,
-    text_to_proto,
-    tokens_to_proto,
-)
 from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage
-from dialoop.wire.messages import CHAT_HISTORY, TEXT, TOKENS, TOOL
+from dialoop.wire.messages import CHAT_HISTORY, HISTORY, MESSAGE, TEXT, TOKENS, TOOL
 from dialoop.wire.records import FAILURE, REWARD
 
 if TYPE_CHECKING:
@@ -95,12 +87,12 @@ def info_of(environment: Environment) -> EnvironmentInfo:
 
 
 def _given_fields(question: Given) -> dict[str, Any]:
-    messages = None if question.messages is None else history_to_proto(question.messages)
+    messages = None if question.messages is None else HISTORY.to_proto(question.messages)
     return {"query": question.query, "messages": messages, "data": dict(question.data)}
 
 
 def _given(request: pb.TaskChoice | pb.ResetRequest) -> Given:
-    messages = history_from_proto(request.messages) if request.HasField("messages") else None
+    messages = HISTORY.from_proto(request.messages) if request.HasField("messages") else None
     return Given(query=request.query, messages=messages, data=dict(request.data))
 
 
@@ -160,11 +152,11 @@ def step_to_proto(item: StepItem) -> pb.StepRequest:
     if sent.full is not None and sent.response is not None:
         sent = replace(sent, prompt=None)  # `full` is known to be prompt and response
     if isinstance(sent, Text):
-        answer["text"] = text_to_proto(sent)
+        answer["text"] = TEXT.to_proto(sent)
     elif isinstance(sent, Tokens):
-        answer["tokens"] = tokens_to_proto(sent)
+        answer["tokens"] = TOKENS.to_proto(sent)
     else:
-        answer["history"] = chat_history_to_proto(sent)
+        answer["history"] = CHAT_HISTORY.to_proto(sent)
     return pb.StepRequest(
         session_id=item.session_id,
         episode=item.episode,
@@ -184,5 +176,5 @@ def step_result_from_proto(proto: pb.StepResponse, sent: Answered) -> StepResult
         return replace(result, text=Text(prompt=full + added.text))
     if isinstance(sent, Tokens):
         return replace(result, tokens=Tokens(prompt=(*full, *added.token_ids.values)))
-    messages = map(message_from_proto, added.messages)
+    messages = map(MESSAGE.from_proto, added.messages)
     return replace(result, history=ChatHistory(prompt=full.extend(messages)))

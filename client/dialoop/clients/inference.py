@@ -25,15 +25,9 @@ from dialoop.clients.weights import WeightsManifest as WeightsManifest
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.v1 import inference_service_pb2 as pb
-from dialoop.wire import (
-    chat_history_to_proto,
-    logprobs_from_proto,
-    policy_version_from_proto,
-    sequence_from_proto,
-    token_ids_to_proto,
-)
 from dialoop.wire.codec import Codec, FieldRow, submessage
-from dialoop.wire.sequences import POLICY_VERSION
+from dialoop.wire.messages import CHAT_HISTORY, logprobs_from_proto, token_ids_to_proto
+from dialoop.wire.sequences import POLICY_VERSION, sequence_from_proto
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
@@ -265,7 +259,7 @@ class InferenceClient:
     ) -> PolicyLogProbs:
         """Return log-probs of conversations or texts; `sequences` are the tokens scored."""
         request = pb.LogProbRequest(
-            histories=[chat_history_to_proto(ChatHistory(full=history)) for history in histories],
+            histories=[CHAT_HISTORY.to_proto(ChatHistory(full=history)) for history in histories],
             texts=list(texts),
             adapter=adapter,
         )
@@ -277,7 +271,7 @@ class InferenceClient:
         answer = await self._channel.call(LOG_PROB, request, deadline_s=deadline_s)
         return PolicyLogProbs(
             logprobs=logprobs_from_proto(answer.logprobs),
-            policy_version=policy_version_from_proto(answer.policy_version),
+            policy_version=POLICY_VERSION.from_proto(answer.policy_version),
             sequences=tuple(sequence_from_proto(row) for row in answer.sequences),
             model_digest=answer.model_digest,
         )

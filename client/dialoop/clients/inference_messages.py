@@ -13,16 +13,9 @@ from dialoop.episode import ContinuedText, Sample, UpdateMode
 from dialoop.trajectory import StopReason
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
-from dialoop.wire import (
-    chat_history_from_proto,
-    history_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-    sequence_from_proto,
-    sequence_to_proto,
-    token_ids_to_proto,
-    tool_to_proto,
-)
+from dialoop.wire.messages import CHAT_HISTORY, HISTORY, TOOL, token_ids_to_proto
+from dialoop.wire.records import SAMPLING
+from dialoop.wire.sequences import sequence_from_proto, sequence_to_proto
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -62,12 +55,12 @@ class Question:
             num_context_messages=self.num_context_messages,
             sampling=trajectory_pb2.SamplingParams()
             if self.sampling is None
-            else sampling_to_proto(self.sampling),
+            else SAMPLING.to_proto(self.sampling),
             turn=self.turn,
             num_samples=self.num_samples,
             adapter=self.adapter,
             template_name=self.template_name,
-            tools=[tool_to_proto(tool) for tool in self.tools],
+            tools=[TOOL.to_proto(tool) for tool in self.tools],
             template_options_json=json.dumps(dict(self.template_options))
             if self.template_options
             else "",
@@ -75,7 +68,7 @@ class Question:
             skip_special_tokens=self.skip_special_tokens,
         )
         if self.history is not None:
-            request.history.prompt.CopyFrom(history_to_proto(self.history))
+            request.history.prompt.CopyFrom(HISTORY.to_proto(self.history))
         if self.text is not None:
             request.text = self.text
         if self.token_ids is not None:
@@ -88,7 +81,7 @@ class Question:
 def samples_from_proto(answer: pb.GenerateResponse) -> tuple[Sample, ...]:
     """Return the samples, each with what the answer says of all."""
     shared: dict[str, Any] = {
-        "sampling": sampling_from_proto(answer.sampling),
+        "sampling": SAMPLING.from_proto(answer.sampling),
         "tokenizer_digest": answer.tokenizer_digest,
         "template_digest": answer.template_digest,
         "generate_s": answer.generate_s,
@@ -104,7 +97,7 @@ def sample_from_proto(sample: pb.Sample, shared: Mapping[str, Any]) -> Sample:
     """Return one sample; `shared` holds the fields that it does not carry itself."""
     has_text = sample.HasField("text")
     return Sample(
-        history=ChatHistory() if has_text else chat_history_from_proto(sample.history),
+        history=ChatHistory() if has_text else CHAT_HISTORY.from_proto(sample.history),
         text=ContinuedText(prompt=sample.text.prompt, response=sample.text.response)
         if has_text
         else None,

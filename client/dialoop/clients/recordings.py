@@ -19,16 +19,8 @@ from dialoop.clients.channel import rpc_of
 from dialoop.clients.inference_messages import sample_from_proto
 from dialoop.episode import Sample
 from dialoop.v1 import inference_service_pb2 as pb
-from dialoop.wire import (
-    failure_from_proto,
-    failure_to_proto,
-    history_from_proto,
-    reward_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-    task_to_proto,
-    trajectory_from_proto,
-)
+from dialoop.wire.messages import HISTORY
+from dialoop.wire.records import FAILURE, REWARD, SAMPLING, TASK, TRAJECTORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -99,8 +91,8 @@ class RecordingClient:
         request = pb.CreateRecordingRequest(
             recording_id=recording_id or uuid.uuid4().hex,
             group_id=group_id,
-            task=None if task is None else task_to_proto(task),
-            sampling=None if sampling is None else sampling_to_proto(sampling),
+            task=None if task is None else TASK.to_proto(task),
+            sampling=None if sampling is None else SAMPLING.to_proto(sampling),
             time_to_live_s=time_to_live_s,
         )
         answer = await self._channel.call(CREATE, request)
@@ -131,20 +123,20 @@ class RecordingClient:
         """
         request = pb.CloseRecordingRequest(
             recording_id=recording_id,
-            rewards=[reward_to_proto(reward) for reward in rewards],
-            failures=[failure_to_proto(failure) for failure in failures],
+            rewards=[REWARD.to_proto(reward) for reward in rewards],
+            failures=[FAILURE.to_proto(failure) for failure in failures],
             labels=dict(labels or {}),
         )
-        return trajectory_from_proto((await self._channel.call(CLOSE, request)).trajectory)
+        return TRAJECTORY.from_proto((await self._channel.call(CLOSE, request)).trajectory)
 
 
 def _call(proto: pb.RecordedCall) -> RecordedCall:
-    sampling = sampling_from_proto(proto.sampling)
+    sampling = SAMPLING.from_proto(proto.sampling)
     return RecordedCall(
         call_id=proto.call_id,
-        prompt=history_from_proto(proto.prompt),
+        prompt=HISTORY.from_proto(proto.prompt),
         samples=tuple(sample_from_proto(row, {"sampling": sampling}) for row in proto.samples),
         sampling=sampling,
         sequence_indices=tuple(proto.sequence_indices),
-        failure=failure_from_proto(proto.failure) if proto.HasField("failure") else None,
+        failure=FAILURE.from_proto(proto.failure) if proto.HasField("failure") else None,
     )

@@ -11,7 +11,6 @@ from dialoop.clients.channel import rpc_of
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
-from dialoop.wire import group_from_proto, policy_version_to_proto, task_to_proto
 from dialoop.wire.codec import Codec, enum, many, submessage
 from dialoop.wire.records import GROUP, TASK, TRAJECTORY
 from dialoop.wire.sequences import POLICY_VERSION
@@ -293,7 +292,7 @@ class ReplayClient:
         """Offer tasks, once each; raise Busy (CURSOR_MOVED) where another collector was first."""
         request = pb.OfferTasksRequest(
             run=run,
-            tasks=[task_to_proto(task) for task in tasks],
+            tasks=[TASK.to_proto(task) for task in tasks],
             expected_cursor=expected_cursor,
             next_cursor=next_cursor,
         )
@@ -445,7 +444,7 @@ class ReplayClient:
         """Announce the live policy and what it was trained on; return the credits left."""
         request = pb.AdvancePolicyRequest(
             run=run,
-            policy_version=policy_version_to_proto(policy_version),
+            policy_version=POLICY_VERSION.to_proto(policy_version),
             trained_lease_ids=trained_lease_ids,
             max_outstanding_groups=max_outstanding_groups,
         )
@@ -468,7 +467,7 @@ class ReplayClient:
             run=run, stage=trajectory_pb2.Stage.Name(int(stage)), max_groups=max_groups
         )
         answer = await self._channel.call(PEEK, request)
-        return tuple(group_from_proto(group) for group in answer.groups)
+        return tuple(GROUP.from_proto(group) for group in answer.groups)
 
     async def list_dead_letters(self, run: str, *, max_groups: int = 100) -> tuple[DeadLetter, ...]:
         """Return groups that were given up after too many deliveries."""

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from dialoop.clients.channel import rpc_of
 from dialoop.clients.inference import PolicyLogProbs
 from dialoop.v1 import scorer_service_pb2 as pb
-from dialoop.wire import (
-    group_from_proto,
-    group_to_proto,
-    logprobs_from_proto,
-    token_ids_to_proto,
-    token_values_from_proto,
-    trajectory_to_proto,
-)
+from dialoop.wire.messages import logprobs_from_proto, token_ids_to_proto
+from dialoop.wire.records import GROUP, TOKEN_VALUES, TRAJECTORY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,12 +53,12 @@ class ScorerClient:
         the scope "all", all but the first.
         """
         request = pb.ScorerServiceLogProbRequest(
-            trajectories=map(trajectory_to_proto, trajectories),
+            trajectories=map(TRAJECTORY.to_proto, trajectories),
             mask_scope=f"TOKEN_SCOPE_{mask_scope.upper()}",
             model_id=model_id,
         )
         answer = await self._channel.call(LOG_PROB, request)
-        return tuple(map(token_values_from_proto, answer.sequences))
+        return tuple(map(TOKEN_VALUES.from_proto, answer.sequences))
 
     async def kl(
         self,
@@ -81,16 +75,16 @@ class ScorerClient:
         log policy - log reference.
         """
         request = pb.ScorerServiceRetrieveKlRequest(
-            trajectories=map(trajectory_to_proto, trajectories),
+            trajectories=map(TRAJECTORY.to_proto, trajectories),
             mask_scope=f"TOKEN_SCOPE_{mask_scope.upper()}",
             model_id=model_id,
             reference_model_id=reference_model_id,
             estimator=f"KL_ESTIMATOR_{estimator.upper()}",
         )
         answer = await self._channel.call(RETRIEVE_KL, request)
-        return tuple(map(token_values_from_proto, answer.sequences))
+        return tuple(map(TOKEN_VALUES.from_proto, answer.sequences))
 
     async def score(self, group: Group) -> Group:
         """Score a group: return it with rewards, reference log-probs and advantages."""
-        request = pb.ScorerServiceScoreRequest(group=group_to_proto(group))
-        return group_from_proto((await self._channel.call(SCORE, request)).group)
+        request = pb.ScorerServiceScoreRequest(group=GROUP.to_proto(group))
+        return GROUP.from_proto((await self._channel.call(SCORE, request)).group)

@@ -14,8 +14,9 @@ from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import template_service_pb2 as pb
-from dialoop.wire import history_from_proto, history_to_proto, sequence_from_proto, tool_to_proto
-from dialoop.wire.templates import template_info_from_proto, template_parser_to_proto
+from dialoop.wire.messages import HISTORY, TOOL
+from dialoop.wire.sequences import sequence_from_proto
+from dialoop.wire.templates import TEMPLATE_INFO, TEMPLATE_PARSER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -67,17 +68,17 @@ class TemplateClient:
         request = pb.RegisterTemplateRequest(
             name=name,
             source=source,
-            parser=None if parser is None else template_parser_to_proto(parser),
+            parser=None if parser is None else TEMPLATE_PARSER.to_proto(parser),
             model_family_keywords=model_family_keywords,
             replace=replace,
         )
         answer = await self._channel.call(REGISTER_TEMPLATE, request)
-        return template_info_from_proto(answer.template)
+        return TEMPLATE_INFO.from_proto(answer.template)
 
     async def list_templates(self) -> tuple[TemplateInfo, ...]:
         """Return all templates, the default one first."""
         answer = await self._channel.call(LIST_TEMPLATES, pb.ListTemplatesRequest())
-        return tuple(template_info_from_proto(info) for info in answer.templates)
+        return tuple(TEMPLATE_INFO.from_proto(info) for info in answer.templates)
 
     async def render(
         self,
@@ -91,10 +92,10 @@ class TemplateClient:
     ) -> RenderedConversation:
         """Render a conversation with the named template, by default the one Generate uses."""
         request = pb.RenderRequest(
-            history=history_to_proto(history),
+            history=HISTORY.to_proto(history),
             template_name=template_name,
             continue_final_message=continue_final_message,
-            tools=[tool_to_proto(tool) for tool in tools],
+            tools=[TOOL.to_proto(tool) for tool in tools],
             template_options_json=json.dumps(dict(template_options)) if template_options else "",
         )
         if add_generation_prompt is not None:
@@ -133,4 +134,4 @@ class TemplateClient:
             token_ids=None if token_ids is None else chat_pb2.TokenIds(values=token_ids),
             keep_default_system=keep_default_system,
         )
-        return history_from_proto((await self._channel.call(PARSE, request)).history)
+        return HISTORY.from_proto((await self._channel.call(PARSE, request)).history)

@@ -12,8 +12,8 @@ from dialoop.clients.weights import WeightsKind
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import trainer_service_pb2 as pb
-from dialoop.wire import policy_version_from_proto, sampling_to_proto
 from dialoop.wire.codec import Codec, enum, submessage
+from dialoop.wire.records import SAMPLING
 from dialoop.wire.sequences import POLICY_VERSION
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class TrainerClient:
         """Yield the current policy at once, then every publish."""
         async for answer in self._channel.stream(WATCH_POLICY, pb.WatchPolicyRequest()):
             yield PublishedPolicy(
-                policy_version=policy_version_from_proto(answer.policy_version),
+                policy_version=POLICY_VERSION.from_proto(answer.policy_version),
                 path=answer.weights.path,
                 sha256=answer.weights.sha256,
                 num_bytes=answer.weights.num_bytes,
@@ -173,7 +173,7 @@ class TrainerClient:
             environment=environment,
             split=split,
             max_tasks=max_tasks,
-            sampling=sampling_to_proto(sampling or SamplingParams()),
+            sampling=SAMPLING.to_proto(sampling or SamplingParams()),
             num_trajectories=num_trajectories,
             label=label,
         )

@@ -76,9 +76,6 @@ CHAT_HISTORY = Codec(
 TEXT = Codec(Text, pb.Text)
 _IDS = FieldRow(_token_ids, lambda proto: tuple(proto.values))
 TOKENS = Codec(Tokens, pb.Tokens, prompt=_IDS, response=_IDS, full=_IDS)
-message_to_proto, message_from_proto = MESSAGE.to_proto, MESSAGE.from_proto
-history_to_proto, history_from_proto = HISTORY.to_proto, HISTORY.from_proto
-chat_history_to_proto, chat_history_from_proto = CHAT_HISTORY.to_proto, CHAT_HISTORY.from_proto
 LOG_PROB_ROW = Codec(LogProbRow, pb.LogProbValues, values=array(np.float32))
 LOG_PROBS = Codec(
     LogProbs,
@@ -91,11 +88,6 @@ LOG_PROBS = Codec(
 )
 _MASK = FieldRow(methodcaller("tolist"), _mask)
 MASKS = Codec(Masks, pb.Masks, all_attention_mask=_MASK, all_assistant_mask=_MASK)
-log_probs_to_proto, log_probs_from_proto = LOG_PROBS.to_proto, LOG_PROBS.from_proto
-masks_to_proto, masks_from_proto = MASKS.to_proto, MASKS.from_proto
-tool_to_proto, tool_from_proto = TOOL.to_proto, TOOL.from_proto
-text_to_proto, text_from_proto = TEXT.to_proto, TEXT.from_proto
-tokens_to_proto, tokens_from_proto = TOKENS.to_proto, TOKENS.from_proto
 
 
 def token_ids_to_proto(rows: Iterable[Iterable[int]]) -> list[pb.TokenIds]:

@@ -27,7 +27,7 @@ from dialoop.v1 import scorer_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, array, each, enum, many, submessage
 from dialoop.wire.messages import HISTORY
-from dialoop.wire.sequences import POLICY_VERSION, sequence_from_proto, sequence_to_proto
+from dialoop.wire.sequences import sequence_from_proto, sequence_to_proto
 
 
 def _history(proto: pb.Trajectory) -> History:
@@ -62,15 +62,3 @@ TRAJECTORY = Codec(
     done_reason=enum(DoneReason),
 )
 GROUP = Codec(Group, pb.Group, task=submessage(TASK), trajectories=many(TRAJECTORY))
-
-policy_version_to_proto, policy_version_from_proto = (
-    POLICY_VERSION.to_proto,
-    POLICY_VERSION.from_proto,
-)
-token_values_to_proto, token_values_from_proto = TOKEN_VALUES.to_proto, TOKEN_VALUES.from_proto
-sampling_to_proto, sampling_from_proto = SAMPLING.to_proto, SAMPLING.from_proto
-task_to_proto, task_from_proto = TASK.to_proto, TASK.from_proto
-reward_to_proto, reward_from_proto = REWARD.to_proto, REWARD.from_proto
-failure_to_proto, failure_from_proto = FAILURE.to_proto, FAILURE.from_proto
-trajectory_to_proto, trajectory_from_proto = TRAJECTORY.to_proto, TRAJECTORY.from_proto
-group_to_proto, group_from_proto = GROUP.to_proto, GROUP.from_proto

@@ -15,9 +15,3 @@ TEMPLATE_INFO = Codec(
         lambda _: {}, lambda _: (), spreads=True
     ),  # stays in the registry
 )
-
-template_parser_to_proto, template_parser_from_proto = (
-    TEMPLATE_PARSER.to_proto,
-    TEMPLATE_PARSER.from_proto,
-)
-template_info_to_proto, template_info_from_proto = TEMPLATE_INFO.to_proto, TEMPLATE_INFO.from_proto

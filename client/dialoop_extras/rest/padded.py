@@ -19,7 +19,8 @@ from dialoop.clients.inference_messages import samples_from_proto
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.views.views import LogProbRow, LogProbs, Masks, Tokens, TurnView
-from dialoop.wire import columns_of, logprobs_from_proto, sequence_from_proto
+from dialoop.wire.messages import logprobs_from_proto
+from dialoop.wire.sequences import columns_of, sequence_from_proto
 from dialoop_services.rest.problems import fields_refused
 from dialoop_services.rest.queries import read_query
 from pydantic import BaseModel, ConfigDict, Field, ValidationError

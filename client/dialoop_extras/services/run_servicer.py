@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.clients.inference import InferenceClient
 from dialoop.v1 import run_service_pb2 as pb
 from dialoop.v1.run_service_pb2_grpc import RunServiceServicer, add_RunServiceServicer_to_server
-from dialoop.wire import sampling_from_proto
+from dialoop.wire.records import SAMPLING
 
 from dialoop_extras.services.runs import OwnPolicy, Runs, TextCatalogue
 from dialoop_extras.services.runs_wire import (
@@ -37,7 +37,7 @@ class RunServicer(RunServiceServicer):
             request.environment,
             list(request.queries),
             extra_json=request.extra_json,
-            sampling=sampling_from_proto(request.sampling),
+            sampling=SAMPLING.from_proto(request.sampling),
             compat=request.compat,
         )
         return pb.RunTextResponse(histories=[text_history_to_proto(h) for h in run.histories])
@@ -53,7 +53,7 @@ class RunServicer(RunServiceServicer):
             request.environment,
             [dict(trial_input.data) for trial_input in request.inputs],
             options=options,
-            sampling=sampling_from_proto(request.sampling),
+            sampling=SAMPLING.from_proto(request.sampling),
         )
         return pb.RunTrialResponse(trials=trials_to_proto(result))
 

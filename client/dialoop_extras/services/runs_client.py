@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.clients.channel import rpc_of
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import run_service_pb2 as pb
-from dialoop.wire import sampling_to_proto
+from dialoop.wire.records import SAMPLING
 
 from dialoop_extras.services.runs_wire import (
     mask_scope_to_proto,
@@ -55,7 +55,7 @@ class RunsClient:
             environment=environment,
             queries=queries,
             extra_json=json.dumps(extra) if extra else "",
-            sampling=sampling_to_proto(sampling or SamplingParams()),
+            sampling=SAMPLING.to_proto(sampling or SamplingParams()),
             compat=compat,
         )
         answer = await self._channel.call(RUN_TEXT, request)
@@ -78,7 +78,7 @@ class RunsClient:
             free_shots=options.free_shots,
             mask_scope=mask_scope_to_proto(options.mask_scope),
             seed=options.seed,
-            sampling=sampling_to_proto(sampling or SamplingParams()),
+            sampling=SAMPLING.to_proto(sampling or SamplingParams()),
         )
         answer = await self._channel.call(RUN_TRIAL, request)
         return trials_from_proto(answer.trials, mask_scope=options.mask_scope)

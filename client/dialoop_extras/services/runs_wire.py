@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.sequences import Source
 from dialoop.v1 import run_service_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, each, enum, many, submessage, wire_name
-from dialoop.wire.messages import HISTORY, message_to_proto
+from dialoop.wire.messages import HISTORY, MESSAGE
 from dialoop.wire.records import FAILURE
 from dialoop.wire.sequences import POLICY_VERSION
 
@@ -120,7 +120,7 @@ def trials_to_proto(result: TrialResult) -> list[pb.Trial]:
             full_attention_mask=attention,
             completion_only_mask=mask,
             final_completion_messages=[
-                message_to_proto(message)
+                MESSAGE.to_proto(message)
                 for message in trial.final.messages
                 if message.role == "assistant"
             ][-1:],

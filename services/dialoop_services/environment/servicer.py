@@ -36,13 +36,8 @@ from dialoop.errors import DialoopError, InvalidHistory, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceServicer
-from dialoop.wire import (
-    chat_history_from_proto,
-    message_to_proto,
-    text_from_proto,
-    tokens_from_proto,
-    trajectory_from_proto,
-)
+from dialoop.wire.messages import CHAT_HISTORY, MESSAGE, TEXT, TOKENS
+from dialoop.wire.records import TRAJECTORY
 
 from dialoop_services.runtime.calls import announce_start, require_known_fields
 from dialoop_services.runtime.errors import public_error
@@ -156,7 +151,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
     async def StepHistory(
         self, request: pb.StepHistoryRequest, context: Any
     ) -> pb.StepHistoryResponse:
-        answered = chat_history_from_proto(request.history)
+        answered = CHAT_HISTORY.from_proto(request.history)
         outcome = await self._sessions.step_history(
             request.environment, CHOICE.from_proto(request.task), answered
         )
@@ -187,7 +182,7 @@ class EnvironmentServicer(EnvironmentServiceServicer):
         return pb.CloseSessionResponse(closed=self._sessions.close(request.session_id))
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
-        trajectory = trajectory_from_proto(request.trajectory)
+        trajectory = TRAJECTORY.from_proto(request.trajectory)
         environment = self._catalogue.get(trajectory.environment)
         task = environment.tasks.get(request.split, trajectory.task_key)
         scores = await environment.score(task, trajectory)
@@ -270,15 +265,15 @@ def _response_of(request: pb.StepRequest) -> Answered:
             remedy="Send the one that the environment's input mode names.",
         )
     if views == ["text"]:
-        return text_from_proto(request.text)
+        return TEXT.from_proto(request.text)
     if views == ["tokens"]:
-        return tokens_from_proto(request.tokens)
-    return chat_history_from_proto(request.history)
+        return TOKENS.from_proto(request.tokens)
+    return CHAT_HISTORY.from_proto(request.history)
 
 
 def _added(added: Prompt) -> pb.Added:
     if isinstance(added, History):
-        return pb.Added(messages=map(message_to_proto, added))
+        return pb.Added(messages=map(MESSAGE.to_proto, added))
     if isinstance(added, str):
         return pb.Added(text=added)
     return pb.Added(token_ids={"values": added})

@@ -6,13 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dialoop.v1 import inference_service_pb2 as pb
-from dialoop.wire import (
-    chat_history_to_proto,
-    policy_version_to_proto,
-    sampling_to_proto,
-    sequence_to_proto,
-    text_to_proto,
-)
+from dialoop.wire.messages import CHAT_HISTORY, TEXT
+from dialoop.wire.records import SAMPLING
+from dialoop.wire.sequences import POLICY_VERSION, sequence_to_proto
 
 if TYPE_CHECKING:
     import asyncio
@@ -31,7 +27,7 @@ def generated_to_proto(samples: Sequence[Sample]) -> pb.GenerateResponse:
         samples=map(sample_to_proto, samples),
         tokenizer_digest=first.tokenizer_digest,
         template_digest=first.template_digest,
-        sampling=sampling_to_proto(first.sampling),
+        sampling=SAMPLING.to_proto(first.sampling),
         queue_s=first.queue_s,
         generate_s=first.generate_s,
         update_mode=int(first.update_mode),  # type: ignore[arg-type]  # enums are ints
@@ -53,9 +49,9 @@ def sample_to_proto(sample: Sample) -> pb.Sample:
         model_digest=sample.model_digest,
     )
     if sample.text is None:
-        proto.history.CopyFrom(chat_history_to_proto(sample.history))
+        proto.history.CopyFrom(CHAT_HISTORY.to_proto(sample.history))
     else:
-        proto.text.CopyFrom(text_to_proto(sample.text))  # type: ignore[arg-type]  # same fields
+        proto.text.CopyFrom(TEXT.to_proto(sample.text))  # type: ignore[arg-type]  # same fields
     return proto
 
 
@@ -94,7 +90,7 @@ def chunk_to_proto(
     return pb.GenerateStreamResponse(
         token_ids=chunk.token_ids,
         inference_logprobs=chunk.logprobs,
-        policy_version=policy_version_to_proto(chunk.policy_version),
+        policy_version=POLICY_VERSION.to_proto(chunk.policy_version),
         text=text.add(shown),
         top_logprobs=_top_to_proto(chunk.top_logprobs),
     )

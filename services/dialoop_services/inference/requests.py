@@ -14,12 +14,9 @@ from dialoop.clients.weights import (
 )
 from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.reasons import Reason
-from dialoop.wire import (
-    chat_history_from_proto,
-    sampling_from_proto,
-    sequence_from_proto,
-    tool_from_proto,
-)
+from dialoop.wire.messages import CHAT_HISTORY, TOOL
+from dialoop.wire.records import SAMPLING
+from dialoop.wire.sequences import sequence_from_proto
 
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.inference.generate import with_defaults
@@ -49,7 +46,7 @@ def generation_request_of(request: pb.GenerateRequest, *, max_new_tokens: int) -
     field = require_one_of(present, _INPUTS)
     if field != "history":
         _require_no_context(request, field)
-    sampling = with_defaults(sampling_from_proto(request.sampling), max_new_tokens=max_new_tokens)
+    sampling = with_defaults(SAMPLING.from_proto(request.sampling), max_new_tokens=max_new_tokens)
     num_samples, partial_answer = _num_samples_of(request), None
     if request.HasField("partial_answer"):
         partial_answer = sequence_from_proto(request.partial_answer)
@@ -62,7 +59,7 @@ def generation_request_of(request: pb.GenerateRequest, *, max_new_tokens: int) -
         num_context_messages=request.num_context_messages,
         turn=request.turn,
         template_name=request.template_name,
-        tools=tuple(tool_from_proto(tool) for tool in request.tools),
+        tools=tuple(TOOL.from_proto(tool) for tool in request.tools),
         template_options=template_options_of(request.template_options_json),
         truncate_prompt=request.truncate_prompt,
         skip_special_tokens=request.skip_special_tokens,
@@ -91,7 +88,7 @@ def require_one_of(present: list[str], names: tuple[str, ...]) -> str:
 
 def full_of(history: chat_pb2.ChatHistory) -> History:
     """Return the conversation to score; InvalidHistory says what is set when `full` is missing."""
-    full = chat_history_from_proto(history).full
+    full = CHAT_HISTORY.from_proto(history).full
     if full is None or not len(full):
         present = [name for name in ("prompt", "response") if history.HasField(name)]
         raise InvalidHistory(
@@ -176,7 +173,7 @@ def manifest_mismatch(message: str) -> InvalidInput:
 
 def _prompt_of(proto: chat_pb2.ChatHistory) -> History:
     present = [name for name in ("prompt", "response", "full") if proto.HasField(name)]
-    history = chat_history_from_proto(proto).prompt
+    history = CHAT_HISTORY.from_proto(proto).prompt
     if history is None or not len(history):
         has_others = present and "prompt" not in present
         what = f"only {' and '.join(present)}" if has_others else "no messages"

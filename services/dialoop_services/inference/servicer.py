@@ -11,11 +11,8 @@ from dialoop.tokens.tokenizer import RunningText
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import inference_service_pb2_grpc as rpc
-from dialoop.wire import (
-    logprobs_to_proto,
-    policy_version_to_proto,
-    sequence_to_proto,
-)
+from dialoop.wire.messages import logprobs_to_proto
+from dialoop.wire.sequences import POLICY_VERSION, sequence_to_proto
 
 from dialoop_services.inference.answers import (
     chunk_to_proto,
@@ -96,7 +93,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         scored = await self._replica.logprobs(rows, adapter=request.adapter)
         return pb.LogProbResponse(
             logprobs=logprobs_to_proto(row.logprobs for row in scored),
-            policy_version=policy_version_to_proto(scored[0].policy_version),
+            policy_version=POLICY_VERSION.to_proto(scored[0].policy_version),
             sequences=[sequence_to_proto(sequence) for sequence in sequences],
             distribution=chat_pb2.DISTRIBUTION_RAW,
             model_digest=self._replica.model_digest(request.adapter, scored[0].policy_version),
@@ -107,7 +104,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
     ) -> pb.GetPolicyResponse:
         replica, engine = self._replica, self._replica.engine
         return pb.GetPolicyResponse(
-            policy_version=policy_version_to_proto(engine.policy_version),
+            policy_version=POLICY_VERSION.to_proto(engine.policy_version),
             engine=engine.name,
             engine_version=engine.version,
             tokenizer_digest=self._renderer.tokenizer.digest,
@@ -119,7 +116,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
             num_requests_running=replica.num_requests_running,
             num_parameters=self._num_parameters,
             adapters=[
-                pb.AdapterInfo(name=name, policy_version=policy_version_to_proto(version))
+                pb.AdapterInfo(name=name, policy_version=POLICY_VERSION.to_proto(version))
                 for name, version in sorted(replica.adapters.items())
             ],
             data_planes=replica.data_planes,
@@ -132,7 +129,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         manifest = manifest_of(await anext(aiter(request_iterator), None))
         times = await self._replica.load(manifest, contents_of(request_iterator))
         return pb.LoadWeightsResponse(
-            policy_version=policy_version_to_proto(manifest.policy_version),
+            policy_version=POLICY_VERSION.to_proto(manifest.policy_version),
             pause_s=times.pause_s,
             load_s=times.load_s,
         )

@@ -16,8 +16,9 @@ from dialoop.templates.masks import EncodedConversation, content_spans, encode_c
 from dialoop.templates.registry import TemplateInfo
 from dialoop.v1 import template_service_pb2 as pb
 from dialoop.v1 import template_service_pb2_grpc as rpc
-from dialoop.wire import history_from_proto, history_to_proto, sequence_to_proto, tool_from_proto
-from dialoop.wire.templates import template_info_to_proto, template_parser_from_proto
+from dialoop.wire.messages import HISTORY, TOOL
+from dialoop.wire.sequences import sequence_to_proto
+from dialoop.wire.templates import TEMPLATE_INFO, TEMPLATE_PARSER
 
 from dialoop_services.inference.requests import template_options_of
 
@@ -51,7 +52,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
                 remedy="Choose another name.",
             )
         has_parser = request.HasField("parser")
-        parser = template_parser_from_proto(request.parser) if has_parser else None
+        parser = TEMPLATE_PARSER.from_proto(request.parser) if has_parser else None
         async with self._registering:
             info = await self._renderer.run_foreign(
                 lambda: self._renderer.templates.add_chat_template(
@@ -62,7 +63,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
                     replace=request.replace,
                 )
             )
-        return pb.RegisterTemplateResponse(template=template_info_to_proto(info))
+        return pb.RegisterTemplateResponse(template=TEMPLATE_INFO.to_proto(info))
 
     async def ListTemplates(
         self, request: pb.ListTemplatesRequest, context: Context
@@ -76,7 +77,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
             is_default=True,
         )
         others = [info for info in self._renderer.templates.list() if info.name != self._name]
-        infos = [template_info_to_proto(info) for info in (own, *others)]
+        infos = [TEMPLATE_INFO.to_proto(info) for info in (own, *others)]
         return pb.ListTemplatesResponse(templates=infos)
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:
@@ -86,12 +87,12 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         options = {
             "add_generation_prompt": opens,
             "continue_final_message": request.continue_final_message,
-            "tools": [tool_from_proto(tool) for tool in request.tools] or None,
+            "tools": [TOOL.from_proto(tool) for tool in request.tools] or None,
             **variables,
         }
         template, history = (
             self._template(request.template_name),
-            history_from_proto(request.history),
+            HISTORY.from_proto(request.history),
         )
         rendered, sequence = await self._renderer.run_with(
             request.template_name, partial(self._render, template, history, options)
@@ -113,7 +114,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         messages = await self._renderer.run_with(
             request.template_name, partial(self._parse, request)
         )
-        return pb.ParseResponse(history=history_to_proto(History(messages)))
+        return pb.ParseResponse(history=HISTORY.to_proto(History(messages)))
 
     def _parse(self, request: pb.ParseRequest) -> tuple[Message, ...]:
         template, keeps = self._template(request.template_name), request.keep_default_system

@@ -18,7 +18,7 @@ from dialoop.sequences import Sequence
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop.wire import sequence_from_proto
+from dialoop.wire.sequences import sequence_from_proto
 from dialoop_learning.rl import routed_experts
 from dialoop_learning.rl.bounds import BOUNDS, MAX_SIZE
 from numpy.typing import NDArray

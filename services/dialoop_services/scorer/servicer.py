@@ -10,13 +10,8 @@ from dialoop.errors import NotFound, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.v1 import scorer_service_pb2 as pb
 from dialoop.v1.scorer_service_pb2_grpc import ScorerServiceServicer
-from dialoop.wire import (
-    group_from_proto,
-    group_to_proto,
-    logprobs_to_proto,
-    token_values_to_proto,
-    trajectory_from_proto,
-)
+from dialoop.wire.messages import logprobs_to_proto
+from dialoop.wire.records import GROUP, TOKEN_VALUES, TRAJECTORY
 
 from dialoop_services.config.scorer_tables import REFERENCE
 from dialoop_services.scorer.trajectory_values import trajectory_kl, trajectory_logprobs
@@ -92,14 +87,14 @@ class ScorerServicer(ScorerServiceServicer):
         model = self._scorer.model(request.model_id)
         ids = [list(row.values) for row in request.token_ids]
         rows = await model.logprobs_of_all(ids) if ids else []
-        trajectories = list(map(trajectory_from_proto, request.trajectories))
+        trajectories = list(map(TRAJECTORY.from_proto, request.trajectories))
         values = (
             await trajectory_logprobs(trajectories, model, _scope_of(request.mask_scope))
             if trajectories
             else []
         )
         return pb.ScorerServiceLogProbResponse(
-            logprobs=logprobs_to_proto(rows), sequences=map(token_values_to_proto, values)
+            logprobs=logprobs_to_proto(rows), sequences=map(TOKEN_VALUES.to_proto, values)
         )
 
     async def RetrieveKl(
@@ -108,21 +103,21 @@ class ScorerServicer(ScorerServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> pb.ScorerServiceRetrieveKlResponse:
         values = await trajectory_kl(
-            list(map(trajectory_from_proto, request.trajectories)),
+            list(map(TRAJECTORY.from_proto, request.trajectories)),
             policy=self._scorer.model(request.model_id) if request.model_id else None,
             reference=self._scorer.model(request.reference_model_id),
             scope=_scope_of(request.mask_scope),
             estimator=_ESTIMATORS.get(request.estimator, "k1"),
         )
-        return pb.ScorerServiceRetrieveKlResponse(sequences=map(token_values_to_proto, values))
+        return pb.ScorerServiceRetrieveKlResponse(sequences=map(TOKEN_VALUES.to_proto, values))
 
     async def Score(
         self,
         request: pb.ScorerServiceScoreRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> pb.ScorerServiceScoreResponse:
-        scored = await self._scorer.score(group_from_proto(request.group))
-        return pb.ScorerServiceScoreResponse(group=group_to_proto(scored))
+        scored = await self._scorer.score(GROUP.from_proto(request.group))
+        return pb.ScorerServiceScoreResponse(group=GROUP.to_proto(scored))
 
 
 def _scope_of(scope: int) -> Scope:

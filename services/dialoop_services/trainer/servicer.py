@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from dialoop.clients.trainer import Phase
 from dialoop.v1 import trainer_service_pb2 as pb
 from dialoop.v1 import trainer_service_pb2_grpc as rpc
-from dialoop.wire import policy_version_to_proto, sampling_from_proto
+from dialoop.wire.records import SAMPLING
+from dialoop.wire.sequences import POLICY_VERSION
 
 from dialoop_services.trainer.job.evaluation import EvaluationPlan
 
@@ -52,7 +53,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
         phase = Phase.PAUSED if board.is_paused else board.phase
         return pb.GetStatusResponse(
             phase=pb.Phase.Name(int(phase)),
-            policy_version=policy_version_to_proto(newest.policy_version) if newest else None,
+            policy_version=POLICY_VERSION.to_proto(newest.policy_version) if newest else None,
             num_train_steps=board.state.num_train_steps,
             max_train_steps=self._settings.num_steps,
             num_warm_start_steps=board.state.num_warm_start_steps,
@@ -72,7 +73,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
     async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:
         published = await self._job.publish()
         return pb.PublishResponse(
-            policy_version=policy_version_to_proto(published.policy_version),
+            policy_version=POLICY_VERSION.to_proto(published.policy_version),
             publish_s=published.publish_s,
             max_logprob_difference=published.max_logprob_difference,
         )
@@ -103,7 +104,7 @@ class TrainerServicer(rpc.TrainerServiceServicer):
                 environment=request.environment or self._settings.environment.served_name,
                 split=request.split or self._settings.environment.heldout_split,
                 num_tasks=request.max_tasks or 1_000_000,
-                sampling=sampling_from_proto(request.sampling),
+                sampling=SAMPLING.from_proto(request.sampling),
                 label=request.label or "on_request",
                 num_trajectories=request.num_trajectories or 1,
             )
@@ -119,13 +120,13 @@ class TrainerServicer(rpc.TrainerServiceServicer):
 
 
 def _version(version: PolicyVersion | None) -> trajectory_pb2.PolicyVersion | None:
-    return None if version is None else policy_version_to_proto(version)
+    return None if version is None else POLICY_VERSION.to_proto(version)
 
 
 def _watch_response(published: Published, settings: TrainerSettings) -> pb.WatchPolicyResponse:
     weights = published.weights
     return pb.WatchPolicyResponse(
-        policy_version=policy_version_to_proto(published.policy_version),
+        policy_version=POLICY_VERSION.to_proto(published.policy_version),
         weights=pb.WeightsLocation(
             path=str(weights.path.relative_to(settings.run_dir / "policies")),
             sha256=weights.sha256,

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from dialoop.trajectory import Stage
-from dialoop.wire import group_to_proto
+from dialoop.wire.records import GROUP
 from dialoop_services.replay.store import QueueLimits
 
 from tests.support.collector_world import RUN, ScriptedPolicy, world
@@ -43,6 +43,6 @@ async def test_a_batch_larger_than_a_message_is_leased_and_reopened_in_parts() -
     groups = [lease.group for lease in leased.leases]
     assert len({group.group_id for group in groups}) == NUM_GROUPS
     assert [lease.group for lease in again.leases] == groups
-    assert sum(group_to_proto(group).ByteSize() for group in groups) > 2 * MAX_BYTES
+    assert sum(GROUP.to_proto(group).ByteSize() for group in groups) > 2 * MAX_BYTES
     assert store.calls["LeaseGroupsRequest"] > 2
     assert store.calls["ReopenLeasesRequest"] > 2

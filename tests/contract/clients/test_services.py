@@ -24,15 +24,9 @@ from dialoop.v1 import scorer_service_pb2 as scorer_pb
 from dialoop.v1 import scorer_service_pb2_grpc as scorer_grpc
 from dialoop.v1 import trainer_service_pb2 as trainer_pb
 from dialoop.v1 import trainer_service_pb2_grpc as trainer_grpc
-from dialoop.wire import (
-    chat_history_from_proto,
-    chat_history_to_proto,
-    policy_version_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-    sequence_from_proto,
-    sequence_to_proto,
-)
+from dialoop.wire.messages import CHAT_HISTORY
+from dialoop.wire.records import SAMPLING
+from dialoop.wire.sequences import POLICY_VERSION, sequence_from_proto, sequence_to_proto
 from dialoop_services.hosting import GrpcServer
 from dialoop_services.runtime import ServerSettings, load
 
@@ -61,30 +55,30 @@ class Inference(inference_grpc.InferenceServiceServicer):
     async def Generate(self, request, context):  # noqa: N802
         has_context = request.HasField("context")
         samples = await POLICY.generate(
-            chat_history_from_proto(request.history).require_prompt(),
+            CHAT_HISTORY.from_proto(request.history).require_prompt(),
             context=sequence_from_proto(request.context) if has_context else None,
             num_context_messages=request.num_context_messages,
-            sampling=sampling_from_proto(request.sampling),
+            sampling=SAMPLING.from_proto(request.sampling),
             turn=request.turn,
             num_samples=request.num_samples or 1,
         )
         return inference_pb.GenerateResponse(
             samples=[
                 inference_pb.Sample(
-                    history=chat_history_to_proto(sample.history),
+                    history=CHAT_HISTORY.to_proto(sample.history),
                     sequence=sequence_to_proto(sample.sequence),
                     stop_reason=int(sample.stop_reason),
                     stop_string=sample.stop_string,
                 )
                 for sample in samples
             ],
-            sampling=sampling_to_proto(samples[0].sampling),
+            sampling=SAMPLING.to_proto(samples[0].sampling),
             tokenizer_digest=samples[0].tokenizer_digest,
             template_digest=samples[0].template_digest,
         )
 
     async def GenerateStream(self, request, context):  # noqa: N802
-        version = policy_version_to_proto(V3)
+        version = POLICY_VERSION.to_proto(V3)
         yield inference_pb.GenerateStreamResponse(
             token_ids=[1], inference_logprobs=[-0.5], policy_version=version, text="1"
         )
@@ -93,7 +87,7 @@ class Inference(inference_grpc.InferenceServiceServicer):
 
     async def LogProb(self, request, context):  # noqa: N802
         self.received = [list(row.values) for row in request.token_ids]
-        version = policy_version_to_proto(V3)
+        version = POLICY_VERSION.to_proto(V3)
         return inference_pb.LogProbResponse(logprobs=rows_of(request), policy_version=version)
 
     async def GetPolicy(self, request, context):  # noqa: N802
@@ -101,7 +95,7 @@ class Inference(inference_grpc.InferenceServiceServicer):
 
     async def LoadWeights(self, requests, context):  # noqa: N802
         self.received = [request async for request in requests]
-        return inference_pb.LoadWeightsResponse(policy_version=policy_version_to_proto(V3))
+        return inference_pb.LoadWeightsResponse(policy_version=POLICY_VERSION.to_proto(V3))
 
     async def Pause(self, request, context):  # noqa: N802
         return inference_pb.PauseResponse()
@@ -133,7 +127,7 @@ class Trainer(trainer_grpc.TrainerServiceServicer):
             )
 
     async def Publish(self, request, context):  # noqa: N802
-        return trainer_pb.PublishResponse(policy_version=policy_version_to_proto(V3))
+        return trainer_pb.PublishResponse(policy_version=POLICY_VERSION.to_proto(V3))
 
     async def Checkpoint(self, request, context):  # noqa: N802
         return trainer_pb.CheckpointResponse(path="c", num_train_steps=7)

@@ -14,12 +14,8 @@ from dialoop.trajectory import DoneReason
 from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1.environment_service_pb2_grpc import EnvironmentServiceStub
-from dialoop.wire import (
-    chat_history_from_proto,
-    chat_history_to_proto,
-    history_to_proto,
-    trajectory_from_proto,
-)
+from dialoop.wire.messages import CHAT_HISTORY, HISTORY
+from dialoop.wire.records import TRAJECTORY
 from dialoop_services.environment.serving import serving
 from dialoop_services.environment.settings import EnvironmentSettings
 from google.rpc import error_details_pb2
@@ -49,7 +45,7 @@ async def service(**settings):
 
 def response(text: str, **fields) -> chat_pb2.ChatHistory:
     message = Message(role="assistant", content=text, **fields)
-    return chat_history_to_proto(ChatHistory(response=History((message,))))
+    return CHAT_HISTORY.to_proto(ChatHistory(response=History((message,))))
 
 
 def step(
@@ -117,11 +113,11 @@ async def test_golden_episode_over_the_wire():
         first = await stub.Step(step(TOOL))
         assert first.done_reason == DoneReason.NOT_DONE
         assert first.num_tool_calls == 1
-        full = chat_history_from_proto(first.history).respond(
+        full = CHAT_HISTORY.from_proto(first.history).respond(
             Message(role="assistant", content=SUBMIT)
         )
         last_step = step("", index=1)
-        last_step.history.CopyFrom(chat_history_to_proto(full))
+        last_step.history.CopyFrom(CHAT_HISTORY.to_proto(full))
         last = await stub.Step(last_step)
         texts = [m.content for m in last.history.prompt.messages]
         assert texts == [KEY, TOOL, f"{ANSWER}<response>", SUBMIT]
@@ -142,7 +138,7 @@ async def test_refusals_have_their_status_and_reason():
         nothing = pb.StepRequest(session_id="s", episode=1)
         rewritten = step("")
         rewritten.history.CopyFrom(
-            chat_history_to_proto(ChatHistory(full=History((Message(role="user", content="x"),))))
+            CHAT_HISTORY.to_proto(ChatHistory(full=History((Message(role="user", content="x"),))))
         )
         broken = step("x")
         broken.history.response.messages[0].role = ""
@@ -305,7 +301,7 @@ def make_trajectory(key: str = KEY) -> trajectory_pb2.Trajectory:
     return trajectory_pb2.Trajectory(
         environment="arithmetic",
         task_key=key,
-        history=history_to_proto(history),
+        history=HISTORY.to_proto(history),
         turns=[
             trajectory_pb2.Turn(
                 message_start=1, num_messages=1, stop_reason=trajectory_pb2.STOP_REASON_STOP
@@ -358,6 +354,6 @@ async def test_the_sdk_client_plays_scores_and_reads_tasks():
         assert outcome.rewards[0].success
         again = await client.step("s", episode=1, step_index=0, history=answered)
         assert again.replayed
-        scores = await client.score(trajectory_from_proto(make_trajectory()), split="train")
+        scores = await client.score(TRAJECTORY.from_proto(make_trajectory()), split="train")
         assert [[r.value for r in score.rewards] for score in scores] == [[1.0]]
         assert await client.close_session("s")

@@ -21,7 +21,7 @@ from dialoop.v1.replay_service_pb2_grpc import (
     ReplayServiceStub,
     add_ReplayServiceServicer_to_server,
 )
-from dialoop.wire import column_to_proto
+from dialoop.wire.sequences import column_to_proto
 from dialoop_services.hosting import GrpcServer
 from dialoop_services.replay.redis_store.store import RedisStore
 from dialoop_services.replay.servicer import ReplayServicer

@@ -26,7 +26,7 @@ from dialoop.v1 import run_service_pb2 as runs
 from dialoop.v1 import scorer_service_pb2 as sco
 from dialoop.v1 import trainer_service_pb2 as tra
 from dialoop.v1 import trajectory_pb2
-from dialoop.wire import group_to_proto, trajectory_to_proto
+from dialoop.wire.records import GROUP, TRAJECTORY
 from google.protobuf.message import Message as Proto
 
 from tests.support.rest_world import (
@@ -257,12 +257,12 @@ async def scorer_script(call: Call) -> None:
         scorer_samples.make_group(0.0, 1.0, size=3),
         scorer_samples.make_group(0.0, 1.0, sequences=()),
     ):
-        request = sco.ScorerServiceScoreRequest(group=group_to_proto(group))
+        request = sco.ScorerServiceScoreRequest(group=GROUP.to_proto(group))
         await call("ScorerService.Score", request)
     await call("ScorerService.Score", sco.ScorerServiceScoreRequest())
     rows = [{"values": [1, 2, 3]}, {"values": [4]}]
     await call("ScorerService.LogProb", sco.ScorerServiceLogProbRequest(token_ids=rows))
-    played = [trajectory_to_proto(t) for t in scorer_samples.make_group(0.0, 1.0).trajectories]
+    played = [TRAJECTORY.to_proto(t) for t in scorer_samples.make_group(0.0, 1.0).trajectories]
     for options in (
         {},
         {"mask_scope": "TOKEN_SCOPE_ALL"},

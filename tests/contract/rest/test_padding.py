@@ -12,7 +12,7 @@ from dialoop.errors import InvalidInput
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import SamplingParams
 from dialoop.views.views import TurnView
-from dialoop.wire import sequence_to_proto
+from dialoop.wire.sequences import sequence_to_proto
 from dialoop_extras.padding import pad_output
 from dialoop_services.rest.schema import models
 

@@ -24,7 +24,7 @@ def trajectory_field(folder: Path) -> None:
     from dialoop import LocalEnvironmentClient, Task, arithmetic, play
     from dialoop.testing import ScriptedPolicy
     from dialoop.v1 import trajectory_pb2
-    from dialoop.wire import trajectory_from_proto, trajectory_to_proto
+    from dialoop.wire.records import TRAJECTORY
 
     environment = arithmetic()
     key = environment.tasks.keys("train")[0]
@@ -34,11 +34,11 @@ def trajectory_field(folder: Path) -> None:
     trajectory = asyncio.run(play(task, sessions=sessions, policy=policy))
     assert trajectory.play_s > 0
 
-    sent = trajectory_to_proto(trajectory).SerializeToString()
+    sent = TRAJECTORY.to_proto(trajectory).SerializeToString()
     arrived = trajectory_pb2.Trajectory.FromString(sent)
-    assert trajectory_from_proto(arrived).play_s == trajectory.play_s
+    assert TRAJECTORY.from_proto(arrived).play_s == trajectory.play_s
     arrived.ClearField("play_s")  # as a sender that does not know the field
-    assert trajectory_from_proto(arrived).play_s == 0.0
+    assert TRAJECTORY.from_proto(arrived).play_s == 0.0
 
 
 def rpc(folder: Path) -> None:

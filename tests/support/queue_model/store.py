@@ -16,7 +16,7 @@ from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import registry_service_pb2 as registry_pb
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
-from dialoop.wire import policy_version_from_proto, policy_version_to_proto
+from dialoop.wire.sequences import POLICY_VERSION
 from dialoop_services.replay.refusals import refusal
 from dialoop_services.replay.store import (
     Answer,
@@ -363,7 +363,7 @@ def _reopen_leases(ledger: Ledger, request: pb.ReopenLeasesRequest) -> pb.Reopen
 
 
 def _advance_policy(ledger: Ledger, request: pb.AdvancePolicyRequest) -> pb.AdvancePolicyResponse:
-    version, current = policy_version_from_proto(request.policy_version), ledger.policy
+    version, current = POLICY_VERSION.from_proto(request.policy_version), ledger.policy
     is_known = version != current and version.lineage in ledger.lineages
     if is_known and (current is None or current.lineage != version.lineage or version < current):
         raise refusal(Reason.VERSION_NOT_NEWER, str(current))
@@ -388,7 +388,7 @@ def _get_stats(ledger: Ledger, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
     stats = pb.ReplayStats(
         training=ledger.counts[Purpose.TRAINING],
         evaluation=ledger.counts[Purpose.EVALUATION],
-        policy_version=policy_version_to_proto(policy) if policy is not None else None,
+        policy_version=POLICY_VERSION.to_proto(policy) if policy is not None else None,
         max_outstanding_groups=ledger.max_outstanding,
         credits=ledger.credits,
         num_redelivered=ledger.num_redelivered,

@@ -10,7 +10,7 @@ from dialoop.sequences import Along
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1 import replay_service_pb2 as rep
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop.wire import column_to_proto, columns_of
+from dialoop.wire.sequences import column_to_proto, columns_of
 from dialoop_services.replay.servicer import members_of_groups, outcomes_of_groups
 from dialoop_services.replay.store import QueueStore
 

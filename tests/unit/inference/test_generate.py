@@ -14,7 +14,7 @@ from dialoop.rollout import play
 from dialoop.sequences import PolicyVersion
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import SamplingParams, StopReason, Task
-from dialoop.wire import chat_history_from_proto, chat_history_to_proto
+from dialoop.wire.messages import CHAT_HISTORY
 from dialoop_services.inference.engine import Sampled, VersionSpan
 from dialoop_services.inference.generate import EnginePolicy
 from dialoop_services.inference.rendering import Renderer
@@ -101,7 +101,7 @@ async def test_several_messages_of_a_response_stay_several():
     messages = (Message(role="assistant", content="a"), Message(role="assistant", content="b"))
     history = ChatHistory(prompt=History((Message(role="user", content="hi"),)))
     answered = history.respond(*messages)
-    read = chat_history_from_proto(chat_history_to_proto(answered))
+    read = CHAT_HISTORY.from_proto(CHAT_HISTORY.to_proto(answered))
     assert read == answered
     assert list(read.response) == list(messages)
     template = ChatTemplate.of(byte_tokenizer())

@@ -10,7 +10,7 @@ import pytest
 from dialoop.sequences import Along
 from dialoop.trajectory import Stage
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop.wire import column_to_proto
+from dialoop.wire.sequences import column_to_proto
 from dialoop_services.replay.settings import ReplaySettings
 from dialoop_services.replay.store import pack_group, pack_member
 from dialoop_services.replay.validation import check_group

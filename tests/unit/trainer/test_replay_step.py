@@ -17,7 +17,7 @@ from dialoop.errors import InvalidConfig, InvalidInput, NotFound, PreconditionFa
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.trajectory import Group, Reward, Turn
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop.wire.records import group_from_proto, group_to_proto
+from dialoop.wire.records import GROUP
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.rl.advantages import with_advantages
 from dialoop_ops.cli.main import main
@@ -67,8 +67,8 @@ def groups_of(step: int) -> tuple[Group, ...]:
         group = testing.group(*members, group_id=f"s{step}#{number}")
         scored = with_advantages(group)
         # As the queue hands it over: the wire rounds to float32.
-        data = group_to_proto(scored).SerializeToString()
-        groups.append(group_from_proto(pb.Group.FromString(data)))
+        data = GROUP.to_proto(scored).SerializeToString()
+        groups.append(GROUP.from_proto(pb.Group.FromString(data)))
     return tuple(groups)
 
 

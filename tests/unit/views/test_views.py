@@ -11,12 +11,7 @@ from dialoop.templates.parts import text_of_parts, tokens_of_parts
 from dialoop.templates.registry import named_template
 from dialoop.trajectory import Distribution, SamplingParams, StopReason, Trajectory, Turn
 from dialoop.views.views import LogProbRow, LogProbs, Masks, Tokens, TurnView, text_of_tokens
-from dialoop.wire import (
-    log_probs_from_proto,
-    log_probs_to_proto,
-    masks_from_proto,
-    masks_to_proto,
-)
+from dialoop.wire.messages import LOG_PROBS, MASKS
 from dialoop_extras.compat.names import masks_of
 from dialoop_extras.padding import pad_logprobs, pad_masks, pad_tokens, padded_rows
 from hypothesis import given, settings
@@ -221,6 +216,6 @@ def test_masks_are_known_by_their_older_names_too():
 def test_log_probs_and_masks_survive_the_wire():
     row = LogProbRow(values=np.array([-1.5, -0.25], dtype=np.float32), start=3)
     log_probs = LogProbs(full=row, temperature_scaled=True, distribution=Distribution.PROCESSED)
-    assert log_probs_from_proto(log_probs_to_proto(log_probs)) == log_probs
+    assert LOG_PROBS.from_proto(LOG_PROBS.to_proto(log_probs)) == log_probs
     masks = Masks(all_assistant_mask=np.array([True, False]))
-    assert masks_from_proto(masks_to_proto(masks)) == masks
+    assert MASKS.from_proto(MASKS.to_proto(masks)) == masks

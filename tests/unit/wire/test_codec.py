@@ -89,7 +89,7 @@ def test_what_a_row_writes_as_none_is_not_sent():
     codec = Codec(Settings, trajectory_pb2.SamplingParams, top_k=row)
     assert not codec.to_proto(Settings()).ByteSize()
     assert codec.to_proto(Settings(top_k=8, stop=("a", "b"))).top_k == 8
-    plain = messages.message_to_proto(Message(role="user", content="a"))
+    plain = messages.MESSAGE.to_proto(Message(role="user", content="a"))
     assert [field.name for field, _ in plain.ListFields()] == ["role", "content"]
 
 

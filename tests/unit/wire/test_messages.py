@@ -29,22 +29,9 @@ from dialoop.trajectory import (
     Turn,
 )
 from dialoop.v1 import chat_pb2, trajectory_pb2
-from dialoop.wire import (
-    chat_history_from_proto,
-    chat_history_to_proto,
-    column_to_proto,
-    group_from_proto,
-    group_to_proto,
-    history_to_proto,
-    message_from_proto,
-    message_to_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-    sequence_from_proto,
-    sequence_to_proto,
-    task_from_proto,
-    trajectory_from_proto,
-)
+from dialoop.wire.messages import CHAT_HISTORY, HISTORY, MESSAGE
+from dialoop.wire.records import GROUP, SAMPLING, TASK, TRAJECTORY
+from dialoop.wire.sequences import column_to_proto, sequence_from_proto, sequence_to_proto
 from dialoop_services.rest.schema import decode, models
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,25 +134,25 @@ def groups(draw):
 
 @given(groups())
 def test_a_group_survives_the_wire(group):
-    sent = group_to_proto(group).SerializeToString()
-    assert group_from_proto(trajectory_pb2.Group.FromString(sent)) == group
+    sent = GROUP.to_proto(group).SerializeToString()
+    assert GROUP.from_proto(trajectory_pb2.Group.FromString(sent)) == group
 
 
 @given(prompt=st.none() | HISTORIES, response=st.none() | HISTORIES)
 def test_absent_and_empty_histories_stay_apart(prompt, response):
     chat = ChatHistory(prompt=prompt, response=response)
-    assert chat_history_from_proto(chat_history_to_proto(chat)) == chat
+    assert CHAT_HISTORY.from_proto(CHAT_HISTORY.to_proto(chat)) == chat
 
 
 @given(SAMPLING)
 def test_neutral_sampling_stays_absent(sampling):
-    assert sampling_from_proto(sampling_to_proto(sampling)) == sampling
-    assert not sampling_to_proto(SamplingParams()).ByteSize()
+    assert SAMPLING.from_proto(SAMPLING.to_proto(sampling)) == sampling
+    assert not SAMPLING.to_proto(SamplingParams()).ByteSize()
 
 
 def test_an_absent_is_complete_is_true_and_an_absent_weight_is_1():
-    assert message_from_proto(chat_pb2.Message(role="user", content="x")).is_complete
-    assert not message_to_proto(Message(role="user")).HasField("is_complete")
+    assert MESSAGE.from_proto(chat_pb2.Message(role="user", content="x")).is_complete
+    assert not MESSAGE.to_proto(Message(role="user")).HasField("is_complete")
 
 
 def test_arrays_arrive_in_the_domains_types():
@@ -225,30 +212,30 @@ def test_contradictions_are_refused_at_the_edge():
     with pytest.raises(InvalidSequence):
         sequence_from_proto(trajectory_pb2.Sequence(columns=[ids]))
     with pytest.raises(InvalidInput, match="purpose"):
-        task_from_proto(trajectory_pb2.Task(task_id="t"))
+        TASK.from_proto(trajectory_pb2.Task(task_id="t"))
     with pytest.raises(InvalidInput):
-        sampling_from_proto(trajectory_pb2.SamplingParams(temperature=-1))
+        SAMPLING.from_proto(trajectory_pb2.SamplingParams(temperature=-1))
     with pytest.raises(InvalidHistory):
-        trajectory_from_proto(trajectory_pb2.Trajectory())
+        TRAJECTORY.from_proto(trajectory_pb2.Trajectory())
 
 
 @pytest.mark.parametrize("role", ["user", "assistant", "judge"])
 def test_a_message_of_role_and_text_is_read_as_it_is_made(role: str) -> None:
-    message = message_from_proto(chat_pb2.Message(role=role, content="7"))
+    message = MESSAGE.from_proto(chat_pb2.Message(role=role, content="7"))
     made = Message(role=role, content="7")
     assert message == made
     assert hash(message) == hash(made)
-    assert message_to_proto(message) == chat_pb2.Message(role=role, content="7")
+    assert MESSAGE.to_proto(message) == chat_pb2.Message(role=role, content="7")
 
 
 def test_a_role_that_is_nearly_a_usual_one_is_refused_when_it_is_read() -> None:
     with pytest.raises(InvalidHistory):
-        message_from_proto(chat_pb2.Message(role="asistant", content="7"))
+        MESSAGE.from_proto(chat_pb2.Message(role="asistant", content="7"))
 
 
 def test_a_response_alone_is_read_as_any_chat_history() -> None:
     response = History((Message(role="assistant", content="7"),))
-    proto = chat_pb2.ChatHistory(response=history_to_proto(response))
-    assert chat_history_from_proto(proto) == ChatHistory(response=response)
+    proto = chat_pb2.ChatHistory(response=HISTORY.to_proto(response))
+    assert CHAT_HISTORY.from_proto(proto) == ChatHistory(response=response)
     proto.prompt.SetInParent()
-    assert chat_history_from_proto(proto) == ChatHistory(prompt=History(), response=response)
+    assert CHAT_HISTORY.from_proto(proto) == ChatHistory(prompt=History(), response=response)

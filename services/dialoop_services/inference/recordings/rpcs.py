@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import inference_service_pb2 as pb
-from dialoop.wire import (
-    failure_from_proto,
-    failure_to_proto,
-    history_to_proto,
-    reward_from_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-    task_from_proto,
-    trajectory_to_proto,
-)
+from dialoop.wire.messages import HISTORY
+from dialoop.wire.records import FAILURE, REWARD, SAMPLING, TASK, TRAJECTORY
 
 from dialoop_services.inference.answers import sample_to_proto
 from dialoop_services.inference.recordings.store import CallState, RecordingSpec, RecordingStore
@@ -48,9 +40,9 @@ class RecordingRpcs:
             RecordingSpec(
                 recording_id=recording_id,
                 group_id=request.group_id,
-                task=task_from_proto(request.task) if request.HasField("task") else None,
+                task=TASK.from_proto(request.task) if request.HasField("task") else None,
                 sampling=(
-                    sampling_from_proto(request.sampling) if has_sampling else SamplingParams()
+                    SAMPLING.from_proto(request.sampling) if has_sampling else SamplingParams()
                 ),
                 time_to_live_s=request.time_to_live_s,
             )
@@ -83,22 +75,22 @@ class RecordingRpcs:
         """Close the recording and return its trajectory."""
         tokenizer_digest, template_digest = self._digests
         closing = Closing(
-            rewards=tuple(reward_from_proto(reward) for reward in request.rewards),
-            failures=tuple(failure_from_proto(failure) for failure in request.failures),
+            rewards=tuple(REWARD.from_proto(reward) for reward in request.rewards),
+            failures=tuple(FAILURE.from_proto(failure) for failure in request.failures),
             labels=dict(request.labels),
             tokenizer_digest=tokenizer_digest,
             template_digest=template_digest,
         )
         trajectory = close(self._store.find(request.recording_id), closing)
-        return pb.CloseRecordingResponse(trajectory=trajectory_to_proto(trajectory))
+        return pb.CloseRecordingResponse(trajectory=TRAJECTORY.to_proto(trajectory))
 
 
 def _call(call: CallRecord, recording: Recording) -> pb.RecordedCall:
     return pb.RecordedCall(
         call_id=call.call_id,
-        prompt=history_to_proto(call.prompt.prompt.history),
+        prompt=HISTORY.to_proto(call.prompt.prompt.history),
         samples=[sample_to_proto(choice.sample) for choice in call.choices],
-        sampling=sampling_to_proto(call.sampling),
+        sampling=SAMPLING.to_proto(call.sampling),
         sequence_indices=recording.sequence_indices.get(call.call_id, ()),
-        failure=None if call.failure is None else failure_to_proto(call.failure),
+        failure=None if call.failure is None else FAILURE.to_proto(call.failure),
     )

@@ -23,7 +23,7 @@ from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.v1 import trajectory_pb2 as pb
-from dialoop.wire.records import group_from_proto, group_to_proto
+from dialoop.wire.records import GROUP
 from dialoop_learning.model.products import library_of
 from google.protobuf.message import DecodeError
 from safetensors import SafetensorError
@@ -101,7 +101,7 @@ def keep_step(
         shutil.rmtree(directory, ignore_errors=True)
         (directory / _GROUPS).mkdir(parents=True)
         for number, group in enumerate(groups):
-            data = group_to_proto(group).SerializeToString(deterministic=True)
+            data = GROUP.to_proto(group).SerializeToString(deterministic=True)
             (directory / _GROUPS / f"{number:04d}.binpb").write_bytes(data)
         columns = columns_of(groups, trace)
         values = {column.key: column.values.contiguous() for column in columns}
@@ -203,7 +203,7 @@ def machine_of(settings: TrainerSettings) -> dict[str, Any]:
 
 def _read_group(path: Path) -> Group:
     try:
-        return group_from_proto(pb.Group.FromString(path.read_bytes()))
+        return GROUP.from_proto(pb.Group.FromString(path.read_bytes()))
     except (DecodeError, InvalidInput) as error:
         raise ValueError(f"{path.name}: {error}") from error
 
