@@ -17,7 +17,7 @@ from fractions import Fraction
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnTag, EndWhenIncomplete, OneTurn
 from dialoop.environments.episode import Episode, Score, TaskData
-from dialoop.environments.tasks.source import TaskSource, share_of, task_not_found
+from dialoop.environments.tasks.source import ListedTasks, share_of
 from dialoop.environments.tools.answer_tags import tag_text
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
@@ -32,7 +32,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 _MAX_CHARACTERS = 200
 
 
-class CountdownTasks(TaskSource):
+class CountdownTasks(ListedTasks):
     """Tasks made from their number, so that a key is the same task on every machine."""
 
     def __init__(
@@ -44,28 +44,16 @@ class CountdownTasks(TaskSource):
                 remedy="Use num_tasks >= 1, num_numbers 2 to 8, high >= 2 and 0 < heldout < 1.",
             )
         keys = [str(number) for number in range(num_tasks)]
-        is_heldout = [share_of(key) < heldout for key in keys]
-        self._keys = {
-            split: tuple(k for k, held in zip(keys, is_heldout, strict=True) if held is wanted)
-            for split, wanted in (("train", False), ("heldout", True))
-        }
-        self._members = {split: frozenset(keys) for split, keys in self._keys.items()}
+        super().__init__(
+            {
+                "train": [key for key in keys if share_of(key) >= heldout],
+                "heldout": [key for key in keys if share_of(key) < heldout],
+            }
+        )
         self._num_numbers, self._high = num_numbers, high
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Return "train" and "heldout"."""
-        return tuple(self._keys)
-
-    def keys(self, split: str) -> Sequence[str]:
-        """Return the numbers of the tasks."""
-        return self._keys[self.require_split(split)]
-
-    def get(self, split: str, key: str) -> TaskData:
+    def task(self, split: str, key: str) -> TaskData:
         """Return the task: some numbers and a target that they reach."""
-        split = self.require_split(split)
-        if key not in self._members[split]:
-            raise task_not_found(split, key)
         numbers, target = _puzzle(random.Random(f"countdown:{key}"), self._num_numbers, self._high)
         listed = ", ".join(map(str, numbers))
         question = (

@@ -7,14 +7,14 @@ options = { task = "leg_counting", num_tasks = 1000 }
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnTag, EndWhenIncomplete, OneTurn
 from dialoop.environments.episode import Episode, Score, TaskData
-from dialoop.environments.tasks.source import TaskSource, task_not_found
+from dialoop.environments.tasks.source import ListedTasks
 from dialoop.environments.tools.answer_tags import tag_text
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
@@ -24,7 +24,7 @@ from dialoop.trajectory import Reward
 SYSTEM_PROMPT = "Solve the task. Give the answer alone between <answer> and </answer>."
 
 
-class GymTasks(TaskSource):
+class GymTasks(ListedTasks):
     """A procedural data set: "train" has one seed, and "heldout" the next one."""
 
     def __init__(
@@ -44,22 +44,11 @@ class GymTasks(TaskSource):
                     reason=Reason.TASK_NOT_FOUND,
                     remedy="See reasoning_gym.factory.DATASETS for names and their options.",
                 ) from error
+        super().__init__({split: [str(i) for i in range(len(d))] for split, d in datasets.items()})
         self.datasets = datasets
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Return "train" and "heldout"."""
-        return tuple(self.datasets)
-
-    def keys(self, split: str) -> Sequence[str]:
-        """Return the numbers of the tasks."""
-        return [str(index) for index in range(len(self.datasets[self.require_split(split)]))]
-
-    def get(self, split: str, key: str) -> TaskData:
+    def task(self, split: str, key: str) -> TaskData:
         """Return the item as a task, with the scorer's data as metadata."""
-        split = self.require_split(split)
-        if not key.isdecimal() or int(key) >= len(self.datasets[split]):
-            raise task_not_found(split, key)
         item = self.datasets[split][int(key)]
         metadata = {"split": split, "item": json.dumps(item.get("metadata", {}), default=str)}
         answer = "" if item["answer"] is None else str(item["answer"])

@@ -9,17 +9,16 @@ assistant  Result=75<submit>                    reward 1
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dialoop.chat import Message
 from dialoop.environments.episode import TaskData
-from dialoop.environments.tasks.source import TaskSource, share_of, task_not_found
+from dialoop.environments.tasks.source import ListedTasks, share_of
 from dialoop.environments.tools.calculator import Calculator
 from dialoop.errors import InvalidConfig
 
 
-class ArithmeticTasks(TaskSource):
+class ArithmeticTasks(ListedTasks):
     """All problems `a+b` (and `a-b` with a >= b) of a range, except a tenth, for training.
 
     "heldout" has the `num_heldout` problems of that tenth with the lowest hash; no split has the
@@ -54,25 +53,12 @@ class ArithmeticTasks(TaskSource):
                 f"{num_heldout} of {len(problems)} problems cannot be held out.",
                 remedy="Widen low..high or lower num_heldout.",
             )
-        heldout = tuple(key for _, key in kept[:num_heldout])
-        train = tuple(key for key, s in problems.items() if s >= heldout_share)
-        self._keys = {"train": train, "heldout": heldout}
-        self._members = {split: frozenset(keys) for split, keys in self._keys.items()}
+        heldout = [key for _, key in kept[:num_heldout]]
+        train = [key for key, s in problems.items() if s >= heldout_share]
+        super().__init__({"train": train, "heldout": heldout})
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Return ("train", "heldout")."""
-        return tuple(self._keys)
-
-    def keys(self, split: str) -> Sequence[str]:
-        """Return the problems, such as "35+40"."""
-        return self._keys[self.require_split(split)]
-
-    def get(self, split: str, key: str) -> TaskData:
-        """Return the problem with its result."""
-        split = self.require_split(split)
-        if key not in self._members[split]:
-            raise task_not_found(split, key)
+    def task(self, split: str, key: str) -> TaskData:
+        """Return the problem, such as "35+40", with its result."""
         return TaskData(key=key, question=key, answer=Calculator()(key))
 
 

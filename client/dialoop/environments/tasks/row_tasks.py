@@ -6,11 +6,11 @@ RowTasks([{"query": "What is 3+4?", "answer": "7"}]).get("train", "0").answer   
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from dialoop.environments.episode import TaskData
-from dialoop.environments.tasks.source import TaskSource, task_not_found
+from dialoop.environments.tasks.source import ListedTasks, TaskSource
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.user_functions import call_now
@@ -28,7 +28,7 @@ def text_to_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"query": row[old], **{k: v for k, v in row.items() if k != old}}
 
 
-class RowTasks(TaskSource):
+class RowTasks(ListedTasks):
     """Rows with a `query` (after `collate`), perhaps an `answer` and a `key`; the rest is metadata.
 
     A mapping makes several splits, a list the split "train". Keys are row numbers by default.
@@ -41,21 +41,10 @@ class RowTasks(TaskSource):
         self._tasks = {
             split: _tasks(split, its_rows, collate) for split, its_rows in splits.items()
         }
+        super().__init__({split: tuple(tasks) for split, tasks in self._tasks.items()})
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Return the names of the splits."""
-        return tuple(self._tasks)
-
-    def keys(self, split: str) -> Sequence[str]:
-        """Return the keys in the order of the rows."""
-        return tuple(self._tasks[self.require_split(split)])
-
-    def get(self, split: str, key: str) -> TaskData:
+    def task(self, split: str, key: str) -> TaskData:
         """Return the task of a row."""
-        split = self.require_split(split)
-        if key not in self._tasks[split]:
-            raise task_not_found(split, key)
         return self._tasks[split][key]
 
 

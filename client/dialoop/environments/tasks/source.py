@@ -8,7 +8,7 @@ tasks.page("train", page_token=page.next_page_token)      # goes on, through epo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -128,6 +128,34 @@ class TaskSource(ABC):
         over = one_epoch and end >= len(keys)
         token = "" if over else "{}:{}".format(*divmod(end, len(keys)))
         return TaskPage(tasks=tuple(refs), next_page_token=token)
+
+
+class ListedTasks(TaskSource):
+    """A source that lists the keys of each split when it is made. An author writes `task`."""
+
+    def __init__(self, keys: Mapping[str, Sequence[str]]) -> None:
+        self._keys = {split: tuple(its_keys) for split, its_keys in keys.items()}
+        self._members = {split: frozenset(its_keys) for split, its_keys in self._keys.items()}
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Return the names of the splits."""
+        return tuple(self._keys)
+
+    def keys(self, split: str) -> Sequence[str]:
+        """Return the keys as they were listed."""
+        return self._keys[self.require_split(split)]
+
+    def get(self, split: str, key: str) -> TaskData:
+        """Return the task; NotFound (SPLIT_NOT_FOUND, TASK_NOT_FOUND) when there is none."""
+        split = self.require_split(split)
+        if key not in self._members[split]:
+            raise task_not_found(split, key)
+        return self.task(split, key)
+
+    @abstractmethod
+    def task(self, split: str, key: str) -> TaskData:
+        """Return the task of a key that is listed."""
 
 
 class NoTasks(TaskSource):
