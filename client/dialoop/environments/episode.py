@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.modes import Text, Tokens
@@ -108,35 +108,48 @@ def playing(episode: Episode) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
-    """The first state of an episode, and facts for the caller. A reset returns it."""
+class _Shown:
+    """An episode as its caller sees it: the next prompt, and facts beside it."""
 
     episode: Episode
     info: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def history(self) -> ChatHistory:
-        """Return the prompt; the policy has not answered yet."""
+        """Return the next prompt: all messages so far."""
         return ChatHistory(prompt=self.episode.history)
 
     @property
     def text(self) -> Text | None:
-        """Return the prompt as text in text mode, else None."""
-        return _text_of(self.episode)
+        """Return the next prompt as text in text mode, else None."""
+        episode = self.episode
+        if episode.view is not None:
+            return episode.view.prompt if isinstance(episode.view.prompt, Text) else None
+        shown = episode.state.get("shown_text")
+        return None if shown is None else Text(prompt=shown)
 
     @property
     def tokens(self) -> Tokens | None:
-        """Return the prompt as token ids in tokens mode, else None."""
-        return _tokens_of(self.episode)
+        """Return the next prompt as token ids in tokens mode, else None."""
+        episode = self.episode
+        if episode.view is not None:
+            return episode.view.prompt if isinstance(episode.view.prompt, Tokens) else None
+        shown = episode.state.get("shown_tokens")
+        return None if shown is None else Tokens(prompt=shown)
 
-    def append(self, *messages: Message) -> Opening:
-        """Return the opening with more messages."""
+    def append(self, *messages: Message) -> Self:
+        """Return it with messages of the environment added."""
         episode = replace(self.episode, history=self.episode.history.extend(messages))
         return replace(self, episode=episode)
 
-    def remember(self, **state: Any) -> Opening:
-        """Return the opening with more in the episode's state."""
+    def remember(self, **state: Any) -> Self:
+        """Return it with more in the episode's state."""
         return replace(self, episode=replace(self.episode, state={**self.episode.state, **state}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening(_Shown):
+    """The first state of an episode, and facts for the caller. A reset returns it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,32 +161,15 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(_Shown):
     """The result of a step: the episode after it, rewards and failures. Transforms change it."""
 
-    episode: Episode
     response: History
     rewards: tuple[Reward, ...] = ()
     failures: tuple[Failure, ...] = ()
     num_tool_calls: int = 0
-    info: Mapping[str, str] = field(default_factory=dict)
     # False: no reward function is called at this step.
     is_rewarded: bool = True
-
-    @property
-    def history(self) -> ChatHistory:
-        """Return the next prompt: all messages so far."""
-        return ChatHistory(prompt=self.episode.history)
-
-    @property
-    def text(self) -> Text | None:
-        """Return the next prompt as text in text mode, else None."""
-        return _text_of(self.episode)
-
-    @property
-    def tokens(self) -> Tokens | None:
-        """Return the next prompt as token ids in tokens mode, else None."""
-        return _tokens_of(self.episode)
 
     def tell(self, **info: str) -> Outcome:
         """Return the outcome with more facts for the caller; the policy never sees them."""
@@ -183,15 +179,6 @@ class Outcome:
     def is_scorable(self) -> bool:
         """Return whether no failure belongs to anyone but the policy."""
         return all(failure.owner is Owner.POLICY for failure in self.failures)
-
-    def append(self, *messages: Message) -> Outcome:
-        """Return the outcome with messages of the environment added."""
-        episode = replace(self.episode, history=self.episode.history.extend(messages))
-        return replace(self, episode=episode)
-
-    def remember(self, **state: Any) -> Outcome:
-        """Return the outcome with more in the episode's state."""
-        return replace(self, episode=replace(self.episode, state={**self.episode.state, **state}))
 
     def terminate(self, reason: DoneReason) -> Outcome:
         """End the episode because the task ended; one that is over stays as it is."""
@@ -232,17 +219,3 @@ class Outcome:
             rewards=self.rewards + score.rewards,
             failures=self.failures + score.failures,
         )
-
-
-def _text_of(episode: Episode) -> Text | None:
-    if episode.view is not None:
-        return episode.view.prompt if isinstance(episode.view.prompt, Text) else None
-    shown = episode.state.get("shown_text")
-    return None if shown is None else Text(prompt=shown)
-
-
-def _tokens_of(episode: Episode) -> Tokens | None:
-    if episode.view is not None:
-        return episode.view.prompt if isinstance(episode.view.prompt, Tokens) else None
-    shown = episode.state.get("shown_tokens")
-    return None if shown is None else Tokens(prompt=shown)
