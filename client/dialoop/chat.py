@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from dialoop.errors import DialoopWarning, InvalidHistory, PreconditionFailed
 from dialoop.messages import (
@@ -28,8 +28,6 @@ from dialoop.reasons import Reason
 from dialoop.representations import messages_html, messages_line, messages_text
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
     from dialoop.templates.options import TemplateOptions
     from dialoop.templates.registry import TemplateRegistry
     from dialoop.text_and_tokens import Text, Tokens

@@ -12,18 +12,16 @@ import inspect
 import pkgutil
 import sys
 import traceback
+from collections.abc import Iterable
 from hashlib import blake2b
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.user_functions import call_now, raised_at
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from types import ModuleType
 
 _IMPORT_MACHINERY = (__file__, pkgutil.__file__, "<frozen ", "importlib/__init__.py")
 

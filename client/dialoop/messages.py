@@ -12,18 +12,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.errors import InvalidHistory, Unsupported
 from dialoop.reasons import Reason
 from dialoop.representations import fields_line, messages_html, messages_text
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 PLACEHOLDER_ROLE = "<none>"
 """Role of messages that pad rectangular batches in other libraries; reading drops them."""

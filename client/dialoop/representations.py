@@ -5,11 +5,9 @@ cut("What is 3+4, and why?", 12)      # "What is 3..."
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+from typing import Any
 
 _LENGTH = 60
 _MOST = 6

@@ -11,16 +11,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from dialoop.errors import PermissionDenied, Unavailable
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 STACK_FILE = "stack.json"
 SCALE_FILE = "scale.json"

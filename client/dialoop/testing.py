@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -24,6 +24,7 @@ from dialoop.errors import InvalidInput
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Source, sequence_of
+from dialoop.sequences import Sequence as TokenSequence
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
@@ -38,9 +39,6 @@ from dialoop.trajectory import (
     Turn,
 )
 from dialoop.user_functions import call
-
-if TYPE_CHECKING:
-    from dialoop.sequences import Sequence as TokenSequence
 
 Script = Sequence[str] | Callable[[History], str | Awaitable[str]]
 

@@ -10,20 +10,17 @@ from __future__ import annotations
 import math
 import sys
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.chat import History
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.representations import messages_html, messages_line, messages_text, record_html
 from dialoop.sequences import PolicyVersion, Sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 _NO_TOP_K = (0, -1)
 MAX_TOP_LOGPROBS = 20

@@ -12,16 +12,13 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import cache, partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable
-    from types import TracebackType
+from types import TracebackType
+from typing import Any
 
 _OUR_PACKAGES = frozenset(
     {

@@ -12,13 +12,10 @@ Each `Channel` counts its calls in flight so. Services show the waits among thei
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 STALL_S = 20.0
 """Age from which a wait is a stall."""

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _resident_then = 0
 

@@ -17,7 +17,7 @@ from dialoop.reasons import Reason
 from dialoop_learning.loss.losses import LossInputs
 from dialoop_learning.loss.objective import Objective, combine_metrics
 from dialoop_learning.memory import return_free_memory
-from dialoop_learning.packing.rows import OPTIONAL, pack_rows
+from dialoop_learning.packing.rows import OPTIONAL, PackedBatch, TokenRow, pack_rows
 from dialoop_learning.parallel.ranks import ALONE, Ranks, keep_pace, rows_behind
 from dialoop_learning.rl.packing_plan import plan_rows
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from dialoop_learning.loss.losses import Loss
     from dialoop_learning.model.policy import PolicyModel
     from dialoop_learning.optim import GuardedOptimizer, StepReport
-    from dialoop_learning.packing.rows import PackedBatch, TokenRow
 
 
 _GROWTH = 512 << 20

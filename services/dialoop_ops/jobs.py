@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.errors import InvalidConfig, PreconditionFailed, Unavailable
@@ -31,9 +31,6 @@ from dialoop.reasons import Reason
 from dialoop_services.config.file import LoadedConfig, load_with_origins, parse_config, toml_of
 
 from dialoop_ops.stack.in_process import read_job, train_in_process
-
-if TYPE_CHECKING:
-    from typing import Self
 
 Config = Mapping[str, Any] | str | Path
 Row = dict[str, Any]

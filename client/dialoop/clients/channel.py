@@ -10,10 +10,10 @@ import asyncio
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -27,9 +27,7 @@ from dialoop.v1.stream_pb2 import StreamEnd
 from dialoop.waits import current_waits
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
     from types import ModuleType, TracebackType
-    from typing import Any, Self
 
     from google.protobuf.message import Message
 

@@ -16,7 +16,7 @@ import os
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
@@ -26,23 +26,19 @@ from dialoop.clients.replay import ReplayClient
 from dialoop.clients.scorer import ScorerClient
 from dialoop.clients.template import TemplateClient
 from dialoop.clients.trainer import TrainerClient
-from dialoop.collection import collect
+from dialoop.collection import Collection, collect
 from dialoop.errors import InvalidConfig, NotFound
-from dialoop.local.client import LocalEnvironmentClient
+from dialoop.local.client import Environments, LocalEnvironmentClient
 from dialoop.reasons import Reason
 from dialoop.rollout import play, play_group
 from dialoop.running_stacks import SERVICES_VARIABLE, named_stack, require_addresses
-from dialoop.trajectory import SamplingParams, Task
+from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, Self
 
-    from dialoop.collection import Collection
     from dialoop.environments import Environment
     from dialoop.episode import Policy
-    from dialoop.local.client import Environments
-    from dialoop.trajectory import Group, Trajectory
 
 C = TypeVar(
     "C",

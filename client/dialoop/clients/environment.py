@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import A, Q, Rpc, rpc_of
+from dialoop.clients.channel import A, Channel, Q, Rpc, rpc_of
 from dialoop.clients.environment_records import (
     CHOICE,
     INFO,
@@ -27,7 +27,7 @@ from dialoop.environments.environment import Given
 from dialoop.environments.episode import Score
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage, TaskRef
-from dialoop.episode import GroupOpening, SessionState
+from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
 from dialoop.errors import DialoopError
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire.messages import CHAT_HISTORY
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.chat import ChatHistory
-    from dialoop.clients.channel import Channel
     from dialoop.environments.modes import Answered
-    from dialoop.episode import ResetResult, StepResult
     from dialoop.trajectory import Trajectory
 
 __all__ = [

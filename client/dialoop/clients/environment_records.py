@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.chat import ChatHistory
-from dialoop.environments.environment import Given
+from dialoop.environments.environment import Environment, Given
 from dialoop.environments.episode import Score
-from dialoop.environments.modes import InputMode, RewardShape, Text, Tokens
+from dialoop.environments.modes import Answered, InputMode, RewardShape, Text, Tokens
 from dialoop.environments.sessions.records import full_of
 from dialoop.environments.spec import EnvironmentSpec, FieldSpec, spec_of
 from dialoop.environments.tasks.choosing import TaskChoice
@@ -19,10 +19,6 @@ from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage
 from dialoop.wire.messages import CHAT_HISTORY, HISTORY, MESSAGE, TEXT, TOKENS, TOOL
 from dialoop.wire.records import FAILURE, REWARD
-
-if TYPE_CHECKING:
-    from dialoop.environments.environment import Environment
-    from dialoop.environments.modes import Answered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

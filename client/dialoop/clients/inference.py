@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from collections.abc import Sequence as AnySequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-from dialoop.chat import ChatHistory
-from dialoop.clients.channel import rpc_of, tell_warnings
+from dialoop.chat import ChatHistory, History, ToolDefinition
+from dialoop.clients.channel import Channel, rpc_of, tell_warnings
 from dialoop.clients.errors import require_count
 from dialoop.clients.inference_messages import (
     Question,
     samples_from_proto,
     top_logprobs_from_proto,
 )
-from dialoop.clients.weights import LOADED, weights_requests
+from dialoop.clients.weights import LOADED, Content, weights_requests
 from dialoop.clients.weights import LoadedWeights as LoadedWeights
 from dialoop.clients.weights import Probe as Probe
 from dialoop.clients.weights import WeightsKind as WeightsKind
@@ -30,11 +31,6 @@ from dialoop.wire.messages import CHAT_HISTORY, logprobs_from_proto, token_ids_t
 from dialoop.wire.sequences import POLICY_VERSION, sequence_from_proto
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
-
-    from dialoop.chat import History, ToolDefinition
-    from dialoop.clients.channel import Channel
-    from dialoop.clients.weights import Content
     from dialoop.episode import Sample
     from dialoop.sequences import Floats, PolicyVersion, Sequence
     from dialoop.trajectory import SamplingParams

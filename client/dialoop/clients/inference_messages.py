@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dialoop.chat import ChatHistory
+from dialoop.chat import ChatHistory, History, ToolDefinition
 from dialoop.episode import ContinuedText, Sample, UpdateMode
-from dialoop.trajectory import StopReason
+from dialoop.trajectory import SamplingParams, StopReason
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from dialoop.wire.messages import CHAT_HISTORY, HISTORY, TOOL, token_ids_to_proto
@@ -20,9 +20,7 @@ from dialoop.wire.sequences import sequence_from_proto, sequence_to_proto
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from dialoop.chat import History, ToolDefinition
     from dialoop.sequences import Sequence
-    from dialoop.trajectory import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import Any, Self
 
-from dialoop.clients.channel import A, Q, Rpc, rpc_of
+from dialoop.clients.channel import A, Channel, Q, Rpc, rpc_of
 from dialoop.clients.environment import (
     CLOSE_SESSION,
     CREATE_SESSION,
@@ -22,12 +23,6 @@ from dialoop.clients.errors import error_of_item
 from dialoop.errors import DeadlineExceeded, DialoopError, Unavailable
 from dialoop.reasons import Reason
 from dialoop.v1 import environment_service_pb2 as pb
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from typing import Self
-
-    from dialoop.clients.channel import Channel
 
 INTERACT = rpc_of(pb, "EnvironmentService", "Interact")
 _STREAMED = {

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dialoop.agents import AgentConnection
-from dialoop.clients.channel import rpc_of
+from dialoop.clients.channel import Channel, rpc_of
 from dialoop.clients.inference_messages import sample_from_proto
 from dialoop.episode import Sample
 from dialoop.v1 import inference_service_pb2 as pb
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from dialoop.chat import History
-    from dialoop.clients.channel import Channel
     from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
 
 

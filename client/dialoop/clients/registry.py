@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import rpc_of
+from dialoop.clients.channel import Channel, rpc_of
 from dialoop.v1 import registry_service_pb2 as pb
 from dialoop.wire.codec import Codec, submessage
 from dialoop.wire.sequences import POLICY_VERSION
@@ -14,7 +14,6 @@ from dialoop.wire.sequences import POLICY_VERSION
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from dialoop.clients.channel import Channel
     from dialoop.sequences import PolicyVersion
 
 

@@ -7,8 +7,8 @@ from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.channel import rpc_of
-from dialoop.trajectory import Stage
+from dialoop.clients.channel import Channel, rpc_of
+from dialoop.trajectory import Group, Stage, Task, Trajectory
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from dialoop.wire.codec import Codec, enum, many, submessage
@@ -18,9 +18,7 @@ from dialoop.wire.sequences import POLICY_VERSION
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
 
-    from dialoop.clients.channel import Channel
     from dialoop.sequences import PolicyVersion
-    from dialoop.trajectory import Group, Task, Trajectory
 
 
 class EmptyReason(IntEnum):

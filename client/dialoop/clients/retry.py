@@ -9,15 +9,13 @@ import asyncio
 import math
 import random
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from dialoop.clients.errors import DEATHS, is_outage, is_worth_retrying
 from dialoop.errors import DialoopError, Unavailable
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from dialoop.clients.channel import rpc_of
+from dialoop.clients.channel import Channel, rpc_of
 from dialoop.clients.inference import PolicyLogProbs
 from dialoop.v1 import scorer_service_pb2 as pb
 from dialoop.wire.messages import logprobs_from_proto, token_ids_to_proto
@@ -14,7 +14,6 @@ from dialoop.wire.records import GROUP, TOKEN_VALUES, TRAJECTORY
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dialoop.clients.channel import Channel
     from dialoop.sequences import TokenValues
     from dialoop.trajectory import Group, Trajectory
 

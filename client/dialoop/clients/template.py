@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dialoop.clients.channel import rpc_of
+from dialoop.clients.channel import Channel, rpc_of
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.v1 import chat_pb2
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dialoop.chat import History, ToolDefinition
-    from dialoop.clients.channel import Channel
     from dialoop.sequences import Sequence
     from dialoop.templates.declared_parser import TemplateParser
     from dialoop.templates.registry import TemplateInfo

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import rpc_of
+from dialoop.clients.channel import Channel, rpc_of
 from dialoop.clients.weights import WeightsKind
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams
@@ -15,11 +15,6 @@ from dialoop.v1 import trainer_service_pb2 as pb
 from dialoop.wire.codec import Codec, enum, submessage
 from dialoop.wire.records import SAMPLING
 from dialoop.wire.sequences import POLICY_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from dialoop.clients.channel import Channel
 
 
 class Phase(IntEnum):

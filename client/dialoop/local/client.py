@@ -11,11 +11,11 @@ Sessions never expire.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
-from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo
+from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo, ResetItem, StepItem
 from dialoop.clients.environment_records import info_of
 from dialoop.environments.environment import Given, Managed
 from dialoop.environments.sessions.catalogue import Catalogue
@@ -32,11 +32,7 @@ from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
 from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Self
-
     from dialoop.chat import ChatHistory
-    from dialoop.clients.environment import ResetItem, StepItem
     from dialoop.environments import Answered, Environment
     from dialoop.environments.episode import Score
     from dialoop.environments.tasks.source import TaskPage

@@ -9,17 +9,12 @@ from __future__ import annotations
 import keyword
 import secrets
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from dialoop.errors import InvalidInput
 from dialoop.sandbox.confined.interpreter import ASKED, CHANNEL, NONCE_BYTES
 from dialoop.sandbox.execution import Verdict
-from dialoop.sandbox.worker import MAX_QUESTION_BYTES, Questions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from dialoop.sandbox.worker import Worker
+from dialoop.sandbox.worker import MAX_QUESTION_BYTES, Questions, Worker
 
 # Runs before the tests, in their interpreter. A result is a literal, so it has no class of the
 # code's own whose __eq__ could say what it likes.

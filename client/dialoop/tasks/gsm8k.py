@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnTag, EndWhenIncomplete, OneTurn
@@ -21,9 +21,6 @@ from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.tasks.files import file_tasks
 from dialoop.trajectory import Reward
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SYSTEM_PROMPT = (
     "Solve the problem. Think between <think> and </think>, then give the number alone between "

@@ -11,9 +11,10 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnTag, EndWhenIncomplete, OneTurn
@@ -26,9 +27,6 @@ from dialoop.sandbox.killable import KillableFunction
 from dialoop.tasks.files import file_tasks
 from dialoop.tasks.ifeval_checks import CHECKS
 from dialoop.trajectory import Reward
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SYSTEM_PROMPT = "Think between <think> and </think>, then answer between <answer> and </answer>."
 

@@ -6,8 +6,10 @@ compares (extra `dialoop[math]`), in a process that is killed when it takes too 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndWhenIncomplete, OneTurn
@@ -19,10 +21,6 @@ from dialoop.reasons import Reason
 from dialoop.sandbox.killable import KillableFunction
 from dialoop.tasks.files import file_tasks
 from dialoop.trajectory import Reward
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 SYSTEM_PROMPT = "Solve the problem. Give the final answer in \\boxed{}."
 

@@ -33,17 +33,15 @@ from dialoop.errors import (
     PreconditionFailed,
     Unsupported,
 )
-from dialoop.messages import chat_for_template, tool_for_template
+from dialoop.messages import Message, ToolDefinition, chat_for_template, tool_for_template
 from dialoop.reasons import Reason
-from dialoop.templates.parsing import TurnParser, parse_tokens, parser_for
+from dialoop.templates.parsing import Parser, TurnParser, parse_tokens, parser_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from jinja2.parser import Parser as JinjaParser
 
-    from dialoop.messages import Message, ToolDefinition
-    from dialoop.templates.parsing import Parser
     from dialoop.tokens.tokenizer import Tokenizer
 
     Tools = Iterable[ToolDefinition | Mapping[str, Any]]

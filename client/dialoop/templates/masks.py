@@ -20,7 +20,7 @@ from dialoop.errors import DialoopError, Unsupported
 from dialoop.messages import Message
 from dialoop.reasons import Reason
 from dialoop.templates.parsing import absent_character, guard_special_tokens, with_texts
-from dialoop.tokens.tokenizer import Encoded
+from dialoop.tokens.tokenizer import Encoded, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dialoop.templates.chat_template import ChatTemplate, Span
-    from dialoop.tokens.tokenizer import Tokenizer
 
 _MARK = ("\ufdd0", "\ufdd1")
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 
 from dialoop.errors import InvalidInput
-from dialoop.messages import processor_chat
+from dialoop.messages import Message, processor_chat
 from dialoop.reasons import Reason
 from dialoop.templates.chat_template import require_variables
-from dialoop.templates.masks import encode_conversations
+from dialoop.templates.masks import EncodedConversation, encode_conversations
 from dialoop.templates.registry import DEFAULT_REGISTRY, TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from dialoop.messages import Message
     from dialoop.templates.chat_template import ChatTemplate, Tools
-    from dialoop.templates.masks import EncodedConversation
 
 
 class TemplateOptions(TypedDict, total=False):

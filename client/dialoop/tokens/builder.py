@@ -33,7 +33,7 @@ from dialoop.tokens.special_tokens import (
     pieces_with_literals,
     spells_special,
 )
-from dialoop.tokens.text_spans import after, closing, cut, uncut
+from dialoop.tokens.text_spans import Piece, Render, after, closing, cut, uncut
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from dialoop.sequences import Ids
     from dialoop.templates.chat_template import ChatTemplate
-    from dialoop.tokens.text_spans import Piece, Render
     from dialoop.tokens.tokenizer import Tokenizer
 
 DEMONSTRATION = PolicyVersion(lineage="demonstration", number=0)

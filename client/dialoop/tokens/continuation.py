@@ -6,18 +6,13 @@ is what follows. Nothing else is assumed of a template.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from dialoop.chat import History, Message
 from dialoop.errors import DialoopError
 from dialoop.sequences import ForkCause
-from dialoop.tokens.text_spans import closing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from dialoop.tokens.text_spans import Render
+from dialoop.tokens.text_spans import Render, closing
 
 _MARK = "\ufdd4sampled {}\ufdd5"
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from dialoop.sequences import sequence_of
-from dialoop.tokens.tokenizer import Encoded
+from dialoop.sequences import Sequence, sequence_of
+from dialoop.tokens.tokenizer import Encoded, Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from dialoop.sequences import Sequence
     from dialoop.tokens.text_spans import Piece
-    from dialoop.tokens.tokenizer import Tokenizer
 
 _Run = tuple[list[int], dict[str, Any]]
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from dialoop.chat import History, Message
 from dialoop.errors import DialoopError, Unsupported
 from dialoop.reasons import Reason
-from dialoop.tokens.text_spans import Piece
+from dialoop.tokens.text_spans import Piece, Render
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from dialoop.sequences import Source
-    from dialoop.tokens.text_spans import Render
     from dialoop.tokens.tokenizer import Tokenizer
 
 # Noncharacters: no text that is meant for interchange holds them.

@@ -10,15 +10,13 @@ what they say.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from dialoop.chat import History, Message
 from dialoop.errors import DialoopError
 from dialoop.sequences import Source
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 # Noncharacters: no text that is meant for interchange holds them.
 _MARK = "\ufdd4{}\ufdd5"

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.errors import InvalidInput, Unsupported
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _ALL_LINEAR = "all-linear"
 # Options of PEFT that change what an adapter computes, and that an engine ignores or refuses.

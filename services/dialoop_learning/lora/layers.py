@@ -8,18 +8,14 @@ merged_tensors(policy.causal_lm)          # the whole policy, under the model's 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
+from torch import Tensor, nn
 
 ADAPTER = "adapter_model.safetensors"
 """Name of the file of a PEFT directory that holds the adapter."""

@@ -28,12 +28,11 @@ import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
-from dialoop_learning.loss.losses import MAX_LOG_RATIO
+from dialoop_learning.loss.losses import MAX_LOG_RATIO, LossInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dialoop_learning.loss.losses import LossInputs
 
 CorrectionKind = Literal["tis", "icepop", "token_mask", "sequence_mask", "kl_mask"]
 

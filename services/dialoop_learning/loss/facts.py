@@ -8,12 +8,10 @@ A new built-in loss is an entry here and a function in `losses.py`. Config and c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Literal
 
 Aggregation = Literal["token", "sequence", "prompt", "constant", "sum", "none"]
 """How token losses become one number.

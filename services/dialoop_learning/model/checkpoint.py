@@ -14,8 +14,9 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -24,9 +25,6 @@ from dialoop.reasons import Reason
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from dialoop_learning.model.products import linear_products
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _MAX_NAMED = 3
 _MEASURED_S = 0.2

@@ -6,13 +6,13 @@ scores = policy(batch, temperature=1.0)     # log-probs [M] of the batch's M tra
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.reasons import Reason
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -33,18 +33,14 @@ from dialoop_learning.model.fused_head import (
 )
 from dialoop_learning.model.logprobs import TokenScores, token_logprobs
 from dialoop_learning.model.products import linear_products
-from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
     from pathlib import Path
-
-    from torch import Tensor
 
     from dialoop_learning.model.attention import SharedPrefixes
     from dialoop_learning.model.fused_head import LogprobKernel
-    from dialoop_learning.packing.rows import PackedBatch
     from dialoop_learning.rl.routed_experts import Routing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import platform
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +32,6 @@ from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 

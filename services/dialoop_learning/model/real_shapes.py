@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -24,9 +24,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dialoop_learning.model.checkpoint import save_model
 from dialoop_learning.model.tiny import CHAT_TEMPLATE, CONTROL_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NUM_TOKENS = 151_936
 """Entries of the tokenizer, as many as the model embeds."""

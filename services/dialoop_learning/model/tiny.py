@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -21,9 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 
 from dialoop_learning.loss.facts import TINY_MODEL_POSITIONS
 from dialoop_learning.model.checkpoint import save_model
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Tokens of the chat template. They are special, so they never count as content."""

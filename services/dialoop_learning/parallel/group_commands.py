@@ -31,12 +31,12 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -44,13 +44,7 @@ from dialoop.errors import DialoopError, InvalidInput, PreconditionFailed, Unava
 from dialoop.reasons import Reason
 
 from dialoop_learning.packing.rows import TokenRow
-from dialoop_learning.parallel.ranks import ALONE, RANK_FAILED, Ranks, known_failure
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from dialoop_learning.parallel.ranks import Store
-
+from dialoop_learning.parallel.ranks import ALONE, RANK_FAILED, Ranks, Store, known_failure
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dialoop_learning.parallel.ranks import reshard
+from dialoop_learning.parallel.ranks import Ranks, reshard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from dialoop_learning.model.policy import PolicyModel
     from dialoop_learning.optim import GuardedOptimizer
-    from dialoop_learning.parallel.ranks import Ranks
 
 _OPTIMIZER, _COUNTS = "optimizer", "counts"
 

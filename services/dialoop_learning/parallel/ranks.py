@@ -24,21 +24,18 @@ import torch
 import torch.distributed as dist
 from dialoop.errors import PreconditionFailed, Unavailable, Unsupported
 from dialoop.reasons import Reason
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
 
-from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows
 from dialoop_learning.rl.packing_plan import plan_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import Tensor
-
     from dialoop_learning.model.policy import PolicyModel
-    from dialoop_learning.packing.rows import PackedBatch
 
 
 RANK_FAILED = Reason.RANK_FAILED

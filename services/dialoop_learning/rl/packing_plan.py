@@ -6,14 +6,11 @@ plan_rows([5, 3, 4, 2], max_tokens=7)     # ((0, 3), (2, 1)): 5 + 2 and 4 + 3 to
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _HIDDEN_SIZE = 1024
 

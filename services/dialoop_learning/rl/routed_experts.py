@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
-from dialoop.sequences import Along, Column
+from dialoop.sequences import Along, Column, Sequence
 
 if TYPE_CHECKING:
-    from dialoop.sequences import Sequence
     from numpy.typing import NDArray
 
 COLUMN = "routed_experts"

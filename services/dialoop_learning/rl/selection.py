@@ -10,22 +10,15 @@ A reward must be strictly above the median. Among equal rewards there is no best
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
-from dialoop.trajectory import Owner
+from dialoop.trajectory import Group, Owner, Trajectory
 from dialoop.user_functions import call_now
 
-from dialoop_learning.rl.advantages import return_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-    from dialoop.trajectory import Group, Trajectory
-
-    from dialoop_learning.rl.advantages import Aggregate
+from dialoop_learning.rl.advantages import Aggregate, return_of
 
 
 def best_of(rewards: Sequence[float], *, k: int) -> tuple[int, ...]:

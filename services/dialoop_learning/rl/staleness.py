@@ -7,12 +7,9 @@ The trainer and the queue in memory call this rule. The queue in Redis repeats i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from dialoop.sequences import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def is_stale(

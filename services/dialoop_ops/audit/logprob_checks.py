@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from dialoop_ops.audit.records import TRAINED, CurvePoint
+from dialoop_ops.audit.records import TRAINED, CurvePoint, Dump, Rollout, TokenRecord
 from dialoop_ops.audit.report import (
     ERROR,
     AuditFinding,
@@ -17,11 +18,6 @@ from dialoop_ops.audit.report import (
     evidence_of,
     finding_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from dialoop_ops.audit.records import Dump, Rollout, TokenRecord
 
 # Engines and trainers that are right differ by less, in nats, even in bfloat16 on the median token.
 _TOLERANCE = 0.02

@@ -7,13 +7,9 @@ Nothing fails: the rewards are those of the short ones, and often better.
 from __future__ import annotations
 
 from math import lgamma, log
-from typing import TYPE_CHECKING
 
-from dialoop_ops.audit.records import EVALUATION
+from dialoop_ops.audit.records import EVALUATION, Dump, Rollout
 from dialoop_ops.audit.report import WARNING, AuditFinding, NotCheckable, evidence_of
-
-if TYPE_CHECKING:
-    from dialoop_ops.audit.records import Dump, Rollout
 
 _FEWEST_GROUPS = 20
 _CHANCE = 1e-6

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from dialoop_ops.audit.records import TRAINED
+from dialoop_ops.audit.records import TRAINED, Dump, Rollout, Span, TokenRecord
 from dialoop_ops.audit.report import (
     ERROR,
     AuditFinding,
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from dialoop.tokens.tokenizer import Tokenizer
 
-    from dialoop_ops.audit.records import Dump, Rollout, Span, TokenRecord
 
 _FEWEST_STOPS = 20
 _FEWEST_LOST = 3

@@ -11,14 +11,12 @@ from dialoop.errors import InvalidInput
 from dialoop.tokens.tokenizer import Tokenizer
 from pydantic import TypeAdapter, ValidationError
 
-from dialoop_ops.audit import Claims
+from dialoop_ops.audit import AuditReport, Claims
 from dialoop_ops.audit import audit as audit_path
 from dialoop_ops.cli.console import say
 
 if TYPE_CHECKING:
     import argparse
-
-    from dialoop_ops.audit import AuditReport
 
 
 def audit(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from dialoop.reasons import Reason, reason_of
 from dialoop.running_stacks import require_addresses
 from dialoop.sequences import Source
 from dialoop.testing import ScriptedPolicy
-from dialoop.trajectory import SamplingParams
+from dialoop.trajectory import SamplingParams, Trajectory
 from rich.text import Text
 
 from dialoop_ops.cli.console import rich_console, say
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from dialoop.chat import History, Message
     from dialoop.clients.environment import EnvironmentInfo
-    from dialoop.trajectory import Trajectory
     from rich.console import Console
 
 _ROLES = {"assistant": Source.MODEL, "tool": Source.TOOL}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
-from dialoop.running_stacks import SCALE_FILE, SCALED, find_stack
+from dialoop.running_stacks import SCALE_FILE, SCALED, Stack, find_stack
 
 from dialoop_ops.cli.console import say, say_json
 from dialoop_ops.cli.stack import choose_stack
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from dialoop.running_stacks import Stack
 
 _COUNT = re.compile(r"(?P<service>[a-z]+)=(?P<sign>[+-]?)(?P<count>\d{1,4})")
 _POLL_S = 0.2

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 from dialoop.clients.tls import rest_scheme
 from dialoop.errors import InvalidConfig, NotFound, Unavailable
 from dialoop.reasons import Reason
-from dialoop.running_stacks import find_stack, find_stacks, read_announcement
+from dialoop.running_stacks import Stack, find_stack, find_stacks, read_announcement
 
 from dialoop_ops.cli.console import complain, say, say_json
 
 if TYPE_CHECKING:
     import argparse
 
-    from dialoop.running_stacks import Stack
 
 DEFAULT_RUN = "default"
 """The run that `dialoop up` without a config serves."""

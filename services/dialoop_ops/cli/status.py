@@ -12,11 +12,11 @@ import time
 from typing import TYPE_CHECKING
 
 from dialoop.clients.tls import rest_scheme
-from dialoop.running_stacks import find_stack, named_stack
+from dialoop.running_stacks import Stack, find_stack, named_stack
 
 from dialoop_ops.cli.console import rich_console, say
 from dialoop_ops.cli.stack import choose_stack
-from dialoop_ops.now import Watcher
+from dialoop_ops.now import Now, Watcher
 from dialoop_ops.now.snapshot import ages_by_place, groups_line
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
     from dialoop.clients.replay import ReplayStats
     from dialoop.clients.trainer import TrainerStatus
-    from dialoop.running_stacks import Stack
 
-    from dialoop_ops.now import Now
 
 _EVERY_S = 1.0
 

@@ -25,7 +25,7 @@ from dialoop_services.rest.problems import (
     problem_body,
     problem_headers,
 )
-from dialoop_services.runtime.access.auth import credentials_of
+from dialoop_services.runtime.access.auth import Token, credentials_of
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -38,7 +38,7 @@ from dialoop_ops.console.answers import (
     series_of,
     to_json,
 )
-from dialoop_ops.console.live_runs import LOOK_EVERY_S
+from dialoop_ops.console.live_runs import LOOK_EVERY_S, LiveRuns
 from dialoop_ops.runs import Filters
 from dialoop_ops.runs.forks import fork_tree
 from dialoop_ops.runs.run_config import compare_configs, flat_config
@@ -49,10 +49,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop_services.rest.guard import App, Receive, Scope, Send
-    from dialoop_services.runtime.access.auth import Token
     from starlette.requests import Request
 
-    from dialoop_ops.console.live_runs import LiveRuns
     from dialoop_ops.console.watched_runs import WatchedRuns
 
 ASSETS = "/assets/"

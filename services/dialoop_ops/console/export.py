@@ -27,7 +27,7 @@ from dialoop_ops.console.answers import (
     to_json,
 )
 from dialoop_ops.console.app import page_files
-from dialoop_ops.runs import Filters
+from dialoop_ops.runs import Filters, RunIndex
 from dialoop_ops.runs.forks import fork_tree
 from dialoop_ops.runs.index import MAX_LIMIT
 from dialoop_ops.runs.run_config import flat_config, tokenizer_of
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from dialoop.tokens.tokenizer import Tokenizer
 
-    from dialoop_ops.runs import RunIndex
 
 FORMAT = 1
 _PART_BYTES = 1 << 20

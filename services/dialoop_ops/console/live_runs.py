@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Self
 
 from dialoop.clients.channel import Channel
-from dialoop.clients.replay import ReplayClient
+from dialoop.clients.replay import DeadLetter, ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.trainer import TrainerClient
 from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
-from dialoop.running_stacks import find_stack
+from dialoop.running_stacks import Stack, find_stack
 
 from dialoop_ops.now import Watcher
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
-    from typing import Self
-
-    from dialoop.clients.replay import DeadLetter
-    from dialoop.running_stacks import Stack
 
 LOOK_EVERY_S = 1.0
 _MAX_DEAD_LETTERS = 200

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from dialoop.errors import InvalidInput, NotFound
 
@@ -21,7 +21,6 @@ from dialoop_ops.runs.run_config import tokenizer_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
-    from typing import Self
 
     from dialoop.tokens.tokenizer import Tokenizer
 

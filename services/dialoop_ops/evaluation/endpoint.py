@@ -10,17 +10,14 @@ in the answer (`include_stop_str_in_output`, which vLLM, SGLang and Dialoop know
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from dialoop.chat import ChatHistory, History
 from dialoop.episode import Sample
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
-from dialoop.sequences import sequence_of
+from dialoop.sequences import Sequence, sequence_of
 from dialoop.trajectory import SamplingParams, StopReason
-
-if TYPE_CHECKING:
-    from dialoop.sequences import Sequence
 
 _STOP_REASONS = {
     "stop": StopReason.STOP,

@@ -11,7 +11,7 @@ from dialoop.environments.tasks.source import first_refs
 from dialoop.errors import NotFound
 from dialoop.reasons import Reason
 from dialoop.rollout import play
-from dialoop.trajectory import Purpose, Task
+from dialoop.trajectory import Purpose, Task, Trajectory
 from dialoop.user_functions import resolve
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from dialoop.collection import TaskSessions
     from dialoop.episode import Policy
-    from dialoop.trajectory import Trajectory
 
     from dialoop_ops.evaluation.records import EvaluationRecords, EvaluationSpec
 

@@ -9,20 +9,16 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import Any, Self
 
 from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
-from dialoop.trajectory import Owner, SamplingParams
+from dialoop.trajectory import Owner, SamplingParams, Trajectory
 from dialoop_services.trainer.records.rows import as_row
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
-
-    from dialoop.trajectory import Trajectory
 
 _RUN, _LINES = "run.json", "trajectories.jsonl"
 LABEL = "eval"

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 
-from dialoop_ops.evaluation.records import read_spec, scored_rows
+from dialoop_ops.evaluation.records import EvaluationSpec, read_spec, scored_rows
 from dialoop_ops.runs.intervals import Interval, mean_of, paired_difference, pass_at_k
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from dialoop_ops.evaluation.records import EvaluationSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.channel import Channel
+from dialoop.clients.channel import Channel, Credentials
 from dialoop.clients.retry import RetryPolicy
-from dialoop.clients.trainer import Phase, TrainerClient
+from dialoop.clients.trainer import Phase, TrainerClient, TrainerStatus
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_services.runtime.exit_reason import read_exit_reason
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from dialoop.clients.channel import Credentials
-    from dialoop.clients.trainer import TrainerStatus
     from dialoop_services.config.job import JobConfig
 
 START_FILE = ".compose-start.json"

@@ -8,14 +8,11 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop_ops.stack.processes.child import PARENT_VARIABLE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _PORT_WAIT_S, _POLL_S = 30.0, 0.2
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,6 @@ from dialoop_ops.stack.devices import needs_elsewhere, plan_devices, plan_here, 
 from dialoop_ops.stack.layout import replica_names, service_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from dialoop_services.config.job import JobConfig
 
     from dialoop_ops.stack.processes.child import Grow, Starter

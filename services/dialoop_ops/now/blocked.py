@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dialoop.waits import STALL_S
+from dialoop.waits import STALL_S, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from dialoop.clients.replay import LedgerCounts, ReplayStats
-    from dialoop.waits import Wait
 
 _MAX_CHAIN = 8
 _QUEUE = "replay"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dialoop.waits import STALL_S
+from dialoop.waits import STALL_S, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from dialoop.clients.inference import PolicyStatus
     from dialoop.clients.replay import LedgerCounts, ReplayStats
     from dialoop.clients.trainer import TrainerStatus
-    from dialoop.waits import Wait
 
     from dialoop_ops.now.blocked import Blocked
 

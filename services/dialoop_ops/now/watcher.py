@@ -12,18 +12,18 @@ import re
 import time
 from collections import deque
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc
 from dialoop.clients.channel import Channel
-from dialoop.clients.inference import InferenceClient
-from dialoop.clients.registry import RegistryClient
-from dialoop.clients.replay import ReplayClient
+from dialoop.clients.inference import InferenceClient, PolicyStatus
+from dialoop.clients.registry import RegistryClient, ServiceInstance
+from dialoop.clients.replay import ReplayClient, ReplayStats
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.tls import open_channel
 from dialoop.clients.trainer import TrainerClient
 from dialoop.errors import DialoopError
-from dialoop.running_stacks import read_announcement
+from dialoop.running_stacks import Stack, read_announcement
 from dialoop.waits import Wait
 
 from dialoop_ops.now.blocked import blocked_by
@@ -31,12 +31,6 @@ from dialoop_ops.now.snapshot import SERVING, Now, ServiceNow
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
-    from typing import Self
-
-    from dialoop.clients.inference import PolicyStatus
-    from dialoop.clients.registry import ServiceInstance
-    from dialoop.clients.replay import ReplayStats
-    from dialoop.running_stacks import Stack
 
     Check = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 

@@ -28,7 +28,7 @@ from dialoop_services.trainer.step_replay.columns import (
     reward_columns,
     row_columns,
 )
-from dialoop_services.trainer.step_replay.keeping import machine_of, read_step
+from dialoop_services.trainer.step_replay.keeping import KeptStep, machine_of, read_step
 from dialoop_services.trainer.step_replay.trace import StepTrace
 from rich.console import Console
 from rich.progress import Progress
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
     from dialoop.trajectory import Group
     from dialoop_learning.packing.rows import TokenRow
-    from dialoop_services.trainer.step_replay.keeping import KeptStep
 
 _NO_FLOATS = np.empty(0, dtype=np.float32)
 

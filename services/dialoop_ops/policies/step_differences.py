@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop_services.trainer.records.rows import as_row, trajectory_files
-from dialoop_services.trainer.step_replay.columns import ValuePlace
+from dialoop_services.trainer.step_replay.columns import StepColumn, ValuePlace
 from dialoop_services.trainer.step_replay.trace import bits_of
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.trajectory import Group
-    from dialoop_services.trainer.step_replay.columns import StepColumn
     from torch import Tensor
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-5

@@ -6,7 +6,7 @@ A row is a line of trajectories.jsonl, as a dict.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dialoop.sequences import Source
@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from dialoop.tokens.tokenizer import Tokenizer

@@ -12,10 +12,11 @@ import re
 import sqlite3
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.errors import NotFound, Unavailable
 from dialoop_services.trainer.records.rows import numbers_of, trajectory_files
@@ -37,9 +38,6 @@ from dialoop_ops.runs.summaries import (
     text_of,
     versions_by_step,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 FILE = "index.sqlite"
 DEBUG_TABLE = "debug_table.jsonl"

@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist, fmean, variance
-from typing import TYPE_CHECKING
 
 from mpmath import mp
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 CONFIDENCE = 0.95
 

@@ -7,12 +7,10 @@ of it is full. A last line without its end is left for later.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, BinaryIO
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import BinaryIO
 
 _MARK_BYTES = 4096
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.errors import NotFound
 from dialoop.reasons import Reason
@@ -13,9 +13,6 @@ from dialoop_learning.rl.staleness import publish_order, version_of_name
 
 from dialoop_ops.runs.display import read_rows
 from dialoop_ops.runs.metric_rows import METRICS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 _LATEST = "latest"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.errors import DialoopError
 from dialoop.tokens.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 RUN_FILE = "run.json"
 SUMMARY_FILE = "summary.json"

@@ -10,7 +10,8 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from dialoop.errors import InvalidConfig, NotFound, Unavailable
 from dialoop.reasons import Reason
@@ -18,9 +19,6 @@ from dialoop_services.config.file import Override
 
 from dialoop_ops.runs.policies import RunPolicies
 from dialoop_ops.runs.run_config import find_run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _BEFORE = ("heldout_greedy_before_at_most", "heldout_sampled_gain_at_least")
 """Gates that compare with an untrained policy, which a branch does not start from."""

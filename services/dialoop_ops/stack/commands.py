@@ -31,15 +31,15 @@ from rich.console import Console
 from dialoop_ops.launch import commands as launchers
 from dialoop_ops.launch import slurm
 from dialoop_ops.stack import job, preflight
-from dialoop_ops.stack.branch import find_branch
+from dialoop_ops.stack.branch import Branch, find_branch
 from dialoop_ops.stack.devices import nodes_of, plan_devices, with_data_plane
 from dialoop_ops.stack.estimates import estimate_of
-from dialoop_ops.stack.layout import FIXED_PORTS, variables_of_tables
+from dialoop_ops.stack.layout import FIXED_PORTS, Layout, variables_of_tables
 from dialoop_ops.stack.processes.log_stream import LogStream
 from dialoop_ops.stack.processes.processes import adopt_orphans, descendants, kill
 from dialoop_ops.stack.provenance import started_with
 from dialoop_ops.stack.report.compare import compare
-from dialoop_ops.stack.run_dir import open_run
+from dialoop_ops.stack.run_dir import RunDir, open_run
 from dialoop_ops.stack.running import plan_stack, running_stack
 from dialoop_ops.stack.seeds import ended_with, for_seed, seeds_of
 from dialoop_ops.stack.user_code import working_in
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 
     from dialoop_services.config.job import JobConfig
 
-    from dialoop_ops.stack.branch import Branch
-    from dialoop_ops.stack.layout import Layout
-    from dialoop_ops.stack.run_dir import RunDir
 
 _SIGNALLED = 128
 """Exit codes above it say which signal ended the job, as those of shells do."""

@@ -10,7 +10,7 @@ bytes lie on the device.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,6 @@ from dialoop_services.config.memory import (
 from dialoop_services.inference.weights.parameters import model_shapes, num_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from dialoop_services.config.job import JobConfig
 
     from dialoop_ops.stack.devices import DevicePlan

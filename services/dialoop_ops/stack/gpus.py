@@ -11,16 +11,13 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _PROGRAM, _ANSWERS_IN_S = "nvidia-smi", 20.0
 _GIB, _MIB = 2**30, 2**20

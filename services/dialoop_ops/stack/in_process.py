@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -54,11 +54,9 @@ from dialoop_ops.stack.layout import (
 from dialoop_ops.stack.processes.ports import choose_ports
 from dialoop_ops.stack.report import summary
 from dialoop_ops.stack.report.observer import PhaseClock
-from dialoop_ops.stack.run_dir import open_run
+from dialoop_ops.stack.run_dir import RunDir, open_run
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-
     from dialoop.clients.channel import Channel
     from dialoop.clients.inference import PolicyStatus
     from dialoop.clients.registry import ServiceInstance
@@ -67,7 +65,6 @@ if TYPE_CHECKING:
     from dialoop_services.hosting.hosts import Connect
     from dialoop_services.hosting.server import GrpcServer
 
-    from dialoop_ops.stack.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 

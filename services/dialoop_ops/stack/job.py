@@ -15,11 +15,11 @@ from dialoop_services.config.job import (
     warnings_for_formats,
 )
 
-from dialoop_ops.stack.layout import service_of
+from dialoop_ops.stack.layout import Layout, service_of
 from dialoop_ops.stack.processes.redis_server import version_of
 from dialoop_ops.stack.report import summary
 from dialoop_ops.stack.report.live import LiveView, PhaseProgress
-from dialoop_ops.stack.report.observer import PhaseClock, observing
+from dialoop_ops.stack.report.observer import Observer, PhaseClock, Snapshot, observing
 from dialoop_ops.stack.report.plot import draw_learning
 from dialoop_ops.stack.report.report import report
 from dialoop_ops.stack.running import running_stack
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
     from rich.console import Console
 
-    from dialoop_ops.stack.layout import Layout
     from dialoop_ops.stack.processes.log_stream import LogStream
     from dialoop_ops.stack.processes.supervisor import Supervisor
-    from dialoop_ops.stack.report.observer import Observer, Snapshot
 
 _POLL_S = 1.0
 

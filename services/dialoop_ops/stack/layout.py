@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dialoop_services.collector.settings import CollectorSettings
-from dialoop_services.config.file import toml_of
-from dialoop_services.config.settings import CONFIG_VARIABLE, keys_in, overrides_of
+from dialoop_services.config.file import Override, toml_of
+from dialoop_services.config.settings import CONFIG_VARIABLE, JobSettings, keys_in, overrides_of
 from dialoop_services.environment.settings import EnvironmentSettings
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.replay.settings import ReplaySettings
@@ -29,7 +29,7 @@ from dialoop_ops.launch.plan import (
     Needs,
     PlannedProcess,
 )
-from dialoop_ops.stack.processes.child import ServiceSpec
+from dialoop_ops.stack.processes.child import Grow, ServiceSpec, Starter
 from dialoop_ops.stack.processes.ports import HOST, choose_ports
 from dialoop_ops.stack.processes.readiness import answers, is_serving
 from dialoop_ops.stack.processes.redis_server import redis_command, redis_service
@@ -37,12 +37,9 @@ from dialoop_ops.stack.processes.redis_server import redis_command, redis_servic
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
-    from dialoop_services.config.file import Override
     from dialoop_services.config.job import JobConfig
-    from dialoop_services.config.settings import JobSettings
     from dialoop_services.runtime.access.tickets import Authority
 
-    from dialoop_ops.stack.processes.child import Grow, Starter
     from dialoop_ops.stack.run_dir import RunDir
 
 STOP_ORDER = (

@@ -28,7 +28,7 @@ from dialoop_services.config.memory import BYTES_OF
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.replay.redis_program import redis_program
 
-from dialoop_ops.stack.devices import needs_elsewhere, nodes_of, plan_devices
+from dialoop_ops.stack.devices import DevicePlan, needs_elsewhere, nodes_of, plan_devices
 from dialoop_ops.stack.estimates import fields_in, gpu_needs, has_weights, require_memory
 from dialoop_ops.stack.gpus import driver_lists, hold, require_room
 from dialoop_ops.stack.layout import ports_of
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
     from dialoop_services.config.job import JobConfig
 
-    from dialoop_ops.stack.devices import DevicePlan
 
 _ANSWER = "Paris, on the Seine."
 _CONVERSATION = History(

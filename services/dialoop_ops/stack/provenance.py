@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dialoop
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _GIT_S = 5.0
 

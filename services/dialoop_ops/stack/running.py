@@ -14,14 +14,14 @@ import secrets
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.running_stacks import STACK_FILE
 from dialoop_services.runtime.access.principals import ADMIN_TOKEN, DIGEST_MARK, TOKEN
 
-from dialoop_ops.launch.site import this_site
+from dialoop_ops.launch.site import Site, this_site
 from dialoop_ops.stack.devices import VISIBLE, with_data_plane
 from dialoop_ops.stack.gpus import driver_lists, hold
 from dialoop_ops.stack.layout import Layout, ports_of, without_keys
@@ -33,13 +33,11 @@ from dialoop_ops.stack.scaling import Scaling
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import Self
 
     from dialoop_services.config.job import JobConfig
     from dialoop_services.runtime.access.tickets import Authority
 
     from dialoop_ops.launch.plan import PlannedProcess
-    from dialoop_ops.launch.site import Site
     from dialoop_ops.stack.processes.log_stream import LogStream
     from dialoop_ops.stack.run_dir import RunDir
 

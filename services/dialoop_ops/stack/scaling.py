@@ -18,14 +18,13 @@ from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.running_stacks import SCALE_FILE, SCALED
 
 from dialoop_ops.stack.devices import plan_here
-from dialoop_ops.stack.layout import rest_name, service_of
+from dialoop_ops.stack.layout import Layout, rest_name, service_of
 from dialoop_ops.stack.processes.ports import choose_ports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from dialoop_ops.stack.layout import Layout
     from dialoop_ops.stack.processes.child import Room, ServiceSpec
     from dialoop_ops.stack.processes.log_stream import LogStream
     from dialoop_ops.stack.processes.supervisor import Supervisor

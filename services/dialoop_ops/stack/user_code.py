@@ -14,30 +14,27 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.agents import load_agent
-from dialoop.environments import ChatEnv, load_environment
+from dialoop.environments import ChatEnv, Environment, load_environment
 from dialoop.errors import InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop_extras.task_players import load_token_play
 from dialoop_extras.text_environment.setups import load_text_setup
 from dialoop_learning.loss.facts import LOSSES, OPTIMIZERS, facts_of
-from dialoop_services.config.tables import DATA_PLANES
+from dialoop_services.config.tables import DATA_PLANES, EnvironmentSection
 from dialoop_services.config.values import did_you_mean
 from dialoop_services.scorer.estimator import load_estimator
 from dialoop_services.trainer.data.demonstrations import numbered_demonstrations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
-    from importlib.machinery import ModuleSpec
 
-    from dialoop.environments import Environment
     from dialoop_services.config.job import JobConfig
-    from dialoop_services.config.tables import EnvironmentSection
 
 _LOSSES = "dialoop_learning.loss.losses"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dialoop.agents import load_agent, play_agent
+from dialoop.agents import Agent, AgentConnection, AgentHost, Recordings, load_agent, play_agent
 from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy, retry
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.reasons import Reason
@@ -15,9 +15,6 @@ from dialoop.reasons import Reason
 from dialoop_services.collector.routing import choose, rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from dialoop.agents import Agent, AgentConnection, AgentHost, Recordings
     from dialoop.episode import Policy
     from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
 

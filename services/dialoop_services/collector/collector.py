@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,21 +20,17 @@ from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
 from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Purpose
-from dialoop.waits import waiting_for
+from dialoop.waits import OpenWait, waiting_for
 
 from dialoop_services.collector.outbox import Outbox, is_away
-from dialoop_services.collector.player import FailedMember, GroupPlay
+from dialoop_services.collector.player import FailedMember, GroupPlay, GroupPlayer, PlayedMember
 from dialoop_services.config.tables import turns_spent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo
     from dialoop.clients.replay import Appended, LeasedTasks, ReplayClient, TaskLease
-    from dialoop.waits import OpenWait
 
     from dialoop_services.collector.counters import Counters
-    from dialoop_services.collector.player import GroupPlayer, PlayedMember
     from dialoop_services.collector.settings import CollectorSettings
     from dialoop_services.collector.task_supply import TaskSupply
 

@@ -10,17 +10,13 @@ import itertools
 import json
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from dialoop.sequences import ForkCause
-from dialoop.trajectory import Owner, Purpose
+from dialoop.trajectory import Owner, Purpose, Trajectory
 from dialoop.waits import waiting_for
 from dialoop_learning.rl.buckets import length_bin
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dialoop.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,11 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from dialoop.clients.errors import is_outage
-from dialoop.clients.retry import retry
+from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DeadlineExceeded, DialoopError
 
 if TYPE_CHECKING:
     from dialoop.clients.replay import Appended, MemberItem, ReplayClient
-    from dialoop.clients.retry import RetryPolicy
 
 _MAX_ITEMS = 16
 

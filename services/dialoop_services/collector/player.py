@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -17,8 +17,6 @@ from dialoop.trajectory import Failure, Owner, SamplingParams, Task, Trajectory
 from dialoop_services.collector.replicas import policy_of_group
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
-
     from dialoop.clients.replay import TaskLease
     from dialoop.episode import Policy, Sessions
 

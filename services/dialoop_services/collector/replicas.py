@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,18 +14,15 @@ from dialoop.clients.errors import DEATHS, is_worth_retrying, require_count
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError, Unavailable, Unsupported
 from dialoop.reasons import Reason
-from dialoop.sequences import Source, sequence_of
+from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.waits import waiting_for
 
 from dialoop_services.collector.routing import RoutingCounts, choose
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-
     from dialoop.chat import ChatHistory, History
     from dialoop.clients.inference import SampleChunk
     from dialoop.episode import Policy, ResetResult, Sample, Sessions, StepResult
-    from dialoop.sequences import Sequence
     from dialoop.trajectory import SamplingParams
 
 T = TypeVar("T")

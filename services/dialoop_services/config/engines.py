@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from dialoop.reasons import Reason
 from pydantic import AfterValidator
 
 from dialoop_services.config.values import NameOf, did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of a config.json that may say how many routed experts a layer has."""

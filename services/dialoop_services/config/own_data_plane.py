@@ -11,7 +11,8 @@ import asyncio
 import inspect
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.import_paths import load_attribute
@@ -19,9 +20,6 @@ from dialoop.reasons import Reason
 from dialoop.user_functions import call, call_now, raised_at
 
 from dialoop_services.config.tables import DATA_PLANES
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 

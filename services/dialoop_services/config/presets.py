@@ -8,11 +8,9 @@ A key that the file sets itself wins.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Any
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

@@ -10,7 +10,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from dialoop.clients.channel import Channel
+from dialoop.clients.channel import Channel, Credentials
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
@@ -25,7 +25,6 @@ from dialoop_services.runtime.access.principals import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dialoop.clients.channel import Credentials
     from dialoop.clients.registry import ServiceInstance
     from dialoop.clients.retry import RetryPolicy
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 from dialoop.errors import InvalidConfig
@@ -41,7 +41,6 @@ from dialoop_services.runtime.shutdown import StopSignal, owns_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from typing import Self
 
     from dialoop_services.rest.app import RestServer
     from dialoop_services.rest.http_routes import HttpRoute

@@ -21,7 +21,7 @@ from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_
 
 from dialoop_services.config.engines import ENGINES, facts_of_engine
 from dialoop_services.config.own_data_plane import load_data_plane
-from dialoop_services.hosting.hosts import OwnProcess
+from dialoop_services.hosting.hosts import Host, OwnProcess
 from dialoop_services.inference.engine import (
     Engine,
     EngineOptions,
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
     from pathlib import Path
 
-    from dialoop_services.hosting.hosts import Host
     from dialoop_services.hosting.server import GrpcServer
 
 log = logging.getLogger(__name__)

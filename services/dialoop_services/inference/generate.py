@@ -14,25 +14,19 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dialoop.episode import UpdateMode
+from dialoop.episode import Sample, UpdateMode
 from dialoop.trajectory import SamplingParams
-from dialoop_learning.rl.routed_experts import COLUMN, experts_column
+from dialoop_learning.rl.routed_experts import COLUMN, Routing, experts_column
 
-from dialoop_services.inference.engine import SupportsRoutedExperts
-from dialoop_services.inference.partial_answer import go_on
-from dialoop_services.inference.rendering import GenerationRequest, RawPrompt
+from dialoop_services.inference.engine import Engine, Sampled, SupportsRoutedExperts
+from dialoop_services.inference.partial_answer import Sampler, go_on
+from dialoop_services.inference.rendering import GenerationRequest, RawPrompt, Renderer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.chat import History
-    from dialoop.episode import Sample
     from dialoop.sequences import Ids, Sequence
-    from dialoop_learning.rl.routed_experts import Routing
-
-    from dialoop_services.inference.engine import Engine, Sampled
-    from dialoop_services.inference.partial_answer import Sampler
-    from dialoop_services.inference.rendering import Renderer
 
 
 async def generate(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidConfig
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop.trajectory import StopReason
+from dialoop.trajectory import SamplingParams, StopReason
 
 from dialoop_services.config.outside import outside_server
 from dialoop_services.inference.engine import (
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from dialoop.clients.completions import Completion, Completions
     from dialoop.sequences import PolicyVersion
-    from dialoop.trajectory import SamplingParams
 
     from dialoop_services.inference.engine import EngineOptions, StopTokens
 

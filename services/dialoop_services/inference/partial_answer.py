@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
+from dialoop.sequences import Sequence as TokenRow
 from dialoop.sequences import Source
-from dialoop.trajectory import StopReason
+from dialoop.trajectory import SamplingParams, StopReason
 
-from dialoop_services.inference.engine import Sampled, VersionSpan
+from dialoop_services.inference.engine import Sampled, StopTokens, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from dialoop.sequences import Sequence as TokenRow
-    from dialoop.trajectory import SamplingParams
-
-    from dialoop_services.inference.engine import StopTokens
 
     Decode = Callable[[Sequence[int]], str]
 

@@ -9,29 +9,26 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dialoop.chat import ChatHistory
+from dialoop.chat import ChatHistory, History, ToolDefinition
 from dialoop.episode import ContinuedText, Sample
 from dialoop.errors import CapacityExhausted, InvalidInput, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Segment, Sequence, Source, sequence_of
 from dialoop.templates.confinement import TemplateConfinement
 from dialoop.templates.registry import TemplateRegistry
-from dialoop.tokens.builder import TokenBuilder
+from dialoop.tokens.builder import Prompt, TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
 
-from dialoop_services.inference.engine import StopTokens
+from dialoop_services.inference.engine import Sampled, StopTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from collections.abc import Sequence as AnySequence
     from pathlib import Path
 
-    from dialoop.chat import History, ToolDefinition
     from dialoop.templates.chat_template import ChatTemplate
-    from dialoop.tokens.builder import Prompt
 
-    from dialoop_services.inference.engine import Sampled
 
 _T = TypeVar("_T")
 _NUM_FOREIGN_THREADS = 2

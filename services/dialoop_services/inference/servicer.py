@@ -22,7 +22,7 @@ from dialoop_services.inference.answers import (
 from dialoop_services.inference.generate import generate, routing_of
 from dialoop_services.inference.recordings.rpcs import RecordingRpcs
 from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
-from dialoop_services.inference.rendering import GenerationRequest
+from dialoop_services.inference.rendering import GenerationRequest, Renderer
 from dialoop_services.inference.replica.device_lease import DRAIN_S
 from dialoop_services.inference.requests import (
     contents_of,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from dialoop.sequences import Sequence
 
     from dialoop_services.inference.engine import TokenChunk
-    from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
 
     Context = grpc.aio.ServicerContext[Any, Any]

@@ -11,7 +11,7 @@ from dialoop.chat import History
 from dialoop.errors import AlreadyExists, InvalidInput, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import Sequence, Source, sequence_of
-from dialoop.templates.chat_template import require_variables
+from dialoop.templates.chat_template import ChatTemplate, Span, require_variables
 from dialoop.templates.masks import EncodedConversation, content_spans, encode_conversation
 from dialoop.templates.registry import TemplateInfo
 from dialoop.v1 import template_service_pb2 as pb
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     import grpc
     from dialoop.messages import Message
-    from dialoop.templates.chat_template import ChatTemplate, Span
 
     from dialoop_services.inference.rendering import Renderer
 

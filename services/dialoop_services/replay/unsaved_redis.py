@@ -14,10 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import redis.asyncio
 import redis.exceptions
@@ -29,9 +29,6 @@ from redis.backoff import NoBackoff
 from dialoop_services.replay.redis_program import OF_GLIBC, redis_program
 from dialoop_services.runtime.access.principals import without_tokens
 from dialoop_services.runtime.durable import sync_file
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
 
 _SNAPSHOT = "queue.rdb"
 _POLL_S = 0.01

@@ -42,7 +42,7 @@ from dialoop_services.rest.problems import (
 )
 from dialoop_services.rest.routes import Route, routes_of
 from dialoop_services.rest.schema import models
-from dialoop_services.rest.socket_routes import SocketEndpoint
+from dialoop_services.rest.socket_routes import SocketEndpoint, SocketRoute
 from dialoop_services.runtime import metrics as prometheus
 from dialoop_services.runtime.listening import ConnectionLimits
 
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from dialoop_services.rest.guard import App, Refuse, Scope, Send
     from dialoop_services.rest.middleware import Middleware
     from dialoop_services.rest.requests import BodyLimits
-    from dialoop_services.rest.socket_routes import SocketRoute
     from dialoop_services.runtime.access.auth import Token
     from dialoop_services.runtime.calls import Calls
 

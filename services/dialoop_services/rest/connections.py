@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import CapacityExhausted, InvalidInput
+from dialoop.errors import CapacityExhausted, DialoopError, InvalidInput
 from dialoop.reasons import Reason
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -20,8 +20,6 @@ from dialoop_services.rest.problems import RequestTooSlow, problem_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from dialoop.errors import DialoopError
 
     from dialoop_services.rest.guard import App, Receive, Scope, Send
     from dialoop_services.runtime.listening import ConnectionLimits

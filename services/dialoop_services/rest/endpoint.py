@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pydantic_core
-from dialoop.errors import ERRORS_BY_STATUS, InternalError, InvalidInput, Status
+from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError, InvalidInput, Status
 from dialoop.reasons import Reason
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
@@ -22,7 +22,7 @@ from google.protobuf.proto import serialize_length_prefixed
 from pydantic import ValidationError
 
 from dialoop_services.rest.guard import authorization_of, send_problem
-from dialoop_services.rest.middleware import Body
+from dialoop_services.rest.middleware import Body, Complete, Middleware
 from dialoop_services.rest.problems import (
     FieldsRefused,
     UnsupportedMediaType,
@@ -38,24 +38,19 @@ from dialoop_services.rest.requests import (
     time_limit,
     timeout_of,
 )
-from dialoop_services.rest.routes import name_of
-from dialoop_services.rest.schema import decode, models
+from dialoop_services.rest.routes import Route, name_of
+from dialoop_services.rest.schema import Encoder, decode, models
 from dialoop_services.runtime.access.token_file import scope_of
-from dialoop_services.runtime.calls import while_allowed
+from dialoop_services.runtime.calls import Call, Calls, while_allowed
 from dialoop_services.runtime.errors import is_not_implemented, not_served
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import grpc
-    from dialoop.errors import DialoopError
 
     from dialoop_services.rest.guard import Receive, Scope, Send
-    from dialoop_services.rest.middleware import Complete, Middleware
-    from dialoop_services.rest.routes import Route
-    from dialoop_services.rest.schema import Encoder
     from dialoop_services.runtime.access.auth import Token
-    from dialoop_services.runtime.calls import Call, Calls
 
 _JSON, _PROTOBUF = b"application/json", b"application/x-protobuf"
 

@@ -31,16 +31,14 @@ from dialoop_services.rest.requests import (
     time_limit,
     timeout_of,
 )
-from dialoop_services.runtime.access.auth import credentials_of
+from dialoop_services.runtime.access.auth import Token, credentials_of
 from dialoop_services.runtime.access.principals import current_principal
-from dialoop_services.runtime.calls import while_allowed
+from dialoop_services.runtime.calls import Call, Calls, while_allowed
 
 if TYPE_CHECKING:
     from dialoop.v1.scope_pb2 import Scope as TokenScope
 
     from dialoop_services.rest.guard import Receive, Scope, Send
-    from dialoop_services.runtime.access.auth import Token
-    from dialoop_services.runtime.calls import Call, Calls
 
 _JSON, _EVENTS = b"application/json", b"text/event-stream"
 

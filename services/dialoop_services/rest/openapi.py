@@ -23,8 +23,8 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from dialoop_services.rest.examples import EXAMPLES
 from dialoop_services.rest.problems import problem_schema
 from dialoop_services.rest.requests import TIMEOUT_HEADER
-from dialoop_services.rest.routes import name_of
-from dialoop_services.rest.schema import comments
+from dialoop_services.rest.routes import Route, name_of
+from dialoop_services.rest.schema import Models, comments
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import ServiceDescriptor
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from dialoop_services.rest.http_routes import HttpRoute
     from dialoop_services.rest.middleware import Middleware
-    from dialoop_services.rest.routes import Route
-    from dialoop_services.rest.schema import Models
 
 _REFUSALS = {
     400: "The request is wrong whatever the state of the service.",

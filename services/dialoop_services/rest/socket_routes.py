@@ -25,7 +25,7 @@ from dialoop.errors import DialoopError, InvalidConfig, PermissionDenied
 from dialoop.reasons import Reason
 
 from dialoop_services.rest.guard import POLICY_VIOLATION, authorization_of, bearer_of
-from dialoop_services.runtime.calls import while_allowed
+from dialoop_services.runtime.calls import Calls, while_allowed
 from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from dialoop_services.rest.guard import Receive, Scope, Send
     from dialoop_services.runtime.access.auth import Token
-    from dialoop_services.runtime.calls import Calls
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,10 @@ import asyncio
 import errno
 import fcntl
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DEVICE_LOCK = "device.lock"
 """The file's name in a run's directory."""

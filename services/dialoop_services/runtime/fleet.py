@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from dialoop.clients.channel import EPOCH_METADATA
+from dialoop.clients.channel import EPOCH_METADATA, Channel
 from dialoop.clients.errors import is_worth_retrying
 from dialoop.errors import DialoopError, Unavailable
 from dialoop.reasons import Reason
@@ -20,7 +20,6 @@ from dialoop.reasons import Reason
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 
-    from dialoop.clients.channel import Channel
     from dialoop.clients.registry import RegistryClient, ServiceInstance
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from dialoop.reasons import Reason
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from dialoop_services.runtime.access.principals import current_principal
+from dialoop_services.runtime.access.principals import Principal, current_principal
 from dialoop_services.runtime.access.token_file import scope_of
-from dialoop_services.runtime.calls import RightEnded, while_allowed
+from dialoop_services.runtime.calls import Calls, RightEnded, while_allowed
 from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error, status_of
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from dialoop.v1.scope_pb2 import Scope
 
     from dialoop_services.runtime.access.auth import Token
-    from dialoop_services.runtime.access.principals import Principal
-    from dialoop_services.runtime.calls import Calls
     from dialoop_services.runtime.fleet import Incarnation
 
     Handler = grpc.RpcMethodHandler[Any, Any]

@@ -15,7 +15,8 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
 from dialoop.errors import InvalidConfig
 
@@ -23,9 +24,6 @@ from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.listening import raise_descriptor_limit
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.shutdown import owns_process
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,7 @@ import signal
 import threading
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from typing import Self
+from typing import Self
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -15,7 +15,7 @@ from dialoop_services.hosting import Host, OwnProcess
 from dialoop_services.runtime import load, run
 from dialoop_services.scorer.estimator import load_estimator
 from dialoop_services.scorer.outside_reference import load_outside_reference
-from dialoop_services.scorer.reference_batches import ReferenceBatches
+from dialoop_services.scorer.reference_batches import Reference, ReferenceBatches
 from dialoop_services.scorer.rewards import KlPenalty, load_rewards
 from dialoop_services.scorer.scoring import Scoring
 from dialoop_services.scorer.servicer import Scorer, ScorerServicer
@@ -24,7 +24,6 @@ from dialoop_services.scorer.worker import ScorerWorker
 
 if TYPE_CHECKING:
     from dialoop_services.config.outside import OutsideServer
-    from dialoop_services.scorer.reference_batches import Reference
 
 
 async def serve() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
-from dialoop.trajectory import DoneReason
+from dialoop.trajectory import DoneReason, Group, Trajectory
 from dialoop_learning.rl.advantages import (
     AdvantageSettings,
     returns_of,
@@ -21,8 +21,6 @@ from dialoop_services.scorer.estimator import Estimator
 from dialoop_services.scorer.rewards import GroupReward, KlPenalty, with_kl_penalty, with_reward
 
 if TYPE_CHECKING:
-    from dialoop.trajectory import Group, Trajectory
-
     from dialoop_services.scorer.reference_batches import ReferenceBatches
 
 

@@ -14,7 +14,7 @@ from dialoop.wire.messages import logprobs_to_proto
 from dialoop.wire.records import GROUP, TOKEN_VALUES, TRAJECTORY
 
 from dialoop_services.config.scorer_tables import REFERENCE
-from dialoop_services.scorer.trajectory_values import trajectory_kl, trajectory_logprobs
+from dialoop_services.scorer.trajectory_values import Scope, trajectory_kl, trajectory_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from dialoop_services.scorer.reference_batches import ReferenceBatches
     from dialoop_services.scorer.scoring import Scoring
-    from dialoop_services.scorer.trajectory_values import Scope
 
 _ESTIMATORS = {pb.KL_ESTIMATOR_K2: "k2", pb.KL_ESTIMATOR_K3: "k3"}
 

@@ -13,19 +13,16 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.replay import ReturnItem
+from dialoop.clients.replay import GroupLease, ReplayClient, ReturnItem
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.reasons import DropReason, Reason
-from dialoop.trajectory import Stage
+from dialoop.trajectory import Group, Stage
 from dialoop.waits import waiting_for
 from dialoop_learning.rl.advantages import mean_absolute_advantage
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
-
-    from dialoop.clients.replay import GroupLease, ReplayClient
-    from dialoop.trajectory import Group
 
     from dialoop_services.scorer.servicer import Scorer
     from dialoop_services.scorer.settings import ScorerSettings

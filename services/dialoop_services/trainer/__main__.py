@@ -28,7 +28,7 @@ from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from dialoop_learning.model.tiny import make_tiny_model
 
-from dialoop_services.hosting.hosts import OwnProcess
+from dialoop_services.hosting.hosts import Host, OwnProcess
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.process import run_blocking
 from dialoop_services.runtime.settings import load
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
     from dialoop_learning.parallel.group_commands import RankGroup
 
-    from dialoop_services.hosting.hosts import Host
     from dialoop_services.hosting.server import GrpcServer
     from dialoop_services.trainer.learner.learner import Learner
 

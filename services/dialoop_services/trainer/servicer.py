@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.clients.trainer import Phase
 from dialoop.v1 import trainer_service_pb2 as pb
 from dialoop.v1 import trainer_service_pb2_grpc as rpc
+from dialoop.v1 import trajectory_pb2
 from dialoop.wire.records import SAMPLING
 from dialoop.wire.sequences import POLICY_VERSION
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     import grpc
     from dialoop.sequences import PolicyVersion
-    from dialoop.v1 import trajectory_pb2
 
     from dialoop_services.trainer.job.job import TrainingJob
     from dialoop_services.trainer.job.status import StatusBoard

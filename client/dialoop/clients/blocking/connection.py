@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dialoop.clients.blocking.loop import BackgroundLoop, blocking, twin_of
 from dialoop.clients.blocking.twins import (
@@ -25,7 +25,6 @@ from dialoop.running_stacks import require_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any, Self
 
     from dialoop.clients.channel import Channel
     from dialoop.collection import CollectedBatch

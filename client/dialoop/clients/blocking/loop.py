@@ -10,15 +10,11 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from dialoop.errors import PreconditionFailed
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-    from typing import Any, Self
 
 T = TypeVar("T")
 P = ParamSpec("P")

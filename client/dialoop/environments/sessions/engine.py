@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.chat import ChatHistory, History
 from dialoop.environments import refusals
-from dialoop.environments.environment import Managed, OpensSlowly, Stateless
-from dialoop.environments.episode import Outcome
+from dialoop.environments.environment import Environment, Managed, OpensSlowly, Stateless
+from dialoop.environments.episode import Episode, Opening, Outcome, TaskData
 from dialoop.environments.sessions.records import (
     AnsweredStep,
     EpisodeRecord,
@@ -45,8 +45,6 @@ from dialoop.trajectory import Failure, Owner
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
 
-    from dialoop.environments.environment import Environment
-    from dialoop.environments.episode import Episode, Opening, TaskData
     from dialoop.environments.modes import Answered
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.tasks.choosing import TaskChoice

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dialoop.chat import ChatHistory, History
 from dialoop.environments import refusals
-from dialoop.environments.episode import Opening
+from dialoop.environments.episode import Episode, Opening, Outcome
 from dialoop.episode import ResetResult, SessionState, StepResult
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from dialoop.environments.environment import Environment
-    from dialoop.environments.episode import Episode, Outcome
     from dialoop.environments.modes import Answered
     from dialoop.environments.tasks.choosing import TaskChoice
     from dialoop.errors import DialoopError

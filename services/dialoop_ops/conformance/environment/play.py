@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from dialoop import failures
 from dialoop.chat import ChatHistory, History, Message
-from dialoop.environments.environment import Given, Managed, OpensSlowly
-from dialoop.environments.modes import InputMode, Text, Tokens
+from dialoop.environments.environment import Environment, Given, Managed, OpensSlowly
+from dialoop.environments.modes import Answered, InputMode, Text, Tokens
 from dialoop.environments.spec import spec_of
 from dialoop.environments.tasks.choosing import TaskChoice, choose_task
 from dialoop.errors import Unsupported
@@ -25,11 +25,7 @@ from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.user_functions import raised_at
 
 if TYPE_CHECKING:
-    from typing import Self
-
-    from dialoop.environments.environment import Environment
     from dialoop.environments.episode import Opening, Outcome
-    from dialoop.environments.modes import Answered
     from dialoop.episode import ResetResult, StepResult
 
 MAX_TURNS = 64

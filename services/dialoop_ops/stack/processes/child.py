@@ -8,7 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from dialoop_services.runtime.access.principals import without_tokens
 
@@ -17,7 +17,6 @@ from dialoop_ops.stack.processes.processes import kill_members, members
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import Self
 
     from dialoop_ops.stack.processes.guardian import Guardian
 

@@ -11,16 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Self
 
 from dialoop_services.runtime.access.principals import without_tokens
 
 from dialoop_ops.stack.processes.processes import kill_members, members
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import Self
 
 _GRACE_S = 8.0
 

@@ -6,13 +6,10 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dialoop_services.replay.redis_program import OF_GLIBC, redis_program
@@ -16,9 +16,6 @@ from dialoop_services.replay.redis_program import OF_GLIBC, redis_program
 from dialoop_ops.stack.processes.child import ServiceSpec
 from dialoop_ops.stack.processes.ports import HOST
 from dialoop_ops.stack.processes.readiness import answers_anything, answers_ping
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _SECRETS = "redis.conf"
 _ANSWERS_IN_S = 2.0

@@ -31,11 +31,10 @@ from dialoop_services.runtime.exit_reason import (
 )
 from dialoop_services.runtime.process import RESTARTS_VARIABLE
 
-from dialoop_ops.stack.processes.child import Child
+from dialoop_ops.stack.processes.child import Child, Process, ServiceSpec
 from dialoop_ops.stack.processes.guardian import Guardian
 
 if TYPE_CHECKING:
-    from dialoop_ops.stack.processes.child import Process, ServiceSpec
     from dialoop_ops.stack.processes.log_stream import LogStream
 
 # Waits between starts have no jitter, since no two services wait for the same thing.

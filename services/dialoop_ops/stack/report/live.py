@@ -7,10 +7,10 @@ import re
 import textwrap
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from dialoop.clients.trainer import Phase
-from rich.console import Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -19,10 +19,6 @@ from rich.text import Text
 from dialoop_ops.now.snapshot import groups_line
 
 if TYPE_CHECKING:
-    from typing import Self
-
-    from rich.console import Console, RenderableType
-
     from dialoop_ops.stack.processes.log_stream import LogStream
     from dialoop_ops.stack.report.observer import Snapshot
 

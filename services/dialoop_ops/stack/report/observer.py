@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
-from dialoop.clients.channel import Channel
+from dialoop.clients.channel import Channel, Credentials
 from dialoop.clients.inference import InferenceClient
-from dialoop.clients.replay import ReplayClient
+from dialoop.clients.replay import ReplayClient, ReplayStats
 from dialoop.clients.trainer import Phase, TrainerClient, TrainerStatus
 from dialoop.errors import DialoopError
 
-from dialoop_ops.stack.layout import service_of
+from dialoop_ops.stack.layout import Layout, service_of
 from dialoop_ops.stack.processes.processes import total_cpu_s
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dialoop.clients.channel import Credentials
-    from dialoop.clients.replay import ReplayStats
-
-    from dialoop_ops.stack.layout import Layout
 
 _DEADLINE_S = 3.0
 

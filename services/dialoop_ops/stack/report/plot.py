@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from dialoop_ops.runs.metric_rows import without_discards
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _LABELS = ("before_sampled", "running", "after_sampled")
 

@@ -10,12 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from dialoop.chat import History
-
-if TYPE_CHECKING:
-    from dialoop.chat import Message
+from dialoop.chat import History, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from dialoop.errors import (
     PreconditionFailed,
 )
 from dialoop.reasons import Reason
-from dialoop.trajectory import SamplingParams
+from dialoop.trajectory import Failure, SamplingParams, Task, Trajectory
 
 from dialoop_services.inference.recordings.matching import Origin, PastAnswer, Pasts
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from dialoop.episode import Sample
     from dialoop.sequences import Sequence
     from dialoop.tokens.builder import Prompt
-    from dialoop.trajectory import Failure, Task, Trajectory
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._~-]{0,127}")
 

@@ -14,8 +14,8 @@ again and got an answer: nobody knows what the client did with half an answer.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from dialoop.chat import History
@@ -35,13 +35,7 @@ from dialoop.trajectory import (
 )
 
 from dialoop_services.inference.recordings.matching import Origin, is_same
-from dialoop_services.inference.recordings.store import CallState
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from dialoop_services.inference.recordings.store import CallRecord, Choice, Recording
-
+from dialoop_services.inference.recordings.store import CallRecord, CallState, Choice, Recording
 
 _STILL_RUNNING = Failure(
     owner=Owner.COLLECTOR,

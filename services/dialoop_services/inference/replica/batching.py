@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

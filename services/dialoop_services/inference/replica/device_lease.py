@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from dialoop.errors import PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
 
 from dialoop_services.runtime.device_lock import DeviceLock, is_owned
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Coroutine
-    from pathlib import Path
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.retry import RetryPolicy
-from dialoop.clients.weights import WeightsKind
+from dialoop.clients.weights import Content, WeightsKind, WeightsManifest
 from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable, Unsupported
 from dialoop.reasons import Reason
 
 from dialoop_services.inference.engine import (
+    Engine,
+    LoadTimes,
+    OnBegin,
+    OnTokens,
     OutsideWeights,
+    Sampled,
+    Scored,
+    StopTokens,
     SupportsBegin,
     SupportsConstraints,
     SupportsPause,
@@ -48,20 +55,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from dialoop.clients.weights import Content, WeightsManifest
     from dialoop.sequences import PolicyVersion
     from dialoop.trajectory import SamplingParams
 
     from dialoop_services.config.own_data_plane import OwnDataPlane
-    from dialoop_services.inference.engine import (
-        Engine,
-        LoadTimes,
-        OnBegin,
-        OnTokens,
-        Sampled,
-        Scored,
-        StopTokens,
-    )
     from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter
 
 log = logging.getLogger(__name__)

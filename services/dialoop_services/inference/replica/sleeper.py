@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 
-from dialoop_services.inference.engine import SupportsSleep
-from dialoop_services.inference.replica.device_lease import to_the_end
+from dialoop_services.inference.engine import Engine, LoadTimes, SupportsSleep
+from dialoop_services.inference.replica.device_lease import DeviceLease, to_the_end
 from dialoop_services.inference.weights.adapters import Adapters
 from dialoop_services.inference.weights.data_planes import Arrived
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from dialoop.clients.weights import WeightsManifest
 
-    from dialoop_services.inference.engine import Engine, LoadTimes
-    from dialoop_services.inference.replica.device_lease import DeviceLease
     from dialoop_services.inference.weights.publications import Publications
 
 log = logging.getLogger(__name__)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dialoop.errors import DeadlineExceeded
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

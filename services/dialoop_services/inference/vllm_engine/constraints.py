@@ -6,14 +6,12 @@ structured_outputs('{"type": "json_object"}')      # StructuredOutputsParams(jso
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from vllm.sampling_params import StructuredOutputsParams
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def structured_outputs(constraint: str) -> StructuredOutputsParams | None:

@@ -12,7 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dialoop.clients.weights import TransferPhase
+from dialoop.clients.weights import SharedTensor, TransferPhase
 from dialoop.errors import InternalError, InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -20,16 +20,14 @@ from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
 from dialoop_services.inference.vllm_engine import internals
-from dialoop_services.inference.weights.parameters import require_shapes
+from dialoop_services.inference.weights.parameters import Shapes, require_shapes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from dialoop.clients.weights import SharedTensor
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from dialoop_services.inference.weights.loadable import Step
-    from dialoop_services.inference.weights.parameters import Shapes
 
 log = logging.getLogger(__name__)
 

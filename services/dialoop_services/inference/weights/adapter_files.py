@@ -15,7 +15,7 @@ from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop_learning.lora.adapter_config import AdapterConfig
 
-from dialoop_services.inference.weights.parameters import read_shapes
+from dialoop_services.inference.weights.parameters import Shapes, read_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from dialoop_services.inference.weights.parameters import Shapes
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")

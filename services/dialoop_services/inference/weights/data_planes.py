@@ -20,7 +20,7 @@ from dialoop.reasons import Reason
 
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.inference.weights.loadable import Step
-from dialoop_services.inference.weights.publications import write_chunks
+from dialoop_services.inference.weights.publications import Publications, write_chunks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from dialoop.clients.weights import WeightsManifest
 
     from dialoop_services.config.own_data_plane import OwnDataPlane
-    from dialoop_services.inference.weights.publications import Publications
 
 
 _SHARED_MEMORY, _CHUNKS = "shared_memory", "chunks"

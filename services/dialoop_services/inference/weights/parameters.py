@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from dialoop.chat import Message
+from dialoop.chat import Message, ToolCall
 from dialoop.errors import DialoopError, InvalidInput, Unavailable
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import RunningText
@@ -34,8 +34,6 @@ from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-
-    from dialoop.chat import ToolCall
 
     from dialoop_services.inference.engine import (
         OnTokens,

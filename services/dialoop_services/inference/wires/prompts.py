@@ -10,25 +10,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dialoop.chat import History, Message
+from dialoop.chat import History, Message, ToolDefinition
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence, Source, sequence_of
 from dialoop.tokens.builder import Prompt
 
 from dialoop_services.inference.recordings.matching import Origin
-from dialoop_services.inference.recordings.store import CallPrompt
-from dialoop_services.inference.rendering import GenerationRequest
+from dialoop_services.inference.recordings.store import CallPrompt, Recording
+from dialoop_services.inference.rendering import GenerationRequest, Renderer
 from dialoop_services.inference.wires.bodies import field_error
 from dialoop_services.inference.wires.reading import CALL_START, AnswerSyntax
-
-if TYPE_CHECKING:
-    from dialoop.chat import ToolDefinition
-
-    from dialoop_services.inference.recordings.store import Recording
-    from dialoop_services.inference.rendering import Renderer
 
 _COMPLETION = "completion"
 _THINK, _THINK_END = "<think>", "</think>"

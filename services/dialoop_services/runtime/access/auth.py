@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import PermissionDenied, Unauthenticated
 from dialoop.reasons import Reason
-from dialoop.v1.scope_pb2 import SCOPE_ADMIN, SCOPE_UNSPECIFIED
+from dialoop.v1.scope_pb2 import SCOPE_ADMIN, SCOPE_UNSPECIFIED, Scope
 from dialoop.wire.scopes import name_of
 
 from dialoop_services.runtime.access.principals import (
@@ -27,8 +27,6 @@ from dialoop_services.runtime.access.principals import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from dialoop.v1.scope_pb2 import Scope
 
     from dialoop_services.runtime.access.tickets import TicketCheck
     from dialoop_services.runtime.access.token_file import TokenFile

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dialoop.errors import PermissionDenied
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 TICKET, TOKEN, ADMIN_TOKEN = "DIALOOP_TICKET", "DIALOOP_TOKEN", "DIALOOP_ADMIN_TOKEN"
 """Variables of a member's ticket, and of the tokens of all services."""

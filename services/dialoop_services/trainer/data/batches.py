@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import DialoopError
 from dialoop.reasons import DropReason
-from dialoop.sequences import ForkCause
-from dialoop.trajectory import StopReason
+from dialoop.sequences import ForkCause, PolicyVersion, Sequence
+from dialoop.trajectory import Group, StopReason, Trajectory
 from dialoop_learning.rl.staleness import is_stale
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Rows
 
     from dialoop.clients.replay import GroupLease
-    from dialoop.sequences import PolicyVersion, Sequence
-    from dialoop.trajectory import Group, Trajectory
     from dialoop_learning.packing.rows import TokenRow
 
     from dialoop_services.config.candidates import CandidateSettings

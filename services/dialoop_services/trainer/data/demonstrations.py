@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from dialoop.chat import History
 from dialoop.environments import ChatEnv, load_environment
@@ -24,7 +24,6 @@ from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Self
 
     from dialoop.environments.environment import Environment
     from dialoop.sequences import Sequence

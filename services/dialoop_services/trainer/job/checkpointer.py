@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dialoop.clients.replay import ReturnItem
 from dialoop.reasons import DropReason
 
-from dialoop_services.trainer.data.batches import figures_of_dropped
+from dialoop_services.trainer.data.batches import Batch, figures_of_dropped
 from dialoop_services.trainer.data.queue_client import HeldLeases
 from dialoop_services.trainer.job.state import PhaseTimer
 from dialoop_services.trainer.recovery.checkpoint import (
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
     from pathlib import Path
 
-    from dialoop_services.trainer.data.batches import Batch
     from dialoop_services.trainer.job.parts import JobParts
     from dialoop_services.trainer.settings import TrainerSettings
 

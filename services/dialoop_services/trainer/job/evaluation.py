@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.environments.tasks.source import first_refs
@@ -17,8 +17,6 @@ from dialoop.waits import waiting_for
 from dialoop_services.trainer.data.queue_client import WORKER
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from dialoop.clients.environment import EnvironmentClient
     from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import PolicyVersion

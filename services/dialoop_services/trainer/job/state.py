@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _FORMAT = 1
 # Policy versions for which a consumed group is remembered although it would be stale.

@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dialoop_services.trainer.data.demonstrations import num_tokens_to_train
+from dialoop_services.trainer.data.demonstrations import DemonstrationSet, num_tokens_to_train
 from dialoop_services.trainer.job.train_steps import row_of_oversize
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from dialoop.sequences import Sequence
 
-    from dialoop_services.trainer.data.demonstrations import DemonstrationSet
     from dialoop_services.trainer.job.checkpointer import Checkpointer
     from dialoop_services.trainer.job.parts import JobParts
     from dialoop_services.trainer.settings import TrainerSettings

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.replay import ReturnItem, Selection
+from dialoop.clients.replay import GroupLease, LedgerCounts, ReturnItem, Selection
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import DropReason, Reason
-from dialoop.trajectory import Stage
-from dialoop.waits import waiting_for
+from dialoop.trajectory import Group, Stage
+from dialoop.waits import OpenWait, waiting_for
 from dialoop_learning.rl.buckets import first_above, length_bin
 
 from dialoop_services.config.tables import turns_spent
@@ -29,25 +29,21 @@ from dialoop_services.trainer.data.batches import (
 )
 from dialoop_services.trainer.data.debug_table import write_debug_table
 from dialoop_services.trainer.data.queue_client import WORKER
-from dialoop_services.trainer.learner.learner import StepObserver
+from dialoop_services.trainer.learner.learner import StepObserver, TrainStepReport
 from dialoop_services.trainer.step_replay.keeping import keep_step
 from dialoop_services.trainer.step_replay.trace import StepTrace
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from dialoop.clients.replay import GroupLease, LedgerCounts
     from dialoop.sequences import PolicyVersion
     from dialoop.sequences import Sequence as TokenSequence
-    from dialoop.trajectory import Group
-    from dialoop.waits import OpenWait
     from dialoop_learning.packing.rows import TokenRow
 
     from dialoop_services.trainer.data.batches import Batch, Untrainable
     from dialoop_services.trainer.job.checkpointer import Checkpointer
     from dialoop_services.trainer.job.parts import JobParts
     from dialoop_services.trainer.job.policy_versions import VersionedPublisher
-    from dialoop_services.trainer.learner.learner import TrainStepReport
     from dialoop_services.trainer.publish.publisher import Published
     from dialoop_services.trainer.recovery.checkpoint import JournalEntry
     from dialoop_services.trainer.settings import TrainerSettings

@@ -14,14 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
 
 from dialoop_services.runtime.process import PARENT_VARIABLE, die_with_parent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import FrameType
 
 _POLL_S = 0.1
 _LAST_WORDS_S = 5.0

@@ -24,11 +24,11 @@ from dialoop_learning.lora.layers import add_lora
 from dialoop_learning.loss.corrections import Correction
 from dialoop_learning.loss.facts import DEMONSTRATION_LOSS, facts_of
 from dialoop_learning.loss.loss_loading import load_objective
-from dialoop_learning.loss.objective import k3, mean_metrics
-from dialoop_learning.model.policy import DTYPES, load_policy
+from dialoop_learning.loss.objective import Objective, k3, mean_metrics
+from dialoop_learning.model.policy import DTYPES, PolicyModel, load_policy
 from dialoop_learning.model.products import library_of
-from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
-from dialoop_learning.packing.rows import TokenRow
+from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings, StepReport
+from dialoop_learning.packing.rows import PackedBatch, TokenRow
 from dialoop_learning.parallel.group_commands import RankGroup, collective
 from dialoop_learning.parallel.ranks import ALONE, Ranks, own_packing, pack_own, score_rows, shard
 from dialoop_learning.rl.bounds import BOUNDS, MAX_SIZE
@@ -54,10 +54,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.sequences import PolicyVersion, Sequence
-    from dialoop_learning.loss.objective import Objective
-    from dialoop_learning.model.policy import PolicyModel
-    from dialoop_learning.optim import StepReport
-    from dialoop_learning.packing.rows import PackedBatch
     from numpy.typing import NDArray
     from torch import Tensor
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from dialoop.errors import InvalidConfig
@@ -17,9 +17,6 @@ from pydantic import Field
 from dialoop_services.runtime.settings import StrictSettings
 from dialoop_services.trainer.learner.learner import Learner, require_cuda_devices
 from dialoop_services.trainer.settings import TrainerSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class RankSettings(StrictSettings):

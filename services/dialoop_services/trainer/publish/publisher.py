@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from dialoop.clients.errors import is_worth_retrying
-from dialoop.clients.inference import WeightsManifest
+from dialoop.clients.inference import InferenceClient, PolicyStatus, WeightsManifest
 from dialoop.episode import UpdateMode
 from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
@@ -22,7 +22,7 @@ from dialoop_learning.rl.staleness import publish_order, version_of_name
 
 from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.runtime.durable import sync_tree, write_json
-from dialoop_services.trainer.learner.learner_state import WEIGHTS
+from dialoop_services.trainer.learner.learner_state import WEIGHTS, CapturedWeights, ExportedWeights
 from dialoop_services.trainer.publish.data_planes import (
     ChunkSender,
     FileSender,
@@ -36,12 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from dialoop.clients.inference import InferenceClient, PolicyStatus
     from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import Floats
 
     from dialoop_services.trainer.learner.learner import Learner
-    from dialoop_services.trainer.learner.learner_state import CapturedWeights, ExportedWeights
     from dialoop_services.trainer.publish.data_planes import WeightsSender
     from dialoop_services.trainer.publish.rotation import Rotation
     from dialoop_services.trainer.settings import TrainerSettings

@@ -6,15 +6,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from dialoop.clients.inference import InferenceClient
-from dialoop.clients.registry import RegistryClient
+from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.errors import DialoopError, NotFound
 
 from dialoop_services.runtime.fleet import Fleet, follow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
-
-    from dialoop.clients.registry import ServiceInstance
 
     from dialoop_services.hosting.hosts import Connect
     from dialoop_services.trainer.settings import TrainerSettings

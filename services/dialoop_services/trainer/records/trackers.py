@@ -14,7 +14,7 @@ import asyncio
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +27,6 @@ from dialoop.user_functions import loop_of_users, raised_at, resolve
 from dialoop_services.trainer.records.rows import numbers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from dialoop_services.trainer.settings import TrainerSettings

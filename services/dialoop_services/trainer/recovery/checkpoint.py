@@ -15,7 +15,7 @@ import json
 import logging
 import shutil
 from dataclasses import dataclass, field, fields
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Self
 
@@ -37,7 +37,6 @@ from dialoop_services.trainer.records.records import open_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from dialoop_services.trainer.learner.learner import Learner
 

@@ -12,7 +12,7 @@ import logging
 import shutil
 from typing import TYPE_CHECKING
 
-from dialoop.clients.replay import ReturnItem
+from dialoop.clients.replay import GroupLease, ReturnItem
 from dialoop.reasons import DropReason
 from dialoop.trajectory import Stage
 
@@ -23,7 +23,6 @@ from dialoop_services.trainer.recovery.checkpoint import published_policy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dialoop.clients.replay import GroupLease
     from dialoop.sequences import PolicyVersion
 
     from dialoop_services.trainer.job.checkpointer import Checkpointer

@@ -10,14 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from dialoop_learning.packing.rows import OPTIONAL
+from dialoop_learning.packing.rows import OPTIONAL, TokenRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from dialoop.sequences import Sequence as TokenSequence
     from dialoop.trajectory import Group
-    from dialoop_learning.packing.rows import TokenRow
     from torch import Tensor
 
     from dialoop_services.trainer.step_replay.trace import StepTrace, UpdateTrace

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.trajectory import StopReason
 
-from dialoop_services.inference.wires.base import Usage
+from dialoop_services.inference.wires.base import AnswerJob, AnswerPart, JobAnswer, Usage
 from dialoop_services.inference.wires.openai.messages import call_json, message_json
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
 
     from dialoop_services.inference.engine import TopLogprobs
-    from dialoop_services.inference.wires.base import AnswerJob, AnswerPart, JobAnswer
 
 REPLACEMENT = "\ufffd"
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.reasons import Reason
 
-from dialoop_services.inference.engine import SupportsConstraints
+from dialoop_services.inference.engine import Engine, SupportsConstraints
 from dialoop_services.inference.wires.bodies import field_error
-from dialoop_services.inference.wires.openai.models import NamedTool
+from dialoop_services.inference.wires.openai.models import ChatBody, NamedTool, ToolBody
 from dialoop_services.inference.wires.reading import CALL_END, CALL_START
-
-if TYPE_CHECKING:
-    from dialoop_services.inference.engine import Engine
-    from dialoop_services.inference.wires.openai.models import ChatBody, ToolBody
 
 _OTHER_ENGINE = 'Leave it out, or serve with engine = "vllm".'
 

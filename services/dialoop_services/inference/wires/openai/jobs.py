@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.reasons import Reason
 
-from dialoop_services.inference.engine import SupportsTopLogprobs
-from dialoop_services.inference.wires.base import AnswerJob
+from dialoop_services.inference.engine import Engine, SupportsTopLogprobs
+from dialoop_services.inference.wires.base import AnswerJob, WireHost
 from dialoop_services.inference.wires.bodies import field_error
 from dialoop_services.inference.wires.openai.answers import Shape, TokenView
 from dialoop_services.inference.wires.openai.forms import constraint_of
 from dialoop_services.inference.wires.openai.messages import history_of, tools_of
-from dialoop_services.inference.wires.openai.models import ChatBody
+from dialoop_services.inference.wires.openai.models import ChatBody, CompletionBody, SamplingBody
 from dialoop_services.inference.wires.prompts import Offer
 from dialoop_services.inference.wires.reading import CALL_END
 
 if TYPE_CHECKING:
     from dialoop.trajectory import SamplingParams
 
-    from dialoop_services.inference.engine import Engine
     from dialoop_services.inference.recordings.store import Recording
-    from dialoop_services.inference.wires.base import WireHost
-    from dialoop_services.inference.wires.openai.models import CompletionBody, SamplingBody
 
 _RESERVED = {"messages", "tools", "add_generation_prompt", "tokenize", "documents"}
 

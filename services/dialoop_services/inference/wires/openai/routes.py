@@ -15,7 +15,7 @@ from dialoop_services.inference.wires.bodies import UnknownModel, parse_body
 from dialoop_services.inference.wires.openai.documents import OPERATIONS, operation
 from dialoop_services.inference.wires.openai.jobs import Jobs
 from dialoop_services.inference.wires.openai.models import ChatBody, CompletionBody
-from dialoop_services.rest.http_routes import ErrorAnswer, HttpRoute
+from dialoop_services.rest.http_routes import ErrorAnswer, HttpAnswer, HttpRequest, HttpRoute
 from dialoop_services.rest.problems import FieldsRefused, problem_headers
 from dialoop_services.runtime.errors import LoggedError
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from dialoop_services.inference.wires.base import AnswerJob, WireHost
     from dialoop_services.inference.wires.openai.answers import Shape
-    from dialoop_services.rest.http_routes import HttpAnswer, HttpRequest
 
 _DONE = b"data: [DONE]\n\n"
 _TYPES = {
