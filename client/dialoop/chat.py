@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from dialoop.errors import DialoopWarning, InvalidHistory, PreconditionFailed
-from dialoop.messages import (
-    ContentPart,
-    Message,
-    ToolCall,
-    ToolDefinition,
-    message_from_chat,
-    messages_from_chats,
-)
+from dialoop.messages import ContentPart as ContentPart
+from dialoop.messages import Message as Message
+from dialoop.messages import ToolCall as ToolCall
+from dialoop.messages import ToolDefinition as ToolDefinition
+from dialoop.messages import message_from_chat, messages_from_chats
 from dialoop.reasons import Reason
 from dialoop.representations import messages_html, messages_line, messages_text
 
@@ -32,17 +29,6 @@ if TYPE_CHECKING:
     from dialoop.templates.registry import TemplateRegistry
     from dialoop.text_and_tokens import Text, Tokens
     from dialoop.tokens.tokenizer import Tokenizer
-
-__all__ = [
-    "ChatHistory",
-    "ContentPart",
-    "Histories",
-    "History",
-    "Message",
-    "ToolCall",
-    "ToolDefinition",
-    "as_history",
-]
 
 
 @dataclass(frozen=True, slots=True)

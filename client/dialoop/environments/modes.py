@@ -11,7 +11,8 @@ from enum import IntEnum
 from dialoop.chat import ChatHistory
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from dialoop.text_and_tokens import Text, Tokens
+from dialoop.text_and_tokens import Text as Text
+from dialoop.text_and_tokens import Tokens as Tokens
 
 
 class InputMode(IntEnum):
@@ -43,8 +44,6 @@ class RewardShape(IntEnum):
     TURN = 2
     DENSE = 3
 
-
-__all__ = ["Answered", "InputMode", "RewardShape", "Text", "Tokens"]
 
 Answered = ChatHistory | Text | Tokens
 """What a policy sends to an environment, in one of the three modes."""

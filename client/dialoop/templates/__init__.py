@@ -4,16 +4,9 @@ Histories and Jinja sources enter; text, character masks and histories leave. No
 here.
 """
 
-from dialoop.templates.chat_template import ChatTemplate
-from dialoop.templates.declared_parser import TemplateParser
-from dialoop.templates.masks import EncodedConversation, encode_conversation
-from dialoop.templates.registry import TemplateInfo, TemplateRegistry
-
-__all__ = [
-    "ChatTemplate",
-    "EncodedConversation",
-    "TemplateInfo",
-    "TemplateParser",
-    "TemplateRegistry",
-    "encode_conversation",
-]
+from dialoop.templates.chat_template import ChatTemplate as ChatTemplate
+from dialoop.templates.declared_parser import TemplateParser as TemplateParser
+from dialoop.templates.masks import EncodedConversation as EncodedConversation
+from dialoop.templates.masks import encode_conversation as encode_conversation
+from dialoop.templates.registry import TemplateInfo as TemplateInfo
+from dialoop.templates.registry import TemplateRegistry as TemplateRegistry

@@ -3,11 +3,6 @@
 Messages and sampled ids enter; `Sequence` values with segments and owners leave.
 """
 
-from dialoop.tokens.builder import TokenBuilder
-from dialoop.tokens.tokenizer import Encoded, Tokenizer
-
-__all__ = [
-    "Encoded",
-    "TokenBuilder",
-    "Tokenizer",
-]
+from dialoop.tokens.builder import TokenBuilder as TokenBuilder
+from dialoop.tokens.tokenizer import Encoded as Encoded
+from dialoop.tokens.tokenizer import Tokenizer as Tokenizer

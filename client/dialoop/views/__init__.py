@@ -4,11 +4,7 @@ Domain values (`Turn`, `Trajectory`) enter; arrays and printable tables leave. N
 them.
 """
 
-from dialoop.views.views import LogProbRow, LogProbs, Masks, TurnView
-
-__all__ = [
-    "LogProbRow",
-    "LogProbs",
-    "Masks",
-    "TurnView",
-]
+from dialoop.views.views import LogProbRow as LogProbRow
+from dialoop.views.views import LogProbs as LogProbs
+from dialoop.views.views import Masks as Masks
+from dialoop.views.views import TurnView as TurnView

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dialoop.chat import ChatHistory, History
-from dialoop.environments.modes import Text, Tokens
+from dialoop.environments.modes import Text as Text
+from dialoop.environments.modes import Tokens as Tokens
 from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Source
@@ -28,14 +29,6 @@ if TYPE_CHECKING:
     from dialoop.tokens.tokenizer import Tokenizer
     from dialoop.trajectory import Distribution, SamplingParams, Trajectory
 
-__all__ = [
-    "LogProbRow",
-    "LogProbs",
-    "Masks",
-    "Text",
-    "Tokens",
-    "TurnView",
-]
 
 _LOOK_BACK = 8
 

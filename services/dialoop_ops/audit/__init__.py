@@ -4,8 +4,8 @@ A path enters, a report leaves: findings with their evidence, and the checks tha
 Nothing here changes what it reads.
 """
 
-from dialoop_ops.audit.audit import audit
-from dialoop_ops.audit.records import Claims
-from dialoop_ops.audit.report import AuditFinding, AuditReport, Evidence
-
-__all__ = ["AuditFinding", "AuditReport", "Claims", "Evidence", "audit"]
+from dialoop_ops.audit.audit import audit as audit
+from dialoop_ops.audit.records import Claims as Claims
+from dialoop_ops.audit.report import AuditFinding as AuditFinding
+from dialoop_ops.audit.report import AuditReport as AuditReport
+from dialoop_ops.audit.report import Evidence as Evidence

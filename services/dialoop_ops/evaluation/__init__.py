@@ -3,16 +3,9 @@
 An environment and a policy enter; a folder with every trajectory, means and pass@k leave.
 """
 
-from dialoop_ops.evaluation.endpoint import EndpointPolicy
-from dialoop_ops.evaluation.playing import evaluate
-from dialoop_ops.evaluation.records import EvaluationRecords, EvaluationSpec
-from dialoop_ops.evaluation.results import EvaluationResults, PairedResults
-
-__all__ = [
-    "EndpointPolicy",
-    "EvaluationRecords",
-    "EvaluationResults",
-    "EvaluationSpec",
-    "PairedResults",
-    "evaluate",
-]
+from dialoop_ops.evaluation.endpoint import EndpointPolicy as EndpointPolicy
+from dialoop_ops.evaluation.playing import evaluate as evaluate
+from dialoop_ops.evaluation.records import EvaluationRecords as EvaluationRecords
+from dialoop_ops.evaluation.records import EvaluationSpec as EvaluationSpec
+from dialoop_ops.evaluation.results import EvaluationResults as EvaluationResults
+from dialoop_ops.evaluation.results import PairedResults as PairedResults

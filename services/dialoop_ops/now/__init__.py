@@ -5,8 +5,7 @@ The addresses of a stack enter, as stack.json has them; snapshots leave. Nothing
 
 from __future__ import annotations
 
-from dialoop_ops.now.blocked import Blocked
-from dialoop_ops.now.snapshot import Now, ServiceNow
-from dialoop_ops.now.watcher import Watcher
-
-__all__ = ["Blocked", "Now", "ServiceNow", "Watcher"]
+from dialoop_ops.now.blocked import Blocked as Blocked
+from dialoop_ops.now.snapshot import Now as Now
+from dialoop_ops.now.snapshot import ServiceNow as ServiceNow
+from dialoop_ops.now.watcher import Watcher as Watcher

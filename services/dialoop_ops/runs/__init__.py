@@ -4,12 +4,6 @@ A run's directory enters; summaries, pages and numbers of tokens leave. Nothing 
 the run wrote. The index (`index.sqlite`) is made anew from these files whenever it is lost.
 """
 
-from dialoop_ops.runs.filters import Filters
-from dialoop_ops.runs.index import RunIndex
-from dialoop_ops.runs.summaries import TrajectorySummary
-
-__all__ = [
-    "Filters",
-    "RunIndex",
-    "TrajectorySummary",
-]
+from dialoop_ops.runs.filters import Filters as Filters
+from dialoop_ops.runs.index import RunIndex as RunIndex
+from dialoop_ops.runs.summaries import TrajectorySummary as TrajectorySummary

@@ -3,7 +3,7 @@
 Servicers and settings enter; a server that serves them leaves. Nothing here knows a service.
 """
 
-from dialoop_services.hosting.hosts import Connect, Host, OwnProcess
-from dialoop_services.hosting.server import GrpcServer
-
-__all__ = ["Connect", "GrpcServer", "Host", "OwnProcess"]
+from dialoop_services.hosting.hosts import Connect as Connect
+from dialoop_services.hosting.hosts import Host as Host
+from dialoop_services.hosting.hosts import OwnProcess as OwnProcess
+from dialoop_services.hosting.server import GrpcServer as GrpcServer

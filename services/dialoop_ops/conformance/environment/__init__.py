@@ -3,10 +3,6 @@
 An environment enters; a report of what it breaks leaves.
 """
 
-from dialoop_ops.conformance.environment.checks import CHECKS, Finding, check_environment
-
-__all__ = [
-    "CHECKS",
-    "Finding",
-    "check_environment",
-]
+from dialoop_ops.conformance.environment.checks import CHECKS as CHECKS
+from dialoop_ops.conformance.environment.checks import Finding as Finding
+from dialoop_ops.conformance.environment.checks import check_environment as check_environment
