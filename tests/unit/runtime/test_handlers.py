@@ -38,7 +38,9 @@ def test_the_methods_of_a_service_are_found_by_their_paths():
     assert interact is not None
     assert interact.request_streaming
     assert interact.response_streaming
-    assert handlers.service(Details("/dialoop.v1.EnvironmentService/Unknown")) is None
+    unknown = handlers.service(Details("/dialoop.v1.EnvironmentService/Unknown"))
+    assert unknown is not None
+    assert unknown.stream_unary is not None  # it refuses, and says why
     assert handlers.service(Details("/other.Service/Step")) is None
 
 
