@@ -206,13 +206,43 @@ def _as_chat(message: Message, content: Any, arguments: Sequence[Any]) -> dict[s
     return chat
 
 
-def chat_for_template(message: Message, *, as_parts: bool = False) -> dict[str, Any]:
-    """Return the dict a chat template reads: arguments as objects, contents as text or parts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageForm:
+    """How a chat template wants to be given messages.
+
+    arguments_as_text: a call's arguments as JSON text, and not as an object. no_content: what the
+    content is beside calls, where there is no text. reasoning_key: the key of what was thought; ""
+    for the content, between the two texts of `thought`.
+    """
+
+    arguments_as_text: bool = False
+    no_content: str | None = ""
+    reasoning_key: str = "reasoning_content"
+    thought: tuple[str, str] = ("", "")
+
+
+DEFAULT_FORM = MessageForm()
+"""What most templates take."""
+
+
+def chat_for_template(
+    message: Message, form: MessageForm = DEFAULT_FORM, *, as_parts: bool = False
+) -> dict[str, Any]:
+    """Return the dict a chat template reads, in its form; contents are text or parts."""
     content: Any = message.content
     if not isinstance(content, str):
         texts = [_text_of_part(part, message.role) for part in content]
         content = [{"type": "text", "text": text} for text in texts] if as_parts else "".join(texts)
-    return _as_chat(message, content, [_arguments(call) for call in message.tool_calls])
+    if message.reasoning and not form.reasoning_key:
+        start, end = form.thought
+        content = f"{start}\n{message.reasoning}\n{end}\n\n{content}"
+    calls = message.tool_calls
+    arguments = [c.arguments_json if form.arguments_as_text else _arguments(c) for c in calls]
+    chat = _as_chat(message, content, arguments)
+    if calls and not content:
+        chat["content"] = form.no_content
+    thought = chat.pop("reasoning_content", "")
+    return {**chat, form.reasoning_key: thought} if thought and form.reasoning_key else chat
 
 
 def processor_chat(message: Message) -> dict[str, Any]:

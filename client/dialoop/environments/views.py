@@ -90,8 +90,8 @@ class TokensViewer:
     """Tokens mode."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        self._tokenizer = tokenizer
         self._builder = TokenBuilder(tokenizer, template)
+        self._tokenizer = self._builder.tokenizer
 
     def open(self, history: History) -> TokensView:
         """Return the ids of the opening."""

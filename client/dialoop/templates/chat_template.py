@@ -33,9 +33,17 @@ from dialoop.errors import (
     PreconditionFailed,
     Unsupported,
 )
-from dialoop.messages import Message, ToolDefinition, chat_for_template, tool_for_template
+from dialoop.messages import (
+    DEFAULT_FORM,
+    Message,
+    MessageForm,
+    ToolDefinition,
+    chat_for_template,
+    tool_for_template,
+)
 from dialoop.reasons import Reason
 from dialoop.templates.parsing import Parser, TurnParser, parse_tokens, parser_for
+from dialoop.templates.probe import TemplateProfile, probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,6 +77,11 @@ _FAILURES = (
     RecursionError,
 )
 _UNFINISHED = "\ufdd3unfinished "
+
+
+_MAX_PROFILES = 256
+_PROFILES: dict[tuple[Any, ...], TemplateProfile] = {}
+"""What templates do, by digest and special tokens; the oldest goes first."""
 
 
 class TextRenderer(Protocol):
@@ -215,6 +228,7 @@ class ChatTemplate:
         self._parser = parser
         self._is_parser_known = parser is not None
         self._understands_parts: bool | None = None
+        self._profile: TemplateProfile | None = None
         self.source = source
         self.name = name
         self.digest, self.has_generation_blocks = _read_source(source)
@@ -241,6 +255,23 @@ class ChatTemplate:
             parser=self._parser,
             make_renderer=self._make_renderer,
         )
+
+    @property
+    def profile(self) -> TemplateProfile:
+        """Return what this template does; the first call asks it."""
+        if self._profile is None:
+            key = (self.digest, *sorted(self._special_tokens.items()))
+            if key not in _PROFILES:
+                while len(_PROFILES) >= _MAX_PROFILES:
+                    _PROFILES.pop(next(iter(_PROFILES)), None)
+                _PROFILES[key] = probe(self)
+            self._profile = _PROFILES[key]
+        return self._profile
+
+    @property
+    def form(self) -> MessageForm:
+        """Return how the template wants to be given messages."""
+        return self.profile.form
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -354,14 +385,27 @@ class ChatTemplate:
         require_variables(options)
         tool_dicts = [tool_for_template(tool) for tool in tools] if tools is not None else None
         self._require_tools_written(history, bool(tool_dicts))
-        messages = [
-            chat_for_template(message) if isinstance(message.content, str) else self._parts(message)
-            for message in history
-        ]
+        messages = [self._chat(message) for message in history]
         return {"messages": messages, "tools": tool_dicts, **self._special_tokens, **options}
 
-    def _parts(self, message: Message) -> dict[str, Any]:
-        return chat_for_template(message, as_parts=self._reads_parts())
+    def _chat(self, message: Message) -> dict[str, Any]:
+        is_plain = not message.tool_calls and not message.reasoning
+        as_parts = not isinstance(message.content, str) and self._reads_parts()
+        # Most messages look the same in every form, and need no probe.
+        return chat_for_template(
+            message, DEFAULT_FORM if is_plain else self.form, as_parts=as_parts
+        )
+
+    def render_chats(
+        self,
+        chats: Sequence[Mapping[str, Any]],
+        *,
+        opens: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Return dicts, which the template gets as they are, as text."""
+        variables = {"messages": list(chats), "tools": tools, **self._special_tokens}
+        return self._fill(variables, opens)
 
     def _require_tools_written(self, history: Sequence[Message], offers_tools: bool) -> None:
         calls = any(message.tool_calls for message in history)
@@ -404,7 +448,7 @@ class ChatTemplate:
         last = dict(messages[-1])
         if not isinstance(last["content"], str):
             last["content"] = "".join(part["text"] for part in last["content"])
-        last["content"] += _UNFINISHED
+        last["content"] = (last["content"] or "") + _UNFINISHED
         text = self._fill(variables | {"messages": [*messages[:-1], last]}, opens=False)
         position = text.rfind(_UNFINISHED.strip())
         if position < 0:

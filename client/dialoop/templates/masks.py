@@ -11,15 +11,15 @@ searched for in the text. Special tokens that a message merely spells get no spe
 from __future__ import annotations
 
 import unicodedata
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dialoop.errors import DialoopError, Unsupported
-from dialoop.messages import Message
+from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
 from dialoop.templates.parsing import absent_character, guard_special_tokens, with_texts
+from dialoop.templates.turns import assistant_turns
 from dialoop.tokens.tokenizer import Encoded, Tokenizer
 
 if TYPE_CHECKING:
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from dialoop.messages import Message
     from dialoop.templates.chat_template import ChatTemplate, Span
-
-_MARK = ("\ufdd0", "\ufdd1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,14 +86,17 @@ def encode_conversations(
     """Encode each conversation as `encode_conversation` does, all of them in one call."""
     histories = tuple(histories)
     rendered = [
-        _render_with_spans(template, history, options, with_mask=with_mask) for history in histories
+        _render_with_spans(
+            template, tokenizer, history, options, with_mask=with_mask, include_eos=include_eos
+        )
+        for history in histories
     ]
     codes = tokenizer.encode_all([text for text, _ in rendered])
     encoded: list[EncodedConversation] = []
     for history, (text, spans), ids in zip(histories, rendered, codes, strict=True):
         if tokenizer.spells_special(_all_text(history)):
             text, spans, tokens = _encode_with_literals(
-                template, tokenizer, history, options, with_mask
+                template, tokenizer, history, options, with_mask, include_eos
             )
         elif with_mask or with_offsets:
             fast = None if with_offsets else _in_bytes(text, ids, tokenizer)
@@ -102,7 +104,8 @@ def encode_conversations(
         else:
             nowhere = np.zeros(0, np.int64)
             tokens = _Tokens(np.array(ids, np.int32), nowhere, nowhere)
-        mask = _mask(tokens, spans, tokenizer, include_eos=include_eos) if with_mask else None
+        blocks_of = tokenizer if template.has_generation_blocks else None
+        mask = _mask(tokens, spans, blocks_of, include_eos=include_eos) if with_mask else None
         encoded.append(
             EncodedConversation(
                 text=text,
@@ -114,105 +117,22 @@ def encode_conversations(
     return tuple(encoded)
 
 
-def assistant_spans(
-    template: ChatTemplate, history: Sequence[Message], text: str, **options: Any
-) -> tuple[Span, ...]:
-    """Return where a template without generation blocks writes what the assistant says."""
-    spans: list[Span] = []
-    contents = content_spans(template, history, text, **options)
-    for index, message in enumerate(history):
-        if message.role != "assistant":
-            continue
-        if message.tool_calls or message.reasoning:
-            spans.append(_turn_span(template, history, index, text, options))
-        elif contents is None:
-            raise _no_mask()
-        elif index in contents:
-            spans.append(contents[index])
-    return tuple(spans)
-
-
-def content_spans(
-    template: ChatTemplate, history: Sequence[Message], text: str, **options: Any
-) -> dict[int, Span] | None:
-    """Return where each message's content stands in the rendered text, by the message's index.
-
-    Contents that the template leaves out are left out here. None when it changes them otherwise
-    than by trimming.
-    """
-    marks = {i: f"{_MARK[0]}{i}{_MARK[1]}" for i, message in enumerate(history) if message.text}
-    marked_history = tuple(
-        replace(message, content=marks[i]) if i in marks else message
-        for i, message in enumerate(history)
-    )
-    try:
-        marked = template.render(marked_history, **options)
-    except DialoopError:
-        return None
-    if any(marked.count(mark) > 1 for mark in marks.values()):
-        return None
-    shown = [i for i, mark in marks.items() if mark in marked]
-    glues: list[str] = []
-    for i in shown:
-        glue, mark, marked = marked.partition(marks[i])
-        if not mark:
-            return None  # contents stand in another order
-        glues.append(glue)
-    return _locate_contents(text, [*glues, marked], [history[i].text for i in shown], shown)
-
-
-def _locate_contents(
-    text: str, glues: list[str], contents: list[str], indices: list[int]
-) -> dict[int, Span] | None:
-    """Return the contents' spans in glue, content, glue, ...; None where that is not the text."""
-    if not text.startswith(glues[0]):
-        return None
-    position = len(glues[0])
-    spans: dict[int, Span] = {}
-    for index, content, glue in zip(indices, contents, glues[1:], strict=True):
-        for shape in (content, content.strip(), content.lstrip(), content.rstrip()):
-            if text.startswith(shape + glue, position):
-                break
-        else:
-            return None
-        spans[index] = (position, position + len(shape))
-        position += len(shape) + len(glue)
-    return spans if position == len(text) else None
-
-
-def _turn_span(
-    template: ChatTemplate,
-    history: Sequence[Message],
-    index: int,
-    text: str,
-    options: dict[str, Any],
-) -> Span:
-    """Return the span after the opening of the assistant's turn, without what ends the turn."""
-    others = {k: v for k, v in options.items() if k not in _OPENING}
-    before = template.render(history[:index], add_generation_prompt=True, **others)
-    through = template.render(history[: index + 1], add_generation_prompt=False, **others)
-    if not (through.startswith(before) and text.startswith(through)):
-        raise _no_mask()
-    empty = template.render(
-        (*history[:index], Message(role="assistant")), add_generation_prompt=False, **others
-    )
-    closing = empty.removeprefix(before)
-    end = len(through) - (len(closing) if through.endswith(closing) else 0)
-    return len(before), end
-
-
-_OPENING = ("add_generation_prompt", "continue_final_message")
-
-
 def _render_with_spans(
-    template: ChatTemplate, history: Sequence[Message], options: dict[str, Any], *, with_mask: bool
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    history: Sequence[Message],
+    options: dict[str, Any],
+    *,
+    with_mask: bool,
+    include_eos: bool = False,
 ) -> tuple[str, tuple[Span, ...]]:
-    if not with_mask:
-        return template.render(history, **options), ()
-    if template.has_generation_blocks:
+    if with_mask and template.has_generation_blocks:
         return template.render_blocks(history, **options)
     text = template.render(history, **options)
-    return text, assistant_spans(template, history, text, **options)
+    if not with_mask:
+        return text, ()
+    turns = assistant_turns(template, tokenizer, history, text, **options)
+    return text, tuple((turn.start, turn.closed if include_eos else turn.end) for turn in turns)
 
 
 def _all_text(history: Sequence[Message]) -> str:
@@ -232,15 +152,18 @@ def _encode_with_literals(
     history: Sequence[Message],
     options: dict[str, Any],
     with_mask: bool,
+    include_eos: bool,
 ) -> tuple[str, tuple[Span, ...], _Tokens]:
     """Return the text, spans and tokens of messages that spell special tokens."""
-    plain, _ = _render_with_spans(template, history, options, with_mask=False)
+    plain, _ = _render_with_spans(template, tokenizer, history, options, with_mask=False)
     guard = absent_character(plain + _all_text(history))
     safe = tuple(
         with_texts(message, lambda text: guard_special_tokens(text, guard, tokenizer))
         for message in history
     )
-    text, spans = _render_with_spans(template, safe, options, with_mask=with_mask)
+    text, spans = _render_with_spans(
+        template, tokenizer, safe, options, with_mask=with_mask, include_eos=include_eos
+    )
     if text.replace(guard, "") != plain:
         raise Unsupported(
             "A message spells a special token that the chat template reads for its meaning.",
@@ -312,30 +235,27 @@ def _in_characters(code: Encoded) -> _Tokens:
 
 
 def _mask(
-    tokens: _Tokens, spans: Iterable[Span], tokenizer: Tokenizer, *, include_eos: bool
+    tokens: _Tokens, spans: Iterable[Span], blocks_of: Tokenizer | None, *, include_eos: bool
 ) -> NDArray[np.bool_]:
-    """Return a mask that is True on the tokens of the spans, and on no special token after them."""
-    size = len(tokens.ids)
-    mask = np.zeros(size, dtype=np.bool_)
+    """Return a mask that is True on the tokens of the spans.
+
+    blocks_of: the spans are generation blocks, in which a template writes the end of turn or
+    behind which it does. The special tokens at a block's end are taken off, and with `include_eos`
+    the first one behind its text counts.
+    """
+    mask = np.zeros(len(tokens.ids), dtype=np.bool_)
     starts, ends = tokens.starts, tokens.ends
     for begin, end in tokens.positions(spans):
         first = int(np.searchsorted(ends, begin, side="right"))
         last = max(first, int(np.searchsorted(starts, end, side="left")))
-        while last > first and _ends_turn(int(tokens.ids[last - 1]), tokenizer):
-            last -= 1
-        if include_eos and last < size and _ends_turn(int(tokens.ids[last]), tokenizer):
-            last += 1
+        if blocks_of is not None:
+            while last > first and _ends_turn(int(tokens.ids[last - 1]), blocks_of):
+                last -= 1
+            if include_eos and last < len(mask) and _ends_turn(int(tokens.ids[last]), blocks_of):
+                last += 1
         mask[first:last] = True
     return mask
 
 
 def _ends_turn(token_id: int, tokenizer: Tokenizer) -> bool:
     return tokenizer.is_special(token_id) or token_id in tokenizer.end_of_turn_ids
-
-
-def _no_mask() -> Unsupported:
-    return Unsupported(
-        "The chat template does not show where the assistant's text stands.",
-        reason=Reason.MASK_UNAVAILABLE,
-        remedy="Give the template generation blocks, or train on sampled tokens.",
-    )

@@ -25,6 +25,8 @@ from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
+from dialoop.templates.probe import turn_ends
+from dialoop.templates.turns import assistant_turns, hidden_fields
 from dialoop.tokens.continuation import Past, continuation
 from dialoop.tokens.encoding import tokens_of
 from dialoop.tokens.special_tokens import (
@@ -33,7 +35,7 @@ from dialoop.tokens.special_tokens import (
     pieces_with_literals,
     spells_special,
 )
-from dialoop.tokens.text_spans import Piece, Render, after, closing, cut, uncut
+from dialoop.tokens.text_spans import Piece, Render, after, cut, uncut
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
     from dialoop.sequences import Ids
     from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.templates.slots import Place
+    from dialoop.templates.turns import AssistantTurn
     from dialoop.tokens.tokenizer import Tokenizer
 
 DEMONSTRATION = PolicyVersion(lineage="demonstration", number=0)
@@ -85,11 +89,63 @@ class _Conversation:
     render: Render
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """A conversation up to a message of the assistant, its text, and what of it that wrote."""
+
+    history: History
+    text: str
+    turn: AssistantTurn
+    places: tuple[Place, ...]
+    tokenizer: Tokenizer
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, builder: TokenBuilder, history: History, options: dict[str, Any]) -> _Shown:
+        """Render the conversation; Unsupported where a part of the last message is not shown."""
+        template, tokenizer = builder.template, builder.tokenizer
+        text = template.render(history, add_generation_prompt=False, **options)
+        turns = assistant_turns(
+            template, tokenizer, history, text, add_generation_prompt=False, **options
+        )
+        turn = next((turn for turn in turns if turn.index == len(history) - 1), None)
+        hidden = hidden_fields(history[-1], frozenset() if turn is None else turn.fields)
+        if turn is None or hidden:
+            raise Unsupported(
+                f"The chat template leaves out {' and '.join(hidden) or 'all'} of message "
+                f"{len(history) - 1}, which is to be taught.",
+                reason=Reason.TEMPLATE_HIDES_ANSWERS,
+                remedy="Leave that out of the demonstration, or use a template that shows it.",
+            )
+        return cls(
+            history=history,
+            text=text,
+            turn=turn,
+            places=turn.places,
+            tokenizer=tokenizer,
+            options=options,
+        )
+
+    def pieces(self, start: int, end: int, source: Source) -> list[Piece]:
+        """Cut a range of the text; what messages spell like a special token stays text."""
+        pieces: list[Piece] = []
+        for place in self.places:
+            if place.end <= start or place.start >= end:
+                continue
+            text = self.text[place.start : place.end]
+            if self.tokenizer.spells_special(text):
+                pieces.append(Piece(text=self.text[start : place.start], source=source))
+                pieces.append(Piece(text=text, source=source, is_literal=True))
+                start = place.end
+        return [*pieces, Piece(text=self.text[start:end], source=source)]
+
+
 class TokenBuilder:
     """Turns conversations into sequences, turn by turn, and never tokenises sampled text again."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        self.tokenizer = tokenizer
+        self.ends = turn_ends(template.profile, tokenizer)
+        self.tokenizer = tokenizer.ended_by(self.ends.ids)
         self.template = template
         self._decoded = _DecodedCache(tokenizer)
 
@@ -177,50 +233,104 @@ class TokenBuilder:
         message = Message(role="assistant", content=content, is_complete=is_complete)
         return Answer(message=message, appended=prompt.appended.extended_by(sampled))
 
-    def demonstration(self, history: History, *, stop: Iterable[str] = ()) -> Sequence:
+    def demonstration(self, history: History, **options: Any) -> Sequence:
         """Return a conversation's tokens as if its assistant messages were sampled (no log-probs).
 
-        A message that ends with one of `stop` ends there, as the sampler would end it; others end
-        with the end-of-turn token that the template writes.
+        Raise Unsupported (TEMPLATE_REWRITES_PAST) where that takes several sequences.
         """
-        sequence: Sequence | None = None
+        sequences = self.demonstrations(history, **options)
+        if len(sequences) > 1:
+            raise Unsupported(
+                "The chat template renders earlier messages otherwise once later ones follow.",
+                reason=Reason.TEMPLATE_REWRITES_PAST,
+                remedy="Demonstrate one assistant message at a time.",
+            )
+        return sequences[0]
+
+    def demonstrations(
+        self,
+        history: History,
+        *,
+        stop: Iterable[str] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Sequence, ...]:
+        """Return a conversation's tokens as if its assistant messages were sampled (no log-probs).
+
+        What the template writes of a message is taught: thought, content, calls, their marks and
+        the end of its turn. What it adds by itself is context. A message that ends with one of
+        `stop` ends there, as the sampler would end it. Where a later message changes what the
+        template shows of an earlier one, a new sequence begins, as in a rollout.
+
+        options: the template's. Raise Unsupported (MASK_UNAVAILABLE, TEMPLATE_HIDES_ANSWERS).
+        """
+        sequences: list[Sequence] = []
         covered = 0
         for index, message in enumerate(history):
             if message.role != "assistant":
                 continue
-            prompt = self.prompt(
-                history[:index],
-                context=sequence,
-                num_context_messages=covered,
-                turn=0 if sequence is None else sequence.segments[-1].turn + 1,
-            )
-            if prompt.fork_cause is not ForkCause.NONE:
-                raise Unsupported(
-                    "The chat template renders earlier messages otherwise once later ones follow.",
-                    reason=Reason.TEMPLATE_REWRITES_PAST,
-                    remedy="Demonstrate one assistant message at a time.",
-                )
-            ids = self.tokenizer.encode(message.text).ids
-            if not message.text.endswith(tuple(stop)):
-                ids += self._end_of_turn_ids(history[:index])
-            appended = self.answer(prompt, ids, versions=[(len(ids), DEMONSTRATION)]).appended
-            sequence = appended if sequence is None else sequence.extended_by(appended)
+            context = sequences[-1] if sequences else None
+            shown = _Shown.of(self, history[: index + 1], dict(options or {}))
+            prompt = self._demonstrated_prompt(shown, context, covered)
+            ids = self._demonstrated_ids(shown, prompt, tuple(stop))
+            answer = self.answer(prompt, ids, versions=[(len(ids), DEMONSTRATION)])
+            if context is not None and prompt.fork_cause is ForkCause.NONE:
+                sequences[-1] = context.extended_by(answer.appended)
+            else:
+                first = answer.appended
+                forks = context is not None
+                cause = ForkCause.TEMPLATE_REWRITES_PAST if forks else ForkCause.NONE
+                sequences.append(replace(first, fork_cause=cause))
             covered = index + 1
-        if sequence is None:
+        if not sequences:
             raise InvalidInput("The demonstration has no assistant message.", remedy="Add one.")
-        return sequence
+        return tuple(sequences)
+
+    def _demonstrated_prompt(self, shown: _Shown, context: Sequence | None, covered: int) -> Prompt:
+        """Return the prompt of the last message, with what the template adds before its turn."""
+        before = shown.history[:-1]
+        turn = 0 if context is None else context.segments[-1].turn + 1
+        prompt = self.prompt(
+            before,
+            context=context,
+            num_context_messages=covered,
+            turn=turn,
+            options=shown.options,
+        )
+        opened = self.template.render(before, **shown.options)
+        own_start = shown.text[: shown.turn.start]
+        if own_start == opened:
+            return prompt
+        if own_start.startswith(opened):
+            added = Piece(text=own_start[len(opened) :], source=Source.TEMPLATE)
+            more = self._tokens([added], turn, follows=prompt.sequence)
+            return replace(
+                prompt,
+                sequence=prompt.sequence.extended_by(more),
+                appended=prompt.appended.extended_by(more),
+            )
+        # The opening begins a thought that this message does not have.
+        whole = self._tokens(shown.pieces(0, shown.turn.start, Source.PROMPT), turn)
+        whole = replace(whole, fork_cause=ForkCause.TEMPLATE_REWRITES_PAST)
+        return Prompt(history=before, sequence=whole, appended=whole, turn=turn)
+
+    def _demonstrated_ids(
+        self, shown: _Shown, prompt: Prompt, stop: tuple[str, ...]
+    ) -> tuple[int, ...]:
+        """Return the tokens of the last message and of the end of its turn."""
+        turn, message = shown.turn, shown.history[-1]
+        stops = message.text.endswith(stop) and not message.tool_calls
+        pieces = shown.pieces(turn.start, turn.end, Source.PROMPT)  # for their ids alone
+        added = self._tokens(pieces, prompt.turn, follows=prompt.sequence)
+        ids = tuple(added.token_ids.tolist())
+        if stops:
+            return ids
+        written = self.tokenizer.single_token(shown.text[turn.end : turn.closed])
+        end = written if written is not None else self.ends.of(message)
+        return ids if end is None else (*ids, end)
 
     def forget(self) -> None:
         """Drop the cache of decoded texts; nothing else changes."""
         self._decoded = _DecodedCache(self.tokenizer)
-
-    def _end_of_turn_ids(self, history: History) -> tuple[int, ...]:
-        """Return the end-of-turn token with which the template ends the answer to `history`."""
-        ends = self.tokenizer.end_of_turn_ids
-        if len(ends) > 1:
-            written = closing(history, self.template.render) or ""
-            ends = tuple(i for i in ends if written.startswith(self.tokenizer.decode([i]))) or ends
-        return ends[:1]
 
     def _content(self, before: AnySequence[int], token_ids: AnySequence[int]) -> tuple[str, str]:
         """Return the text of sampled ids, and of a final end-of-turn token."""

@@ -101,11 +101,16 @@ def _is_what_was_sampled(past: Past, render: Render) -> bool:
     if is_bare and message.text == past.content:
         return True
     closing_text = closing(past.history[: past.last], render)
-    if closing_text is None or not closing_text.startswith(past.ending):
-        return False
     try:
         through = render(past.history[: past.last + 1], add_generation_prompt=False)
     except DialoopError:
+        return False
+    rest = through.removeprefix(past.text)
+    if past.ending and through.startswith(past.text) and not rest.strip():
+        return True  # another token may end calls than contents
+    if past.ending and closing_text == "":
+        return through + past.ending == past.text  # the next role's mark ends a turn
+    if closing_text is None or not closing_text.startswith(past.ending):
         return False
     return through == past.text + closing_text[len(past.ending) :]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -51,6 +52,8 @@ class Tokenizer:
         added = trusting.get_added_tokens_decoder()
         special_texts = sorted((t.content for t in added.values() if t.special), key=len)
         self._special = re.compile("|".join(map(re.escape, reversed(special_texts))) or r"(?!)")
+        added_texts = sorted((t.content for t in added.values()), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, added_texts)) or r"(?!)")
         self._special_ids = frozenset(i for i, t in added.items() if t.special)
         self.digest = hashlib.sha256(trusting.to_str().encode()).hexdigest()[:16]
         self.end_of_turn_ids = self._find_ends()
@@ -127,6 +130,14 @@ class Tokenizer:
         ids = [] if number is None else [number]
         ids += [int(i) for i in self._config.get("eos_token_ids", ())]
         return tuple(dict.fromkeys(i for i in ids if self._trusting.id_to_token(i) is not None))
+
+    def ended_by(self, ids: tuple[int, ...]) -> Tokenizer:
+        """Return this tokenizer with other ids that end a message."""
+        if ids == self.end_of_turn_ids:
+            return self
+        other = copy(self)
+        other.end_of_turn_ids = ids
+        return other
 
     @property
     def vocab_size(self) -> int:
@@ -229,6 +240,10 @@ class Tokenizer:
     def special_spans(self, text: str) -> tuple[tuple[int, int], ...]:
         """Return where the text spells special tokens, as half-open ranges of characters."""
         return tuple(match.span() for match in self._special.finditer(text))
+
+    def added_texts(self, text: str) -> tuple[str, ...]:
+        """Return the added tokens that the text spells, in order: special ones and others."""
+        return tuple(self._added.findall(text))
 
     def is_special(self, token_id: int) -> bool:
         """Return whether the id is a special token's."""

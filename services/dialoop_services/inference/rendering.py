@@ -83,12 +83,12 @@ class Renderer:
         template: ChatTemplate,
         templates: TemplateRegistry | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
         self.template = template
         self.templates = templates or TemplateRegistry(TemplateConfinement())
         self.num_forks: Counter[str] = Counter()
         """Prompts that could not continue the tokens given with them, by cause."""
         self._builder = TokenBuilder(tokenizer, template)
+        self.tokenizer = self._builder.tokenizer
         self._foreign = ThreadPoolExecutor(_NUM_FOREIGN_THREADS, "foreign-template")
         self._num_foreign_calls = 0
         self._vocabulary = ""

@@ -12,8 +12,9 @@ from dialoop.errors import AlreadyExists, InvalidInput, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.templates.chat_template import ChatTemplate, Span, require_variables
-from dialoop.templates.masks import EncodedConversation, content_spans, encode_conversation
+from dialoop.templates.masks import EncodedConversation, encode_conversation
 from dialoop.templates.registry import TemplateInfo
+from dialoop.templates.slots import find_places
 from dialoop.v1 import template_service_pb2 as pb
 from dialoop.v1 import template_service_pb2_grpc as rpc
 from dialoop.wire.messages import HISTORY, TOOL
@@ -151,7 +152,11 @@ class TemplateServicer(rpc.TemplateServiceServicer):
             rendered = replace(
                 encode_conversation(template, tokenizer, history, **unmasked), assistant_mask=None
             )
-        spans = content_spans(template, history, rendered.text, **options) or {}
+        spans: dict[int, Span] = {}
+        for place in find_places(template, history, rendered.text, **options) or ():
+            if place.slot.field == "content" and place.is_first:
+                begin, _ = spans.get(place.slot.index, (place.start, place.end))
+                spans[place.slot.index] = (begin, place.end)
         return rendered, _rendered_sequence(rendered, spans)
 
 

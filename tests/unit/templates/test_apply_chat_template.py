@@ -104,7 +104,10 @@ def test_a_template_without_generation_blocks_has_its_mask_from_marks():
         history = History.from_chats(CONVERSATIONS[key])
         encoded = encode_conversation(ChatTemplate.of(ours), ours, history)
         written = ours.decode(encoded.token_ids[encoded.assistant_mask].tolist())
-        assert written == "".join(m.text.strip() for m in history if m.role == "assistant"), key
+        # The space before a content stands behind the opening: the assistant writes it.
+        assert written == "".join(f" {m.text.strip()}" for m in history if m.role == "assistant"), (
+            key
+        )
     quoted = encode_conversation(
         ChatTemplate.of(ours), ours, History.from_chats(CONVERSATIONS["quoted"])
     )

@@ -1,0 +1,183 @@
+"""What a template writes of the assistant's messages, and what it adds of its own.
+
+    for turn in assistant_turns(template, tokenizer, history, text):
+        text[turn.start : turn.end]      # thought, content, calls and their marks
+        text[turn.end : turn.closed]     # the token that ends the turn
+
+A turn begins where the opening ends with which the policy is asked, and behind a thought without
+text that the template adds. It ends before the token that ends turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dialoop.errors import Unsupported
+from dialoop.reasons import Reason
+from dialoop.templates.probe import common_start, turn_ends
+from dialoop.templates.slots import Place, Skeleton, fit, skeleton_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dialoop.messages import Message
+    from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.templates.probe import TurnEnds
+    from dialoop.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssistantTurn:
+    """What the assistant wrote of a message, as half-open ranges of characters.
+
+    closed: where the token after it ends, if that is one that ends turns; else `end`. fields: of
+    the message, that are shown. places: of all texts of the conversation.
+    """
+
+    index: int
+    start: int
+    end: int
+    closed: int
+    fields: frozenset[str]
+    places: tuple[Place, ...]
+
+
+def assistant_turns(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    history: Sequence[Message],
+    text: str,
+    **options: Any,
+) -> tuple[AssistantTurn, ...]:
+    """Return the assistant's turns in `text`, which is `history` rendered with `options`.
+
+    Raise Unsupported (MASK_UNAVAILABLE) where the template does not show where they lie.
+    """
+    skeleton = skeleton_of(template, history, **options)
+    places = None if skeleton is None else fit(skeleton, text)
+    if skeleton is None or places is None:
+        raise no_mask()
+    reader = _TurnReader(template, history, text, skeleton, places, options)
+    reader.ends = turn_ends(template.profile, tokenizer)
+    indices = (i for i, message in enumerate(history) if message.role == "assistant")
+    turns = (reader.turn(index) for index in indices)
+    return tuple(turn for turn in turns if turn is not None)
+
+
+class _TurnReader:
+    """Finds the turns in one rendered conversation."""
+
+    ends: TurnEnds
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        history: Sequence[Message],
+        text: str,
+        skeleton: Skeleton,
+        places: tuple[Place, ...],
+        options: dict[str, Any],
+    ) -> None:
+        self._template = template
+        self._history = history
+        self._text = text
+        self._skeleton = skeleton
+        self._places = places
+        self._options = {k: v for k, v in options.items() if k not in _OPENING}
+        self._openings: dict[tuple[str, bool], str] = {}
+
+    def turn(self, index: int) -> AssistantTurn | None:
+        """Return the turn of a message; None where nothing of it is shown."""
+        own = [n for n, p in enumerate(self._places) if p.slot.index == index and p.is_first]
+        if not own:
+            return None
+        first, last = self._places[own[0]], self._places[own[-1]]
+        fields = frozenset(self._places[n].slot.field for n in own)
+        start = self._start(index, own[0], has_thought="reasoning" in fields)
+        end, closed = self._end(own[-1], last.end)
+        return AssistantTurn(
+            index=index,
+            start=min(start, first.start),
+            end=end,
+            closed=closed,
+            fields=fields,
+            places=self._places,
+        )
+
+    def _start(self, index: int, number: int, *, has_thought: bool) -> int:
+        glue, place = self._skeleton.glues[number], self._places[number]
+        glue_start = place.start - len(glue)
+        opening = self._opening(index, glue)
+        start = len(common_start(glue, opening))
+        added = self._template.profile.empty_thought.match(glue, start)
+        if added is not None and not has_thought:
+            return glue_start + added.end()
+        rest = opening[start:].strip()
+        profile = self._template.profile
+        # An opening may begin a thought that the message does not have.
+        if rest and not (profile.reasoning and rest.startswith(profile.reasoning[0])):
+            raise no_mask()
+        return glue_start + start
+
+    def _opening(self, index: int, glue: str) -> str:
+        """Return what follows the last text before message `index`, where the policy is asked."""
+        before = self._history[index - 1] if index else None
+        key = (before.role if before else "", bool(before and before.tool_calls))
+        known = self._openings.get(key)
+        if known is not None and glue.startswith(known):
+            return known
+        asked = skeleton_of(
+            self._template, self._history[:index], add_generation_prompt=True, **self._options
+        )
+        if asked is None:
+            raise no_mask()
+        self._openings[key] = asked.glues[-1]
+        return asked.glues[-1]
+
+    def _end(self, number: int, position: int) -> tuple[int, int]:
+        """Return where the turn ends, and where the token that ends it does."""
+        glue = self._skeleton.glues[number + 1]
+        found = [
+            (at, -len(text), text)
+            for text in (*self.ends.texts, *self.ends.past)
+            if (at := glue.find(text)) >= 0
+        ]
+        if found:
+            at, _, text = min(found)
+            end = position + at
+            return end, end + len(text) * (text in self.ends.texts)
+        is_last = number + 1 == len(self._places)
+        if not is_last:
+            return position, position
+        opening = self._openings_of_next(glue)
+        return position + len(opening), position + len(opening)
+
+    def _openings_of_next(self, glue: str) -> str:
+        """Return what of the last text's glue belongs to its turn, where no token ends that."""
+        bare = skeleton_of(
+            self._template, self._history, add_generation_prompt=False, **self._options
+        )
+        return "" if bare is None else common_start(glue, bare.glues[-1]).rstrip()
+
+
+def hidden_fields(message: Message, shown: frozenset[str]) -> list[str]:
+    """Return what a message of the assistant has that is not among the shown fields."""
+    has = {
+        "the content": bool(message.text) and "content" not in shown,
+        "the reasoning": bool(message.reasoning) and "reasoning" not in shown,
+        "the calls": bool(message.tool_calls) and "call.name" not in shown,
+    }
+    return [name for name, is_hidden in has.items() if is_hidden]
+
+
+_OPENING = ("add_generation_prompt", "continue_final_message")
+
+
+def no_mask() -> Unsupported:
+    """Return the error of a template that does not show where the assistant's text stands."""
+    return Unsupported(
+        "The chat template does not show where the assistant's text stands.",
+        reason=Reason.MASK_UNAVAILABLE,
+        remedy="Give the template generation blocks, or train on sampled tokens.",
+    )
