@@ -20,14 +20,9 @@ from tests.support.families.conversations import chats_for, conversation_of, too
 
 FEW, MANY = range(10), range(10, 310)
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError)
-_ARGUMENTS = "The template joins arguments to text, and Dialoop gives it an object."
-_THINKING = "The template reads reasoning under `thinking`, and Dialoop gives reasoning_content."
 _TO_MEND = {
-    "deepseek_v3": _ARGUMENTS,
-    "deepseek_r1_distill": f"{_ARGUMENTS} It writes calls beside no content, and Dialoop gives ''.",
-    "deepseek_v3_1": _ARGUMENTS,
-    "gpt_oss": _THINKING,
-    "lfm2_5": _THINKING,
+    "deepseek_r1_distill": "A thought in the content costs the calls, which Dialoop does not see.",
+    "deepseek_v3_1": "Dialoop puts a thought beside calls, after the template's own `</think>`.",
 }
 
 

@@ -40,7 +40,9 @@ What the templates do that a caller would not guess:
   alone, and qwen3_8 all of it. qwen3_5, qwen3_6, qwen3_8 and nemotron_3_nano open `<think>` in the
   prompt, and qwen3_5_nothink an empty one. Where there is no reasoning, qwen3 writes an empty
   `<think>` in the last message alone, glm4_5 and nemotron_3_nano in all.
-- lfm2 reads no calls, and smollm3 neither calls nor reasoning.
+- smollm3 shows reasoning as the content has it, in the past too. The deepseeks cut off what the
+  content has up to `</think>`, but deepseek_v3 leaves it beside a first call, and deepseek_v3_1
+  beside all, after a `</think>` of its own. lfm2 and smollm3 read no calls.
 """
 
 from __future__ import annotations

@@ -176,11 +176,16 @@ def chats_for(messages: Iterable[Message], reads: Reads) -> list[dict[str, Any]]
 
 
 def _chat(message: Message, reads: Reads) -> dict[str, Any]:
-    chat: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning and reads.reasoning:
+    content: Any = message.content
+    if message.tool_calls and not content:
+        content = reads.content_of_calls
+    chat: dict[str, Any] = {"role": message.role, "content": content}
+    if message.reasoning and reads.reasoning == "content":
+        if content is not None:  # else a thought would cost the calls
+            chat["content"] = f"<think>\n{message.reasoning}\n</think>\n\n{content}"
+    elif message.reasoning and reads.reasoning:
         chat[reads.reasoning] = message.reasoning
     if message.tool_calls:
-        chat["content"] = message.content or reads.content_of_calls
         chat["tool_calls"] = [_call(call, reads) for call in message.tool_calls]
     for key in ("tool_call_id", "name"):
         if value := getattr(message, key):

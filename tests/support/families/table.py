@@ -19,7 +19,7 @@ class Reads:
     """The form in which a template wants a conversation, and what of it the template shows."""
 
     reasoning: str = ""
-    """Key of a message's reasoning; "" where the template drops it."""
+    """Key of the reasoning: `content` for `<think>` in it, "" where the template drops it."""
     arguments: Literal["object", "text"] = "object"
     """What the arguments of a call have to be."""
     content_of_calls: Literal["", None] = ""
@@ -181,9 +181,12 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
     "llama3_2": _llama(
         "llama3_2", Reads(), ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"), "json"
     ),
-    "deepseek_v3": _deepseek("trl/deepseekv3", Reads(arguments="text", tools=False)),
+    "deepseek_v3": _deepseek(
+        "trl/deepseekv3", Reads(reasoning="content", arguments="text", tools=False)
+    ),
     "deepseek_r1_distill": _deepseek(
-        "trl/deepseek_r1_distill", Reads(arguments="text", content_of_calls=None, tools=False)
+        "trl/deepseek_r1_distill",
+        Reads(reasoning="content", arguments="text", content_of_calls=None, tools=False),
     ),
     "deepseek_v3_1": _deepseek("own/deepseek_v3_1", Reads(arguments="text", tools=False)),
     "glm4_5": Checkpoint(
@@ -291,6 +294,6 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
         bos="<|begin_of_text|>",
         pad="<|im_end|>",
         ends=("<|im_end|>",),
-        reads=Reads(calls=False),
+        reads=Reads(reasoning="content", calls=False),
     ),
 }
