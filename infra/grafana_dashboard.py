@@ -112,7 +112,7 @@ _ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 title="Calls a second",
-                text="By rpc, through all doors.",
+                text="By rpc, through all servers.",
                 curves={"{{rpc}}": "sum by (rpc) (rate(dialoop_calls_total[5m]))"},
                 unit="reqps",
             ),
@@ -136,7 +136,7 @@ _ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 title="Calls in flight",
-                text="By service and door.",
+                text="By service and server.",
                 curves={"{{instance}} {{door}}": "dialoop_calls_running"},
             ),
             Panel(

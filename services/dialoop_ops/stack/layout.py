@@ -67,8 +67,8 @@ SETTINGS: Mapping[str, type[JobSettings]] = MappingProxyType(
 
 FIXED_PORTS = MappingProxyType(
     {
-        name + door: first + number
-        for door, first in (("", 7000), ("_rest", 8000))
+        name + suffix: first + number
+        for suffix, first in (("", 7000), ("_rest", 8000))
         for number, name in enumerate(SETTINGS, start=1)
     }
 )
@@ -125,7 +125,7 @@ class Layout:
         return f"{self._host(name)}:{self.ports[name]}"
 
     def rest_address(self, name: str) -> str:
-        """Return host:port of the REST door of a process."""
+        """Return host:port of the REST server of a process."""
         return f"{self._host(name)}:{self.ports[rest_name(name)]}"
 
     def _host(self, name: str) -> str:
@@ -380,10 +380,10 @@ def rest_name(name: str) -> str:
 def ports_of(config: JobConfig, *, with_redis: bool) -> dict[str, int]:
     """Choose every port before anything starts; InvalidConfig when a fixed one is taken."""
     wanted = config.ports.model_dump()
-    for door in (str, rest_name):
-        first = wanted[door("inference")]
+    for port_name in (str, rest_name):
+        first = wanted[port_name("inference")]
         for index, name in enumerate(replica_names(config)):
-            wanted[door(name)] = first + index if first else 0
+            wanted[port_name(name)] = first + index if first else 0
     if not with_redis:
         del wanted["redis"]
     if not config.console:

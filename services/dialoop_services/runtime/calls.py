@@ -1,4 +1,4 @@
-"""Log fields, log lines and counts of calls, and how long they may go on: at every door alike."""
+"""Log fields, log lines and counts of calls, and how long these may go on, for every server."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def require_known_fields(request: Message) -> None:
 class Counter(Protocol):
     """Counts calls, as dialoop_services.runtime.metrics does."""
 
-    def count_start(self, door: str) -> None:
+    def count_start(self, server: str) -> None:
         """Count a call that has begun."""
 
-    def count_end(self, rpc: str, door: str, status: str, seconds: float) -> None:
+    def count_end(self, rpc: str, server: str, status: str, seconds: float) -> None:
         """Count a call that has ended; `status` is a name such as "OK" or "NOT_FOUND"."""
 
 
@@ -65,20 +65,20 @@ class Calls:
     def __init__(self, counter: Counter | None = None) -> None:
         self._counter = counter
 
-    def starter(self, rpc: str, door: str) -> Callable[[], Call]:
-        """Return a function that begins the observation of one call of `rpc` at `door`."""
-        return partial(Call, rpc, door, self._counter)
+    def starter(self, rpc: str, server: str) -> Callable[[], Call]:
+        """Return a function that begins the observation of one call of `rpc` at `server`."""
+        return partial(Call, rpc, server, self._counter)
 
 
 class Call:
     """One call, from its arrival to its end."""
 
-    __slots__ = ("_counter", "_door", "_rpc", "_started_at")
+    __slots__ = ("_counter", "_rpc", "_server", "_started_at")
 
-    def __init__(self, rpc: str, door: str, counter: Counter | None) -> None:
-        self._rpc, self._door, self._counter = rpc, door, counter
+    def __init__(self, rpc: str, server: str, counter: Counter | None) -> None:
+        self._rpc, self._server, self._counter = rpc, server, counter
         if counter is not None:
-            counter.count_start(door)
+            counter.count_start(server)
         self._started_at = time.perf_counter()
 
     def set_request(self, request: Any) -> None:
@@ -89,9 +89,9 @@ class Call:
         """Count and log the end of the call with the name of its status."""
         seconds = time.perf_counter() - self._started_at
         if self._counter is not None:
-            self._counter.count_end(self._rpc, self._door, status, seconds)
+            self._counter.count_end(self._rpc, self._server, status, seconds)
         if log.isEnabledFor(logging.DEBUG):
-            fields = {"door": self._door, "status": status, "seconds": round(seconds, 6)}
+            fields = {"door": self._server, "status": status, "seconds": round(seconds, 6)}
             log.debug("Answered.", extra=fields)
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a service: calls by rpc, door and status, their times, those in flight."""
+"""Prometheus metrics of a service: calls by rpc, server and status, their times, those running."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class _Calls(Collector):
         for pair, observed in self.times.items():
             times.add_metric(pair, observed.buckets(), observed.seconds)
         running = GaugeMetricFamily("dialoop_calls_running", "Calls in flight.", labels=["door"])
-        for door, count in self.running.items():
-            running.add_metric([door], count)
+        for server, count in self.running.items():
+            running.add_metric([server], count)
         yield from (ended, times, running)
 
 
@@ -126,16 +126,16 @@ class Metrics:
         self._calls = _Calls()
         self._registry.register(self._calls)
 
-    def count_start(self, door: str) -> None:
+    def count_start(self, server: str) -> None:
         """Count a call that has begun."""
-        self._calls.running[door] += 1
+        self._calls.running[server] += 1
 
-    def count_end(self, rpc: str, door: str, status: str, seconds: float) -> None:
+    def count_end(self, rpc: str, server: str, status: str, seconds: float) -> None:
         """Count a call that has ended; `status` is a name such as "OK" or "NOT_FOUND"."""
         calls = self._calls
-        calls.running[door] -= 1
-        calls.ended[rpc, door, status] += 1
-        times = calls.times[rpc, door]
+        calls.running[server] -= 1
+        calls.ended[rpc, server, status] += 1
+        times = calls.times[rpc, server]
         times.counts[bisect_left(_BUCKETS_S, seconds)] += 1
         times.seconds += seconds
 
