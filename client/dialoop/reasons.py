@@ -510,7 +510,7 @@ class Reason(_Named):
         "The proof was signed for a service of another role.",
     )
     TICKET_INVALID = "TICKET_INVALID", "The ticket was changed, or not signed for this job."
-    TICKET_MISSING = "TICKET_MISSING", "Only a member with a ticket of that role may do this."
+    TICKET_MISSING = "TICKET_MISSING", "Only an instance with a ticket of that role may do this."
     TICKET_NOT_YET_VALID = (
         "TICKET_NOT_YET_VALID",
         "The ticket or its proof was signed in the future: a clock is wrong.",

@@ -136,7 +136,7 @@ def lives(logs: Path) -> dict[tuple[str, int], dict[str, float]]:
         for at, message in records_of(log):
             if message.startswith("The model is loaded."):
                 loaded_at, member = at, None
-            elif match := re.match(r"Joined the run\. .*member=(\S+) epoch=(\d+)", message):
+            elif match := re.match(r"Joined the run\. .*instance=(\S+) epoch=(\d+)", message):
                 member = match[1], int(match[2])
                 assert not math.isnan(loaded_at), f"{log} says not when its model was loaded"
                 members[member] = {"loaded": loaded_at}

@@ -40,7 +40,7 @@ Credentials = Callable[[], str]
 """Returns the bearer token of this moment."""
 
 EPOCH_METADATA = "dialoop-epoch"
-"""Key of the metadata that name the member of the registry that a call is for."""
+"""Key of the metadata that name the instance of the registry that a call is for."""
 
 _ONCE = RetryPolicy(max_attempts=1)
 
@@ -74,8 +74,8 @@ class Channel:
     """Calls the rpcs of the service at `host:port`; make it inside a running event loop.
 
     `token` may be a function that returns it, which is called for each call: tokens may end.
-    Where DIALOOP_TLS_CA is set, the connection is encrypted. With an `epoch` only the member of the
-    registry that has it answers; another service at the address refuses with Unavailable
+    Where DIALOOP_TLS_CA is set, the connection is encrypted. With an `epoch` only the instance
+    of the registry that has it answers; another service at the address refuses with Unavailable
     (OTHER_INCARNATION).
     """
 

@@ -121,7 +121,7 @@ def _add_rights(commands: Commands) -> None:
     )
     ticket.add_argument("role", metavar="ROLE", help="what joins: inference, collector, ...")
     ticket.add_argument("--run", required=True, help="run id, as runs/NAME/stack.json has it")
-    ticket.add_argument("--name", required=True, help="the member's name in the registry")
+    ticket.add_argument("--name", required=True, help="the instance's name in the registry")
     ticket.add_argument("--days", type=float, default=7.0, help="days until it ends (7)")
     ticket.set_defaults(module="cli.token", function="ticket")
 

@@ -1,4 +1,4 @@
-"""Run `dialoop token` and `dialoop ticket`: what lets a caller, or a member of a job, in."""
+"""Run `dialoop token` and `dialoop ticket`: what lets a caller, or an instance of a job, in."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def token(arguments: argparse.Namespace) -> int:
 
 
 def ticket(arguments: argparse.Namespace) -> int:
-    """Print a ticket for a member that joins a job."""
+    """Print a ticket for an instance that joins a job."""
     # They import cryptography, which a secret does not need.
     from dialoop_services.runtime.access.principals import TICKET
     from dialoop_services.runtime.access.tickets import ROLE_SCOPES, authority_of
@@ -60,7 +60,7 @@ def ticket(arguments: argparse.Namespace) -> int:
         raise InvalidInput(f"--days is {days}.", remedy="Give a number above 0.")
     if not name or "/" in name:
         raise InvalidInput(
-            f"--name is {name!r}.", remedy="Name the one member that joins, as gpu-7."
+            f"--name is {name!r}.", remedy="Name the one instance that joins, as gpu-7."
         )
     authority = authority_of(os.environ)
     if authority is None:

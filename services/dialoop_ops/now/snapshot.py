@@ -24,7 +24,7 @@ class ServiceNow:
     """One service. `health` is "serving", "is not ready", "does not answer", or a process's state.
 
     silent_s: seconds since it last served, as far as the watcher saw. incarnation: "epoch 3" for a
-    member of the run's registry, "process 2" for the second process that the supervisor started;
+    instance of the run's registry, "process 2" for the second process that the supervisor started;
     empty where neither is known. process: what the supervisor
     of an embedded stack says of its process: state, pid, num_restarts, alarm.
     """

@@ -91,7 +91,7 @@ class Watcher:
             waits = {name: begin(self._waits_of(name)) for name in names}
             trainer = begin(self._ask("trainer", lambda c: TrainerClient(c).get_status()))
             queue = begin(self._ask("replay", self._stats))
-            members = begin(self._ask("replay", self._members))
+            instances = begin(self._ask("replay", self._instances))
             policies = {
                 name: begin(self._ask(name, lambda c: InferenceClient(c).get_policy()))
                 for name in names
@@ -117,7 +117,7 @@ class Watcher:
                     incarnation=_incarnation_of(
                         self.stack.addresses.get(name, ""),
                         of_processes.get(name, {}),
-                        members.result() or (),
+                        instances.result() or (),
                     ),
                     process=of_processes.get(name, {}),
                     waits=waits_of.get(name, ()),
@@ -181,7 +181,7 @@ class Watcher:
     async def _stats(self, channel: Channel) -> ReplayStats:
         return await ReplayClient(channel).get_stats(self.stack.run_id)
 
-    async def _members(self, channel: Channel) -> tuple[ServiceInstance, ...]:
+    async def _instances(self, channel: Channel) -> tuple[ServiceInstance, ...]:
         return await RegistryClient(channel).list_instances(self.stack.run_id)
 
     async def _ask(self, name: str, ask: Callable[[Channel], Awaitable[T]]) -> T | None:
@@ -211,13 +211,13 @@ class Watcher:
 
 
 def _incarnation_of(
-    address: str, process: Mapping[str, object], members: Iterable[ServiceInstance]
+    address: str, process: Mapping[str, object], instances: Iterable[ServiceInstance]
 ) -> str:
     """Return which life of a service answers: its epoch, or else the number of its process.
 
-    An address that two members claim is of the newer one.
+    An address that two instances claim is of the newer one.
     """
-    epochs = [member.epoch for member in members if address and member.address == address]
+    epochs = [instance.epoch for instance in instances if address and instance.address == address]
     if epochs:
         return f"epoch {max(epochs)}"
     restarts = process.get("num_restarts")

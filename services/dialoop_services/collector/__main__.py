@@ -148,17 +148,17 @@ async def _follow_replicas(
 ) -> tuple[Beside, ...]:
     """Send requests to the replicas of the settings; return what follows the registry instead."""
     once = RetryPolicy(max_attempts=1)  # the second attempt goes to the next replica
-    fleet = Fleet(lambda m: connect(m.address, m, retry=once), _clients_of)
+    fleet = Fleet(lambda each: connect(each.address, each, retry=once), _clients_of)
     exits.push_async_callback(fleet.close)
 
-    async def send_to(members: tuple[ServiceInstance, ...]) -> None:
-        clients = await fleet.update(member for member in members if member.is_admitted)
-        policy.update({member.name: inference for member, (inference, _) in clients.items()})
+    async def send_to(instances: tuple[ServiceInstance, ...]) -> None:
+        clients = await fleet.update(each for each in instances if each.is_admitted)
+        policy.update({each.name: inference for each, (inference, _) in clients.items()})
         recordings.update({m.name: recording for m, (_, recording) in clients.items() if recording})
 
     if settings.discovery == "registry":
         return (partial(follow, registry, settings.run, "inference", send_to),)
-    await send_to(_members_of(settings))
+    await send_to(_instances_of(settings))
     return ()
 
 
@@ -169,18 +169,18 @@ async def _membership(
     """Keep the collector in the registry, with the episodes that it plays as its load."""
     address = reachable_address(host.server.address)
     name = host.ticket_name or settings.worker
-    member = ServiceInstance(role="collector", name=name, address=address, is_ready=True)
+    instance = ServiceInstance(role="collector", name=name, address=address, is_ready=True)
 
-    def state(member: ServiceInstance) -> ServiceInstance:
-        return dataclasses.replace(member, load=float(collector.num_playing))
+    def state(instance: ServiceInstance) -> ServiceInstance:
+        return dataclasses.replace(instance, load=float(collector.num_playing))
 
     async with host.connect(settings.replay_address, REPLAY) as channel:
         registry, incarnation = RegistryClient(channel), host.server.incarnation
-        async with membership(registry, settings.run, member, state, incarnation) as announcing:
+        async with membership(registry, settings.run, instance, state, incarnation) as announcing:
             yield announcing
 
 
-def _members_of(settings: CollectorSettings) -> tuple[ServiceInstance, ...]:
+def _instances_of(settings: CollectorSettings) -> tuple[ServiceInstance, ...]:
     """Return the replicas that the settings name; only agents need the REST addresses."""
     pairs = zip_longest(
         settings.inference_addresses, settings.inference_rest_addresses, fillvalue=""
@@ -198,10 +198,10 @@ def _members_of(settings: CollectorSettings) -> tuple[ServiceInstance, ...]:
 
 
 def _clients_of(
-    channel: Channel, member: ServiceInstance
+    channel: Channel, instance: ServiceInstance
 ) -> tuple[InferenceClient, RecordingClient | None]:
-    rest_url = f"{rest_scheme()}://{member.rest_address}"
-    recording = RecordingClient(channel, rest_url=rest_url) if member.rest_address else None
+    rest_url = f"{rest_scheme()}://{instance.rest_address}"
+    recording = RecordingClient(channel, rest_url=rest_url) if instance.rest_address else None
     return InferenceClient(channel), recording
 
 

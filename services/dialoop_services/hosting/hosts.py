@@ -40,8 +40,8 @@ class Connect(Protocol):
     ) -> Channel:
         """Return a channel that the caller closes.
 
-        `to` is the role of the service at an address of the settings, or a member of the registry:
-        another one at its address then refuses the calls.
+        `to` is the role of the service at an address of the settings, or an instance of the
+        registry: another one at its address then refuses the calls.
         """
 
 
@@ -76,7 +76,7 @@ class OwnProcess:
         ticket = _ticket_of(settings)
         for name in (TICKET, TOKEN, ADMIN_TOKEN):
             os.environ.pop(name, None)  # programs that the service starts do not inherit them
-        self.ticket_name = ticket.member.name if ticket else ""
+        self.ticket_name = ticket.instance.name if ticket else ""
         self._credentials_for = _senders(ticket, settings.token.get_secret_value())
 
     def _connect(
@@ -106,7 +106,7 @@ def _ticket_of(settings: ServerSettings) -> Ticket | None:
     authority = Authority.of(token, settings.admin_token.get_secret_value())
     if authority is None:
         raise InvalidConfig(
-            "The service has a token's digest, with which it cannot call the members of its run.",
+            "The service has a token's digest, with which it cannot call the instances of its run.",
             reason=Reason.TICKET_MISSING,
             remedy="Set DIALOOP_TICKET to what `dialoop ticket` prints.",
         )

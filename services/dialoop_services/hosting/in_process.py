@@ -64,7 +64,7 @@ class InProcessNetwork:
     ) -> Channel:
         """Return a channel to the server of that name, which may start later or start again.
 
-        With a member of the registry as `to`, to that life of it alone.
+        With an instance of the registry as `to`, to that life of it alone.
         """
         return Channel(
             self.address(address),

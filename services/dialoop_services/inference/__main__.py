@@ -180,16 +180,16 @@ async def _membership(
     address = settings.advertised_address or reachable_address(listens_at)
     own_name = f"{socket.gethostname()}-{listens_at.rpartition(':')[2]}"
     name = settings.name or host.ticket_name or own_name
-    member = ServiceInstance(
+    instance = ServiceInstance(
         role=ROLE,
         name=name,
         address=address,
         rest_address=reachable_address(host.server.rest_address),
     )
 
-    def state(member: ServiceInstance) -> ServiceInstance:
+    def state(instance: ServiceInstance) -> ServiceInstance:
         return replace(
-            member,
+            instance,
             policy_version=replica.engine.policy_version,
             is_ready=not replica.fault,
             load=float(replica.num_requests_running),
@@ -197,7 +197,7 @@ async def _membership(
 
     async with host.connect(settings.replay_address, "replay") as channel:
         registry, incarnation = RegistryClient(channel), host.server.incarnation
-        async with membership(registry, settings.run, member, state, incarnation) as announcing:
+        async with membership(registry, settings.run, instance, state, incarnation) as announcing:
             yield (announcing,)
 
 

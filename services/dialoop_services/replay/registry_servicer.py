@@ -19,7 +19,7 @@ from dialoop_services.replay.servicer import (
     wait_for,
 )
 from dialoop_services.replay.store import QueueStore
-from dialoop_services.runtime.access.principals import require_member
+from dialoop_services.runtime.access.principals import require_instance
 
 _MAX_TEXT, _MAX_SERVED = 256, 1024
 # Above it Lua's JSON would round.
@@ -43,7 +43,7 @@ class RegistryServicer(rpc.RegistryServiceServicer):
         check_run(request.run)
         instance = request.instance
         _check_name(instance.role, instance.name, instance.epoch)
-        require_member(request.run, instance.role, instance.name)
+        require_instance(request.run, instance.role, instance.name)
         for text in (instance.address, instance.rest_address, *instance.serves):
             _check_text("address, rest_address and each of serves", text)
         if len(instance.serves) > _MAX_SERVED:
@@ -68,7 +68,7 @@ class RegistryServicer(rpc.RegistryServiceServicer):
     async def Withdraw(self, request: pb.WithdrawRequest, context: _Context) -> pb.WithdrawResponse:
         check_run(request.run)
         _check_name(request.role, request.name, request.epoch)
-        require_member(request.run, request.role, request.name)
+        require_instance(request.run, request.role, request.name)
         return await self._store.apply(request, pb.WithdrawResponse)
 
     async def Admit(self, request: pb.AdmitRequest, context: _Context) -> pb.AdmitResponse:

@@ -108,7 +108,7 @@ class ServerSettings(StrictSettings):
     """Where and how a service listens."""
 
     ROLE: ClassVar[str] = ""
-    """What members call the service; a proof has to be for it."""
+    """What instances call the service; a proof has to be for it."""
 
     host: str = "127.0.0.1"
     """Address to listen on; any address other than loopback needs a token."""
@@ -125,10 +125,11 @@ class ServerSettings(StrictSettings):
     token_file: Path | None = Field(default=None, validation_alias="DIALOOP_TOKEN_FILE")
     """TOML file with more tokens, each with some scopes only; read again when it changes."""
     ticket: SecretStr = Field(default=SecretStr(""), validation_alias="DIALOOP_TICKET")
-    """Ticket that says which member of a job the service is, from the stack or `dialoop ticket`; it
-    calls others with proofs of that in place of the token."""
+    """Ticket that says which instance of a job the service is, from the stack or `dialoop ticket`;
+    it calls others with proofs of that in place of the token."""
     of_run: str = Field(default="", validation_alias="DIALOOP_RUN")
-    """Run whose members may call with tickets; empty: any whose tickets this job's token signed."""
+    """Run whose instances may call with tickets; empty: any whose tickets this job's token
+    signed."""
     tls_certificate: Path | None = Field(default=None, validation_alias="DIALOOP_TLS_CERTIFICATE")
     """PEM certificate of the service, which both servers then show: they speak TLS alone."""
     tls_key: Path | None = Field(default=None, validation_alias="DIALOOP_TLS_KEY")

@@ -88,7 +88,7 @@ def test_a_proof_says_who_calls_and_what_it_may_do() -> None:
     checked = check().check(proof())
     assert checked is not None
     principal, scopes = checked
-    assert (principal.member.run, principal.member.role, principal.member.name) == (
+    assert (principal.instance.run, principal.instance.role, principal.instance.name) == (
         RUN,
         "trainer",
         "trainer",
@@ -306,7 +306,7 @@ def test_the_command_signs_a_ticket_that_names_what_joins(
     assert "env, rollout, queue:append" in scopes
     name, _, text = printed.strip().partition("=")
     ticket = Ticket.of(text)
-    assert (name, ticket.member.role, ticket.member.name) == (
+    assert (name, ticket.instance.role, ticket.instance.name) == (
         "DIALOOP_TICKET",
         "collector",
         "far-7",

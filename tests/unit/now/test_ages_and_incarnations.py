@@ -23,7 +23,7 @@ def stats(training: LedgerCounts, evaluation: LedgerCounts) -> ReplayStats:
     return ReplayStats(**values | {"training": training, "evaluation": evaluation})
 
 
-def member(name: str, address: str, epoch: int) -> ServiceInstance:
+def instance(name: str, address: str, epoch: int) -> ServiceInstance:
     return ServiceInstance(role=name.partition("-")[0], name=name, address=address, epoch=epoch)
 
 
@@ -34,12 +34,12 @@ async def test_now_has_the_age_of_the_oldest_and_the_incarnation_of_each_service
     watcher = Watcher(SimpleNamespace(addresses=addresses, rest={}, run_id="r"))  # type: ignore[arg-type]
     queue = stats(counts(offered=70.0, leased=12.4, scored=3.0), counts(leased=9.0))
     # A replica that was killed and started again under a new epoch; its old lease has not ended.
-    members = (member("collector-a", "h:1", 3), *(member("gpu-0", "h:2", e) for e in (4, 7)))
+    instances = (instance("collector-a", "h:1", 3), *(instance("gpu-0", "h:2", e) for e in (4, 7)))
 
     async def ask(name: str, call: Any) -> Any:
         if name != "replay":
             return None
-        return members if call == watcher._members else queue
+        return instances if call == watcher._instances else queue
 
     async def health(_: str) -> str:
         return "serving"

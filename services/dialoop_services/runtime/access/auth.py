@@ -1,7 +1,7 @@
 """Bearer tokens: every call but a health check must carry a token that may do what it asks for.
 
 The service's own token opens everything. Where there is an admin token, calls of the scope `admin`
-need that one. A token file has more tokens, each with some scopes only. Members of the job carry
+need that one. A token file has more tokens, each with some scopes only. Instances of the job carry
 tickets, which `tickets` checks.
 """
 

@@ -1,4 +1,4 @@
-"""Who makes a call: the holder of a token, or a member of the job."""
+"""Who makes a call: the holder of a token, or an instance of the job."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dialoop.errors import PermissionDenied
 from dialoop.reasons import Reason
 
 TICKET, TOKEN, ADMIN_TOKEN = "DIALOOP_TICKET", "DIALOOP_TOKEN", "DIALOOP_ADMIN_TOKEN"
-"""Variables of a member's ticket, and of the tokens of all services."""
+"""Variables of an instance's ticket, and of the tokens of all services."""
 DIGEST_MARK = "sha256:"
 """Begins a token's digest, which a service of a stack gets in the token's place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemberName:
-    """Which member of a job somebody is, as a ticket says; without a name, any of that role.
+class InstanceName:
+    """Which instance of a job somebody is, as a ticket says; without a name, any of that role.
 
-    MemberName(run="job-1", role="inference", name="gpu-0")
+    InstanceName(run="job-1", role="inference", name="gpu-0")
     """
 
     run: str
@@ -30,13 +30,13 @@ class MemberName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Who makes a call: a member with its ticket, or the holder of a token.
+    """Who makes a call: an instance with its ticket, or the holder of a token.
 
-    audience: for which service a member signed. recheck: raises once the caller's right has ended;
-    None where it never does.
+    audience: for which service an instance signed. recheck: raises once the caller's right has
+    ended; None where it never does.
     """
 
-    member: MemberName | None = None
+    instance: InstanceName | None = None
     audience: str = ""
     recheck: Callable[[], None] | None = None
 
@@ -48,8 +48,8 @@ HOLDER = Principal()
 """Whoever has a token of the services."""
 
 
-def require_member(run: str, role: str, name: str) -> None:
-    """Let a call be made in a member's name by that member alone.
+def require_instance(run: str, role: str, name: str) -> None:
+    """Let a call be made in an instance's name by that instance alone.
 
     Raise PermissionDenied: TICKET_MISSING, TICKET_OF_OTHER_MEMBER. Where the service asks for no
     token, anybody may.
@@ -58,27 +58,27 @@ def require_member(run: str, role: str, name: str) -> None:
     if caller is None:
         return
     remedy = f"Set DIALOOP_TICKET to what `dialoop ticket {role} --run {run} --name {name}` prints."
-    if caller.member is None:
+    if caller.instance is None:
         raise PermissionDenied(
-            f"Only a member of the run with a ticket may speak for {role}/{name}.",
+            f"Only an instance of the run with a ticket may speak for {role}/{name}.",
             reason=Reason.TICKET_MISSING,
             remedy=remedy,
         )
-    if caller.member.role != role or caller.member.name not in ("", name):
+    if caller.instance.role != role or caller.instance.name not in ("", name):
         raise PermissionDenied(
-            f"The ticket is of {caller.member.role}/{caller.member.name or '*'}, and speaks for "
-            f"{role}/{name}.",
+            f"The ticket is of {caller.instance.role}/{caller.instance.name or '*'}, and speaks "
+            f"for {role}/{name}.",
             reason=Reason.TICKET_OF_OTHER_MEMBER,
             remedy=remedy,
         )
 
 
 def require_run(run: str) -> None:
-    """Raise PermissionDenied (TICKET_OF_OTHER_RUN) for a member of another run."""
+    """Raise PermissionDenied (TICKET_OF_OTHER_RUN) for an instance of another run."""
     caller = current_principal.get()
-    if caller is not None and caller.member is not None and caller.member.run != run:
+    if caller is not None and caller.instance is not None and caller.instance.run != run:
         raise PermissionDenied(
-            f"The ticket is of the run {caller.member.run!r}, and the call is about {run!r}.",
+            f"The ticket is of the run {caller.instance.run!r}, and the call is about {run!r}.",
             reason=Reason.TICKET_OF_OTHER_RUN,
             remedy="Ask about the ticket's own run.",
         )

@@ -1,4 +1,4 @@
-"""Tickets: how the members of a job prove to each other who they are, without the job's token.
+"""Tickets: how the instances of a job prove to each other who they are, without the job's token.
 
 authority = Authority.of("secret")                      # the stack, or an admin
 ticket = authority.issue(run="job-1", role="collector", name="collector-7")
@@ -6,8 +6,8 @@ authorization = Proofs(ticket).to("inference")          # for one receiver, for 
 TicketCheck(authority.public_key, run="job-1").check(authorization.encode())
 
 The job's key pair follows from its token. A ticket says in the job's name what its holder is: run,
-role, name and scopes. It holds a key of the member's own, with which the member signs a proof for
-each service that it calls. So a receiver never gets anything that opens another service.
+role, name and scopes. It holds a key of the instance's own, with which it signs a proof for each
+service that it calls. So a receiver never gets anything that opens another service.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dialoop_services.runtime.access.principals import (
     DIGEST_MARK,
     TICKET,
     TOKEN,
-    MemberName,
+    InstanceName,
     Principal,
 )
 
@@ -66,20 +66,20 @@ ROLE_SCOPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "stack": ("rollout", "queue:append"),
     }
 )
-"""What a member of each role may do elsewhere. "stack" watches a job."""
+"""What an instance of each role may do elsewhere. "stack" watches a job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """What a member gets from the stack: who it is, signed by the job, and a key of its own."""
+    """What an instance gets from the stack: who it is, signed by the job, and a key of its own."""
 
     certificate: str
-    member: MemberName
+    instance: InstanceName
     key: Ed25519PrivateKey
     job_key: bytes
 
     def text(self) -> str:
-        """Return the ticket as DIALOOP_TICKET has it; it is a secret of the member."""
+        """Return the ticket as DIALOOP_TICKET has it; it is a secret of the instance."""
         return _SEPARATOR.join(
             (self.certificate, _encode(self.key.private_bytes_raw()), _encode(self.job_key))
         )
@@ -89,16 +89,16 @@ class Ticket:
 
         Reasons: TICKET_OF_OTHER_MEMBER, TICKET_OF_OTHER_RUN.
         """
-        member = self.member
-        if member.role != role:
+        instance = self.instance
+        if instance.role != role:
             raise InvalidConfig(
-                f"{TICKET} is of the role {member.role!r}, and this is the {role} service.",
+                f"{TICKET} is of the role {instance.role!r}, and this is the {role} service.",
                 reason=Reason.TICKET_OF_OTHER_MEMBER,
                 remedy=f"Get one by `dialoop ticket {role} --run {run or 'RUN'} --name NAME`.",
             )
-        if run and member.run != run:
+        if run and instance.run != run:
             raise InvalidConfig(
-                f"{TICKET} is of the run {member.run!r}, and this service is of {run!r}.",
+                f"{TICKET} is of the run {instance.run!r}, and this service is of {run!r}.",
                 reason=Reason.TICKET_OF_OTHER_RUN,
                 remedy=f"Get one by `dialoop ticket {role} --run {run} --name NAME`.",
             )
@@ -112,7 +112,7 @@ class Ticket:
             holder = _read_certificate(certificate.encode(), public)
             return cls(
                 certificate=certificate,
-                member=holder.member,
+                instance=holder.instance,
                 key=Ed25519PrivateKey.from_private_bytes(private),
                 job_key=public,
             )
@@ -146,7 +146,7 @@ class Authority:
         return self.key.public_key().public_bytes_raw()
 
     def issue(self, *, run: str, role: str, name: str = "", valid_s: float = 0.0) -> Ticket:
-        """Return a ticket for a member; without a name, for any of that role.
+        """Return a ticket for an instance; without a name, for any of that role.
 
         valid_s: seconds until it ends; 0: when the job's token is replaced. InvalidInput for a role
         that there is not.
@@ -167,7 +167,7 @@ class Authority:
         }
         return Ticket(
             certificate=jwt.encode(claims, self.key, algorithm=_ALGORITHM),
-            member=MemberName(run=run, role=role, name=name),
+            instance=InstanceName(run=run, role=role, name=name),
             key=own,
             job_key=self.public_key,
         )
@@ -179,7 +179,7 @@ def authority_of(environment: Mapping[str, str]) -> Authority | None:
 
 
 class Proofs:
-    """Makes the authorization that a member sends to each service, and renews it in time."""
+    """Makes the authorization that an instance sends to each service, and renews it in time."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
@@ -193,7 +193,7 @@ class Proofs:
             claims = {"aud": audience, "iat": now, "exp": now + PROOF_S}
             signed = jwt.encode(claims, self._ticket.key, algorithm=_ALGORITHM)
             proof = f"{self._ticket.certificate}{_SEPARATOR}{signed}"
-            if len(self._made) >= _MAX_PROOFS:  # of members that left
+            if len(self._made) >= _MAX_PROOFS:  # of instances that left
                 self._made.clear()
             self._made[audience] = proof, now + PROOF_S - _RENEW_BEFORE_S
         return proof
@@ -202,8 +202,8 @@ class Proofs:
 class TicketCheck:
     """Tells who a caller with a ticket is, at a service of a job.
 
-    `run`: the only one whose members may call; empty: those of all runs of the key. `role`: the
-    service's own, for which a proof has to be; empty: any. `audience` returns the member of the
+    `run`: the only one whose instances may call; empty: those of all runs of the key. `role`: the
+    service's own, for which a proof has to be; empty: any. `audience` returns the instance of the
     registry that the service is at the moment, as "inference/gpu-0/7".
     """
 
@@ -226,7 +226,7 @@ class TicketCheck:
 
         Raise Unauthenticated: TICKET_INVALID, TICKET_EXPIRED, TICKET_NOT_YET_VALID,
         TICKET_OF_OTHER_RUN, TICKET_FOR_OTHER_SERVICE; Unavailable for a proof that has ended
-        (TICKET_EXPIRED), or to another member or an earlier life of this one (OTHER_INCARNATION).
+        (TICKET_EXPIRED), or to another instance or an earlier life of this one (OTHER_INCARNATION).
         """
         ends_at, principal, scopes = self._checked.get(credentials, (0.0, None, frozenset()))
         if principal is None or ends_at + _LEEWAY_S <= time.time():
@@ -240,19 +240,19 @@ class TicketCheck:
             self._checked[credentials] = ends_at, principal, scopes
         if "/" in principal.audience and principal.audience != self._audience():
             raise Unavailable(
-                f"The proof is for {principal.audience}, and another member listens here.",
+                f"The proof is for {principal.audience}, and another instance listens here.",
                 reason=Reason.OTHER_INCARNATION,
-                remedy="Ask the registry for the members of the run, and call one of these.",
+                remedy="Ask the registry for the instances of the run, and call one of these.",
             )
         return principal, scopes
 
     def _read(self, certificate: bytes, proof: bytes) -> tuple[float, Principal, frozenset[Scope]]:
-        """Return when the proof ends, who signed it, and what that member may do."""
+        """Return when the proof ends, who signed it, and what that instance may do."""
         holder = _read_certificate(certificate, self._public_key)
-        member = holder.member
-        if self._run and member.run != self._run:
+        instance = holder.instance
+        if self._run and instance.run != self._run:
             raise Unauthenticated(
-                f"The ticket is of the run {member.run!r}, and this service is of {self._run!r}.",
+                f"The ticket is of the run {instance.run!r}, and this service is of {self._run!r}.",
                 reason=Reason.TICKET_OF_OTHER_RUN,
                 remedy="Call the services of the ticket's own run.",
             )
@@ -272,15 +272,15 @@ class TicketCheck:
                 remedy="Call the service that the address in your settings should be.",
             )
         recheck = partial(_require_valid, holder.ends_at) if holder.ends_at < math.inf else None
-        principal = Principal(member=member, audience=audience, recheck=recheck)
+        principal = Principal(instance=instance, audience=audience, recheck=recheck)
         return min(proof_ends_at, holder.ends_at), principal, holder.scopes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Holder:
-    """What a certificate says of the member that holds it."""
+    """What a certificate says of the instance that holds it."""
 
-    member: MemberName
+    instance: InstanceName
     scopes: frozenset[Scope]
     key: Ed25519PublicKey
     ends_at: float
@@ -293,7 +293,7 @@ def _read_certificate(certificate: bytes, public_key: bytes) -> _Holder:
     claims = _claims_of(certificate, job_key, required, what="ticket")
     try:
         return _Holder(
-            member=MemberName(run=claims["run"], role=claims["role"], name=claims["name"]),
+            instance=InstanceName(run=claims["run"], role=claims["role"], name=claims["name"]),
             scopes=frozenset(SCOPES[name] for name in claims["scopes"]),
             key=Ed25519PublicKey.from_public_bytes(_decode(claims["key"])),
             ends_at=float(claims.get("exp", math.inf)),
@@ -307,7 +307,7 @@ def _require_valid(ends_at: float) -> None:
         raise Unauthenticated(
             "The ticket has ended.",
             reason=Reason.TICKET_EXPIRED,
-            remedy="Start the member again with a new ticket.",
+            remedy="Start the instance again with a new ticket.",
         )
 
 
@@ -355,7 +355,8 @@ def _now() -> str:
 def _key_of(secret: str) -> Ed25519PrivateKey:
     """Return the key pair of a token.
 
-    Members know its public half, so guessing the token from that has to be slow: RFC 7914, 16 MiB.
+    Instances know its public half, so guessing the token from that has to be slow: RFC 7914,
+    16 MiB.
     """
     seed = hashlib.scrypt(secret.encode(), salt=b"dialoop tickets", n=1 << 14, r=8, p=1, dklen=32)
     return Ed25519PrivateKey.from_private_bytes(seed)

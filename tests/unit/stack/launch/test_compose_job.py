@@ -317,7 +317,7 @@ def test_a_container_s_service_has_a_ticket_and_no_token(
     assert not {"secret", "the-admin"} & set(variables.values())
     assert Token(variables["DIALOOP_TOKEN"]).require(b"Bearer secret") is None
     ticket = Ticket.of(variables["DIALOOP_TICKET"])
-    assert (ticket.member.run, ticket.member.role) == (variables["DIALOOP_RUN"], role)
+    assert (ticket.instance.run, ticket.instance.role) == (variables["DIALOOP_RUN"], role)
     authority = Authority.of("secret", "the-admin")
     assert authority is not None
     assert ticket.job_key == authority.public_key
