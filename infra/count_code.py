@@ -4,8 +4,8 @@
 
 Packages are the folders `dialoop*` of `client/` and `services/`, two or five of them; `house` is
 all of them but extras. Modules made from protos (`dialoop/v1`) are left out, blocking twins are
-counted. A test belongs to extras when it names them. Lua is counted without blanks and comments,
-docs in words.
+counted. A test belongs to extras when it lies in `tests/extras` or names them. Lua is counted
+without blanks and comments, docs in words.
 """
 
 from __future__ import annotations
@@ -66,7 +66,12 @@ def count(checkout: Path) -> dict[str, dict[str, int]]:
         raise SystemExit(f"No package is in {checkout}: name a checkout of this repository.")
     extras = packages.get("dialoop_extras", 0)
     tests = _files(checkout / "tests", "**/*.py")
-    of_extras = [test for test in tests if "dialoop_extras" in test.read_text("utf-8")]
+    folder = checkout / "tests" / "extras"
+    of_extras = [
+        test
+        for test in tests
+        if test.is_relative_to(folder) or "dialoop_extras" in test.read_text("utf-8")
+    ]
     pages = {
         page.stem: len(page.read_text("utf-8").split()) for page in (checkout / "docs").glob("*.md")
     }

@@ -24,9 +24,12 @@ for name in "${@:-openenv torchrl verifiers peers}"; do
       echo "import site; site.addsitedir('$ours')" > "$site/ours.pth"
     fi
     .venv/bin/python -m pip --python "$venv/bin/python" install -q "${wanted[@]}"
-    tests=(tests/contract/compat/test_"$one"*.py)
-    [[ "$one" == torchrl ]] && tests+=(tests/unit/views/test_tensors.py)
-    [[ "$one" == peers ]] && tests+=(tests/parity/learning/test_peers*.py)
+    if [[ "$one" == peers ]]; then
+      tests=(tests/contract/compat/test_peers.py tests/parity/learning/test_peers*.py)
+    else
+      tests=(tests/extras/contract/compat/test_"$one"*.py)
+    fi
+    [[ "$one" == torchrl ]] && tests+=(tests/extras/unit/views/test_tensors.py)
     "$venv/bin/python" -m pytest -p no:cacheprovider "${tests[@]}"
   done
 done

@@ -40,10 +40,10 @@ RUN_ELSEWHERE = {
     "test_an_agents_run_is_a_trajectory_with_its_reward",
     "dialoop.clients.recordings": "tests/contract/collector/test_agents.py::"
     "test_a_notebook_records_through_the_sdk",
-    "dialoop_extras.compat.verifiers": "tests/contract/compat/test_verifiers.py::"
+    "dialoop_extras.compat.verifiers": "tests/extras/contract/compat/test_verifiers.py::"
     "test_a_run_with_a_tool_is_a_trajectory_with_verifiers_rewards",
-    "dialoop_extras.compat.verifiers.VerifiersTasks": "tests/contract/compat/test_verifiers.py::"
-    "test_the_tasks_of_a_taskset_are_listed",
+    "dialoop_extras.compat.verifiers.VerifiersTasks": "tests/extras/contract/compat/"
+    "test_verifiers.py::test_the_tasks_of_a_taskset_are_listed",
     "dialoop.import_paths": "tests/unit/test_import_paths.py::"
     "test_a_file_of_python_is_loaded_once_and_its_errors_are_told",
     "dialoop_ops.jobs": "tests/contract/stack/test_jobs.py::"
@@ -52,7 +52,7 @@ RUN_ELSEWHERE = {
     "test_the_same_rows_come_from_json_lines_parquet_and_a_saved_data_set",
     "dialoop.tasks.stored_tasks": "tests/unit/tasks/test_rows_of_others.py::"
     "test_a_share_of_the_rows_is_held_out",
-    "dialoop_extras.torchrl_view": "tests/unit/views/test_tensors.py::"
+    "dialoop_extras.torchrl_view": "tests/extras/unit/views/test_tensors.py::"
     "test_turns_of_different_lengths_come_back_as_they_were",
 }
 BLOCKING = {"dialoop.clients.blocking.connection", "dialoop.clients.blocking.loop"}

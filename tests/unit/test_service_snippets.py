@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[2]
 SNIPPETS = snippets(of_services=True)
 # The tests that play these: each starts all services, or needs a package that tests do without.
 RUN_ELSEWHERE = {
-    "dialoop_extras.services.openenv_server": "tests/contract/compat/test_openenv_server.py::"
-    "test_their_client_plays_an_environment_of_ours_to_its_end",
+    "dialoop_extras.services.openenv_server": "tests/extras/contract/compat/test_openenv_server.py"
+    "::test_their_client_plays_an_environment_of_ours_to_its_end",
     "dialoop_ops.stack.in_process": "tests/e2e/test_docs.py::"
     "test_every_service_runs_in_one_process_as_printed",
     "dialoop_ops.stack.running": "tests/e2e/test_loop.py::"

@@ -71,6 +71,7 @@ def test_each_package_is_counted_and_the_house_is_all_but_extras(tmp_path: Path)
             "services/dialoop_services/replay/scripts/x.lua": "return 1\n",
             "tests/unit/test_chat.py": "import dialoop\n",
             "tests/unit/test_compat.py": "import dialoop_extras\nx = 1\n",
+            "tests/extras/unit/test_door.py": "x = 1\n",
             "docs/reasons.md": "one two\n",
             "docs/chat.md": "one two three\n",
         },
@@ -86,7 +87,7 @@ def test_each_package_is_counted_and_the_house_is_all_but_extras(tmp_path: Path)
     }
     assert counts["lua"] == {"all": 1}
     assert counts["beside"]["tests"] == 1
-    assert counts["beside"]["tests of extras"] == 2
+    assert counts["beside"]["tests of extras"] == 3
     assert counts["beside"]["client/examples"] == 1
     assert counts["docs"] == {
         "pages": 1,

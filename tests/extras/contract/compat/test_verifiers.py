@@ -32,7 +32,7 @@ from tests.support.agent_world import (
     require_owned_once,
 )
 
-PROGRAMS = str(Path(__file__).parents[2] / "support" / "programs")
+PROGRAMS = str(Path(__file__).parents[3] / "support" / "programs")
 CONFIG = {
     "taskset": {"id": "verifiers_calculator"},
     "agent": {"harness": {"id": "verifiers_calculator"}, "runtime": {"type": "subprocess"}},

@@ -44,7 +44,7 @@ from tests.support.collector_world import RUN, World, serving_replay
 from tests.support.environment_doors import DOORS, at, open_session, play, reason_of
 from tests.support.samples.scripted_tokens import BYTES, MAIN_7, ScriptedTokens, ids_of
 
-PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
+PAGE = Path(__file__).parents[4] / "docs" / "agents.md"
 COUNT = {"use": "numbers_game:count", "play": "trial"}
 SAYINGS = {"use": "numbers_game:sayings", "play": "text"}
 

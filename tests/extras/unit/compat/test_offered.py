@@ -33,7 +33,7 @@ from dialoop_learning.loss.losses import LossInputs
 from dialoop_learning.loss.objective import Objective
 
 VERSION = PolicyVersion(lineage="main", number=0)
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs" / "extras.md").read_text("utf-8")
 ROW = re.compile(r"^\| `(\w+)` \| (.*?) \|", re.M)
 NAMES = PAGE.partition("### Names that work")[2]
