@@ -11,7 +11,7 @@ from dialoop.trajectory import DoneReason, Failure, Reward, SamplingParams, Stop
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from dialoop.chat import ChatHistory, History
+    from dialoop.chat import ChatHistory, History, ToolDefinition
     from dialoop.environments.modes import Text, Tokens
     from dialoop.sequences import Sequence
 
@@ -21,6 +21,7 @@ class ResetResult:
     """The answer to a reset; `history` has `prompt` alone.
 
     In text and tokens mode the prompt is that of `text` or `tokens`, and `history` is empty.
+    `tools` are those that the chat template shows the policy in each turn.
     """
 
     history: ChatHistory
@@ -28,6 +29,7 @@ class ResetResult:
     environment_version: str = ""
     text: Text | None = None
     tokens: Tokens | None = None
+    tools: tuple[ToolDefinition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +144,7 @@ class Sample:
 class Policy(Protocol):
     """What answers a prompt: an InferenceClient, or a twin from `dialoop.testing`."""
 
-    async def generate(
+    async def generate(  # noqa: PLR0913 - a policy's question
         self,
         history: History,
         *,
@@ -151,8 +153,9 @@ class Policy(Protocol):
         sampling: SamplingParams | None = None,
         turn: int = 0,
         num_samples: int = 1,
+        tools: Iterable[ToolDefinition] = (),
     ) -> tuple[Sample, ...]:
-        """Answer the prompt `num_samples` times."""
+        """Answer the prompt `num_samples` times; `tools` are given only where there are any."""
         ...
 
 

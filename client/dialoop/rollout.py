@@ -13,9 +13,9 @@ import contextlib
 import time
 import uuid
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dialoop.chat import History
+from dialoop.chat import History, ToolDefinition
 from dialoop.episode import UpdateMode, update_mode_label
 from dialoop.errors import InvalidInput, Unsupported
 from dialoop.failures import error_of
@@ -55,6 +55,7 @@ class _Recorder:
     sample: Sample | None = None
     update_modes: set[UpdateMode] = field(default_factory=set)
     outcome: StepResult | None = None
+    tools: tuple[ToolDefinition, ...] = ()
 
     @property
     def context(self) -> Sequence | None:
@@ -87,6 +88,7 @@ class _Recorder:
                 'dialoop_extras.text_environment.play_text; a job has play = "text".',
             )
         self.history = opening.history.require_prompt()
+        self.tools = opening.tools
         self.environment_version = opening.environment_version
 
     def add_sample(self, sample: Sample) -> None:
@@ -248,6 +250,8 @@ class EpisodePlayer:
     async def _turn(self) -> bool:
         """Play one turn (generate, then step); return whether the environment goes on."""
         recorder, turn = self._recorder, self.num_turns
+        # A policy of one's own need not know of tools where there are none.
+        offer: dict[str, Any] = {"tools": recorder.tools} if recorder.tools else {}
         try:
             (sample,) = await call(
                 self._policy.generate,
@@ -256,6 +260,7 @@ class EpisodePlayer:
                 num_context_messages=recorder.num_covered_messages,
                 sampling=self._sampling,
                 turn=turn,
+                **offer,
             )
             recorder.add_sample(sample)
         except Exception as error:

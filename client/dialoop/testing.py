@@ -11,14 +11,14 @@ whatever is built on it runs in a notebook or a test.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from dialoop.chat import ChatHistory, History, Message
+from dialoop.chat import ChatHistory, History, Message, ToolDefinition
 from dialoop.episode import Sample
 from dialoop.errors import InvalidInput
 from dialoop.local.client import LocalEnvironmentClient
@@ -43,6 +43,7 @@ from dialoop.user_functions import call
 Script = Sequence[str] | Callable[[History], str | Awaitable[str]]
 
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -92,7 +93,7 @@ class ScriptedPolicy:
         self._policy_version = policy_version or PolicyVersion(lineage="scripted", number=0)
         self._logprob = logprob
 
-    async def generate(
+    async def generate(  # noqa: PLR0913 - a policy's question
         self,
         history: History,
         *,
@@ -101,11 +102,16 @@ class ScriptedPolicy:
         sampling: SamplingParams | None = None,
         turn: int = 0,
         num_samples: int = 1,
+        tools: Iterable[ToolDefinition] = (),
     ) -> tuple[Sample, ...]:
         """Answer the prompt, the same each time."""
         sampling = sampling or SamplingParams()
         prompt = self._builder.prompt(
-            history, context=context, num_context_messages=num_context_messages, turn=turn
+            history,
+            context=context,
+            num_context_messages=num_context_messages,
+            turn=turn,
+            options={"tools": tools} if (tools := tuple(tools)) else {},
         )
         ids, stop_reason, stop_string = self._sample_ids(await self._text(history, turn), sampling)
         answer = self._builder.answer(

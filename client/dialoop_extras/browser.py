@@ -57,6 +57,7 @@ class BrowserTools(Transform):
         executable: str = "",
         arguments: tuple[str, ...] | list[str] = (),
         launch: Launch | None = None,
+        tools_in_prompt: bool | None = None,
     ) -> None:
         self._domains = tuple(_domain(domain) for domain in allowed_domains)
         if not self._domains or timeout_s <= 0:
@@ -69,6 +70,7 @@ class BrowserTools(Transform):
             "role": role,
             "timeout_s": timeout_s,
             "max_tool_response": max_tool_response,
+            "tools_in_prompt": tools_in_prompt,
         }
         self._page_ms = 1000 * timeout_s * _PAGE_SHARE
         rules = ", ".join(f"EXCLUDE {name}, EXCLUDE *.{name}" for name in self._domains)

@@ -125,7 +125,7 @@ _SHOWN = {
     "text": submessage(TEXT),
     "tokens": submessage(TOKENS),
 }
-RESET_RESULT = Codec(ResetResult, pb.ResetResponse, **_SHOWN)
+RESET_RESULT = Codec(ResetResult, pb.ResetResponse, tools=many(TOOL), **_SHOWN)
 STEP_RESULT = Codec(
     StepResult,
     pb.StepResponse,

@@ -69,6 +69,8 @@ class ChatEnv:
     # Accept a `full` that does not begin with the prompt (the trajectory then forks).
     allow_rewrite: bool = False
     demonstrate: Demonstrate | None = None
+    # Whether the chat template shows the policy the tools that it calls in its own syntax.
+    tools_in_prompt: bool = True
     _viewer: Any = field(init=False, repr=False, compare=False, default=None)
     _stops: tuple[str, ...] = field(init=False, repr=False, compare=False, default=())
 
@@ -110,7 +112,9 @@ class ChatEnv:
         traits = Traits(stop=self.stop)
         for transform in self.transforms:
             traits = traits.join(transform.traits)
-        return traits
+        if self.tools_in_prompt:
+            return traits
+        return replace(traits, prompt_tools=(), needs_tool_template=False)
 
     @property
     def max_turns(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
+from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.environment import Environment
 from dialoop.environments.standard import arithmetic, chat, completion, jsonl
 from dialoop.errors import InvalidConfig
@@ -31,11 +33,14 @@ class MakesEnvironment(Protocol):
         ...
 
 
-def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Environment:
+def load_environment(
+    use: str, options: Mapping[str, Any] | None = None, *, tools_in_prompt: bool = True
+) -> Environment:
     """Return a built-in environment by name, or the one at `module:attribute`.
 
     The attribute is an environment, a TextSetup, or a function or class that makes one from the
-    options. Raise InvalidConfig when there is no such environment.
+    options. Without `tools_in_prompt` a ChatEnv has none of its tools in the prompt. Raise
+    InvalidConfig when there is no such environment.
     """
     paths = {} if use in BUILT_IN else offered_paths("environments")
     target = BUILT_IN.get(use) or load_attribute(
@@ -54,4 +59,6 @@ def load_environment(use: str, options: Mapping[str, Any] | None = None) -> Envi
             reason=Reason.NOT_AN_ENVIRONMENT,
             remedy="Name a ChatEnv or a TextSetup, or a function that returns one.",
         )
+    if isinstance(environment, ChatEnv) and not tools_in_prompt:
+        return replace(environment, tools_in_prompt=False)
     return environment

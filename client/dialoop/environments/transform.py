@@ -30,8 +30,12 @@ class Traits:
     roles: tuple[str, ...] = ()
     # Whose reward `score` returns: the episode's (SPARSE, once it is over) or the last step's.
     reward_shape: RewardShape = RewardShape.SPARSE
-    # Definitions of its tools, for the chat template and for callers.
+    # Definitions of its tools, for callers.
     tool_definitions: tuple[ToolDefinition, ...] = ()
+    # Those of them that the chat template shows the policy, who calls them in its own syntax.
+    prompt_tools: tuple[ToolDefinition, ...] = ()
+    # Whether there are such tools; what they are may be known only once it is acquired.
+    needs_tool_template: bool = False
     # Whether it reads or writes messages, which text and tokens mode do not send.
     needs_messages: bool = False
     # Whether it reads token ids, which only tokens mode has.
@@ -52,6 +56,8 @@ class Traits:
             roles=tuple(dict.fromkeys(self.roles + other.roles)),
             reward_shape=max(self.reward_shape, other.reward_shape),
             tool_definitions=self.tool_definitions + other.tool_definitions,
+            prompt_tools=self.prompt_tools + other.prompt_tools,
+            needs_tool_template=self.needs_tool_template or other.needs_tool_template,
             needs_messages=self.needs_messages or other.needs_messages,
             needs_tokens=self.needs_tokens or other.needs_tokens,
             needs_session=self.needs_session or other.needs_session,

@@ -11,6 +11,7 @@ which token of a rollout.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -76,6 +77,19 @@ _FAILURES = (
     ArithmeticError,
     RecursionError,
 )
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks up a word.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}},
+            "required": ["word"],
+        },
+    },
+}
+"""A tool like any other, to see whether a template shows it."""
 _UNFINISHED = "\ufdd3unfinished "
 
 
@@ -229,6 +243,7 @@ class ChatTemplate:
         self._is_parser_known = parser is not None
         self._understands_parts: bool | None = None
         self._profile: TemplateProfile | None = None
+        self._shows_tools: bool | None = None
         self.source = source
         self.name = name
         self.digest, self.has_generation_blocks = _read_source(source)
@@ -408,15 +423,37 @@ class ChatTemplate:
         return self._fill(variables, opens)
 
     def _require_tools_written(self, history: Sequence[Message], offers_tools: bool) -> None:
-        calls = any(message.tool_calls for message in history)
-        if (offers_tools and "tools" not in self.source) or (
-            calls and "tool_calls" not in self.source
-        ):
+        if offers_tools:
+            self.require_tools_shown()
+        if any(message.tool_calls for message in history) and "tool_calls" not in self.source:
             raise Unsupported(
-                "The conversation has tools or tool calls and the chat template writes none.",
+                "The conversation has tool calls and the chat template writes none.",
                 reason=Reason.TOOLS_UNSUPPORTED,
                 remedy="Render with a template that knows tools, such as qwen.",
             )
+
+    def require_tools_shown(self) -> None:
+        """Raise Unsupported (TOOLS_UNSUPPORTED) where the template leaves out tools it is given."""
+        if self._shows_tools is None:
+            self._shows_tools = "tools" in self.source and self._changes_with_tools()
+        if not self._shows_tools:
+            raise Unsupported(
+                "There are tools to show the policy, and the chat template shows none.",
+                reason=Reason.TOOLS_UNSUPPORTED,
+                remedy="Use a model or a template that knows tools, such as qwen; or describe an "
+                "environment's tools in its prompt and set tools_in_prompt = false.",
+            )
+
+    def _changes_with_tools(self) -> bool:
+        """Return whether a tool changes what is rendered; True where nothing can be rendered."""
+        changes = []
+        for roles in (("user",), ("system", "user")):
+            messages = [{"role": role, "content": "hi"} for role in roles]
+            shared = {"messages": messages, **self._special_tokens}
+            with contextlib.suppress(DialoopError):
+                texts = [self._fill(shared | {"tools": tools}, True) for tools in (None, [_TOOL])]
+                changes.append(texts[0] != texts[1])
+        return any(changes) or not changes
 
     def _reads_parts(self) -> bool:
         """Return whether the template writes the text of content parts, not a list of them."""

@@ -206,7 +206,7 @@ class ResetRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ..., query: _Optional[str] = ..., messages: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., data: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ResetResponse(_message.Message):
-    __slots__ = ("history", "info", "environment_version", "text", "tokens", "warnings")
+    __slots__ = ("history", "info", "environment_version", "text", "tokens", "warnings", "tools")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -220,13 +220,15 @@ class ResetResponse(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     info: _containers.ScalarMap[str, str]
     environment_version: str
     text: _chat_pb2.Text
     tokens: _chat_pb2.Tokens
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    tools: _containers.RepeatedCompositeFieldContainer[_chat_pb2.ToolDefinition]
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., info: _Optional[_Mapping[str, str]] = ..., environment_version: _Optional[str] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., tools: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ...) -> None: ...
 
 class Added(_message.Message):
     __slots__ = ("messages", "text", "token_ids")

@@ -98,6 +98,14 @@ Oversize = Literal["error", "drop", "truncate"]
 TINY_MODEL_POSITIONS = 512
 """Number of tokens that the demo's tiny model has positions for."""
 
+TINY_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML without a default system prompt; any role (system, user, assistant, tool)."""
+
 
 def facts_of(name: str) -> LossFacts:
     """Return the facts of a built-in loss, or the defaults for a loss of the user's own."""

@@ -20,7 +20,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from dialoop_learning.loss.facts import TINY_MODEL_POSITIONS
+from dialoop_learning.loss.facts import TINY_CHAT_TEMPLATE, TINY_MODEL_POSITIONS
 from dialoop_learning.model.checkpoint import save_model
 
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -29,13 +29,7 @@ CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 SYNTAX_TOKENS = ("<request>", "<call>", "<response>", "<submit>", "<Calculator>")
 """Markers that the policy writes and the environment reads: single tokens that are content."""
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""ChatML without a default system prompt; any role (system, user, assistant, tool)."""
+CHAT_TEMPLATE = TINY_CHAT_TEMPLATE
 
 # The merges are fixed, so that the vocabulary is the same everywhere. Ġ stands for a space.
 _MERGES = (

@@ -10,11 +10,13 @@ in the answer (`include_stop_str_in_output`, which vLLM, SGLang and Dialoop know
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any, Self
 
-from dialoop.chat import ChatHistory, History
+from dialoop.chat import ChatHistory, History, ToolDefinition
 from dialoop.episode import Sample
 from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.messages import tool_for_template
 from dialoop.reasons import Reason
 from dialoop.sequences import Sequence, sequence_of
 from dialoop.trajectory import SamplingParams, StopReason
@@ -55,7 +57,7 @@ class EndpointPolicy:
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()
 
-    async def generate(
+    async def generate(  # noqa: PLR0913 - a policy's question
         self,
         history: History,
         *,
@@ -64,20 +66,24 @@ class EndpointPolicy:
         sampling: SamplingParams | None = None,
         turn: int = 0,
         num_samples: int = 1,
+        tools: Iterable[ToolDefinition] = (),
     ) -> tuple[Sample, ...]:
         """Answer the prompt `num_samples` times; Unavailable where the endpoint does not answer.
 
-        The endpoint gets the messages alone, so `context` is not used.
+        The endpoint gets messages and tools alone, so `context` is not used.
         """
         from openai import APIError
 
         sampling = sampling or SamplingParams()
+        shown = [tool_for_template(tool) for tool in tools]
+        offer: dict[str, Any] = {"tools": shown} if shown else {}
         started = time.perf_counter()
         try:
             answer = await self._client.chat.completions.create(
                 model=self._model,
                 messages=history.to_chats(),  # type: ignore[arg-type]
                 n=num_samples,
+                **offer,
                 **_request(sampling),
             )
         except APIError as error:

@@ -19,9 +19,10 @@ from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed
 from dialoop.messages import Message
 from dialoop.reasons import Reason
+from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop_learning.loss.facts import TINY_MODEL_POSITIONS
+from dialoop_learning.loss.facts import TINY_CHAT_TEMPLATE, TINY_MODEL_POSITIONS
 from dialoop_learning.model.vllm_readings import require_same_reading
 from dialoop_services.config.engines import ENGINES, facts_of_engine, has_experts
 from dialoop_services.config.memory import BYTES_OF
@@ -44,8 +45,9 @@ from dialoop_ops.stack.user_code import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from dialoop.environments import Environment
     from dialoop_services.config.job import JobConfig
 
 
@@ -115,6 +117,25 @@ class _Checks:
         named = {"environment": first, "environments": tuple(others)}
         self.config = config.model_copy(update=named)
         check_demonstrations(config, environments[0])
+        require_tools_shown(config, environments)
+
+
+def require_tools_shown(config: JobConfig, environments: Sequence[Environment]) -> None:
+    """Raise InvalidConfig where the model's template cannot show an environment's tools."""
+    for section, environment in zip(config.all_environments, environments, strict=True):
+        is_chat = section.play == "chat" and not section.agent
+        if not (is_chat and environment.traits.needs_tool_template):
+            continue
+        template = ChatTemplate(TINY_CHAT_TEMPLATE)
+        if config.model.directory:
+            tokenizer = Tokenizer.from_directory(config.model.directory)
+            template = TemplateRegistry().choose(tokenizer)
+        try:
+            template.require_tools_shown()
+        except DialoopError as error:
+            raise InvalidConfig(
+                f"{environment.name}: {error.message}", reason=error.reason, remedy=error.remedy
+            ) from error
 
 
 def _check_queue_and_ports(config: JobConfig) -> None:

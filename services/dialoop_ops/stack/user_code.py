@@ -74,7 +74,9 @@ def load_environments(config: JobConfig) -> tuple[Environment, ...]:
     """Return the config's environments; raise InvalidConfig for one that cannot do its part."""
     environments = []
     for section in config.all_environments:
-        environment = load_environment(section.kind, section.arguments)
+        environment = load_environment(
+            section.kind, section.arguments, tools_in_prompt=section.tools_in_prompt
+        )
         if section.name and section.name != environment.name:
             raise InvalidConfig(
                 f"name is {section.name!r} in [environment], and the environment that "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -20,11 +21,12 @@ from dialoop.waits import waiting_for
 from dialoop_services.collector.routing import RoutingCounts, choose
 
 if TYPE_CHECKING:
-    from dialoop.chat import ChatHistory, History
+    from dialoop.chat import ChatHistory, History, ToolDefinition
     from dialoop.clients.inference import SampleChunk
     from dialoop.episode import Policy, ResetResult, Sample, Sessions, StepResult
     from dialoop.trajectory import SamplingParams
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 P = TypeVar("P")
 
@@ -350,6 +352,7 @@ class GroupPolicy:
         sampling: SamplingParams | None = None,
         turn: int = 0,
         num_samples: int = 1,
+        tools: Iterable[ToolDefinition] = (),
     ) -> tuple[Sample, ...]:
         """Answer a history, or continue token ids, on the first replica that can.
 
@@ -358,8 +361,9 @@ class GroupPolicy:
         """
         is_first = self._num_missing > 0 and turn == 0 and context is None and num_samples == 1
         has_seed = sampling is not None and sampling.seed is not None
+        tools = tuple(tools)
         if is_first and history is not None and not has_seed and not _may_be_long(sampling):
-            return (await self._share(history, sampling),)
+            return (await self._share(_Opening(history, tools), sampling),)
         question: dict[str, Any] = {
             "context": context,
             "num_context_messages": num_context_messages,
@@ -367,21 +371,23 @@ class GroupPolicy:
             "turn": turn,
             "num_samples": num_samples,
         }
+        if tools:
+            question["tools"] = tools
         if token_ids is not None:
             question["token_ids"] = list(token_ids)  # the next replica gets them again
         prompt = () if history is None else (history,)
         return await self._replicas.ask(self, prompt, question)
 
-    async def _share(self, history: History, sampling: SamplingParams | None) -> Sample:
+    async def _share(self, opening: _Opening, sampling: SamplingParams | None) -> Sample:
         """Return the sample of a member in its first turn, from the request of all."""
         request = self._first
-        member = request.join(history)
+        member = request.join(opening)
         try:
-            if len(request.histories) < self._num_missing:
+            if len(request.openings) < self._num_missing:
                 await asyncio.wait((request.sent,), timeout=_OPENING_S)
             if not request.sent.done():
                 self._first = _SharedRequest()
-                self._num_missing -= len(request.histories)
+                self._num_missing -= len(request.openings)
                 request.sent.set_result(asyncio.ensure_future(self._ask(request, sampling)))
             # Shielded: a member that is cancelled must not cancel the request of the others.
             sample = (await asyncio.shield(request.sent.result()))[member]
@@ -396,38 +402,60 @@ class GroupPolicy:
     ) -> tuple[Sample | BaseException, ...]:
         """Return a sample, or the error, of each member."""
         question = {"context": None, "num_context_messages": 0, "sampling": sampling, "turn": 0}
-        first, *others = request.histories
-        if all(history == first for history in others):
-            question["num_samples"] = num_samples = 1 + len(others)
-            samples = await self._replicas.ask(self, (first,), question)
+        first, *others = request.openings
+        if all(opening == first for opening in others):
+            num_samples = 1 + len(others)
+            question |= first.offer | {"num_samples": num_samples}
+            samples = await self._replicas.ask(self, (first.history,), question)
             require_count(len(samples), num_samples, "samples")
             return samples
+        if any(opening.tools != first.tools for opening in others):
+            log.warning(
+                "Members of a group are offered different tools, so their prompts differ.",
+                extra={"group_id": self.group_id},
+            )
         # An environment may word the same task differently in each session.
         question["num_samples"] = 1
-        calls = (self._replicas.ask(self, (history,), question) for history in request.histories)
+        calls = (
+            self._replicas.ask(self, (opening.history,), question | opening.offer)
+            for opening in request.openings
+        )
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return tuple(a if isinstance(a, BaseException) else a[0] for a in answers)
 
 
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """What a member asks first."""
+
+    history: History
+    tools: tuple[ToolDefinition, ...]
+
+    @property
+    def offer(self) -> dict[str, Any]:
+        """Return the question's tools, where there are any."""
+        return {"tools": self.tools} if self.tools else {}
+
+
 class _SharedRequest:
-    """A request for several members: `histories` fills until `sent`, and has one of each."""
+    """A request for several members: `openings` fills until `sent`, and has one of each."""
 
     def __init__(self) -> None:
-        self.histories: list[History] = []
+        self.openings: list[_Opening] = []
         self.sent: asyncio.Future[asyncio.Future[tuple[Sample | BaseException, ...]]] = (
             asyncio.Future()
         )
         self._num_left = 0
 
-    def join(self, history: History) -> int:
+    def join(self, opening: _Opening) -> int:
         """Add a member and return its number."""
-        self.histories.append(history)
-        return len(self.histories) - 1
+        self.openings.append(opening)
+        return len(self.openings) - 1
 
     def leave(self) -> None:
         """Take a member out, with its answer or cancelled; the last one cancels the request."""
         self._num_left += 1
-        if self.sent.done() and self._num_left == len(self.histories):
+        if self.sent.done() and self._num_left == len(self.openings):
             self.sent.result().cancel()
 
 

@@ -135,6 +135,8 @@ class EnvironmentSection(Section):
     """Name of the split whose tasks are evaluated on."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the function that makes the environment."""
+    tools_in_prompt: bool = True
+    """Whether the chat template shows the policy the tools that it calls in its own syntax."""
     text_environments: tuple[str, ...] = ("calculator",)
     """Text environments to serve too: "calculator", or "module:attribute" of a TextSetup."""
     weight: float = Field(default=1.0, gt=0)

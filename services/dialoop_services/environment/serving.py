@@ -70,7 +70,8 @@ async def serving_on(
     InvalidConfig when a managed environment cannot have what it needs.
     """
     catalogue = catalogue or Catalogue(
-        load_environment(entry.use, entry.options) for entry in settings.entries
+        load_environment(entry.use, entry.options, tools_in_prompt=entry.tools_in_prompt)
+        for entry in settings.entries
     )
     limits = SessionLimits(
         ttl_s=settings.ttl_s,

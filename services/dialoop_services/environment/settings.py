@@ -26,6 +26,8 @@ class EnvironmentEntry(BaseModel):
     """Environment to load: "arithmetic", "jsonl" or your own as "module:attribute"."""
     options: dict[str, Any] = {}
     """Arguments of the function that makes the environment."""
+    tools_in_prompt: bool = True
+    """Whether the chat template shows the policy the tools that it calls in its own syntax."""
 
 
 class EnvironmentSettings(JobSettings):
@@ -38,7 +40,7 @@ class EnvironmentSettings(JobSettings):
         EnvironmentEntry(use="arithmetic"),
     )
     """Environments to serve: names separated by commas, or a JSON list of names and {"use",
-    "options"}."""
+    "options", "tools_in_prompt"}."""
     task_file: str = ""
     """JSONL file of tasks; the environment "jsonl" is served with them too."""
     heldout_file: str = ""
@@ -79,7 +81,14 @@ class EnvironmentSettings(JobSettings):
         sections = job.all_environments
         texts = [use for section in sections for use in section.text_environments]
         texts += [s.kind for s in sections if s.play == "text" and not s.arguments]
-        served = [{"use": section.kind, "options": section.arguments} for section in sections]
+        served = [
+            {
+                "use": section.kind,
+                "options": section.arguments,
+                "tools_in_prompt": section.tools_in_prompt,
+            }
+            for section in sections
+        ]
         model = {"model_dir": job.model.directory} if job.model.directory else {}
         return {
             "environments": served,

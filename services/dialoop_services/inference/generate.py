@@ -25,7 +25,7 @@ from dialoop_services.inference.rendering import GenerationRequest, RawPrompt, R
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dialoop.chat import History
+    from dialoop.chat import History, ToolDefinition
     from dialoop.sequences import Ids, Sequence
 
 
@@ -101,7 +101,7 @@ class EnginePolicy:
         self._renderer = renderer
         self._max_new_tokens = max_new_tokens
 
-    async def generate(
+    async def generate(  # noqa: PLR0913 - a policy's question
         self,
         history: History,
         *,
@@ -110,6 +110,7 @@ class EnginePolicy:
         sampling: SamplingParams | None = None,
         turn: int = 0,
         num_samples: int = 1,
+        tools: Iterable[ToolDefinition] = (),
     ) -> tuple[Sample, ...]:
         """Answer the prompt `num_samples` times."""
         sampling = sampling or SamplingParams()
@@ -118,6 +119,7 @@ class EnginePolicy:
             context=context,
             num_context_messages=num_context_messages,
             turn=turn,
+            tools=tuple(tools),
             sampling=with_defaults(sampling, max_new_tokens=self._max_new_tokens),
             num_samples=num_samples,
         )

@@ -263,6 +263,7 @@ def reset_result(opening: Opening, environment: Environment) -> ResetResult:
         environment_version=environment.version,
         text=opening.text,
         tokens=opening.tokens,
+        tools=environment.traits.prompt_tools,
     )
 
 

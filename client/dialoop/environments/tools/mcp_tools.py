@@ -71,6 +71,7 @@ class McpTools(Transform):
         start_timeout_s: float = 30.0,
         tool_failures: ToolFailures = "end",
         max_tool_response: int = 10_000,
+        tools_in_prompt: bool | None = None,
     ) -> None:
         if not servers:
             raise InvalidConfig(
@@ -87,6 +88,7 @@ class McpTools(Transform):
             "tool_failures": tool_failures,
             "max_tool_response": max_tool_response,
             "show_outcome": True,
+            "tools_in_prompt": tools_in_prompt,
         }
         self._use = _Use((), (), self._options)
 

@@ -33,6 +33,9 @@ class ToolUse(Transform):
     the episode ends with `tool_failures="end"` as an error that is never scored. It goes on with
     "tell", for tools whose failures the policy causes. `stop_on_error` skips the calls after one
     that went wrong.
+
+    The chat template shows the policy the tools of a model's own syntax, NativeCalls. A prompt that
+    you write has to tell it the others. `tools_in_prompt` says otherwise.
     """
 
     def __init__(  # noqa: PLR0913 - the options are the interface
@@ -47,6 +50,7 @@ class ToolUse(Transform):
         max_calls: int = 16,
         max_tool_response: int = 10_000,
         show_outcome: bool = False,
+        tools_in_prompt: bool | None = None,
     ) -> None:
         if timeout_s <= 0 or max_calls < 1 or max_tool_response < 1:
             raise InvalidConfig(
@@ -67,13 +71,19 @@ class ToolUse(Transform):
         self._max_tool_response = max_tool_response
         # Whether each answer begins with whether the call worked; McpTools needs this.
         self._show_outcome = show_outcome
+        if tools_in_prompt is None:
+            tools_in_prompt = isinstance(self._syntax, NativeCalls)
+        self._tools_in_prompt = tools_in_prompt
 
     @property
     def traits(self) -> Traits:
         """Return the tools' names and schemas, and that it needs messages."""
+        definitions = tuple(tool.definition for tool in self._tools.values())
         return Traits(
             tools=tuple(self._tools),
-            tool_definitions=tuple(tool.definition for tool in self._tools.values()),
+            tool_definitions=definitions,
+            prompt_tools=definitions if self._tools_in_prompt else (),
+            needs_tool_template=self._tools_in_prompt,
             roles=(self._role,),
             needs_messages=True,
         )

@@ -141,8 +141,12 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
 def _environment(settings: TrainerSettings, builder: TokenBuilder) -> tuple[Environment, Render]:
     """Return the environment, and the function that renders its histories."""
     section = settings.environment
-    environment = load_environment(section.kind, section.arguments)
-    return environment, partial(builder.demonstration, stop=environment.traits.stop)
+    environment = load_environment(
+        section.kind, section.arguments, tools_in_prompt=section.tools_in_prompt
+    )
+    traits = environment.traits
+    options = {"tools": traits.prompt_tools} if traits.prompt_tools else {}
+    return environment, partial(builder.demonstration, stop=traits.stop, options=options)
 
 
 def _held(histories: list[History]) -> tuple[int, Show]:
