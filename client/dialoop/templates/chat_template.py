@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import re
+import traceback
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache, partial
@@ -91,6 +92,9 @@ _TOOL = {
 }
 """A tool like any other, to see whether a template shows it."""
 _UNFINISHED = "\ufdd3unfinished "
+_FIELDS = ("tool_calls", "reasoning_content", "name", "tool_call_id", "tool_responses", "content")
+_MAX_LOOKED_AT = 64
+"""Messages among which the one that a template cannot render is looked for."""
 
 
 _MAX_PROFILES = 256
@@ -473,7 +477,33 @@ class ChatTemplate:
         except DialoopError:
             raise  # the template's own raise_exception
         except _FAILURES as error:
-            raise cannot_render(type(error).__name__) from error
+            raise cannot_render(words_of(error), self._culprit(variables, opens)) from error
+
+    def _culprit(self, variables: Mapping[str, Any], opens: bool) -> str:
+        """Return the first field without which the template renders; "" if there is none."""
+        messages = variables["messages"]
+
+        def renders(field: str, but: int = -1) -> bool:
+            """Return whether it renders where no message but this one has the field."""
+            shown = [
+                message if index == but else _without(message, field)
+                for index, message in enumerate(messages)
+            ]
+            try:
+                self._template.render(
+                    add_generation_prompt=opens, **(dict(variables) | {"messages": shown})
+                )
+            except (DialoopError, *_FAILURES):
+                return False
+            return True
+
+        for field in _FIELDS:
+            holders = [index for index, message in enumerate(messages) if field in message]
+            if holders and renders(field):
+                for index in holders[:_MAX_LOOKED_AT]:
+                    if not renders(field, but=index):
+                        return f"messages[{index}].{field}"
+        return ""
 
     def _render_unfinished(self, variables: dict[str, Any]) -> str:
         """Return the text up to the end of the last message's content."""
@@ -499,10 +529,22 @@ class ChatTemplate:
         return text[:position].rstrip()  # the template trims contents
 
 
-def cannot_render(kind: str) -> InvalidInput:
-    """Return the error of a template that raised an exception of this kind."""
-    return InvalidInput(
-        f"The chat template cannot render this conversation ({kind}).",
+def _without(message: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """Return a message without a field; it has a content in any case."""
+    fewer = {key: value for key, value in message.items() if key != field}
+    return {"content": "hi", **fewer}
+
+
+class CannotRender(InvalidInput):
+    """What a template raised while it rendered; `words` are the exception's, and where it was."""
+
+    words: str = ""
+
+
+def cannot_render(words: str, culprit: str = "") -> CannotRender:
+    """Return the error of a template that raised an exception at a message, or one's field."""
+    error = CannotRender(
+        f"The chat template cannot render {culprit or 'this conversation'}: {words}.",
         reason=Reason.TEMPLATE_REFUSED,
         remedy="Give the roles, fields and options that the template reads.",
     )
@@ -513,6 +555,8 @@ def require_variables(options: Mapping[str, Any]) -> None:
     reserved = sorted(_RESERVED & options.keys())
     if reserved:
         raise InvalidInput(
+        except CannotRender as error:  # in another process
+            raise cannot_render(error.words, self._culprit(variables, opens)) from error
             f"{reserved[0]} is an argument of rendering, not a template option.",
             reason=Reason.OPTION_RESERVED,
             remedy="Pass it as that argument.",
@@ -549,4 +593,17 @@ def _spans(parts: list[str]) -> tuple[Span, ...]:
         if index % 2:
             spans.append((position, position + len(part)))
         position += len(part)
+    error.words = words
+    return error
+
+
+def words_of(error: Exception) -> str:
+    """Return what a template's exception says, and in which line of the template."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == "<template>"
+    ]
+    said = str(error).strip().rstrip(".") or "it fails without a word"
+    return f"line {lines[-1]} of the template: {said}" if lines else said
     return tuple(spans)

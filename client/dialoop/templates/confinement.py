@@ -16,7 +16,12 @@ from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
 from dialoop.messages import Message, ToolCall
 from dialoop.reasons import Reason
 from dialoop.sandbox.killable import LimitedFunction, LimitExceeded
-from dialoop.templates.chat_template import GenerationBlocks, cannot_render, compile_template
+from dialoop.templates.chat_template import (
+    GenerationBlocks,
+    cannot_render,
+    compile_template,
+    words_of,
+)
 from dialoop.templates.declared_parser import TemplateParser
 
 if TYPE_CHECKING:
@@ -139,7 +144,7 @@ def answer(task: str, arguments: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         raise
     except Exception as error:  # whatever their template does is their template's failure
-        return {"failure": type(error).__name__}
+        return {"failure": words_of(error)[:_MAX_ERROR]}
     return {"answer": result}
 
 

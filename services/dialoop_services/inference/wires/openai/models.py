@@ -79,7 +79,8 @@ class ChatMessage(_Body):
             raise ValueError("expected tool_call_id in a message of role tool, found none")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls belong to role assistant, found {self.role}")
-        if self.content is None and not self.tool_calls:
+        says = self.role == "assistant" and (self.reasoning_content or self.reasoning)
+        if self.content is None and not self.tool_calls and not says:
             raise ValueError("expected content, found none")
         return self
 
