@@ -18,7 +18,8 @@ import re
 import traceback
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jinja2
@@ -91,10 +92,10 @@ _TOOL = {
     },
 }
 """A tool like any other, to see whether a template shows it."""
-_UNFINISHED = "\ufdd3unfinished "
 _FIELDS = ("tool_calls", "reasoning_content", "name", "tool_call_id", "tool_responses", "content")
 _MAX_LOOKED_AT = 64
 """Messages among which the one that a template cannot render is looked for."""
+_UNFINISHED = "\ufdd3unfinished "
 
 
 _MAX_PROFILES = 256
@@ -229,7 +230,11 @@ def _read_source(source: str) -> tuple[str, bool]:
 
 
 class ChatTemplate:
-    """A Jinja chat template, rendered as transformers renders it."""
+    """A Jinja chat template, rendered as transformers renders it.
+
+    named: sources of further templates of the checkpoint by name; with tools the one named tool_use
+    renders.
+    """
 
     def __init__(
         self,
@@ -239,6 +244,7 @@ class ChatTemplate:
         name: str = "",
         parser: Parser | None = None,
         make_renderer: Callable[[str], TextRenderer] = compile_template,
+        named: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._make_renderer = make_renderer
         self._template = make_renderer(source)
@@ -251,18 +257,42 @@ class ChatTemplate:
         self.source = source
         self.name = name
         self.digest, self.has_generation_blocks = _read_source(source)
+        self._named = dict(named)
+        if named:
+            self.digest = digest_of(json.dumps([source, sorted(named.items())]))
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
         """Return the tokenizer's own template; raise InvalidConfig where it has none."""
-        source = tokenizer.chat_template
+        named = tokenizer.chat_templates
+        source = named.pop("default", None)
         if source is None:
+            names = ", ".join(sorted(named))
             raise InvalidConfig(
-                "The tokenizer has no chat template.",
+                f"The tokenizer has the chat templates {names}, and none is the default."
+                if named
+                else "The tokenizer has no chat template.",
                 reason=Reason.TEMPLATE_MISSING,
                 remedy="Add chat_template to tokenizer_config.json, or chat_template.jinja.",
             )
-        return cls(source, name=tokenizer.name).with_special_tokens_of(tokenizer)
+        return cls(source, name=tokenizer.name, named=named).with_special_tokens_of(tokenizer)
+
+    def for_tools(self, tools: object) -> ChatTemplate:
+        """Return what renders with these tools: the template named tool_use, where there is one."""
+        return self if tools is None else self._tool_use or self
+
+    @cached_property
+    def _tool_use(self) -> ChatTemplate | None:
+        source = self._named.get("tool_use")
+        if source is None:
+            return None
+        return ChatTemplate(
+            source,
+            special_tokens=self._special_tokens,
+            name=self.name,
+            parser=self._parser,
+            make_renderer=self._make_renderer,
+        )
 
     def with_special_tokens_of(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Return this template with the tokenizer's bos_token and so on."""
@@ -273,6 +303,7 @@ class ChatTemplate:
             name=self.name,
             parser=self._parser,
             make_renderer=self._make_renderer,
+            named=self._named,
         )
 
     @property
@@ -353,10 +384,11 @@ class ChatTemplate:
         options: further variables of the template, such as enable_thinking.
         """
         opens = _opens(add_generation_prompt, continue_final_message)
-        variables = self._variables(history, tools, options)
+        template = self.for_tools(tools)
+        variables = template._variables(history, tools, options)
         if continue_final_message:
-            return self._render_unfinished(variables)
-        return self._fill(variables, opens)
+            return template._render_unfinished(variables)
+        return template._fill(variables, opens)
 
     def render_blocks(
         self,
@@ -368,6 +400,14 @@ class ChatTemplate:
         **options: Any,
     ) -> tuple[str, tuple[Span, ...]]:
         """Return the text, and the spans of the generation blocks that messages filled."""
+        if (template := self.for_tools(tools)) is not self:
+            return template.render_blocks(
+                history,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **options,
+            )
         opens = _opens(add_generation_prompt, continue_final_message)
         variables = self._variables(history, tools, options)
         if continue_final_message:
@@ -438,6 +478,9 @@ class ChatTemplate:
 
     def require_tools_shown(self) -> None:
         """Raise Unsupported (TOOLS_UNSUPPORTED) where the template leaves out tools it is given."""
+        if self._tool_use is not None:
+            self._tool_use.require_tools_shown()
+            return
         if self._shows_tools is None:
             self._shows_tools = "tools" in self.source and self._changes_with_tools()
         if not self._shows_tools:
@@ -474,6 +517,8 @@ class ChatTemplate:
     def _fill(self, variables: Mapping[str, Any], opens: bool) -> str:
         try:
             return self._template.render(add_generation_prompt=opens, **variables)
+        except CannotRender as error:  # in another process
+            raise cannot_render(error.words, self._culprit(variables, opens)) from error
         except DialoopError:
             raise  # the template's own raise_exception
         except _FAILURES as error:
@@ -548,6 +593,19 @@ def cannot_render(words: str, culprit: str = "") -> CannotRender:
         reason=Reason.TEMPLATE_REFUSED,
         remedy="Give the roles, fields and options that the template reads.",
     )
+    error.words = words
+    return error
+
+
+def words_of(error: Exception) -> str:
+    """Return what a template's exception says, and in which line of the template."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == "<template>"
+    ]
+    said = str(error).strip().rstrip(".") or "it fails without a word"
+    return f"line {lines[-1]} of the template: {said}" if lines else said
 
 
 def require_variables(options: Mapping[str, Any]) -> None:
@@ -555,8 +613,6 @@ def require_variables(options: Mapping[str, Any]) -> None:
     reserved = sorted(_RESERVED & options.keys())
     if reserved:
         raise InvalidInput(
-        except CannotRender as error:  # in another process
-            raise cannot_render(error.words, self._culprit(variables, opens)) from error
             f"{reserved[0]} is an argument of rendering, not a template option.",
             reason=Reason.OPTION_RESERVED,
             remedy="Pass it as that argument.",
@@ -593,17 +649,4 @@ def _spans(parts: list[str]) -> tuple[Span, ...]:
         if index % 2:
             spans.append((position, position + len(part)))
         position += len(part)
-    error.words = words
-    return error
-
-
-def words_of(error: Exception) -> str:
-    """Return what a template's exception says, and in which line of the template."""
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == "<template>"
-    ]
-    said = str(error).strip().rstrip(".") or "it fails without a word"
-    return f"line {lines[-1]} of the template: {said}" if lines else said
     return tuple(spans)

@@ -145,7 +145,7 @@ def apply_to_histories(
         options.get("chat_template"),
         options.get("chat_template_name"),
         options.get("registry"),
-    )
+    ).for_tools(options.get("tools"))
     require_variables(options.get("template_kwargs", {}))
     rendering = {
         "add_generation_prompt": options.get("add_generation_prompt"),

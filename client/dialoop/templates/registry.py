@@ -188,10 +188,14 @@ class TemplateRegistry:
         """Choose the template that renders and parses, with the tokenizer's special tokens.
 
         The source given, else the name given, else the tokenizer's own, else one added for its
-        family, else the named one of its family, else chatml.
+        family, else the named one of its family, else chatml. A name is one added, or one of the
+        tokenizer's own templates, or one that comes with Dialoop.
         """
-        if chat_template is not None:
-            template = ChatTemplate(chat_template)
+        own = {} if tokenizer is None else tokenizer.chat_templates
+        if chat_template is not None:  # transformers takes a name here too
+            template = ChatTemplate(own.get(chat_template, chat_template))
+        elif chat_template_name in own and chat_template_name not in self._entries:
+            template = ChatTemplate(own[chat_template_name], name=chat_template_name)
         elif chat_template_name:
             template = self.get(chat_template_name)
         elif tokenizer is None:
@@ -200,7 +204,7 @@ class TemplateRegistry:
                 reason=Reason.TEMPLATE_MISSING,
                 remedy="Give tokenizer, chat_template or chat_template_name.",
             )
-        elif tokenizer.chat_template is not None:
+        elif own:
             return ChatTemplate.of(tokenizer)
         else:
             template = self.get(self._family(tokenizer.name))

@@ -77,9 +77,12 @@ class Tokenizer:
             )
         config_path = directory / "tokenizer_config.json"
         config = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
-        template_path = directory / "chat_template.jinja"
-        if template_path.is_file():
-            config["chat_template"] = template_path.read_text("utf-8")
+        # As in transformers, files stand in for all templates of the config.
+        files = {"default": directory / "chat_template.jinja"}
+        files |= {p.stem: p for p in (directory / "additional_chat_templates").glob("*.jinja")}
+        templates = {name: p.read_text("utf-8") for name, p in files.items() if p.is_file()}
+        if templates:
+            config["chat_template"] = templates
         generation_path = directory / "generation_config.json"
         if generation_path.is_file():
             ends = json.loads(generation_path.read_text("utf-8")).get("eos_token_id")
@@ -113,11 +116,18 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Return the tokenizer's own chat template; None where it has none."""
+        """Return the tokenizer's own chat template, its default; None where it has none."""
+        return self.chat_templates.get("default")
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Return the tokenizer's own chat templates by name; one without a name is the default."""
         template = self._config.get("chat_template")
         if isinstance(template, list):
-            template = {item["name"]: item["template"] for item in template}
-        return template.get("default") if isinstance(template, dict) else template
+            return {item["name"]: item["template"] for item in template}
+        if isinstance(template, dict):
+            return dict(template)
+        return {} if template is None else {"default": template}
 
     def special_token(self, name: str) -> str | None:
         """Return the text of bos_token, eos_token, pad_token or unk_token."""

@@ -17,7 +17,7 @@ from dialoop.templates.registry import TemplateInfo
 from dialoop.templates.slots import find_places
 from dialoop.v1 import template_service_pb2 as pb
 from dialoop.v1 import template_service_pb2_grpc as rpc
-from dialoop.wire.messages import HISTORY, TOOL
+from dialoop.wire.messages import HISTORY, tool_from_proto
 from dialoop.wire.sequences import sequence_to_proto
 from dialoop.wire.templates import TEMPLATE_INFO, TEMPLATE_PARSER
 
@@ -76,7 +76,20 @@ class TemplateServicer(rpc.TemplateServiceServicer):
             invertible=template.parser is not None,
             is_default=True,
         )
-        others = [info for info in self._renderer.templates.list() if info.name != self._name]
+        tokenizer, templates = self._renderer.tokenizer, self._renderer.templates
+        others = [info for info in templates.list() if info.name != self._name]
+        names = {info.name for info in others}
+        for named in tokenizer.chat_templates.keys() - names - {"default"}:
+            its = templates.choose(tokenizer, chat_template_name=named)
+            others.append(
+                TemplateInfo(
+                    name=named,
+                    digest=its.digest,
+                    version=1,
+                    invertible=its.parser is not None,
+                )
+            )
+        others.sort(key=lambda info: info.name)
         infos = [TEMPLATE_INFO.to_proto(info) for info in (own, *others)]
         return pb.ListTemplatesResponse(templates=infos)
 
@@ -87,11 +100,11 @@ class TemplateServicer(rpc.TemplateServiceServicer):
         options = {
             "add_generation_prompt": opens,
             "continue_final_message": request.continue_final_message,
-            "tools": [TOOL.from_proto(tool) for tool in request.tools] or None,
+            "tools": [tool_from_proto(tool) for tool in request.tools] or None,
             **variables,
         }
         template, history = (
-            self._template(request.template_name),
+            self._template(request.template_name).for_tools(options["tools"]),
             HISTORY.from_proto(request.history),
         )
         rendered, sequence = await self._renderer.run_with(

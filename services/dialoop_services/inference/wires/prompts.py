@@ -116,7 +116,8 @@ class Prompts:
         return self._renderer.template.source
 
     def _require_tools_known(self) -> None:
-        if "tools" not in self._source or CALL_START not in self._source:
+        source = self._renderer.template.for_tools(True).source
+        if "tools" not in source or CALL_START not in source:
             raise field_error(
                 "tools",
                 f"this policy's chat template shows no tools or has no {CALL_START}",
