@@ -13,7 +13,7 @@ from dialoop.episode import ContinuedText, Sample, UpdateMode
 from dialoop.trajectory import SamplingParams, StopReason
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
-from dialoop.wire.messages import CHAT_HISTORY, HISTORY, TOOL, token_ids_to_proto
+from dialoop.wire.messages import CHAT_HISTORY, HISTORY, token_ids_to_proto, tool_to_proto
 from dialoop.wire.records import SAMPLING
 from dialoop.wire.sequences import sequence_from_proto, sequence_to_proto
 
@@ -37,7 +37,7 @@ class Question:
     num_samples: int = 1
     adapter: str = ""
     template_name: str = ""
-    tools: Iterable[ToolDefinition] = ()
+    tools: Iterable[ToolDefinition | Mapping[str, Any]] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate_prompt: bool = False
     skip_special_tokens: bool = False
@@ -58,7 +58,7 @@ class Question:
             num_samples=self.num_samples,
             adapter=self.adapter,
             template_name=self.template_name,
-            tools=[TOOL.to_proto(tool) for tool in self.tools],
+            tools=[tool_to_proto(tool) for tool in self.tools],
             template_options_json=json.dumps(dict(self.template_options))
             if self.template_options
             else "",

@@ -14,7 +14,7 @@ from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import template_service_pb2 as pb
-from dialoop.wire.messages import HISTORY, TOOL
+from dialoop.wire.messages import HISTORY, tool_to_proto
 from dialoop.wire.sequences import sequence_from_proto
 from dialoop.wire.templates import TEMPLATE_INFO, TEMPLATE_PARSER
 
@@ -86,7 +86,7 @@ class TemplateClient:
         template_name: str = "",
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        tools: Iterable[ToolDefinition] = (),
+        tools: Iterable[ToolDefinition | Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
     ) -> RenderedConversation:
         """Render a conversation with the named template, by default the one Generate uses."""
@@ -94,7 +94,7 @@ class TemplateClient:
             history=HISTORY.to_proto(history),
             template_name=template_name,
             continue_final_message=continue_final_message,
-            tools=[TOOL.to_proto(tool) for tool in tools],
+            tools=[tool_to_proto(tool) for tool in tools],
             template_options_json=json.dumps(dict(template_options)) if template_options else "",
         )
         if add_generation_prompt is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +17,16 @@ from dialoop.chat import (
     ToolDefinition,
 )
 from dialoop.environments.modes import Text, Tokens
+from dialoop.errors import InvalidHistory
+from dialoop.messages import tool_for_template
+from dialoop.reasons import Reason
 from dialoop.trajectory import Distribution
 from dialoop.v1 import chat_pb2 as pb
 from dialoop.views.views import LogProbRow, LogProbs, Masks
 from dialoop.wire.codec import Codec, FieldRow, array, many, submessage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from dialoop.sequences import Floats
 
@@ -88,6 +92,30 @@ LOG_PROBS = Codec(
 )
 _MASK = FieldRow(methodcaller("tolist"), _mask)
 MASKS = Codec(Masks, pb.Masks, all_attention_mask=_MASK, all_assistant_mask=_MASK)
+
+
+def tool_to_proto(tool: ToolDefinition | Mapping[str, Any]) -> pb.ToolDefinition:
+    """Return a tool; a dict goes as it is."""
+    if isinstance(tool, ToolDefinition):
+        return TOOL.to_proto(tool)
+    return pb.ToolDefinition(given_json=json.dumps(tool_for_template(tool), ensure_ascii=False))
+
+
+def tool_from_proto(proto: pb.ToolDefinition) -> ToolDefinition | Mapping[str, Any]:
+    """Return a tool, or the dict that was sent; InvalidHistory (TOOL_INVALID) for no object."""
+    if not proto.given_json:
+        return TOOL.from_proto(proto)
+    try:
+        tool = json.loads(proto.given_json)
+    except (ValueError, RecursionError):
+        tool = None
+    if not isinstance(tool, dict):
+        raise InvalidHistory(
+            "given_json of a tool is not a JSON object.",
+            reason=Reason.TOOL_INVALID,
+            remedy="Give the tool as a chat API has it, with type and function.",
+        )
+    return tool
 
 
 def token_ids_to_proto(rows: Iterable[Iterable[int]]) -> list[pb.TokenIds]:

@@ -50,7 +50,7 @@ class GenerationRequest:
     known_sampled: tuple[int, ...] = ()
     turn: int = 0
     template_name: str = ""
-    tools: tuple[ToolDefinition, ...] = ()
+    tools: tuple[ToolDefinition | Mapping[str, Any], ...] = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate_prompt: bool = False
     skip_special_tokens: bool = False

@@ -14,7 +14,7 @@ from dialoop.clients.weights import (
 )
 from dialoop.errors import InvalidHistory, InvalidInput
 from dialoop.reasons import Reason
-from dialoop.wire.messages import CHAT_HISTORY, TOOL
+from dialoop.wire.messages import CHAT_HISTORY, tool_from_proto
 from dialoop.wire.records import SAMPLING
 from dialoop.wire.sequences import sequence_from_proto
 
@@ -59,7 +59,7 @@ def generation_request_of(request: pb.GenerateRequest, *, max_new_tokens: int) -
         num_context_messages=request.num_context_messages,
         turn=request.turn,
         template_name=request.template_name,
-        tools=tuple(TOOL.from_proto(tool) for tool in request.tools),
+        tools=tuple(tool_from_proto(tool) for tool in request.tools),
         template_options=template_options_of(request.template_options_json),
         truncate_prompt=request.truncate_prompt,
         skip_special_tokens=request.skip_special_tokens,

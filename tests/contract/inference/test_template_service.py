@@ -199,7 +199,7 @@ async def test_the_model_s_own_name_cannot_be_taken(client):
         (lambda c: c.register("x", "{{ messages }}"), InvalidInput, "TEMPLATE_INVALID"),
         (lambda c: c.register("x", "{% if %}"), InvalidInput, "TEMPLATE_INVALID"),
         (
-            lambda c: c.render(HISTORY, tools=[ToolDefinition(name="f")]),
+            lambda c: c.render(HISTORY, template_name="chatml", tools=[ToolDefinition(name="f")]),
             Unsupported,
             "TOOLS_UNSUPPORTED",
         ),

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dialoop.chat import History, Message, ToolDefinition
+from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence, Source, sequence_of
@@ -33,14 +33,14 @@ _NUM_LOOKED_AT = 8
 class Offer:
     """What the template gets beside the messages: tools and options."""
 
-    tools: tuple[ToolDefinition, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
         """Return a digest that is equal for equal offers."""
-        tools = [(t.name, t.description, t.parameters_json) for t in self.tools]
-        text = json.dumps([tools, dict(self.options)], sort_keys=True, default=str)
+        options = json.dumps(dict(self.options), sort_keys=True, default=str)
+        text = json.dumps([self.tools, options])
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 

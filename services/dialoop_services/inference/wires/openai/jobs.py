@@ -13,7 +13,7 @@ from dialoop_services.inference.wires.base import AnswerJob, WireHost
 from dialoop_services.inference.wires.bodies import field_error
 from dialoop_services.inference.wires.openai.answers import Shape, TokenView
 from dialoop_services.inference.wires.openai.forms import constraint_of
-from dialoop_services.inference.wires.openai.messages import history_of, tools_of
+from dialoop_services.inference.wires.openai.messages import history_of
 from dialoop_services.inference.wires.openai.models import ChatBody, CompletionBody, SamplingBody
 from dialoop_services.inference.wires.prompts import Offer
 from dialoop_services.inference.wires.reading import CALL_END
@@ -49,7 +49,7 @@ class Jobs:
         known = _top_logprobs("top_logprobs", num_top, sampling, engine)
         sampling, prompts = replace(sampling, top_logprobs=known), self.host.prompts
         offer = Offer(
-            tools=tools_of(body.tools or ()) if offers_tools else (),
+            tools=tuple(tool.given for tool in body.tools or ()) if offers_tools else (),
             options=_options(body),
         )
         prompt = prompts.chat(history_of(body.messages), offer, recording)

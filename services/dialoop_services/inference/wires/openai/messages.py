@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
-from dialoop.chat import History, Message, ToolCall, ToolDefinition
+from dialoop.chat import History, Message, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from dialoop_services.inference.wires.openai.models import ChatMessage, ToolBody
+    from dialoop_services.inference.wires.openai.models import ChatMessage
 
 
 def history_of(messages: Iterable[ChatMessage]) -> History:
@@ -31,18 +30,6 @@ def _message(message: ChatMessage) -> Message:
         ),
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
-    )
-
-
-def tools_of(tools: Iterable[ToolBody]) -> tuple[ToolDefinition, ...]:
-    """Return the tools of a request."""
-    return tuple(
-        ToolDefinition(
-            name=tool.function.name,
-            description=tool.function.description,
-            parameters_json=json.dumps(tool.function.parameters, ensure_ascii=False),
-        )
-        for tool in tools
     )
 
 

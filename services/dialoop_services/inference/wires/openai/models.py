@@ -5,9 +5,17 @@ A field that is null counts as absent. "Accepted and ignored" fields do not chan
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -101,6 +109,20 @@ class ToolBody(_Body):
 
     type: Literal["function"]
     function: FunctionBody
+    _given: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """Return the tool as the client wrote it, which the chat template gets."""
+        return self._given
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, read: ModelWrapValidatorHandler[ToolBody]) -> ToolBody:
+        body = read(data)
+        if isinstance(data, dict):
+            body._given = data
+        return body
 
 
 class NamedFunction(_Body):
