@@ -49,7 +49,7 @@ from dialoop.templates.parsing import Parser, TurnParser, parse_tokens, parser_f
 from dialoop.templates.probe import TemplateProfile, probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from jinja2.parser import Parser as JinjaParser
 
@@ -92,7 +92,6 @@ _TOOL = {
     },
 }
 """A tool like any other, to see whether a template shows it."""
-_FIELDS = ("tool_calls", "reasoning_content", "name", "tool_call_id", "tool_responses", "content")
 _MAX_LOOKED_AT = 64
 """Messages among which the one that a template cannot render is looked for."""
 _UNFINISHED = "\ufdd3unfinished "
@@ -386,9 +385,10 @@ class ChatTemplate:
         opens = _opens(add_generation_prompt, continue_final_message)
         template = self.for_tools(tools)
         variables = template._variables(history, tools, options)
-        if continue_final_message:
-            return template._render_unfinished(variables)
-        return template._fill(variables, opens)
+        with template._naming_the_culprit(variables, opens):
+            if continue_final_message:
+                return template._render_unfinished(variables)
+            return template._fill(variables, opens)
 
     def render_blocks(
         self,
@@ -410,13 +410,14 @@ class ChatTemplate:
             )
         opens = _opens(add_generation_prompt, continue_final_message)
         variables = self._variables(history, tools, options)
-        if continue_final_message:
-            mark = _absent_mark(variables)
-            parts = self._render_unfinished(
-                variables | {"_generation_blocks": GenerationBlocks(mark)}
-            ).split(mark)
-        else:
-            parts = self._parts_of_blocks(variables, opens)
+        with self._naming_the_culprit(variables, opens):
+            if continue_final_message:
+                mark = _absent_mark(variables)
+                parts = self._render_unfinished(
+                    variables | {"_generation_blocks": GenerationBlocks(mark)}
+                ).split(mark)
+            else:
+                parts = self._parts_of_blocks(variables, opens)
         spans = _spans(parts)
         text = "".join(parts)
         if opens and spans and not text[spans[-1][1] :].strip():
@@ -517,12 +518,17 @@ class ChatTemplate:
     def _fill(self, variables: Mapping[str, Any], opens: bool) -> str:
         try:
             return self._template.render(add_generation_prompt=opens, **variables)
-        except CannotRender as error:  # in another process
-            raise cannot_render(error.words, self._culprit(variables, opens)) from error
         except DialoopError:
-            raise  # the template's own raise_exception
+            raise  # the template's own raise_exception, or what another process reports
         except _FAILURES as error:
-            raise cannot_render(words_of(error), self._culprit(variables, opens)) from error
+            raise cannot_render(words_of(error)) from error
+
+    @contextlib.contextmanager
+    def _naming_the_culprit(self, variables: Mapping[str, Any], opens: bool) -> Iterator[None]:
+        try:
+            yield
+        except CannotRender as error:
+            raise cannot_render(error.words, self._culprit(variables, opens)) from error
 
     def _culprit(self, variables: Mapping[str, Any], opens: bool) -> str:
         """Return the first field without which the template renders; "" if there is none."""
@@ -542,7 +548,9 @@ class ChatTemplate:
                 return False
             return True
 
-        for field in _FIELDS:
+        optional = (field for message in messages for field in message)
+        fields = dict.fromkeys(field for field in optional if field not in ("role", "content"))
+        for field in (*fields, "content"):
             holders = [index for index, message in enumerate(messages) if field in message]
             if holders and renders(field):
                 for index in holders[:_MAX_LOOKED_AT]:

@@ -155,7 +155,9 @@ class BlockingInferenceClient:
         num_samples: int = 1,
         adapter: str = "",
         template_name: str = "",
-        tools: collections.abc.Iterable[dialoop.chat.ToolDefinition] = (),
+        tools: collections.abc.Iterable[
+            dialoop.chat.ToolDefinition | collections.abc.Mapping[str, typing.Any]
+        ] = (),
         template_options: collections.abc.Mapping[str, typing.Any] | None = None,
         truncate_prompt: bool = False,
         skip_special_tokens: bool = False,
@@ -184,7 +186,9 @@ class BlockingInferenceClient:
         turn: int = 0,
         adapter: str = "",
         template_name: str = "",
-        tools: collections.abc.Iterable[dialoop.chat.ToolDefinition] = (),
+        tools: collections.abc.Iterable[
+            dialoop.chat.ToolDefinition | collections.abc.Mapping[str, typing.Any]
+        ] = (),
         template_options: collections.abc.Mapping[str, typing.Any] | None = None,
         truncate_prompt: bool = False,
         skip_special_tokens: bool = False,
@@ -498,7 +502,9 @@ class BlockingTemplateClient:
         template_name: str = "",
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        tools: collections.abc.Iterable[dialoop.chat.ToolDefinition] = (),
+        tools: collections.abc.Iterable[
+            dialoop.chat.ToolDefinition | collections.abc.Mapping[str, typing.Any]
+        ] = (),
         template_options: collections.abc.Mapping[str, typing.Any] | None = None,
     ) -> dialoop.clients.template.RenderedConversation:
         """Render a conversation with the named template, by default the one Generate uses."""
