@@ -146,6 +146,7 @@ class InferenceClient:
         template_options: Mapping[str, Any] | None = None,
         truncate_prompt: bool = False,
         skip_special_tokens: bool = False,
+        add_special_tokens: bool = True,
         deadline_s: float | None = None,
     ) -> tuple[Sample, ...]:
         """Answer a history, or continue a text or token ids, `num_samples` times.
@@ -153,7 +154,9 @@ class InferenceClient:
         `context` are the tokens known so far of the first `num_context_messages` messages. The
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
-        with `skip_special_tokens` its response's text leaves special tokens out.
+        with `skip_special_tokens` its response's text leaves special tokens out. A text gets what
+        the tokenizer puts before one, mostly a BOS, unless it begins so or `add_special_tokens` is
+        false.
         The replica ends an answer that takes too long for its max_new_tokens (ANSWER_TIMED_OUT);
         `deadline_s` limits the whole call, the wait in the replica's queue included. Raises
         InternalError for another number of samples than asked for.
@@ -173,6 +176,7 @@ class InferenceClient:
             template_options=template_options or {},
             truncate_prompt=truncate_prompt,
             skip_special_tokens=skip_special_tokens,
+            add_special_tokens=add_special_tokens,
         )
         answer = await self._channel.call(GENERATE, question.to_proto(), deadline_s=deadline_s)
         require_count(len(answer.samples), num_samples, "samples")
@@ -194,6 +198,7 @@ class InferenceClient:
         template_options: Mapping[str, Any] | None = None,
         truncate_prompt: bool = False,
         skip_special_tokens: bool = False,
+        add_special_tokens: bool = True,
         partial_answer: Sequence | None = None,
         chunk_tokens: int = 0,
         deadline_s: float | None = None,
@@ -218,6 +223,7 @@ class InferenceClient:
             template_options=template_options or {},
             truncate_prompt=truncate_prompt,
             skip_special_tokens=skip_special_tokens,
+            add_special_tokens=add_special_tokens,
             partial_answer=partial_answer,
         )
         request = pb.GenerateStreamRequest(request=question.to_proto(), chunk_tokens=chunk_tokens)

@@ -41,6 +41,7 @@ class Question:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate_prompt: bool = False
     skip_special_tokens: bool = False
+    add_special_tokens: bool = True
     partial_answer: Sequence | None = None
 
     def to_proto(self) -> pb.GenerateRequest:
@@ -65,6 +66,8 @@ class Question:
             truncate_prompt=self.truncate_prompt,
             skip_special_tokens=self.skip_special_tokens,
         )
+        if not self.add_special_tokens:
+            request.add_special_tokens = False
         if self.history is not None:
             request.history.prompt.CopyFrom(HISTORY.to_proto(self.history))
         if self.text is not None:

@@ -160,6 +160,19 @@ class Tokenizer:
         encoding = engine.encode(text, add_special_tokens=False)
         return Encoded(ids=tuple(encoding.ids), offsets=tuple(encoding.offsets))
 
+    def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encode a trusted text to continue, after the `prefix_ids` that it does not begin with."""
+        ids = self.encode(text, trusted=True).ids
+        begins = ids[: len(self.prefix_ids)] == self.prefix_ids
+        return [*ids] if begins or not add_special_tokens else [*self.prefix_ids, *ids]
+
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Return the ids that transformers puts before each text: none, or the bos_token's."""
+        encoding = self._trusting.encode("a", add_special_tokens=True)
+        mask = encoding.special_tokens_mask
+        return tuple(encoding.ids[: mask.index(0)] if 0 in mask else ())
+
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode trusted texts to ids without offsets, which is the fastest way.
 

@@ -54,6 +54,8 @@ class GenerationRequest:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate_prompt: bool = False
     skip_special_tokens: bool = False
+    # Put before a text what the tokenizer puts there, mostly a BOS, unless it begins so.
+    add_special_tokens: bool = True
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009  (frozen)
     num_samples: int = 1
     # What another replica sampled of the answer.
@@ -124,7 +126,9 @@ class Renderer:
             return prompt
         ids = list(request.token_ids or ())
         if request.text is not None:
-            ids = list(self.tokenizer.encode(request.text, trusted=True).ids)
+            ids = self.tokenizer.encode_prompt(
+                request.text, add_special_tokens=request.add_special_tokens
+            )
         num_cut = 0
         if request.truncate_prompt and len(ids) >= max_model_len:
             num_cut = len(ids) - max(max_model_len - room, (max_model_len + 1) // 2)

@@ -63,6 +63,7 @@ def generation_request_of(request: pb.GenerateRequest, *, max_new_tokens: int) -
         template_options=template_options_of(request.template_options_json),
         truncate_prompt=request.truncate_prompt,
         skip_special_tokens=request.skip_special_tokens,
+        add_special_tokens=not request.HasField("add_special_tokens") or request.add_special_tokens,
         sampling=sampling,
         num_samples=num_samples,
         partial_answer=partial_answer,

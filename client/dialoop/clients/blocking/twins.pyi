@@ -161,6 +161,7 @@ class BlockingInferenceClient:
         template_options: collections.abc.Mapping[str, typing.Any] | None = None,
         truncate_prompt: bool = False,
         skip_special_tokens: bool = False,
+        add_special_tokens: bool = True,
         deadline_s: float | None = None,
     ) -> tuple[dialoop.episode.Sample, ...]:
         """Answer a history, or continue a text or token ids, `num_samples` times.
@@ -168,7 +169,9 @@ class BlockingInferenceClient:
         `context` are the tokens known so far of the first `num_context_messages` messages. The
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
-        with `skip_special_tokens` its response's text leaves special tokens out.
+        with `skip_special_tokens` its response's text leaves special tokens out. A text gets what
+        the tokenizer puts before one, mostly a BOS, unless it begins so or `add_special_tokens` is
+        false.
         The replica ends an answer that takes too long for its max_new_tokens (ANSWER_TIMED_OUT);
         `deadline_s` limits the whole call, the wait in the replica's queue included. Raises
         InternalError for another number of samples than asked for.
@@ -192,6 +195,7 @@ class BlockingInferenceClient:
         template_options: collections.abc.Mapping[str, typing.Any] | None = None,
         truncate_prompt: bool = False,
         skip_special_tokens: bool = False,
+        add_special_tokens: bool = True,
         partial_answer: dialoop.sequences.Sequence | None = None,
         chunk_tokens: int = 0,
         deadline_s: float | None = None,

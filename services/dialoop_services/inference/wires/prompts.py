@@ -85,9 +85,15 @@ class Prompts:
         assert isinstance(made, Prompt)  # the request has a history
         return made
 
-    def completion(self, text_or_ids: str | list[int], recording: Recording | None) -> CallPrompt:
+    def completion(
+        self,
+        text_or_ids: str | list[int],
+        recording: Recording | None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> CallPrompt:
         """Return the prompt of a plain completion: text or ids that are continued as they stand."""
-        ids = self._ids(text_or_ids)
+        ids = self._ids(text_or_ids, add_special_tokens=add_special_tokens)
         origin = None if recording is None else self._find_origin(text_or_ids, ids, recording)
         if recording is None or origin is None:
             text = (
@@ -125,10 +131,12 @@ class Prompts:
                 reason=Reason.TOOLS_UNSUPPORTED,
             )
 
-    def _ids(self, text_or_ids: str | list[int]) -> list[int]:
+    def _ids(self, text_or_ids: str | list[int], *, add_special_tokens: bool) -> list[int]:
         if not isinstance(text_or_ids, str):
             return text_or_ids
-        ids = list(self._renderer.tokenizer.encode(text_or_ids, trusted=True).ids)
+        ids = self._renderer.tokenizer.encode_prompt(
+            text_or_ids, add_special_tokens=add_special_tokens
+        )
         if not ids:
             raise InvalidInput(
                 "prompt is empty: there is nothing to continue.",
@@ -151,7 +159,7 @@ class Prompts:
                 if len(full) < best_length:
                     continue
                 is_past = (
-                    text_or_ids.startswith(self._renderer.tokenizer.decode(full))
+                    text_or_ids.startswith(self._text_in(text_or_ids, full))
                     if isinstance(text_or_ids, str)
                     else ids[: len(full)] == full
                 )
@@ -159,13 +167,21 @@ class Prompts:
                     best, best_length = origin, len(full)
         return best
 
+    def _text_in(self, text: str, ids: list[int]) -> str:
+        """Return the text of ids, without what the tokenizer put before a text such as this."""
+        tokenizer = self._renderer.tokenizer
+        prefix = list(tokenizer.prefix_ids)
+        if ids[: len(prefix)] == prefix and not text.startswith(tokenizer.decode(prefix)):
+            ids = ids[len(prefix) :]
+        return tokenizer.decode(ids)
+
     def _continue(
         self, text_or_ids: str | list[int], ids: list[int], origin: Origin, recording: Recording
     ) -> CallPrompt:
         tokenizer = self._renderer.tokenizer
         context, own = recording.full(origin), recording.history_of(origin)
         if isinstance(text_or_ids, str):
-            text = text_or_ids[len(tokenizer.decode(context.token_ids.tolist())) :]
+            text = text_or_ids[len(self._text_in(text_or_ids, context.token_ids.tolist())) :]
             added = list(tokenizer.encode(text, trusted=True).ids)
         else:
             added = ids[len(context) :]

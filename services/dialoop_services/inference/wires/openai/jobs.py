@@ -84,7 +84,8 @@ class Jobs:
         if recording is not None:
             recording.require_open(len(rows))
         ids = [call_id + (f"-{i}" if len(rows) > 1 else "") for i in range(len(rows))]
-        made = [self.host.prompts.completion(row, recording) for row in rows]
+        special = {"add_special_tokens": body.add_special_tokens}
+        made = [self.host.prompts.completion(row, recording, **special) for row in rows]
         parts = tuple(
             replace(
                 self.host.part(own_id, prompt, sampling, recording, cut=_cut_of(body)),

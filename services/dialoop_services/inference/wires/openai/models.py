@@ -259,6 +259,8 @@ class CompletionBody(SamplingBody):
         ]
     )
     """Text, token ids, or a list of either; special tokens that a text spells count."""
+    add_special_tokens: bool = True
+    """Put before a text what the tokenizer puts there, mostly a BOS, unless it begins so."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     """How many of the likeliest tokens each position names. An engine that knows the sampled token
     alone serves 0, and 1 at temperature 0."""
