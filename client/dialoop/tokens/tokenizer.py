@@ -29,6 +29,13 @@ _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_PER_CHARACTER = 4
 _WINDOW = 8
 _PIECE = 4000
+_HEX_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_HIDDEN = (byte for byte in range(0x100) if byte not in _SHOWN)
+_BYTES = {chr(byte): byte for byte in _SHOWN} | {
+    chr(0x100 + number): byte for number, byte in enumerate(_HIDDEN)
+}
+"""The byte that each character of a byte-level vocabulary stands for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +62,7 @@ class Tokenizer:
         added_texts = sorted((t.content for t in added.values()), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, added_texts)) or r"(?!)")
         self._special_ids = frozenset(i for i, t in added.items() if t.special)
+        self._added_ids = frozenset(added)
         self.digest = hashlib.sha256(trusting.to_str().encode()).hexdigest()[:16]
         self.end_of_turn_ids = self._find_ends()
         """Ids that end a message: the eos_token, then those the generation config names."""
@@ -172,6 +180,25 @@ class Tokenizer:
         encoding = self._trusting.encode("a", add_special_tokens=True)
         mask = encoding.special_tokens_mask
         return tuple(encoding.ids[: mask.index(0)] if 0 in mask else ())
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes that a token spells, which may be a part of a character."""
+        spelling = self._trusting.id_to_token(token_id) or ""
+        if token_id not in self._added_ids:
+            if self._byte_decoder == "ByteLevel" and _BYTES.keys() >= set(spelling):
+                return bytes(_BYTES[character] for character in spelling)
+            if self._byte_decoder == "ByteFallback" and (match := _HEX_BYTE.fullmatch(spelling)):
+                return bytes([int(match[1], 16)])
+        # Some decoders leave out a space where a text begins.
+        return self.decode_after(self.encode("a").ids, (token_id,)).encode()
+
+    @cached_property
+    def _byte_decoder(self) -> str:
+        """Return the decoder that reads tokens as bytes, if there is one."""
+        decoder = self._trusting.decoder
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        kinds = {part["type"] for part in (state, *state.get("decoders", ())) if "type" in part}
+        return next((kind for kind in ("ByteLevel", "ByteFallback") if kind in kinds), "")
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode trusted texts to ids without offsets, which is the fastest way.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from dialoop.clients.inference import InferenceClient
+from dialoop.testing import byte_tokenizer
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_learning.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from tokenizers import processors
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.agent_world import ScriptedEngine, agent_world
@@ -99,3 +102,65 @@ async def test_a_recorded_completion_goes_on_after_a_text_that_began_with_a_bos(
     assert len(trajectory.sequences) == 1
     start = engine.log[0].prompt_ids + engine.log[0].token_ids
     assert engine.log[1].prompt_ids[: len(start)] == start
+
+
+TEXT = "a世界 é\U0001f44d🏽b"
+
+
+async def ask(directory: Path, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The only choice of each chunk of an answer."""
+    async with agent_world(directory, ScriptedEngine(directory, [TEXT])) as world:
+        answer = await world.post(path, {"model": "tiny", **body})
+    assert answer.status_code == 200, answer.text
+    if not body.get("stream"):
+        return [answer.json()["choices"][0]]
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line)["choices"][0] for line in lines]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_bytes_of_tokens_make_the_text_and_offsets_count_its_characters(
+    stream: bool, tmp_path: Path
+) -> None:
+    directory = model_dir(tmp_path)
+    question = [{"role": "user", "content": "?"}]
+    options: dict[str, Any] = {"stream": stream, "max_tokens": 99}
+    chat = await ask(directory, "/v1/chat/completions", messages=question, logprobs=True, **options)
+    entries = [entry for choice in chat for entry in choice["logprobs"]["content"]]
+    assert sum(entry["token"].count("\ufffd") for entry in entries) > 9
+    assert b"".join(bytes(e["bytes"]) for e in entries).decode() == TEXT + "<|im_end|>"
+    plain = await ask(directory, "/v1/completions", prompt="?", logprobs=0, **options)
+    tokens = [token for choice in plain for token in choice["logprobs"]["tokens"]]
+    offsets = [place for choice in plain for place in choice["logprobs"]["text_offset"]]
+    assert "".join(choice["text"] for choice in plain) == TEXT
+    assert len(tokens) == len(offsets)
+    assert offsets == [
+        len(b"".join(bytes(e["bytes"]) for e in entries[:n]).decode(errors="ignore"))
+        for n in range(len(entries))
+    ]
+
+
+def test_bytes_of_a_byte_level_vocabulary_spell_any_text() -> None:
+    rng = random.Random(0)
+    for tokenizer in (byte_tokenizer(),):
+        for _ in range(50):
+            text = "".join(chr(rng.choice((rng.randrange(1, 0xD800), 0x1F600))) for _ in range(9))
+            ids = tokenizer.encode(text).ids
+            assert b"".join(map(tokenizer.bytes_of, ids)).decode() == text
+        assert tokenizer.bytes_of(tokenizer.end_of_turn_ids[0]) == b"<|im_end|>"
+
+
+def test_bytes_of_a_vocabulary_with_byte_fallback() -> None:
+    vocabulary = {"▁the": 0, "▁": 1, "t": 2} | {f"<0x{n:02X}>": 3 + n for n in range(256)}
+
+    def engine() -> tokenizers.Tokenizer:
+        made = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+        return made
+
+    tokenizer = Tokenizer(engine(), engine(), {})
+    assert [tokenizer.bytes_of(number) for number in (0, 1, 2)] == [b" the", b" ", b"t"]
+    spelled = [vocabulary[f"<0x{byte:02X}>"] for byte in "世".encode()]
+    assert b"".join(map(tokenizer.bytes_of, spelled)).decode() == "世"

@@ -66,8 +66,8 @@ class AnswerPart:
     """What an answer has gained: all of a whole answer, or what a stream has more.
 
     index: of the answer among those of its job. The text that the part's tokens make may come with
-    a later part. calls: each whole. num_calls_before, num_chars_before: calls, and characters of
-    content, in the parts before. stop_reason: why the answer ended, in its last part.
+    a later part. calls: each whole. num_calls_before: in the parts before. stop_reason: why the
+    answer ended, in its last part.
     """
 
     index: int
@@ -79,7 +79,6 @@ class AnswerPart:
     top_logprobs: Sequence[TopLogprobs] = ()
     is_first: bool = True
     num_calls_before: int = 0
-    num_chars_before: int = 0
     stop_reason: StopReason | None = None
 
     @property
@@ -209,7 +208,6 @@ class RunningAnswer:
             logprobs=self._logprobs,
             top_logprobs=self._top_logprobs,
             num_calls_before=len(before.calls),
-            num_chars_before=len(before.content),
             stop_reason=stop_reason,
         )
         if not (part.content or part.reasoning or part.calls or stop_reason is not None):

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dialoop.tokens.tokenizer import RunningText, Tokenizer
 from dialoop.trajectory import StopReason
 
 from dialoop_services.inference.wires.base import AnswerJob, AnswerPart, JobAnswer, Usage
@@ -14,11 +15,21 @@ from dialoop_services.inference.wires.openai.messages import call_json, message_
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from dialoop.tokens.tokenizer import Tokenizer
-
     from dialoop_services.inference.engine import TopLogprobs
 
-REPLACEMENT = "\ufffd"
+
+class _Position:
+    """How many whole characters an answer's tokens spell so far."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._text = RunningText(tokenizer)
+        self._num_chars = 0
+
+    def move(self, token_id: int) -> int:
+        """Go on by a token and return where it begins; parts of a character begin where it does."""
+        before = self._num_chars
+        self._num_chars += len(self._text.add([token_id]))
+        return before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +42,8 @@ class TokenView:
     num_top: int = 0
     with_ids: bool = False
 
-    def of(self, part: AnswerPart) -> dict[str, Any]:
-        """Return the fields of a choice that show its tokens."""
+    def of(self, part: AnswerPart, position: _Position) -> dict[str, Any]:
+        """Return the fields of a choice that show its tokens, which follow this position."""
         token_ids, logprobs, tops = part.token_ids, part.logprobs, part.top_logprobs
         fields: dict[str, Any] = {"logprobs": None}
         if self.with_logprobs:
@@ -42,7 +53,7 @@ class TokenView:
             fields["logprobs"] = (
                 {"content": [self._chat(*row) for row in zip(own, shown, strict=True)]}
                 if self.is_chat
-                else self._plain(token_ids, logprobs, shown, part.num_chars_before)
+                else self._plain(token_ids, logprobs, shown, position)
             )
         if self.with_ids:
             fields["token_ids"] = list(token_ids)
@@ -55,10 +66,8 @@ class TokenView:
     def _entries(self, tokens: TopLogprobs) -> list[dict[str, Any]]:
         entries = []
         for token_id, logprob in tokens.items():
-            text = self.tokenizer.decode([token_id])
-            # The text of a token that is part of a character does not show the token's bytes.
-            utf8 = None if REPLACEMENT in text else list(text.encode())
-            entries.append({"token": text, "logprob": logprob, "bytes": utf8})
+            text, spelled = self.tokenizer.decode([token_id]), self.tokenizer.bytes_of(token_id)
+            entries.append({"token": text, "logprob": logprob, "bytes": list(spelled)})
         return entries
 
     def _plain(
@@ -66,13 +75,10 @@ class TokenView:
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         tops: Sequence[TopLogprobs],
-        offset: int,
+        position: _Position,
     ) -> dict[str, Any]:
         texts = [self.tokenizer.decode([token_id]) for token_id in token_ids]
-        offsets: list[int] = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        offsets = [position.move(token_id) for token_id in token_ids]
         top: list[dict[str, float]] = [{} for _ in tops]
         for shown, row in zip(top, tops, strict=True):
             for token_id, logprob in row.items():
@@ -116,9 +122,15 @@ class Shape:
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield the answer chunk by chunk."""
         first = self._prompt_ids(job)
+        positions = [
+            _Position(self.view.tokenizer) for _ in range(len(job.parts) * job.num_choices)
+        ]
         async for event in events:
             if not isinstance(event, Usage):
-                yield {**self._document([self._delta(event)], is_chunk=True), **first}
+                yield {
+                    **self._document([self._delta(event, positions[event.index])], is_chunk=True),
+                    **first,
+                }
                 first = {}
             elif self.with_usage:
                 yield {**self._document([], is_chunk=True), "usage": usage(event)}
@@ -136,18 +148,19 @@ class Shape:
         }
 
     def _choice(self, part: AnswerPart) -> dict[str, Any]:
+        position = _Position(self.view.tokenizer)
         if not self.view.is_chat:
-            return self._delta(part)
+            return self._delta(part, position)
         message, reason = message_json(part.message), finish_reason(part)
         return {
             "index": part.index,
             "message": message,
             "finish_reason": reason,
-            **self.view.of(part),
+            **self.view.of(part, position),
         }
 
-    def _delta(self, part: AnswerPart) -> dict[str, Any]:
-        ending = {"finish_reason": finish_reason(part), **self.view.of(part)}
+    def _delta(self, part: AnswerPart, position: _Position) -> dict[str, Any]:
+        ending = {"finish_reason": finish_reason(part), **self.view.of(part, position)}
         if not self.view.is_chat:
             return {"index": part.index, "text": part.content, **ending}
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if part.is_first else {}
