@@ -35,6 +35,7 @@ from dialoop_services.config.tables import EnvironmentSection
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.agent_world import TOOL_TEMPLATE, ScriptedEngine, agent_world, call_text
+from tests.support.environment_doors import DOORS, at
 
 ONCE = RetryPolicy(max_attempts=1)
 WORDS = "There are tools to show the policy, and the chat template shows none."
@@ -110,6 +111,15 @@ async def test_only_tools_of_a_models_own_syntax_stand_in_the_prompt_unless_one_
         trajectory = await dialoop.play(await dialoop.task(environment.name))
     prompt = byte_tokenizer().decode(trajectory.sequences[0].token_ids.tolist())
     assert ("Add two numbers." in prompt) is shows
+
+
+@pytest.mark.parametrize("door", DOORS)
+async def test_a_reset_says_the_tools_through_each_door(door: str) -> None:
+    async with at(door, adding()) as client:
+        await client.create_session("s", "adding")
+        (ref,) = (await client.list_tasks("adding", split="train", one_epoch=True)).tasks
+        opening = await client.reset("s", episode=1, split="train", task_key=ref.key)
+    assert opening.tools == (FunctionTool(add).definition,)
 
 
 def test_tools_of_mcp_servers_need_a_template_before_anybody_knows_them() -> None:

@@ -111,15 +111,12 @@ class Prompts:
         """Return the syntax of the answers."""
         last = prompt.prompt.sequence.token_ids[-_NUM_LOOKED_AT:].tolist()
         opening = self._renderer.tokenizer.decode(last).rstrip("\n")
+        source = self._renderer.template.for_tools(reads_calls or None).source
         return AnswerSyntax(
             reads_calls=reads_calls,
-            reads_reasoning=any(mark in self._source for mark in (_THINK, _THINK_END)),
+            reads_reasoning=any(mark in source for mark in (_THINK, _THINK_END)),
             starts_in_reasoning=opening.endswith(_THINK),
         )
-
-    @property
-    def _source(self) -> str:
-        return self._renderer.template.source
 
     def _require_tools_known(self) -> None:
         source = self._renderer.template.for_tools(True).source
