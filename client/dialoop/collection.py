@@ -15,23 +15,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.clients.channel import Channel
+from dialoop.clients.environment import EnvironmentInfo
+from dialoop.environments.environment import Environment
+from dialoop.environments.tasks.source import TaskPage, TaskRef
 from dialoop.episode import Policy, Sessions
 from dialoop.errors import InvalidConfig, InvalidInput, NotFound, PreconditionFailed
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
 from dialoop.rollout import EpisodePlayer, require, require_policy, sampling_of_member
+from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Group, SamplingParams, Task, Trajectory, is_whole
 from dialoop.user_functions import call
-
-if TYPE_CHECKING:
-    from dialoop.clients.environment import EnvironmentInfo
-    from dialoop.environments.environment import Environment
-    from dialoop.environments.tasks.source import TaskPage, TaskRef
-    from dialoop.sequences import PolicyVersion
 
 _PAGE_SIZE = 32
 

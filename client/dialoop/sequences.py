@@ -17,19 +17,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dialoop.errors import InvalidSequence
 from dialoop.reasons import Reason
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Ids = NDArray[np.int32]
-    Floats = NDArray[np.float32]
-    Mask = NDArray[np.bool_]
+Ids = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Mask = NDArray[np.bool_]
 
 
 class Source(IntEnum):

@@ -7,22 +7,19 @@ def sgd(parameters, *, lr, weight_decay):        # [train] optimizer = "my_optim
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from dialoop_learning.loss.facts import OPTIMIZERS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch import nn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,11 @@ async with in_process() as dialoop: ...
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
@@ -27,18 +28,14 @@ from dialoop.clients.scorer import ScorerClient
 from dialoop.clients.template import TemplateClient
 from dialoop.clients.trainer import TrainerClient
 from dialoop.collection import Collection, collect
+from dialoop.environments import Environment
+from dialoop.episode import Policy
 from dialoop.errors import InvalidConfig, NotFound
 from dialoop.local.client import Environments, LocalEnvironmentClient
 from dialoop.reasons import Reason
 from dialoop.rollout import play, play_group
 from dialoop.running_stacks import SERVICES_VARIABLE, named_stack, require_addresses
 from dialoop.trajectory import Group, SamplingParams, Task, Trajectory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dialoop.environments import Environment
-    from dialoop.episode import Policy
 
 C = TypeVar(
     "C",

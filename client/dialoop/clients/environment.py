@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from dialoop.chat import ChatHistory
 from dialoop.clients.channel import A, Channel, Q, Rpc, rpc_of
 from dialoop.clients.environment_records import (
     CHOICE,
@@ -25,20 +26,15 @@ from dialoop.clients.environment_records import (
 from dialoop.clients.errors import error_of_item, require_count
 from dialoop.environments.environment import Given
 from dialoop.environments.episode import Score
+from dialoop.environments.modes import Answered
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage, TaskRef
 from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
 from dialoop.errors import DialoopError
+from dialoop.trajectory import Trajectory
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire.messages import CHAT_HISTORY
 from dialoop.wire.records import TRAJECTORY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from dialoop.chat import ChatHistory
-    from dialoop.environments.modes import Answered
-    from dialoop.trajectory import Trajectory
 
 __all__ = [
     "EnvironmentClient",

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dialoop.chat import ChatHistory, History, ToolDefinition
 from dialoop.episode import ContinuedText, Sample, UpdateMode
+from dialoop.sequences import Sequence
 from dialoop.trajectory import SamplingParams, StopReason
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from dialoop.wire.messages import CHAT_HISTORY, HISTORY, token_ids_to_proto, tool_to_proto
 from dialoop.wire.records import SAMPLING
 from dialoop.wire.sequences import sequence_from_proto, sequence_to_proto
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from dialoop.sequences import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,23 +10,19 @@ trajectory = await recordings.close("r-1", rewards=(Reward(name="solved", value=
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dialoop.agents import AgentConnection
+from dialoop.chat import History
 from dialoop.clients.channel import Channel, rpc_of
 from dialoop.clients.inference_messages import sample_from_proto
 from dialoop.episode import Sample
+from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.wire.messages import HISTORY
 from dialoop.wire.records import FAILURE, REWARD, SAMPLING, TASK, TRAJECTORY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from dialoop.chat import History
-    from dialoop.trajectory import Failure, Reward, SamplingParams, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

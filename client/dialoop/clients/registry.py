@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dialoop.clients.channel import Channel, rpc_of
+from dialoop.sequences import PolicyVersion
 from dialoop.v1 import registry_service_pb2 as pb
 from dialoop.wire.codec import Codec, submessage
 from dialoop.wire.sequences import POLICY_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from dialoop.sequences import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

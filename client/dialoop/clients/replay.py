@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.clients.channel import Channel, rpc_of
+from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Group, Stage, Task, Trajectory
 from dialoop.v1 import replay_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
 from dialoop.wire.codec import Codec, enum, many, submessage
 from dialoop.wire.records import GROUP, TASK, TRAJECTORY
 from dialoop.wire.sequences import POLICY_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
-
-    from dialoop.sequences import PolicyVersion
 
 
 class EmptyReason(IntEnum):

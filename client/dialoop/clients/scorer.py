@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from dialoop.clients.channel import Channel, rpc_of
 from dialoop.clients.inference import PolicyLogProbs
+from dialoop.sequences import TokenValues
+from dialoop.trajectory import Group, Trajectory
 from dialoop.v1 import scorer_service_pb2 as pb
 from dialoop.wire.messages import logprobs_from_proto, token_ids_to_proto
 from dialoop.wire.records import GROUP, TOKEN_VALUES, TRAJECTORY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from dialoop.sequences import TokenValues
-    from dialoop.trajectory import Group, Trajectory
 
 _rpc = partial(rpc_of, pb, "ScorerService", is_retried=True, deadline_s=600.0)
 LOG_PROB = _rpc("LogProb")

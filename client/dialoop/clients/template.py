@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from dialoop.chat import History, ToolDefinition
 from dialoop.clients.channel import Channel, rpc_of
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
+from dialoop.sequences import Sequence
+from dialoop.templates.declared_parser import TemplateParser
+from dialoop.templates.registry import TemplateInfo
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import template_service_pb2 as pb
 from dialoop.wire.messages import HISTORY, tool_to_proto
 from dialoop.wire.sequences import sequence_from_proto
 from dialoop.wire.templates import TEMPLATE_INFO, TEMPLATE_PARSER
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from numpy.typing import NDArray
-
-    from dialoop.chat import History, ToolDefinition
-    from dialoop.sequences import Sequence
-    from dialoop.templates.declared_parser import TemplateParser
-    from dialoop.templates.registry import TemplateInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

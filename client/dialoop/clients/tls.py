@@ -10,19 +10,16 @@ The variables are those of the services too, so that a machine is set up once:
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    Options = Sequence[tuple[str, str | int]]
+Options = Sequence[tuple[str, str | int]]
 
 CA, CERTIFICATE, KEY = "DIALOOP_TLS_CA", "DIALOOP_TLS_CERTIFICATE", "DIALOOP_TLS_KEY"
 

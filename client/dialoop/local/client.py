@@ -13,11 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
+from dialoop.chat import ChatHistory
 from dialoop.clients.environment import EnvironmentClient, EnvironmentInfo, ResetItem, StepItem
 from dialoop.clients.environment_records import info_of
+from dialoop.environments import Answered, Environment
 from dialoop.environments.environment import Given, Managed
+from dialoop.environments.episode import Score
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.environments.sessions.engine import SessionEngine
 from dialoop.environments.sessions.records import (
@@ -28,15 +31,10 @@ from dialoop.environments.sessions.records import (
     step_result,
 )
 from dialoop.environments.tasks.choosing import TaskChoice
+from dialoop.environments.tasks.source import TaskPage
 from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
 from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError
-
-if TYPE_CHECKING:
-    from dialoop.chat import ChatHistory
-    from dialoop.environments import Answered, Environment
-    from dialoop.environments.episode import Score
-    from dialoop.environments.tasks.source import TaskPage
-    from dialoop.trajectory import Trajectory
+from dialoop.trajectory import Trajectory
 
 T = TypeVar("T")
 P = ParamSpec("P")

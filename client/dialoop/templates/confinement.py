@@ -9,8 +9,9 @@ anybody waits. Neither can be stopped inside this process. Calls block their thr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
 from dialoop.messages import Message, ToolCall
@@ -23,11 +24,7 @@ from dialoop.templates.chat_template import (
     words_of,
 )
 from dialoop.templates.declared_parser import TemplateParser
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dialoop.templates.parsing import SpecialTokens
+from dialoop.templates.parsing import SpecialTokens
 
 MAX_TEXT = 1 << 22
 """Longest text that a foreign template may write, in characters."""

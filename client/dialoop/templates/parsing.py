@@ -14,15 +14,13 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.messages import Message, ToolCall
 from dialoop.reasons import Reason
+from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.user_functions import call_now
-
-if TYPE_CHECKING:
-    from dialoop.tokens.tokenizer import Tokenizer
 
 SpecialTokens = Mapping[str, str]
 """bos_token, eos_token and so on, as the tokenizer spells them."""

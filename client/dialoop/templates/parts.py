@@ -5,21 +5,18 @@ text_of_parts(history.prompt, history.full, template).response     # the answer 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from dialoop.errors import PreconditionFailed
+from dialoop.messages import Message
 from dialoop.reasons import Reason
+from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.masks import encode_conversation
 from dialoop.text_and_tokens import Text, Tokens
+from dialoop.tokens.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from dialoop.messages import Message
-    from dialoop.templates.chat_template import ChatTemplate
-    from dialoop.tokens.tokenizer import Tokenizer
-
-    Part = Sequence[Message] | None
+Part = Sequence[Message] | None
 
 
 def text_of_parts(prompt: Part, full: Part, template: ChatTemplate, **options: Any) -> Text:

@@ -14,9 +14,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dialoop.errors import InvalidSequence
 from dialoop.reasons import Reason
@@ -32,9 +33,6 @@ from dialoop.sequences import (
 )
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.codec import Codec, enum
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 DATA_TYPES: Mapping[int, np.dtype[Any]] = MappingProxyType(
     {

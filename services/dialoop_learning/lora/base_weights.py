@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 
 from dialoop_learning.lora.adapter_config import AdapterConfig
 from dialoop_learning.lora.layers import ADAPTER, ADAPTER_CONFIG, factors_of, merged_weight
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
 
 HEAD = "lm_head.weight"
 BASE_DIGEST = "base_digest"

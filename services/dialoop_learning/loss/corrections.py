@@ -22,17 +22,14 @@ drops. torchrl divides what kl_mask keeps by the tokens kept; Dialoop divides by
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from torch import Tensor
 
 from dialoop_learning.loss.losses import MAX_LOG_RATIO, LossInputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 CorrectionKind = Literal["tis", "icepop", "token_mask", "sequence_mask", "kl_mask"]
 

@@ -28,25 +28,21 @@ share a token add up in it. The eight answers of a GRPO group cost one prompt in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-    from torch import Tensor, nn
-
 
 PACKED_ATTENTION = "dialoop_packed"
 """The `attn_implementation` under which transformers finds `packed_attention`."""

@@ -13,21 +13,18 @@ reach the router.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.reasons import Reason
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dialoop_learning.rl.routed_experts import Routing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor, nn
 
 _ROUTER = "topkrouter"  # the end of the names of transformers' classes, in small letters
 _NUM_OUTPUTS = 3

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import TYPE_CHECKING, Literal, NoReturn
+from collections.abc import Callable
+from typing import Literal, NoReturn
 
 import torch
 from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+from torch import Tensor
 
 LogprobKernel = Literal["chunked", "cut"]
 """How log-probs are computed: in chunks on any device, or by the fused kernel on a GPU."""

@@ -6,8 +6,10 @@ scores = policy(batch, temperature=1.0)     # log-probs [M] of the batch's M tra
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from dialoop.errors import InvalidConfig, Unsupported
@@ -17,7 +19,12 @@ from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dialoop_learning.model.attention import PACKED_ATTENTION, plan_attention, share_prefixes
+from dialoop_learning.model.attention import (
+    PACKED_ATTENTION,
+    SharedPrefixes,
+    plan_attention,
+    share_prefixes,
+)
 from dialoop_learning.model.checkpoint import save_model
 from dialoop_learning.model.experts import (
     ExpertReplay,
@@ -27,6 +34,7 @@ from dialoop_learning.model.experts import (
     watch_routers,
 )
 from dialoop_learning.model.fused_head import (
+    LogprobKernel,
     cut_kernel,
     require_half,
     require_plain_head,
@@ -34,14 +42,7 @@ from dialoop_learning.model.fused_head import (
 from dialoop_learning.model.logprobs import TokenScores, token_logprobs
 from dialoop_learning.model.products import linear_products
 from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from dialoop_learning.model.attention import SharedPrefixes
-    from dialoop_learning.model.fused_head import LogprobKernel
-    from dialoop_learning.rl.routed_experts import Routing
+from dialoop_learning.rl.routed_experts import Routing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes that a setting may name."""

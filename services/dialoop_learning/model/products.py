@@ -22,18 +22,15 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from torch import Tensor
 
 # The libraries read these at their first use. 32 is enough for the layers of one row.
 for _name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):

@@ -14,21 +14,18 @@ every sampled token is trained, except the first token of a sequence, which has 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from dialoop.errors import InvalidInput, InvalidSequence
 from dialoop.reasons import Reason
+from dialoop.sequences import PolicyVersion, Sequence
+from torch import Tensor
 
 from dialoop_learning.rl.routed_experts import NO_EXPERT
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence as Rows
-
-    from dialoop.sequences import PolicyVersion, Sequence
-    from torch import Tensor
 
 OPTIONAL = ("inference_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "staleness")
 """Names of the values that a row may hold for each of its trained tokens."""

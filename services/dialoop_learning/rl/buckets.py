@@ -9,15 +9,11 @@ first, where the mean over all tokens hides it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
+from numpy.typing import NDArray
 
 FIRST = 128
 """Tokens in the first bucket; each further bucket is as long as all before it."""

@@ -10,15 +10,13 @@ The engine writes it, the queue checks its form, and the trainer checks it again
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.sequences import Along, Column, Sequence
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 COLUMN = "routed_experts"
 DTYPES = (np.dtype("u1"), np.dtype("<u2"))

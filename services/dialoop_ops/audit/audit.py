@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from dialoop.errors import NotFound
 from dialoop.reasons import Reason
+from dialoop.tokens.tokenizer import Tokenizer
 
 from dialoop_ops.audit.logprob_checks import check_sampling, check_staleness, check_weights
 from dialoop_ops.audit.own_runs import is_run, read_own_run
@@ -15,13 +17,6 @@ from dialoop_ops.audit.report import AuditFinding, AuditReport, NotCheckable
 from dialoop_ops.audit.reward_checks import check_duplicates, check_heldout, check_length_bias
 from dialoop_ops.audit.token_checks import check_end_of_turn, check_masks, check_retokenised
 from dialoop_ops.audit.trl_dumps import dump_files, read_trl_dump
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from dialoop.tokens.tokenizer import Tokenizer
-
 
 CHECKS: Mapping[str, Callable[[Dump], list[AuditFinding]]] = {
     "retokenised_history": check_retokenised,

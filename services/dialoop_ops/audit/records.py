@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+from dialoop.tokens.tokenizer import Tokenizer
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dialoop.tokens.tokenizer import Tokenizer
-    from numpy.typing import NDArray
-
-    Ids = NDArray[np.int32]
-    Floats = NDArray[np.float32]
-    Mask = NDArray[np.bool_]
+Ids = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Mask = NDArray[np.bool_]
 
 TRAINED, EVALUATION, DROPPED = "trained", "evaluation", "dropped"
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from dialoop.tokens.tokenizer import Tokenizer
 
 from dialoop_ops.audit.records import TRAINED, Dump, Rollout, Span, TokenRecord
 from dialoop_ops.audit.report import (
@@ -17,12 +19,6 @@ from dialoop_ops.audit.report import (
     evidence_of,
     finding_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from dialoop.tokens.tokenizer import Tokenizer
-
 
 _FEWEST_STOPS = 20
 _FEWEST_LOST = 3

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from dialoop.errors import InvalidInput
 from dialoop.tokens.tokenizer import Tokenizer
@@ -14,9 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from dialoop_ops.audit import AuditReport, Claims
 from dialoop_ops.audit import audit as audit_path
 from dialoop_ops.cli.console import say
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def audit(arguments: argparse.Namespace) -> int:

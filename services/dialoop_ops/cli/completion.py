@@ -5,13 +5,10 @@ eval "$(dialoop completion bash)" completes in this shell; a line of ~/.bashrc d
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
 
 from dialoop_ops.cli.console import say
 from dialoop_ops.cli.main import parser
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def completion(arguments: argparse.Namespace) -> int:

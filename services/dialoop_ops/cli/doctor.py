@@ -5,6 +5,7 @@ It imports no library. It looks for each one, and asks the GPU's driver and the 
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -17,7 +18,6 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
 from dialoop_services.replay.redis_program import redis_program
@@ -26,9 +26,6 @@ from rich.text import Text
 from dialoop_ops.cli.console import rich_console, say
 from dialoop_ops.stack.gpus import driver_lists
 from dialoop_ops.stack.processes.redis_server import is_listening
-
-if TYPE_CHECKING:
-    import argparse
 
 _MIN_MEMORY_GIB = 4.0
 _MIN_DISK_GIB = 5.0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.clients.connection import Dialoop
+from dialoop.clients.environment import EnvironmentInfo
 from dialoop.environments.loading import BUILT_IN, load_environment
 from dialoop.errors import InvalidInput
 from dialoop.extras import offered_paths
@@ -22,11 +23,6 @@ from dialoop_ops.cli.console import say, say_json
 from dialoop_ops.cli.env_template import JOB_TEMPLATE, TEMPLATE
 from dialoop_ops.cli.play import import_from_here, options_of
 from dialoop_ops.conformance.environment.checks import Finding, check_environment
-
-if TYPE_CHECKING:
-    import argparse
-
-    from dialoop.clients.environment import EnvironmentInfo
 
 READY_MADE = (
     "dialoop.tasks.column_addition:column_addition",

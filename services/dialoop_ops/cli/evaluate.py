@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import socket
 import sys
 import tempfile
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
 from dialoop.environments import load_environment
+from dialoop.episode import Policy
 from dialoop.errors import InvalidInput, NotFound, Unavailable
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
@@ -35,13 +38,6 @@ from dialoop_ops.evaluation import evaluate as play_all
 from dialoop_ops.evaluation.results import ks_of
 from dialoop_ops.runs.run_config import find_run
 from dialoop_ops.stack.branch import export_policy
-
-if TYPE_CHECKING:
-    import argparse
-    from asyncio.subprocess import Process
-    from collections.abc import AsyncIterator
-
-    from dialoop.episode import Policy
 
 _SERVICE = "dialoop_services.inference"
 _POLL_S = 0.2

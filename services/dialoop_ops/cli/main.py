@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from dialoop.errors import DialoopError, InvalidInput, NotFound
 
 from dialoop_ops.cli.console import add_json, complain
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    Commands = argparse._SubParsersAction["_Parser"]
+Commands = argparse._SubParsersAction["_Parser"]
 
 ROOT = Path("runs")
 

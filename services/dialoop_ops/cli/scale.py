@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
@@ -13,12 +15,6 @@ from dialoop.running_stacks import SCALE_FILE, SCALED, Stack, find_stack
 
 from dialoop_ops.cli.console import say, say_json
 from dialoop_ops.cli.stack import choose_stack
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Mapping
-    from pathlib import Path
-
 
 _COUNT = re.compile(r"(?P<service>[a-z]+)=(?P<sign>[+-]?)(?P<count>\d{1,4})")
 _POLL_S = 0.2

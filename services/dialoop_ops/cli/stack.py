@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -10,7 +11,6 @@ import time
 import tomllib
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.clients.tls import rest_scheme
 from dialoop.errors import InvalidConfig, NotFound, Unavailable
@@ -18,10 +18,6 @@ from dialoop.reasons import Reason
 from dialoop.running_stacks import Stack, find_stack, find_stacks, read_announcement
 
 from dialoop_ops.cli.console import complain, say, say_json
-
-if TYPE_CHECKING:
-    import argparse
-
 
 DEFAULT_RUN = "default"
 """The run that `dialoop up` without a config serves."""

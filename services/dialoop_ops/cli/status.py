@@ -5,27 +5,22 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
+from dialoop.clients.replay import ReplayStats
 from dialoop.clients.tls import rest_scheme
+from dialoop.clients.trainer import TrainerStatus
 from dialoop.running_stacks import Stack, find_stack, named_stack
 
 from dialoop_ops.cli.console import rich_console, say
 from dialoop_ops.cli.stack import choose_stack
 from dialoop_ops.now import Now, Watcher
 from dialoop_ops.now.snapshot import ages_by_place, groups_line
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import AsyncIterator
-
-    from dialoop.clients.replay import ReplayStats
-    from dialoop.clients.trainer import TrainerStatus
-
 
 _EVERY_S = 1.0
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
 import secrets
 import sys
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.wire.scopes import SCOPES
 
 from dialoop_ops.cli.console import say, say_json
-
-if TYPE_CHECKING:
-    import argparse
 
 _SECRET_BYTES = 32
 _DAY_S = 24 * 3600.0

@@ -11,18 +11,15 @@ import itertools
 import json
 import math
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dialoop_ops.runs.index import Point, RunIndex
 from dialoop_ops.runs.intervals import wilson_interval
 from dialoop_ops.runs.publishes import proof_bound, publishes_of
 from dialoop_ops.runs.run_config import read_run
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from dialoop_ops.runs.index import Point, RunIndex
-    from dialoop_ops.runs.summaries import TrajectorySummary
+from dialoop_ops.runs.summaries import TrajectorySummary
 
 _PER_STEP = "train/reward"
 """A number that each train step has."""

@@ -11,12 +11,15 @@ import base64
 import gzip
 import itertools
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from dialoop.errors import AlreadyExists
 from dialoop.reasons import Reason
+from dialoop.tokens.tokenizer import Tokenizer
 
 from dialoop_ops.console.answers import (
     describe_publishes,
@@ -33,13 +36,6 @@ from dialoop_ops.runs.index import MAX_LIMIT
 from dialoop_ops.runs.run_config import flat_config, tokenizer_of
 from dialoop_ops.runs.summaries import TrajectorySummary, text_of
 from dialoop_ops.runs.token_numbers import token_page
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from dialoop.tokens.tokenizer import Tokenizer
-
 
 FORMAT = 1
 _PART_BYTES = 1 << 20

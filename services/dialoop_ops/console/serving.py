@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 from dialoop_services.rest.app import RestServer
 from dialoop_services.runtime.access.auth import Token
@@ -20,11 +22,6 @@ from dialoop_ops.console.export import export_runs
 from dialoop_ops.console.live_runs import LiveRuns
 from dialoop_ops.console.watched_runs import WatchedRuns
 from dialoop_ops.runs.run_config import find_run
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-    from pathlib import Path
 
 
 def console(arguments: argparse.Namespace) -> int:

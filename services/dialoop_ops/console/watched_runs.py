@@ -10,19 +10,16 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
 from dialoop.errors import InvalidInput, NotFound
+from dialoop.tokens.tokenizer import Tokenizer
 
 from dialoop_ops.runs import RunIndex
 from dialoop_ops.runs.run_config import tokenizer_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from dialoop.tokens.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,12 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from dialoop_services.config.file import toml_of
+from dialoop_services.config.job import JobConfig
 
 from dialoop_ops.launch import slurm
 from dialoop_ops.launch.ray import MovedError, bundles_of, ray_site
@@ -18,12 +20,6 @@ from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import Layout, ports_of
 from dialoop_ops.stack.processes.redis_server import FoundRedis, find_redis
 from dialoop_ops.stack.run_dir import RunDir
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from dialoop_services.config.job import JobConfig
 
 
 @contextmanager

@@ -17,14 +17,16 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_services.config.file import Override, load_with_origins, toml_of
+from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import CONFIG_VARIABLE
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.config.values import paths_in
@@ -51,6 +53,7 @@ from dialoop_ops.launch.compose_job import (
     require_writable,
     trainer_end,
 )
+from dialoop_ops.launch.plan import LaunchPlan, PlannedProcess
 from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import (
     FIXED_PORTS,
@@ -61,13 +64,6 @@ from dialoop_ops.stack.layout import (
     service_of,
 )
 from dialoop_ops.stack.run_dir import RunDir, mark_run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from dialoop_services.config.job import JobConfig
-
-    from dialoop_ops.launch.plan import LaunchPlan, PlannedProcess
 
 FOLDER = Path("/var/lib/dialoop")
 """Where the containers have the runs: infra/docker/Dockerfile makes it."""

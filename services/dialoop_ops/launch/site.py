@@ -10,20 +10,16 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime.access.principals import TOKEN
 
 from dialoop_ops.launch.plan import Needs
 from dialoop_ops.stack.devices import needs_elsewhere, plan_devices, plan_here, this_machine
 from dialoop_ops.stack.layout import replica_names, service_of
-
-if TYPE_CHECKING:
-    from dialoop_services.config.job import JobConfig
-
-    from dialoop_ops.stack.processes.child import Grow, Starter
+from dialoop_ops.stack.processes.child import Grow, Starter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,11 @@ service that holds everything up.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from dialoop.clients.replay import LedgerCounts, ReplayStats
 from dialoop.waits import STALL_S, Wait
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from dialoop.clients.replay import LedgerCounts, ReplayStats
 
 _MAX_CHAIN = 8
 _QUEUE = "replay"

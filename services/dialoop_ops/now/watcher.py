@@ -11,8 +11,9 @@ import http.client
 import re
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 import grpc
 from dialoop.clients.channel import Channel
@@ -29,10 +30,7 @@ from dialoop.waits import Wait
 from dialoop_ops.now.blocked import blocked_by
 from dialoop_ops.now.snapshot import SERVING, Now, ServiceNow
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
-
-    Check = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+Check = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 
 T = TypeVar("T")
 

@@ -7,11 +7,12 @@ into the weights that it was trained on.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import rich.progress
 from dialoop.errors import AlreadyExists, InvalidConfig, InvalidInput
@@ -22,10 +23,6 @@ from safetensors import SafetensorError, safe_open
 from dialoop_ops.cli.console import say, say_json
 from dialoop_ops.runs.policies import ADAPTER, WEIGHTS, RunPolicies
 from dialoop_ops.runs.run_config import find_run
-
-if TYPE_CHECKING:
-    import argparse
-    from pathlib import Path
 
 ADAPTER_CONFIG = "adapter_config.json"
 _COPY_BYTES = 1 << 24

@@ -5,15 +5,19 @@ A step begins from the weights of the newest checkpoint before it, with the step
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from dialoop.errors import InvalidInput, NotFound, PreconditionFailed
 from dialoop.reasons import Reason
+from dialoop.trajectory import Group
+from dialoop_learning.packing.rows import TokenRow
 from dialoop_learning.rl.advantages import AdvantageSettings, with_advantages
 from dialoop_learning.rl.monte_carlo import with_turn_advantages
 from dialoop_learning.rl.selection import with_best_alone
@@ -42,13 +46,6 @@ from dialoop_ops.policies.step_differences import (
     first_unlike_record,
 )
 from dialoop_ops.runs.run_config import find_run
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
-
-    from dialoop.trajectory import Group
-    from dialoop_learning.packing.rows import TokenRow
 
 _NO_FLOATS = np.empty(0, dtype=np.float32)
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from dialoop.trajectory import Group
 from dialoop_services.trainer.records.rows import as_row, trajectory_files
 from dialoop_services.trainer.step_replay.columns import StepColumn, ValuePlace
 from dialoop_services.trainer.step_replay.trace import bits_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from dialoop.trajectory import Group
-    from torch import Tensor
+from torch import Tensor
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Tolerance of floats where equal bits are not promised."""

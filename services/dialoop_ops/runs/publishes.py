@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from dialoop_ops.runs.index import Point, RunIndex
 from dialoop_ops.runs.policies import versions_in
 from dialoop_ops.runs.run_config import flat_config
-
-if TYPE_CHECKING:
-    from dialoop_ops.runs.index import Point, RunIndex
 
 _NUMBERS = ("publish_s", "max_logprob_difference", "num_replicas", "num_bytes")
 

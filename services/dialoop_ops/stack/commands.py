@@ -5,14 +5,16 @@ A stack that serves trains nothing by itself; a job runs to its end.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
 import shlex
 import signal
 import sys
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.running_stacks import STACK_FILE
@@ -24,6 +26,7 @@ from dialoop_services.config.file import (
     overrides_of_words,
     toml_of,
 )
+from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent
 from rich.console import Console
@@ -43,14 +46,6 @@ from dialoop_ops.stack.run_dir import RunDir, open_run
 from dialoop_ops.stack.running import plan_stack, running_stack
 from dialoop_ops.stack.seeds import ended_with, for_seed, seeds_of
 from dialoop_ops.stack.user_code import working_in
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Coroutine, Sequence
-    from pathlib import Path
-
-    from dialoop_services.config.job import JobConfig
-
 
 _SIGNALLED = 128
 """Exit codes above it say which signal ended the job, as those of shells do."""

@@ -10,24 +10,20 @@ a replica are next to each other. With placement = "shared" the trainer gets the
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_services.config.engines import facts_of_engine
+from dialoop_services.config.job import JobConfig
 from dialoop_services.config.resources import ROLES
 
 from dialoop_ops.launch.plan import Needs
 from dialoop_ops.stack.gpus import driver_lists
 from dialoop_ops.stack.layout import replica_names, service_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from dialoop_services.config.job import JobConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

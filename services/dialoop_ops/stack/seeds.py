@@ -8,13 +8,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidConfig
 from dialoop_services.config.file import LoadedConfig, parse_config
-
-if TYPE_CHECKING:
-    from dialoop_services.config.job import JobConfig
+from dialoop_services.config.job import JobConfig
 
 _ORIGIN = "--seeds"
 

@@ -7,9 +7,11 @@ import hashlib
 import logging
 import os
 import socket
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from dialoop.clients.registry import RegistryClient, ServiceInstance
 from dialoop.episode import UpdateMode
@@ -22,6 +24,7 @@ from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_
 from dialoop_services.config.engines import ENGINES, facts_of_engine
 from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.hosting.hosts import Host, OwnProcess
+from dialoop_services.hosting.server import GrpcServer
 from dialoop_services.inference.engine import (
     Engine,
     EngineOptions,
@@ -49,12 +52,6 @@ from dialoop_services.runtime.fleet import membership, reachable_address
 from dialoop_services.runtime.process import RESTARTS_VARIABLE, run
 from dialoop_services.runtime.settings import load
 from dialoop_services.runtime.shutdown import owns_process
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
-    from pathlib import Path
-
-    from dialoop_services.hosting.server import GrpcServer
 
 log = logging.getLogger(__name__)
 

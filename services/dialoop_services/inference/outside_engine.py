@@ -7,21 +7,26 @@ the ids and log-probs that the server gives, so nothing is made again from text.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version as version_of
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from dialoop.clients.completions import Completion, Completions
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidConfig
+from dialoop.sequences import PolicyVersion
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
 
 from dialoop_services.config.outside import outside_server
 from dialoop_services.inference.engine import (
     OUTSIDE_VERSION,
+    EngineOptions,
     LoadTimes,
     Sampled,
     Scored,
+    StopTokens,
     VersionSpan,
     context_full,
     engine_stopped,
@@ -31,15 +36,6 @@ from dialoop_services.inference.engine import (
     require_sampling,
     room_for,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from dialoop.clients.completions import Completion, Completions
-    from dialoop.sequences import PolicyVersion
-
-    from dialoop_services.inference.engine import EngineOptions, StopTokens
 
 
 class OutsideEngine:

@@ -8,8 +8,9 @@ begins in the old tokens and ends in the new ones is found here.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
@@ -19,10 +20,7 @@ from dialoop.trajectory import SamplingParams, StopReason
 
 from dialoop_services.inference.engine import Sampled, StopTokens, VersionSpan
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[Sequence[int]], str]
 
 
 class Sampler(Protocol):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as AnySequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from dialoop.chat import ChatHistory, History, ToolDefinition
 from dialoop.episode import ContinuedText, Sample
 from dialoop.errors import CapacityExhausted, InvalidInput, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Segment, Sequence, Source, sequence_of
+from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.confinement import TemplateConfinement
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.builder import Prompt, TokenBuilder
@@ -21,14 +25,6 @@ from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
 
 from dialoop_services.inference.engine import Sampled, StopTokens
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from collections.abc import Sequence as AnySequence
-    from pathlib import Path
-
-    from dialoop.templates.chat_template import ChatTemplate
-
 
 _T = TypeVar("_T")
 _NUM_FOREIGN_THREADS = 2

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import grpc
 from dialoop.chat import History
 from dialoop.errors import AlreadyExists, InvalidInput, Unsupported
+from dialoop.messages import Message
 from dialoop.reasons import Reason
 from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.templates.chat_template import ChatTemplate, Span, require_variables
@@ -21,17 +24,10 @@ from dialoop.wire.messages import HISTORY, tool_from_proto
 from dialoop.wire.sequences import sequence_to_proto
 from dialoop.wire.templates import TEMPLATE_INFO, TEMPLATE_PARSER
 
+from dialoop_services.inference.rendering import Renderer
 from dialoop_services.inference.requests import template_options_of
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import grpc
-    from dialoop.messages import Message
-
-    from dialoop_services.inference.rendering import Renderer
-
-    Context = grpc.aio.ServicerContext[Any, Any]
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TemplateServicer(rpc.TemplateServiceServicer):

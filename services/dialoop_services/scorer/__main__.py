@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.clients.replay import ReplayClient
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 
+from dialoop_services.config.outside import OutsideServer
 from dialoop_services.config.scorer_tables import REFERENCE
 from dialoop_services.hosting import Host, OwnProcess
 from dialoop_services.runtime import load, run
@@ -21,9 +21,6 @@ from dialoop_services.scorer.scoring import Scoring
 from dialoop_services.scorer.servicer import Scorer, ScorerServicer
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.scorer.worker import ScorerWorker
-
-if TYPE_CHECKING:
-    from dialoop_services.config.outside import OutsideServer
 
 
 async def serve() -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from contextlib import AsyncExitStack, closing
-from typing import TYPE_CHECKING
 
 import torch
 from dialoop.clients.environment import EnvironmentClient
@@ -27,8 +27,10 @@ from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.v1.trainer_service_pb2_grpc import add_TrainerServiceServicer_to_server
 from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.parallel.group_commands import RankGroup
 
 from dialoop_services.hosting.hosts import Host, OwnProcess
+from dialoop_services.hosting.server import GrpcServer
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.process import run_blocking
 from dialoop_services.runtime.settings import load
@@ -42,6 +44,7 @@ from dialoop_services.trainer.job.evaluation import Evaluator
 from dialoop_services.trainer.job.job import TrainingJob
 from dialoop_services.trainer.job.parts import JobParts
 from dialoop_services.trainer.job.status import StatusBoard
+from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.ranks import (
     RankSettings,
     join_trainer_ranks,
@@ -57,14 +60,6 @@ from dialoop_services.trainer.records.trackers import trackers_of
 from dialoop_services.trainer.recovery.checkpoint import Checkpoints
 from dialoop_services.trainer.servicer import TrainerServicer
 from dialoop_services.trainer.settings import TrainerSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from dialoop_learning.parallel.group_commands import RankGroup
-
-    from dialoop_services.hosting.server import GrpcServer
-    from dialoop_services.trainer.learner.learner import Learner
 
 log = logging.getLogger(__name__)
 

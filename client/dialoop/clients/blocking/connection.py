@@ -7,8 +7,9 @@ with BlockingDialoop(environment="127.0.0.1:50051", inference="127.0.0.1:50052")
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from dialoop.clients.blocking.loop import BackgroundLoop, blocking, twin_of
 from dialoop.clients.blocking.twins import (
@@ -20,16 +21,12 @@ from dialoop.clients.blocking.twins import (
     BlockingTemplateClient,
     BlockingTrainerClient,
 )
+from dialoop.clients.channel import Channel
 from dialoop.clients.connection import Dialoop
+from dialoop.collection import CollectedBatch
+from dialoop.environments import Environment
+from dialoop.episode import Policy
 from dialoop.running_stacks import require_addresses
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from dialoop.clients.channel import Channel
-    from dialoop.collection import CollectedBatch
-    from dialoop.environments import Environment
-    from dialoop.episode import Policy
 
 T = TypeVar("T")
 

@@ -19,15 +19,13 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.environments.episode import Episode, TaskData
 from dialoop.environments.rewards.rescoring import episodes_of
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from dialoop.trajectory import Group, Trajectory
+from dialoop.trajectory import Group, Trajectory
 
 Part = Callable[[Episode], Any]
 GroupFunction = Callable[["Group"], Any]

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from dialoop.chat import ChatHistory, History
 from dialoop.environments import refusals
+from dialoop.environments.environment import Environment
 from dialoop.environments.episode import Episode, Opening, Outcome
+from dialoop.environments.modes import Answered
+from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.episode import ResetResult, SessionState, StepResult
+from dialoop.errors import DialoopError
 from dialoop.reasons import Reason
-
-if TYPE_CHECKING:
-    from dialoop.environments.environment import Environment
-    from dialoop.environments.modes import Answered
-    from dialoop.environments.tasks.choosing import TaskChoice
-    from dialoop.errors import DialoopError
-
 
 Prompt: TypeAlias = Any
 """A History, a str, or token ids as a tuple; two that meet are of one kind."""

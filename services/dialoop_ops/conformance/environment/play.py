@@ -10,23 +10,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from dialoop import failures
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.environment import Environment, Given, Managed, OpensSlowly
+from dialoop.environments.episode import Opening, Outcome
 from dialoop.environments.modes import Answered, InputMode, Text, Tokens
 from dialoop.environments.spec import spec_of
 from dialoop.environments.tasks.choosing import TaskChoice, choose_task
+from dialoop.episode import ResetResult, StepResult
 from dialoop.errors import Unsupported
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.user_functions import raised_at
-
-if TYPE_CHECKING:
-    from dialoop.environments.episode import Opening, Outcome
-    from dialoop.episode import ResetResult, StepResult
 
 MAX_TURNS = 64
 _TIME_OUTS = (Reason.TOOL_TIMEOUT, Reason.REWARD_TIMEOUT, Reason.STEP_TIMEOUT)

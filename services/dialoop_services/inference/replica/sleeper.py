@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
+from dialoop.clients.weights import WeightsManifest
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 
@@ -21,13 +22,7 @@ from dialoop_services.inference.engine import Engine, LoadTimes, SupportsSleep
 from dialoop_services.inference.replica.device_lease import DeviceLease, to_the_end
 from dialoop_services.inference.weights.adapters import Adapters
 from dialoop_services.inference.weights.data_planes import Arrived
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from dialoop.clients.weights import WeightsManifest
-
-    from dialoop_services.inference.weights.publications import Publications
+from dialoop_services.inference.weights.publications import Publications
 
 log = logging.getLogger(__name__)
 

@@ -8,20 +8,17 @@ Two rows of 3 and 5 cached tokens (`.` is padding, hidden by the mask):
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from dialoop_learning.model.experts import chosen_experts, watch_routers
+from torch import nn
 from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from dialoop_services.inference.transformers_engine.keys import RoomyLayer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer, [B, heads, L, head_dim] each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from dialoop.clients.tls import CA, CERTIFICATE, Tls, read_pem
@@ -12,9 +12,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
 from dialoop_services.runtime.listening import is_loopback
-
-if TYPE_CHECKING:
-    from dialoop_services.runtime.settings import ServerSettings
+from dialoop_services.runtime.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 

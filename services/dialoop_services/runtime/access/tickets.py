@@ -16,10 +16,11 @@ import base64
 import hashlib
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -30,6 +31,7 @@ from dialoop.errors import (
     Unavailable,
 )
 from dialoop.reasons import Reason
+from dialoop.v1.scope_pb2 import Scope
 from dialoop.wire.scopes import SCOPES
 
 from dialoop_services.runtime.access.principals import (
@@ -40,11 +42,6 @@ from dialoop_services.runtime.access.principals import (
     InstanceName,
     Principal,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from dialoop.v1.scope_pb2 import Scope
 
 PROOF_S = 60.0
 """Seconds for which a proof is good; whoever signs one for longer is refused."""

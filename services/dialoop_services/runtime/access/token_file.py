@@ -17,19 +17,16 @@ import time
 import tomllib
 from datetime import UTC, date, datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.v1 import scope_pb2
+from dialoop.v1.scope_pb2 import Scope
 from dialoop.wire.scopes import SCOPES
 from google.protobuf import descriptor_pool
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dialoop.v1.scope_pb2 import Scope
 
 log = logging.getLogger(__name__)
 

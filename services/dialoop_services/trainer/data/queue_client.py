@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
+from dialoop.clients.channel import Channel
 from dialoop.clients.replay import ReplayClient
 from dialoop.errors import DialoopError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-
-    from dialoop.clients.channel import Channel
-    from dialoop.sequences import PolicyVersion
-
+from dialoop.sequences import PolicyVersion
 
 log = logging.getLogger(__name__)
 

@@ -6,16 +6,13 @@ A trajectory is plain JSON, token by token. A run writes each with `outcome`, `l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from dialoop.episode import UpdateMode
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from dialoop.sequences import Sequence
-    from dialoop.trajectory import Trajectory
+from dialoop.sequences import Sequence
+from dialoop.trajectory import Trajectory
 
 TRAJECTORIES = "trajectories.jsonl"
 _NO_SERIES = ("time", "train_step", "kind", "label")

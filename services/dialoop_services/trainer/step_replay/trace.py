@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from dialoop_learning.model.policy import PolicyModel
+from dialoop_learning.optim import StepReport
+from dialoop_learning.packing.rows import PackedBatch, TokenRow
+from torch import Tensor
 
 from dialoop_services.trainer.learner.learner import StepObserver
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Sequence
-
-    from dialoop_learning.model.policy import PolicyModel
-    from dialoop_learning.optim import StepReport
-    from dialoop_learning.packing.rows import PackedBatch, TokenRow
-    from torch import Tensor
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

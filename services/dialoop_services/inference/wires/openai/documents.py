@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pydantic import BaseModel
 
 from dialoop_services.inference.wires.base import path_parameter
 from dialoop_services.inference.wires.openai.models import ChatBody, CompletionBody
 from dialoop_services.rest.requests import TIMEOUT_HEADER
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pydantic import BaseModel
 
 _TAG = "OpenAI"
 _CHAT = {"model": "policy", "messages": [{"role": "user", "content": "What is 3+4?"}]}

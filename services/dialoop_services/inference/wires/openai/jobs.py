@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.reasons import Reason
+from dialoop.trajectory import SamplingParams
 
 from dialoop_services.inference.engine import Engine, SupportsTopLogprobs
+from dialoop_services.inference.recordings.store import Recording
 from dialoop_services.inference.wires.base import AnswerJob, WireHost
 from dialoop_services.inference.wires.bodies import field_error
 from dialoop_services.inference.wires.openai.answers import Shape, TokenView
@@ -17,11 +19,6 @@ from dialoop_services.inference.wires.openai.messages import history_of
 from dialoop_services.inference.wires.openai.models import ChatBody, CompletionBody, SamplingBody
 from dialoop_services.inference.wires.prompts import Offer
 from dialoop_services.inference.wires.reading import CALL_END
-
-if TYPE_CHECKING:
-    from dialoop.trajectory import SamplingParams
-
-    from dialoop_services.inference.recordings.store import Recording
 
 _RESERVED = {"messages", "tools", "add_generation_prompt", "tokenize", "documents"}
 

@@ -7,23 +7,20 @@ for route in openai_routes(host):
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dialoop.errors import DialoopError
 from dialoop.v1.scope_pb2 import SCOPE_ROLLOUT
 
+from dialoop_services.inference.wires.base import AnswerJob, WireHost
 from dialoop_services.inference.wires.bodies import UnknownModel, parse_body
+from dialoop_services.inference.wires.openai.answers import Shape
 from dialoop_services.inference.wires.openai.documents import OPERATIONS, operation
 from dialoop_services.inference.wires.openai.jobs import Jobs
 from dialoop_services.inference.wires.openai.models import ChatBody, CompletionBody
 from dialoop_services.rest.http_routes import ErrorAnswer, HttpAnswer, HttpRequest, HttpRoute
 from dialoop_services.rest.problems import FieldsRefused, problem_headers
 from dialoop_services.runtime.errors import LoggedError
-
-if TYPE_CHECKING:
-    from dialoop.errors import DialoopError
-
-    from dialoop_services.inference.wires.base import AnswerJob, WireHost
-    from dialoop_services.inference.wires.openai.answers import Shape
 
 _DONE = b"data: [DONE]\n\n"
 _TYPES = {
