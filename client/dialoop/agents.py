@@ -96,7 +96,6 @@ class Recordings(Protocol):
         time_to_live_s: float = 0.0,
     ) -> AgentConnection:
         """Begin a recording; return what the agent connects with."""
-        ...
 
     async def close(
         self,
@@ -107,7 +106,6 @@ class Recordings(Protocol):
         labels: Mapping[str, str] | None = None,
     ) -> Trajectory:
         """End the recording and return its trajectory."""
-        ...
 
 
 class Scores(Protocol):
@@ -115,7 +113,6 @@ class Scores(Protocol):
 
     async def score(self, trajectory: Trajectory, *, split: str) -> tuple[Score, ...]:
         """Return one score for each turn."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,11 +40,9 @@ class TaskSessions(Sessions, Protocol):
 
     async def list_environments(self) -> tuple[EnvironmentInfo, ...]:
         """Return all environments."""
-        ...
 
     async def get_environment(self, environment: str) -> EnvironmentInfo:
         """Describe an environment."""
-        ...
 
     async def list_tasks(
         self,
@@ -57,7 +55,6 @@ class TaskSessions(Sessions, Protocol):
         shuffle_seed: int = 0,
     ) -> TaskPage:
         """Return one page of tasks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,6 @@ class Environment(Protocol):
     @property
     def name(self) -> str:
         """Return the name that tasks and sessions use for it."""
-        ...
 
     @property
     def version(self) -> str:
@@ -39,34 +38,27 @@ class Environment(Protocol):
 
         Each trajectory records it.
         """
-        ...
 
     @property
     def description(self) -> str:
         """Return one sentence for people."""
-        ...
 
     @property
     def tasks(self) -> TaskSource:
         """Return the source of its tasks."""
-        ...
 
     @property
     def traits(self) -> Traits:
         """Return its limits, stop strings, tools and reward names."""
-        ...
 
     def reset(self, task: TaskData, seed: int) -> Opening:
         """Start an episode; must be quick."""
-        ...
 
     async def step(self, episode: Episode, answered: Answered) -> Outcome:
         """Answer a policy; raise only for a bad `answered`, before anything has happened."""
-        ...
 
     async def score(self, task: TaskData, trajectory: Trajectory) -> tuple[Score, ...]:
         """Return the rewards of a finished trajectory, one score per turn."""
-        ...
 
 
 @runtime_checkable
@@ -75,19 +67,15 @@ class Managed(Protocol):
 
     async def acquire(self) -> None:
         """Take what is needed before the first episode; on an error the service does not start."""
-        ...
 
     async def release(self) -> None:
         """Give back what `acquire` took, after the last episode."""
-        ...
 
     async def close(self, episode: Episode) -> None:
         """Free what an episode holds; called once, when the episode or its session is over."""
-        ...
 
     def problem(self) -> str:
         """Return why the environment cannot work at the moment, or an empty text."""
-        ...
 
 
 @runtime_checkable
@@ -96,7 +84,6 @@ class OpensSlowly(Protocol):
 
     async def open(self, task: TaskData, seed: int) -> Opening:
         """Start an episode; raise Unavailable or CapacityExhausted when that is impossible now."""
-        ...
 
 
 @runtime_checkable
@@ -108,7 +95,6 @@ class Stateless(Protocol):
 
         Raise Unsupported (NEEDS_SESSION) when the messages alone do not determine it.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +117,6 @@ class TakesQuestions(Protocol):
 
     def task_from(self, question: Given) -> TaskData:
         """Return the caller's question as a task; InvalidInput (DATA_KEY_MISSING) without one."""
-        ...
 
 
 class Demonstrations(Protocol):
@@ -139,4 +124,3 @@ class Demonstrations(Protocol):
 
     def demonstration(self, task: TaskData, rng: random.Random) -> History:
         """Return a conversation that solves the task, from the prompt to the last answer."""
-        ...

@@ -30,7 +30,6 @@ class MakesEnvironment(Protocol):
 
     def as_environment(self) -> Environment:
         """Return the environment."""
-        ...
 
 
 def load_environment(

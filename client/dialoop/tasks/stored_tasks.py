@@ -151,20 +151,16 @@ class RowReward(Protocol):
     @property
     def name(self) -> str:
         """Return the name of the reward."""
-        ...
 
     @property
     def use(self) -> str:
         """Return what the config calls the function."""
-        ...
 
     def __call__(self, episode: Episode) -> Any:
         """Return what `Rewards` takes."""
-        ...
 
     def require_form(self, task: RowTask) -> None:
         """Raise InvalidConfig (REWARD_FORM) where the function does not take such a call."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

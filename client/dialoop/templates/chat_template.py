@@ -107,7 +107,6 @@ class TextRenderer(Protocol):
 
     def render(self, **variables: Any) -> str:
         """Return the text; raise what jinja2 raises, or an error of our own tree."""
-        ...
 
 
 @dataclass(slots=True)

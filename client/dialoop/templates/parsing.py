@@ -36,7 +36,6 @@ class Parser(Protocol):
 
     def parse(self, text: str, special_tokens: SpecialTokens) -> tuple[Message, ...]:
         """Return the messages; raise InvalidInput (NOT_PARSEABLE) where there are none."""
-        ...
 
 
 ParserFunction = Callable[[str], Iterable[Message] | Awaitable[Iterable[Message]]]

@@ -29,7 +29,6 @@ class Render(Protocol):
 
     def __call__(self, history: History, *, add_generation_prompt: bool = True) -> str:
         """Return the conversation as text."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

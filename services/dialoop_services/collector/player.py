@@ -91,7 +91,6 @@ class TaskPlayer(Protocol):
         self, task: Task, *, policy: Policy, group_id: str, sampling: SamplingParams
     ) -> Trajectory:
         """Play a task once; what goes wrong is a failure of the trajectory."""
-        ...
 
 
 MakePlayer: TypeAlias = Callable[["EnvironmentSection", "CollectorSettings"], TaskPlayer]

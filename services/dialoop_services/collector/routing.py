@@ -29,12 +29,10 @@ class Destination(Protocol):
     @property
     def name(self) -> str:
         """Return what it is called in the registry, or its address."""
-        ...
 
     @property
     def num_running(self) -> int:
         """Return how many samples this process waits for there."""
-        ...
 
 
 D = TypeVar("D", bound=Destination)

@@ -33,11 +33,9 @@ class FilePlane(Protocol):
         `name` is another one for each policy, as "main-7/model.safetensors". The file may be
         deleted afterwards.
         """
-        ...
 
     def get(self, address: str, path: Path) -> Any:
         """Write the file that `put` returned `address` for to `path`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,12 +169,10 @@ class Engine(Protocol):
     @property
     def policy_version(self) -> PolicyVersion:
         """Return the version of the weights loaded now."""
-        ...
 
     @property
     def is_alive(self) -> bool:
         """Return whether the engine can still answer; one that died stays dead."""
-        ...
 
     async def sample(
         self,
@@ -185,11 +183,9 @@ class Engine(Protocol):
         num_samples: int = 1,
     ) -> tuple[Sampled, ...]:
         """Continue `prompt_ids` `num_samples` times."""
-        ...
 
     async def logprobs(self, token_ids: Sequence[int]) -> Scored:
         """Score given ids under the loaded policy."""
-        ...
 
     async def load_weights(
         self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
@@ -201,11 +197,9 @@ class Engine(Protocol):
         calls a paused engine with WAIT.
         Raises PreconditionFailed (UNKNOWN_PARAMETERS) before anything is changed.
         """
-        ...
 
     async def close(self) -> None:
         """Release threads, processes and memory."""
-        ...
 
 
 @runtime_checkable
@@ -232,7 +226,6 @@ class SupportsStreaming(Protocol):
         on_tokens: OnTokens,
     ) -> Sampled:
         """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
-        ...
 
 
 @runtime_checkable
@@ -276,7 +269,6 @@ class SupportsRoutedExperts(Protocol):
     @property
     def routing(self) -> Routing | None:
         """Return what the routers choose from; None where nobody asked for a record."""
-        ...
 
 
 @runtime_checkable
@@ -291,15 +283,12 @@ class SupportsAdapters(Protocol):
 
     async def add_adapter(self, adapter: Adapter) -> None:
         """Load an adapter, or raise PreconditionFailed (ADAPTER_REFUSED) and change nothing."""
-        ...
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         """Remove an adapter that no sample uses any more. Idempotent."""
-        ...
 
     async def logprobs(self, token_ids: Sequence[int], *, adapter: Adapter | None = None) -> Scored:
         """Score given ids under the loaded policy, with an adapter or without."""
-        ...
 
 
 @runtime_checkable
@@ -317,7 +306,6 @@ class SupportsPolicyAdapters(Protocol):
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
         """Load the base weights plus an adapter that fits them, as `load_weights` loads a file."""
-        ...
 
 
 @runtime_checkable
@@ -335,7 +323,6 @@ class SupportsTransfer(Protocol):
         mode: UpdateMode = UpdateMode.RECOMPUTE,
     ) -> LoadTimes:
         """Load weights from the trainer's device, as `load_weights` loads those of a file."""
-        ...
 
 
 @runtime_checkable
@@ -344,11 +331,9 @@ class SupportsPause(Protocol):
 
     async def pause(self) -> None:
         """Stop generation for a while; requests in flight keep their place."""
-        ...
 
     async def resume(self) -> None:
         """Continue generation."""
-        ...
 
 
 @runtime_checkable
@@ -358,7 +343,6 @@ class SupportsSleep(Protocol):
     @property
     def is_asleep(self) -> bool:
         """Return whether the engine has given its device up."""
-        ...
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Free the device's memory. The caller has waited until no request is in flight.
@@ -366,11 +350,9 @@ class SupportsSleep(Protocol):
         If the engine sleeps already, it frees the memory that a failed wake may have left behind.
         Weights that are not kept may be lost. Then only a load of the policy wakes the engine.
         """
-        ...
 
     async def wake(self) -> None:
         """Continue with the weights that were kept. A load of the policy wakes too. Idempotent."""
-        ...
 
 
 def require_ids(token_ids: Sequence[int], *, vocab_size: int) -> None:

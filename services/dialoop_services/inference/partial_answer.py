@@ -35,7 +35,6 @@ class Sampler(Protocol):
         num_samples: int = 1,
     ) -> tuple[Sampled, ...]:
         """Sample `num_samples` continuations."""
-        ...
 
 
 def require_continuable(part: TokenRow, sampling: SamplingParams, *, num_samples: int) -> None:

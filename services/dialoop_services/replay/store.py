@@ -69,26 +69,21 @@ class QueueStore(Protocol):
     @property
     def limits(self) -> QueueLimits:
         """Return the store's limits."""
-        ...
 
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
         """Apply a validated request as the proto says; `answer` is the class of its response.
 
         apply(pb.ExtendRequest(run="r", lease_ids=["task/1/a"], lease_s=60), pb.ExtendResponse)
         """
-        ...
 
     async def count_rejected(self, run: str, num_groups: int) -> None:
         """Count groups that the servicer rejected before they reached the store."""
-        ...
 
     async def check(self) -> None:
         """Raise Unavailable (STORE_UNAVAILABLE) when the store cannot be reached."""
-        ...
 
     async def close(self) -> None:
         """Close the connections."""
-        ...
 
 
 class Kind(StrEnum):

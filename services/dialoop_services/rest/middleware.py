@@ -36,12 +36,9 @@ class Middleware(Protocol):
     @property
     def description(self) -> str:
         """Return what the OpenAPI document says of it."""
-        ...
 
     def read(self, body: Body, read: Read) -> tuple[Message, Complete | None]:
         """Return the message, and what its answers need."""
-        ...
 
     def describe(self, rpc: MethodDescriptor, operation: dict[str, Any]) -> None:
         """Add what it reads and answers to a rpc's operation of the OpenAPI document."""
-        ...

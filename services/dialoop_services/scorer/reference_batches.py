@@ -32,13 +32,11 @@ class Reference(Protocol):
 
         `groups` has one number for each sequence. Sequences of a group begin alike.
         """
-        ...
 
     def logprobs_of_all(
         self, token_ids: Rows[Rows[int]], temperatures: Rows[float]
     ) -> list[Floats]:
         """Return for each row float32 [L - 1], nats, of all tokens but the first."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

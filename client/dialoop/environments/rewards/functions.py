@@ -30,16 +30,13 @@ class RewardFunction(Protocol):
     @property
     def name(self) -> str:
         """Return the name of the reward."""
-        ...
 
     @property
     def weight(self) -> float:
         """Return the factor of its value."""
-        ...
 
     def __call__(self, episode: Episode) -> Any:
         """Return a number, a Reward or several, or None for none; an exception is a failure."""
-        ...
 
 
 RewardCallable = RewardFunction | Callable[[Episode], Any]

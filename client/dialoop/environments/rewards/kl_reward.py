@@ -31,7 +31,6 @@ class LogProbFunction(Protocol):
 
     def __call__(self, rows: list[list[int]]) -> Sequence[Any] | Awaitable[Sequence[Any]]:
         """Return one list of numbers per row."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

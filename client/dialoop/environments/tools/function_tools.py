@@ -48,14 +48,12 @@ class ArgumentTool(Protocol):
     @property
     def definition(self) -> ToolDefinition:
         """Return name, description and JSON schema of the arguments."""
-        ...
 
     def run(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str | Awaitable[str]:
         """Return the answer; ToolInputError for bad arguments, TimeoutError after `timeout_s`.
 
         It may be async. A sync one has to be quick: everything else waits for it.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, init=False)

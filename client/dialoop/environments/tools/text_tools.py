@@ -70,11 +70,9 @@ class Tool(Protocol):
     @property
     def name(self) -> str:
         """Return the name that the policy uses."""
-        ...
 
     def __call__(self, query: str) -> Any:
         """Return the answer, of which `str` is used; raise ToolInputError for a bad query."""
-        ...
 
 
 ToolFunction = Tool | Callable[[str], Any]

@@ -35,7 +35,6 @@ class ToolSyntax(Protocol):
 
     def calls(self, message: Message) -> list[ParsedCall]:
         """Return all calls of the message, in order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
