@@ -77,7 +77,8 @@ class GrpcServer:
         self._details: dict[str, dict[str, str]] = {}
         self._stop = StopSignal(of_process=not unix_path)
         self.incarnation = Incarnation()
-        self._port = 0
+        self.port = 0
+        """The bound port; 0 until the server listens."""
         self._rest_port: int | None = None
         self._exits = AsyncExitStack()
 
@@ -114,16 +115,11 @@ class GrpcServer:
         self._details[name] = dict(facts)
 
     @property
-    def port(self) -> int:
-        """Return the bound port; 0 until the server listens."""
-        return self._port
-
-    @property
     def address(self) -> str:
         """Return `host:port`, or `unix:path`, to connect to."""
         if self._unix_path:
             return f"unix:{self._unix_path}"
-        return address_of(self._settings.host, self._port)
+        return address_of(self._settings.host, self.port)
 
     @property
     def rest_address(self) -> str:
@@ -170,7 +166,7 @@ class GrpcServer:
             rest_server = self._rest_server(calls, metrics)
             bound = bound_socket(self._settings.host, self._settings.rest_port or 0)
             self._exits.callback(bound.close)  # which its server does too, once it is open
-        self._port = self._listen(grpc_server)
+        self.port = self._listen(grpc_server)
         self._exits.push_async_callback(self._drain, grpc_server, rest_server)
         await grpc_server.start()
         if rest_server is not None and bound is not None:
@@ -217,9 +213,8 @@ class GrpcServer:
 
         metrics = Metrics()
         metrics.show_waits(current_waits.get())
-        for name, text, label, read, is_gauge in self._shown:
-            counts = LabelledCounts(name=name, text=text, label=label, read=read, is_gauge=is_gauge)
-            metrics.show(counts)
+        for shown in self._shown:
+            metrics.show(LabelledCounts(*shown))
         return metrics
 
     def _rest_server(self, calls: Calls, metrics: Metrics) -> RestServer:

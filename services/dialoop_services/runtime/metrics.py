@@ -28,11 +28,12 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabelledCounts:
+@dataclass(frozen=True, slots=True)
+class LabelledCounts(Collector):
     """Growing counts by the values of one label: `dialoop_forks_total{cause="..."}`.
 
-    With `is_gauge` they are values that also fall, and the name gets no `_total`.
+    With `is_gauge` they are values that also fall, and the name gets no `_total`. They are read
+    when Prometheus asks for them.
     """
 
     name: str
@@ -41,18 +42,11 @@ class LabelledCounts:
     read: Callable[[], Mapping[str, float]]
     is_gauge: bool = False
 
-
-class _Shown(Collector):
-    """Reads counts when Prometheus asks for them."""
-
-    def __init__(self, counts: LabelledCounts) -> None:
-        self._counts = counts
-
     def collect(self) -> Iterator[Metric]:
-        counts = self._counts
-        kind = GaugeMetricFamily if counts.is_gauge else CounterMetricFamily
-        family = kind(counts.name, counts.text, labels=[counts.label])
-        for value, count in counts.read().items():
+        """Yield the counts as they are now."""
+        kind = GaugeMetricFamily if self.is_gauge else CounterMetricFamily
+        family = kind(self.name, self.text, labels=[self.label])
+        for value, count in self.read().items():
             family.add_metric([value], count)
         yield family
 
@@ -141,7 +135,7 @@ class Metrics:
 
     def show(self, counts: LabelledCounts) -> None:
         """Show counts of another part of the service; they are read at each request."""
-        self._registry.register(_Shown(counts))
+        self._registry.register(counts)
 
     def show_waits(self, waits: Waits) -> None:
         """Show what the service waits for; it is read at each request."""
