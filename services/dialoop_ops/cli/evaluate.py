@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
@@ -38,6 +37,7 @@ from dialoop_ops.evaluation import evaluate as play_all
 from dialoop_ops.evaluation.results import ks_of
 from dialoop_ops.runs.run_config import find_run
 from dialoop_ops.stack.branch import export_policy
+from dialoop_ops.stack.processes.ports import choose_ports
 
 _SERVICE = "dialoop_services.inference"
 _POLL_S = 0.2
@@ -189,7 +189,7 @@ async def _policy(
 @asynccontextmanager
 async def _serving(arguments: argparse.Namespace, model_dir: Path, log: Path) -> AsyncIterator[str]:
     """Serve the model in a process of its own and yield its address; it has ended after that."""
-    port = _free_port()
+    (port,) = choose_ports({"inference": 0}).values()
     settings = {
         "MODEL_DIR": str(model_dir),
         "ENGINE": arguments.engine,
@@ -240,10 +240,3 @@ async def _until_ready(process: Process, address: str, log: Path) -> None:
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "it wrote nothing"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
