@@ -28,7 +28,7 @@ class ForkServer:
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
@@ -36,25 +36,15 @@ class ForkServer:
         self._control = ours
         self._ids = itertools.count(1)
         self._ended: dict[int, asyncio.Future[int]] = {}
-        self._stop = weakref.finalize(self, _stop, self._loop, ours, process)
-        self._pid = process.pid
+        self._stop = weakref.finalize(self, _stop, self.loop, ours, process)
+        self.pid = process.pid
         # A strong reference in the reader would keep this object and the process alive.
-        self._loop.add_reader(ours, _read_weakly, weakref.ref(self))
-
-    @property
-    def pid(self) -> int:
-        """Return its process id."""
-        return self._pid
+        self.loop.add_reader(ours, _read_weakly, weakref.ref(self))
 
     @property
     def is_alive(self) -> bool:
         """Return whether it can start interpreters."""
-        return self._stop.alive and not self._loop.is_closed()
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop that it belongs to."""
-        return self._loop
+        return self._stop.alive and not self.loop.is_closed()
 
     async def spawn(
         self, rules: dict[str, Any], program: list[str] | None, fds: tuple[int, int, int]
@@ -64,7 +54,7 @@ class ForkServer:
         The future's value is the status from waitpid, or -1 if it is unknown. Raise Unavailable
         (SANDBOX_FAILED) when the fork server is gone.
         """
-        number, ended = next(self._ids), self._loop.create_future()
+        number, ended = next(self._ids), self.loop.create_future()
         packet = json.dumps({"spawn": number, "rules": rules, "program": program}).encode()
         self._ended[number] = ended
         try:
@@ -83,7 +73,7 @@ class ForkServer:
         """End the fork server and all its interpreters."""
         self._stop()
         for future in self._ended.values():
-            if not future.done() and not self._loop.is_closed():
+            if not future.done() and not self.loop.is_closed():
                 future.set_result(-1)
         self._ended.clear()
 

@@ -306,13 +306,9 @@ class RayProcess:
         self._ray = ray
         self._actor = actor
         self._log = log
-        self._code: int | None = None
+        self.exit_code: int | None = None
+        """None while it runs; negative when a signal ended it."""
         self.pid = 0
-
-    @property
-    def exit_code(self) -> int | None:
-        """Return None while it runs; the code is negative when a signal ended it."""
-        return self._code
 
     async def start(
         self, command: tuple[str, ...], environment: Mapping[str, str], folder: Path | None
@@ -326,7 +322,7 @@ class RayProcess:
 
     async def wait(self) -> int:
         """Pass its output on until it has ended, and return its exit code."""
-        while self._code is None:
+        while self.exit_code is None:
             try:
                 code, output = await _answer(self._actor.poll.remote())
             except self._ray.exceptions.RayError as error:
@@ -334,13 +330,13 @@ class RayProcess:
                 break
             self._write(output)
             if code is not None:
-                self._code = code
+                self.exit_code = code
                 break
             await asyncio.sleep(_POLL_S)
         with suppress(Exception):  # it may be gone already
             self._ray.kill(self._actor)
-        assert self._code is not None
-        return self._code
+        assert self.exit_code is not None
+        return self.exit_code
 
     async def stop(self, grace_s: float) -> int:
         """Ask it to end, and kill it after `grace_s`."""
@@ -359,7 +355,7 @@ class RayProcess:
     def lose(self, why: str) -> None:
         """Note that it has ended without a word of its own."""
         self._write(f"{why}\n".encode())
-        self._code = _LOST
+        self.exit_code = _LOST
 
     def _write(self, output: bytes) -> None:
         if output:

@@ -46,15 +46,11 @@ class Caller:
 
     def __init__(self, receive: Callable[[], Awaitable[Any]]) -> None:
         self.receive = receive
-        self._is_disconnected = False
+        self.is_disconnected = False
+        """Whether the client closed the connection."""
         self._answering: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._watching: asyncio.Task[None] | None = None
-
-    @property
-    def is_disconnected(self) -> bool:
-        """Return whether the client closed the connection."""
-        return self._is_disconnected
 
     def __enter__(self) -> None:
         self._answering = asyncio.current_task()
@@ -68,9 +64,9 @@ class Caller:
 
     def clear_cancellation(self) -> bool:
         """Return whether a disconnect caused the cancellation; if so, clear it."""
-        if self._is_disconnected and self._answering is not None:
+        if self.is_disconnected and self._answering is not None:
             self._answering.uncancel()
-        return self._is_disconnected
+        return self.is_disconnected
 
     def _start(self) -> None:
         self._watching = asyncio.ensure_future(self._watch())
@@ -78,7 +74,7 @@ class Caller:
     async def _watch(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
-        self._is_disconnected = True
+        self.is_disconnected = True
         assert self._answering is not None
         self._answering.cancel()
 

@@ -97,7 +97,8 @@ class TransformersEngine:
         self._shapes = model_shapes(model_dir)
         self._tied = is_tied(model_dir)
         self.base_weights = BaseWeights.of(model_dir)
-        self._policy_version = BASE_VERSION
+        self.policy_version = BASE_VERSION
+        """The version of the weights loaded now."""
         self._adapted = AdaptedModel(model)
         routers = routers_of(model) if options.records_experts else []
         self.routing = routing_of(model, routers) if options.records_experts else None
@@ -145,11 +146,6 @@ class TransformersEngine:
                 remedy=f"Set DIALOOP_INFERENCE_MAX_MODEL_LEN to at most {limit}.",
             )
         return cls(model, model_dir=model_dir, options=options)
-
-    @property
-    def policy_version(self) -> PolicyVersion:
-        """Return the version of the weights loaded now."""
-        return self._policy_version
 
     @property
     def is_alive(self) -> bool:
@@ -224,7 +220,7 @@ class TransformersEngine:
         async with self._model_lock:
             scoring = asyncio.to_thread(score, self._adapted, list(token_ids), adapter)
             values = await to_the_end(scoring)  # hold the lock for as long as the thread works
-            return Scored(logprobs=values.cpu().numpy(), policy_version=self._policy_version)
+            return Scored(logprobs=values.cpu().numpy(), policy_version=self.policy_version)
 
     async def load_weights(
         self, path: Path, version: PolicyVersion, *, mode: UpdateMode = UpdateMode.RECOMPUTE
@@ -283,7 +279,7 @@ class TransformersEngine:
         except BaseException:
             self._fail_all(weights_bad())
             raise
-        self._policy_version = version
+        self.policy_version = version
         if not keeps_keys:
             self._drop_keys()
 
@@ -422,7 +418,7 @@ class TransformersEngine:
         for row, token, logprob, top in zip(
             rows, tokens.tolist(), chosen.tolist(), tops, strict=True
         ):
-            row.append(token, logprob, self._policy_version, decode=self._tokenizer.decode, top=top)
+            row.append(token, logprob, self.policy_version, decode=self._tokenizer.decode, top=top)
 
     def _note_experts(self, rows: list[BatchRow], num_tokens: int | None = None) -> None:
         """Note what the last pass chose for the last tokens of each row, or for all of them."""

@@ -107,7 +107,8 @@ class VllmEngine:
         self._shapes = model_shapes(model_dir)
         self._tied = is_tied(model_dir)
         self.base_weights = BaseWeights.of(model_dir)
-        self._policy_version = BASE_VERSION
+        self.policy_version = BASE_VERSION
+        """The version of the weights loaded now."""
         self._control = asyncio.Lock()
         self._is_held = False
         self._sleep = Sleep(
@@ -151,11 +152,6 @@ class VllmEngine:
         await engine._sleep.hold_device()
         await llm.update_weight_version(label_of(BASE_VERSION))
         return engine
-
-    @property
-    def policy_version(self) -> PolicyVersion:
-        """Return the version of the weights loaded now."""
-        return self._policy_version
 
     @property
     def is_alive(self) -> bool:
@@ -343,7 +339,7 @@ class VllmEngine:
             # Half-replaced weights must not sample one more token.
             await internals.pause(self._llm, "abort", clear_cache=True)
             raise
-        self._policy_version = version
+        self.policy_version = version
 
     async def add_adapter(self, adapter: Adapter) -> None:
         """Add an adapter while requests run."""
@@ -415,7 +411,7 @@ class VllmEngine:
         on_begin: OnBegin | None,
     ) -> Any:
         # Salted, so that later requests do not use keys that a KEEP_KV load kept for running ones.
-        prompt = tokens_input(list(token_ids), cache_salt=label_of(self._policy_version))
+        prompt = tokens_input(list(token_ids), cache_salt=label_of(self.policy_version))
         had_died = self._llm.errored
         telling = on_begin and asyncio.create_task(self._tell_begin(request_id, on_begin))
         try:

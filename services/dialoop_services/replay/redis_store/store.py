@@ -77,7 +77,8 @@ class RedisStore:
             for path in sorted(_SCRIPTS.glob("*.lua"))
             if path.stem != "ledger"
         }
-        self._description = "redis"
+        self.description = "redis"
+        """The version of Redis and whether it is durable, once it is checked."""
 
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
         """Apply a request, as `QueueStore.apply` says."""
@@ -134,12 +135,7 @@ class RedisStore:
                 remedy="Set maxmemory-policy to noeviction, or use a Redis of its own.",
             )
         aof = "on" if durability.get("aof_enabled") else "off (not durable)"
-        self._description = f"redis {server['redis_version']}, append-only file {aof}"
-
-    @property
-    def description(self) -> str:
-        """Return the version of Redis and whether it is durable."""
-        return self._description
+        self.description = f"redis {server['redis_version']}, append-only file {aof}"
 
     async def close(self) -> None:
         """Close the connections."""
@@ -150,7 +146,7 @@ class RedisStore:
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Return a script's reply and the bytes beside it; raise what it refuses."""
         now = "" if self._clock is None else str(round(self._clock() * 1000))
-        facts = {"limits": asdict(self.limits), "store": self._description}
+        facts = {"limits": asdict(self.limits), "store": self.description}
         call = json.dumps(facts | dict(fields))
         async with map_errors(self._client):
             with waiting_for("redis", name):
