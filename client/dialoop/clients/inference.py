@@ -8,7 +8,7 @@ from collections.abc import Sequence as AnySequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from dialoop.chat import ChatHistory, History, ToolDefinition
 from dialoop.clients.channel import Channel, rpc_of, tell_warnings
@@ -23,17 +23,15 @@ from dialoop.clients.weights import LoadedWeights as LoadedWeights
 from dialoop.clients.weights import Probe as Probe
 from dialoop.clients.weights import WeightsKind as WeightsKind
 from dialoop.clients.weights import WeightsManifest as WeightsManifest
+from dialoop.episode import Sample
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
+from dialoop.sequences import Floats, PolicyVersion, Sequence
+from dialoop.trajectory import SamplingParams
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, submessage
 from dialoop.wire.messages import CHAT_HISTORY, logprobs_from_proto, token_ids_to_proto
 from dialoop.wire.sequences import POLICY_VERSION, sequence_from_proto
-
-if TYPE_CHECKING:
-    from dialoop.episode import Sample
-    from dialoop.sequences import Floats, PolicyVersion, Sequence
-    from dialoop.trajectory import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

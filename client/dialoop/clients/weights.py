@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 from dialoop.episode import UpdateMode
+from dialoop.sequences import Floats, PolicyVersion
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage
 from dialoop.wire.messages import logprobs_from_proto, logprobs_to_proto, token_ids_to_proto
 from dialoop.wire.sequences import POLICY_VERSION
-
-if TYPE_CHECKING:
-    from dialoop.sequences import Floats, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,11 @@ from dialoop.environments.modes import Text as Text
 from dialoop.environments.modes import Tokens as Tokens
 from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
-from dialoop.sequences import ForkCause, Source
+from dialoop.sequences import Floats, ForkCause, Mask, Sequence, Source
 from dialoop.templates.parts import not_prefix
 
 if TYPE_CHECKING:
     from dialoop.episode import Sample
-    from dialoop.sequences import Floats, Mask, Sequence
     from dialoop.tokens.tokenizer import Tokenizer
     from dialoop.trajectory import Distribution, SamplingParams, Trajectory
 

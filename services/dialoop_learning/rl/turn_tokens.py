@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from dialoop.sequences import Source
+from dialoop.sequences import Floats, Source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Rows
 
-    from dialoop.sequences import Floats
     from dialoop.trajectory import Trajectory
     from numpy.typing import NDArray
 

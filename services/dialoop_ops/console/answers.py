@@ -17,7 +17,7 @@ from typing import Any
 
 from dialoop_ops.runs.index import Point, RunIndex
 from dialoop_ops.runs.intervals import wilson_interval
-from dialoop_ops.runs.publishes import proof_bound, publishes_of
+from dialoop_ops.runs.policies import proof_bound, publishes_of
 from dialoop_ops.runs.run_config import read_run
 from dialoop_ops.runs.summaries import TrajectorySummary
 

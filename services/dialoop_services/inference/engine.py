@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from dialoop.episode import UpdateMode
 from dialoop.errors import InvalidInput, Unavailable, Unsupported
 from dialoop.reasons import Reason
-from dialoop.sequences import PolicyVersion
+from dialoop.sequences import Floats, PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
 
 from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS, AdapterLimits
 
 if TYPE_CHECKING:
-    from dialoop.sequences import Floats
     from dialoop_learning.lora.base_weights import BaseWeights
     from dialoop_learning.rl.routed_experts import Routing
     from numpy.typing import NDArray

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.tokens.tokenizer import RunningText
+from dialoop.trajectory import SamplingParams
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import inference_service_pb2_grpc as rpc
-from dialoop.wire.messages import logprobs_to_proto
+from dialoop.wire.messages import HISTORY, logprobs_to_proto
+from dialoop.wire.records import FAILURE, REWARD, SAMPLING, TASK, TRAJECTORY
 from dialoop.wire.sequences import POLICY_VERSION, sequence_to_proto
 
 from dialoop_services.inference.answers import (
     chunk_to_proto,
     gather_chunks,
     generated_to_proto,
+    sample_to_proto,
 )
 from dialoop_services.inference.generate import generate, routing_of
-from dialoop_services.inference.recordings.rpcs import RecordingRpcs
-from dialoop_services.inference.recordings.store import RecordingLimits, RecordingStore
+from dialoop_services.inference.recordings.store import (
+    CallRecord,
+    CallState,
+    Recording,
+    RecordingLimits,
+    RecordingSpec,
+    RecordingStore,
+)
+from dialoop_services.inference.recordings.trajectory import Closing, close
 from dialoop_services.inference.rendering import GenerationRequest, Renderer
 from dialoop_services.inference.replica.device_lease import DRAIN_S
 from dialoop_services.inference.requests import (
@@ -46,7 +57,7 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
+class InferenceServicer(rpc.InferenceServiceServicer):
     """Samples, log-probs and weights of one replica."""
 
     def __init__(
@@ -58,7 +69,7 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         max_new_tokens: int,
         store: RecordingStore | None = None,
     ) -> None:
-        super().__init__(store or RecordingStore(RecordingLimits()), renderer)
+        self._recordings = store or RecordingStore(RecordingLimits())
         self._replica = replica
         self._renderer = renderer
         self._num_parameters = num_parameters
@@ -155,6 +166,56 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
         await self._replica.wake()
         return pb.WakeResponse()
 
+    async def CreateRecording(
+        self, request: pb.CreateRecordingRequest, context: Context
+    ) -> pb.CreateRecordingResponse:
+        recording_id = request.recording_id or uuid.uuid4().hex
+        has_sampling = request.HasField("sampling")
+        recording = self._recordings.create(
+            RecordingSpec(
+                recording_id=recording_id,
+                group_id=request.group_id,
+                task=TASK.from_proto(request.task) if request.HasField("task") else None,
+                sampling=(
+                    SAMPLING.from_proto(request.sampling) if has_sampling else SamplingParams()
+                ),
+                time_to_live_s=request.time_to_live_s,
+            )
+        )
+        return pb.CreateRecordingResponse(
+            base_path=f"/recordings/{recording_id}/v1",
+            recording_id=recording_id,
+            time_to_live_s=recording.time_to_live_s,
+            key=recording.key,
+        )
+
+    async def GetRecording(
+        self, request: pb.GetRecordingRequest, context: Context
+    ) -> pb.GetRecordingResponse:
+        recording = self._recordings.find(request.recording_id)
+        return pb.GetRecordingResponse(
+            recording_id=request.recording_id,
+            calls=[
+                _call(call, recording)
+                for call in recording.calls
+                if call.state is not CallState.REFUSED
+            ],
+            closed=recording.is_closed,
+        )
+
+    async def CloseRecording(
+        self, request: pb.CloseRecordingRequest, context: Context
+    ) -> pb.CloseRecordingResponse:
+        closing = Closing(
+            rewards=tuple(REWARD.from_proto(reward) for reward in request.rewards),
+            failures=tuple(FAILURE.from_proto(failure) for failure in request.failures),
+            labels=dict(request.labels),
+            tokenizer_digest=self._renderer.tokenizer.digest,
+            template_digest=self._renderer.template.digest,
+        )
+        trajectory = close(self._recordings.find(request.recording_id), closing)
+        return pb.CloseRecordingResponse(trajectory=TRAJECTORY.to_proto(trajectory))
+
     async def _generate(
         self, request: pb.GenerateRequest, chunks: asyncio.Queue[TokenChunk | None] | None = None
     ) -> pb.GenerateResponse:
@@ -198,3 +259,14 @@ class InferenceServicer(RecordingRpcs, rpc.InferenceServiceServicer):
                 for history in request.histories
             ]
         return [sequence.token_ids.tolist() for sequence in sequences], sequences
+
+
+def _call(call: CallRecord, recording: Recording) -> pb.RecordedCall:
+    return pb.RecordedCall(
+        call_id=call.call_id,
+        prompt=HISTORY.to_proto(call.prompt.prompt.history),
+        samples=[sample_to_proto(choice.sample) for choice in call.choices],
+        sampling=SAMPLING.to_proto(call.sampling),
+        sequence_indices=recording.sequence_indices.get(call.call_id, ()),
+        failure=None if call.failure is None else FAILURE.to_proto(call.failure),
+    )

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as Rows
+from pathlib import Path
 
 import torch
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
+from dialoop.sequences import Floats, Sequence
 from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.rl.packing_plan import plan_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence as Rows
-    from pathlib import Path
-
-    from dialoop.sequences import Floats, Sequence
 
 
 class ReferenceModel:

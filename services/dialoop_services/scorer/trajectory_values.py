@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
-from dialoop.sequences import TokenValues
+from dialoop.sequences import Floats, TokenValues
 
 from dialoop_services.scorer.rewards import token_kl
 from dialoop_services.scorer.scoring import temperature_of
@@ -19,7 +19,6 @@ from dialoop_services.scorer.scoring import temperature_of
 if TYPE_CHECKING:
     from collections.abc import Sequence as Rows
 
-    from dialoop.sequences import Floats
     from dialoop.trajectory import Trajectory
 
     from dialoop_services.scorer.reference_batches import ReferenceBatches

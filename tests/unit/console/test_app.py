@@ -15,7 +15,7 @@ from dialoop_ops.console.app import console_app
 from dialoop_ops.console.live_runs import LiveRuns
 from dialoop_ops.console.watched_runs import WatchedRuns
 from dialoop_ops.runs import Filters, RunIndex
-from dialoop_ops.runs.publishes import proof_bound, publishes_of
+from dialoop_ops.runs.policies import proof_bound, publishes_of
 from dialoop_services.runtime.access.auth import Token
 
 XSS = '<img src=x onerror="fetch(1)"><script>alert(1)</script>'

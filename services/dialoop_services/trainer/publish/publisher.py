@@ -16,7 +16,7 @@ from dialoop.clients.inference import InferenceClient, PolicyStatus, WeightsMani
 from dialoop.episode import UpdateMode
 from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
-from dialoop.sequences import PolicyVersion
+from dialoop.sequences import Floats, PolicyVersion
 from dialoop_learning.lora.layers import ADAPTER
 from dialoop_learning.rl.staleness import publish_order, version_of_name
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop.clients.replay import ReplayClient
-    from dialoop.sequences import Floats
 
     from dialoop_services.trainer.learner.learner import Learner
     from dialoop_services.trainer.publish.data_planes import WeightsSender

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,16 +10,21 @@ from typing import Any
 from dialoop.reasons import Reason
 from dialoop.trajectory import SamplingParams
 
-from dialoop_services.inference.engine import Engine, SupportsTopLogprobs
+from dialoop_services.inference.engine import Engine, SupportsConstraints, SupportsTopLogprobs
 from dialoop_services.inference.recordings.store import Recording
 from dialoop_services.inference.wires.base import AnswerJob, WireHost
 from dialoop_services.inference.wires.bodies import field_error
 from dialoop_services.inference.wires.openai.answers import Shape, TokenView
-from dialoop_services.inference.wires.openai.forms import constraint_of
 from dialoop_services.inference.wires.openai.messages import history_of
-from dialoop_services.inference.wires.openai.models import ChatBody, CompletionBody, SamplingBody
+from dialoop_services.inference.wires.openai.models import (
+    ChatBody,
+    CompletionBody,
+    NamedTool,
+    SamplingBody,
+    ToolBody,
+)
 from dialoop_services.inference.wires.prompts import Offer
-from dialoop_services.inference.wires.reading import CALL_END
+from dialoop_services.inference.wires.reading import CALL_END, CALL_START
 
 _RESERVED = {"messages", "tools", "add_generation_prompt", "tokenize", "documents"}
 
@@ -196,3 +202,64 @@ def _warnings(body: ChatBody) -> tuple[str, ...]:
         f"max_tokens {body.max_tokens} was taken, max_completion_tokens "
         f"{body.max_completion_tokens} was not: give one of them.",
     )
+
+
+_OTHER_ENGINE = 'Leave it out, or serve with engine = "vllm".'
+
+
+def constraint_of(body: ChatBody, engine: Engine) -> str:
+    """Return the constraint of the answer as `SamplingParams` has it; empty where it is free.
+
+    Raise FieldsRefused: UNSUPPORTED_TOOL_CHOICE or UNSUPPORTED_RESPONSE_FORMAT where the engine
+    cannot hold an answer to it, INVALID_FIELD where the request contradicts itself.
+    """
+    forces_call = body.tool_choice not in ("auto", "none")
+    form = body.response_format
+    has_form = form is not None and form.type != "text"
+    for is_asked, field, reason in (
+        (forces_call, "tool_choice", Reason.UNSUPPORTED_TOOL_CHOICE),
+        (has_form, "response_format", Reason.UNSUPPORTED_RESPONSE_FORMAT),
+    ):
+        if is_asked and not isinstance(engine, SupportsConstraints):
+            why = f"the engine {engine.name} does not hold answers to a form"
+            raise field_error(field, why, remedy=_OTHER_ENGINE, reason=reason)
+    if forces_call:
+        if has_form:
+            why = "the answer cannot be a tool call and of that form"
+            raise field_error("response_format", why, remedy="Leave it or tool_choice out.")
+        return _calls(_forced_tools(body), is_single=not body.parallel_tool_calls)
+    if form is None or not has_form:
+        return ""
+    if body.tools and body.tool_choice != "none":
+        why = "an answer of that form could call no tool"
+        raise field_error(
+            "response_format", why, remedy="Leave tools out, or set tool_choice none."
+        )
+    if form.json_schema is None:
+        return json.dumps({"type": "json_object"})
+    return json.dumps({"type": "json_schema", "schema": form.json_schema.schema_})
+
+
+def _forced_tools(body: ChatBody) -> list[ToolBody]:
+    tools = body.tools or []
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        tools = [tool for tool in tools if tool.function.name == name]
+    if not tools:
+        why = "there is no such tool in tools"
+        raise field_error("tool_choice", why, remedy="Send the tool that is to be called.")
+    return tools
+
+
+def _calls(tools: list[ToolBody], *, is_single: bool) -> str:
+    """Return the constraint to calls as `tool_calls` reads them: Hermes's and Qwen's."""
+    tags: list[dict[str, Any]] = [
+        {
+            "begin": f"{CALL_START}\n"
+            f'{{"name": {json.dumps(tool.function.name, ensure_ascii=False)}, "arguments": ',
+            "schema": {"type": "object", **tool.function.parameters},
+            "end": f"}}\n{CALL_END}",
+        }
+        for tool in tools
+    ]
+    return json.dumps({"type": "tagged", "tags": tags, "is_single": is_single})
