@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,27 +145,13 @@ class _Keys(Sequence[str]):
         return place < len(self) and int(self._numbers[place]) == int(key)
 
 
-class RowReward(Protocol):
-    """A reward function of another library, called with the row of the episode's task."""
-
-    @property
-    def name(self) -> str:
-        """Return the name of the reward."""
-
-    @property
-    def use(self) -> str:
-        """Return what the config calls the function."""
-
-    def __call__(self, episode: Episode) -> Any:
-        """Return what `Rewards` takes."""
-
-    def require_form(self, task: RowTask) -> None:
-        """Raise InvalidConfig (REWARD_FORM) where the function does not take such a call."""
-
-
 @dataclass(frozen=True, slots=True)
 class RowRewards(Rewards):
-    """Rewards by functions of rows. Before a job starts, every row is read and each is tried."""
+    """Rewards by functions of rows. Before a job starts, every row is read and each is tried.
+
+    A function of another library may have `use`, what the config calls it, and `require_form`,
+    which raises InvalidConfig (REWARD_FORM) where it does not take the call that a row makes.
+    """
 
     def rehearse(self, tasks: TaskSource) -> None:
         """Raise InvalidConfig for a malformed row, or a function that fails on the first one."""
