@@ -27,12 +27,11 @@ from dialoop_ops.launch.ray_worker import RayWorker
 from dialoop_ops.launch.site import ClusterNode, Site, components_of, require_room
 from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import replica_names, service_of
-from dialoop_ops.stack.processes.child import Room
+from dialoop_ops.stack.processes.child import Room, StartOrder
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
 
-    from dialoop_ops.stack.processes.guardian import Guardian
 
 _OBJECT_STORE_BYTES = 80 << 20
 _POLL_S = 0.25
@@ -243,19 +242,11 @@ class RayStarter:
             self._host = self._ray.get(self._next.host.remote(), timeout=_ANSWER_S)
         return self._host
 
-    async def start(
-        self,
-        command: tuple[str, ...],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
-        guardian: Guardian,
-        folder: Path | None = None,
-    ) -> RayProcess:
-        """Start the command in the bundle; what it writes is appended to `log`."""
+    async def start(self, order: StartOrder) -> RayProcess:
+        """Start the command in the bundle."""
         actor, self._next = self._next or self._actor(), None
-        log.parent.mkdir(parents=True, exist_ok=True)
-        process = RayProcess(self._ray, actor, log)
+        order.log.parent.mkdir(parents=True, exist_ok=True)
+        process = RayProcess(self._ray, actor, order.log)
         try:
             host = await asyncio.wait_for(_answer(actor.host.remote()), _ANSWER_S)
             if self._host and host != self._host:
@@ -265,7 +256,8 @@ class RayStarter:
                 process.lose(str(moved))
                 self._on_moved()
                 return process
-            await process.start(command, _variables_to_forward() | dict(environment), folder)
+            variables = _variables_to_forward() | dict(order.environment)
+            await process.start(order.command, variables, order.folder)
         except (self._ray.exceptions.RayError, TimeoutError) as error:
             why = str(error) or f"it has had no room for it for {_ANSWER_S:g} s."
             process.lose(f"Ray could not start {self._name}: {why}")

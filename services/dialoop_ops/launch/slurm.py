@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,14 +31,13 @@ from dialoop_ops.launch.site import (
 )
 from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import replica_names, service_of
-from dialoop_ops.stack.processes.child import Child
+from dialoop_ops.stack.processes.child import Child, StartOrder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dialoop_services.config.job import JobConfig
 
-    from dialoop_ops.stack.processes.guardian import Guardian
 
 INSIDE = "DIALOOP_IN_SLURM"
 """Set in the script: `dialoop train --on slurm` then runs the job in this allocation."""
@@ -237,23 +236,10 @@ class SlurmStep:
             *command,
         )
 
-    async def start(
-        self,
-        command: tuple[str, ...],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
-        guardian: Guardian,
-        folder: Path | None = None,
-    ) -> Child:
+    async def start(self, order: StartOrder) -> Child:
         """Start the command as this step; what stands for it here is srun."""
-        child = await Child.start(
-            self.command(command, folder),
-            environment=environment,
-            log=log,
-            guardian=guardian,
-            folder=folder,
-        )
+        command = self.command(order.command, order.folder)
+        child = await Child.start(replace(order, command=command))
         child.also_kill(self.kill)
         return child
 

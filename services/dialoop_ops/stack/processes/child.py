@@ -75,19 +75,19 @@ class Process(Protocol):
         """Kill it and all that it started."""
 
 
-class Starter(Protocol):
-    """Starts a command whose output goes to `log`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOrder:
+    """A command to start, in `folder` or the current one; its output is appended to `log`."""
 
-    async def __call__(
-        self,
-        command: tuple[str, ...],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
-        guardian: Guardian,
-        folder: Path | None = None,
-    ) -> Process:
-        """Return the started process."""
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    log: Path
+    guardian: Guardian
+    folder: Path | None = None
+
+
+Starter = Callable[[StartOrder], Awaitable[Process]]
+"""Starts a process, wherever that runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,34 +123,26 @@ class Child:
         self._kill_elsewhere = kill
 
     @classmethod
-    async def start(
-        cls,
-        command: tuple[str, ...],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
-        guardian: Guardian,
-        folder: Path | None = None,
-    ) -> Self:
-        """Start a command whose output goes to `log`, in `folder` or the current one.
+    async def start(cls, order: StartOrder) -> Self:
+        """Start a command on this machine.
 
         The child writes to the file itself. With a pipe, a killed stack would break the output of
         children that are still shutting down.
         """
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        order.log.parent.mkdir(parents=True, exist_ok=True)
+        with order.log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *command,
+                *order.command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
                 env=without_tokens(os.environ)
-                | dict(environment)
+                | dict(order.environment)
                 | {PARENT_VARIABLE: str(os.getpid())},
                 start_new_session=True,
-                cwd=folder,
+                cwd=order.folder,
             )
-        return cls(process, guardian)
+        return cls(process, order.guardian)
 
     @property
     def pid(self) -> int:

@@ -31,7 +31,7 @@ from dialoop_services.runtime.exit_reason import (
 )
 from dialoop_services.runtime.process import RESTARTS_VARIABLE
 
-from dialoop_ops.stack.processes.child import Child, Process, ServiceSpec
+from dialoop_ops.stack.processes.child import Child, Process, ServiceSpec, StartOrder
 from dialoop_ops.stack.processes.guardian import Guardian
 
 if TYPE_CHECKING:
@@ -145,11 +145,9 @@ class Supervisor:
 
     async def run_once(self, name: str, command: tuple[str, ...], **environment: str) -> int:
         """Run a command beside the services to its end, and return its exit code."""
+        log = self._log.path_of(name)
         child = await Child.start(
-            command,
-            environment=environment,
-            log=self._log.path_of(name),
-            guardian=self._guardian,
+            StartOrder(command=command, environment=environment, log=log, guardian=self._guardian)
         )
         try:
             return await child.wait()
@@ -178,8 +176,8 @@ class Supervisor:
         reason_file = self._log.path_of(spec.name).with_suffix(".exit.json")
         reason_file.unlink(missing_ok=True)
         start = spec.starter or Child.start
-        service.child = child = await start(
-            spec.command,
+        order = StartOrder(
+            command=spec.command,
             environment={
                 **spec.environment,
                 EXIT_REASON_VARIABLE: str(reason_file.resolve()),
@@ -189,6 +187,7 @@ class Supervisor:
             guardian=self._guardian,
             folder=spec.folder,
         )
+        service.child = child = await start(order)
         killed = ""
         if await self._becomes_ready(service, child):
             service.state, service.was_ready = State.READY, True
