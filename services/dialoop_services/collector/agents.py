@@ -12,7 +12,7 @@ from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy, retry
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 
-from dialoop_services.collector.routing import choose, rank
+from dialoop_services.collector.routing import Destination, choose, rank, renewed
 
 if TYPE_CHECKING:
     from dialoop.episode import Policy
@@ -42,13 +42,7 @@ class AgentPlayer:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _Recorder:
-    """A replica that records, and the number of recordings that go on there."""
-
-    name: str
-    recordings: Recordings
-    num_running: int = 0
+_Recorder = Destination[Recordings]
 
 
 class RecordingReplicas:
@@ -68,13 +62,7 @@ class RecordingReplicas:
 
     def update(self, replicas: Mapping[str, Recordings] | Iterable[Recordings]) -> None:
         """Begin recordings at these from now on; one that began stays at its replica."""
-        if not isinstance(replicas, Mapping):
-            replicas = {f"unnamed {next(self._numbers)}": replica for replica in replicas}
-        present = {id(recorder.recordings): recorder for recorder in self._replicas}
-        self._replicas = [
-            present.get(id(replica)) or _Recorder(name, replica)
-            for name, replica in replicas.items()
-        ]
+        self._replicas = renewed(self._replicas, replicas, _Recorder, self._numbers)
 
     async def create(
         self,
@@ -101,7 +89,7 @@ class RecordingReplicas:
             first = choose(key, self._replicas)
             others = [place for place in rank(key, self._replicas) if place is not first]
             recorder = [first, *others][next(attempts) % len(self._replicas)]
-            connection = await recorder.recordings.create(
+            connection = await recorder.client.create(
                 recording_id,
                 group_id=group_id,
                 task=task,
@@ -132,7 +120,7 @@ class RecordingReplicas:
         """
         recorder = self._home.pop(recording_id)
         recorder.num_running -= 1
-        home = recorder.recordings
+        home = recorder.client
         try:
             return await retry(
                 lambda: home.close(recording_id, rewards=rewards, failures=failures, labels=labels),

@@ -18,7 +18,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import Sequence, Source, sequence_of
 from dialoop.waits import waiting_for
 
-from dialoop_services.collector.routing import RoutingCounts, choose
+from dialoop_services.collector.routing import Destination, RoutingCounts, choose, renewed
 
 if TYPE_CHECKING:
     from dialoop.chat import ChatHistory, History, ToolDefinition
@@ -119,12 +119,9 @@ class _Suspects:
 
 
 @dataclass(slots=True, eq=False)
-class _Replica:
+class _Replica(Destination["Policy"]):
     """A replica with its failures in a row; after one it gets no request until `back_at`."""
 
-    name: str
-    policy: Policy
-    num_running: int = 0
     num_failures: int = 0
     back_at: float = 0.0
     streams: bool = True
@@ -132,7 +129,7 @@ class _Replica:
     @property
     def stream(self) -> Callable[..., AsyncIterator[SampleChunk]] | None:
         """Return what streams an answer; None where the policy or its engine does not."""
-        return getattr(self.policy, "generate_stream", None) if self.streams else None
+        return getattr(self.client, "generate_stream", None) if self.streams else None
 
 
 def _may_be_long(sampling: SamplingParams | None) -> bool:
@@ -217,12 +214,7 @@ class Replicas:
 
     def update(self, policies: Mapping[str, Policy] | Iterable[Policy]) -> None:
         """Send requests to these from now on; what is known of those that stay is kept."""
-        if not isinstance(policies, Mapping):
-            policies = {f"unnamed {next(self._numbers)}": policy for policy in policies}
-        present = {id(replica.policy): replica for replica in self._replicas}
-        self._replicas = [
-            present.get(id(policy)) or _Replica(name, policy) for name, policy in policies.items()
-        ]
+        self._replicas = renewed(self._replicas, policies, _Replica, self._numbers)
         if self._replicas:
             self._joined.set()
         else:
@@ -286,7 +278,7 @@ class Replicas:
             else:
                 self._counts.num_kept_tokens[replica.name] += num_kept
                 return samples
-        return await replica.policy.generate(*prompt, **question)
+        return await replica.client.generate(*prompt, **question)
 
     async def _next_replica(self, asker: GroupPolicy, num_samples: int) -> _Replica:
         """Return the replica that the asker's call goes to, or wait for the first one back."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from dialoop_services.hosting.server import GrpcServer
 
@@ -23,19 +24,35 @@ _EVEN = 1.25
 _CROWDED, _FEW = 1.5, 16
 
 
-class Destination(Protocol):
-    """A replica with a name and the number of samples that it has from here."""
-
-    @property
-    def name(self) -> str:
-        """Return what it is called in the registry, or its address."""
-
-    @property
-    def num_running(self) -> int:
-        """Return how many samples this process waits for there."""
+C = TypeVar("C")
 
 
-D = TypeVar("D", bound=Destination)
+@dataclass(slots=True, eq=False)
+class Destination(Generic[C]):
+    """A replica: its name in the registry or its address, what calls it, and samples from here."""
+
+    name: str
+    client: C
+    num_running: int = 0
+
+
+D = TypeVar("D", bound=Destination[Any])
+
+
+def renewed(
+    known: Iterable[D],
+    clients: Mapping[str, C] | Iterable[C],
+    make: Callable[[str, C], D],
+    numbers: Iterator[int],
+) -> list[D]:
+    """Return a destination for each client; what is known of those that stay is kept.
+
+    numbers: for clients without a name.
+    """
+    if not isinstance(clients, Mapping):
+        clients = {f"unnamed {next(numbers)}": client for client in clients}
+    present = {id(place.client): place for place in known}
+    return [present.get(id(client)) or make(name, client) for name, client in clients.items()]
 
 
 def rank(key: str, places: Iterable[D]) -> list[D]:
