@@ -11,10 +11,14 @@ from dialoop.tokens.tokenizer import Tokenizer
 
 from dialoop_ops.audit.logprob_checks import check_sampling, check_staleness, check_weights
 from dialoop_ops.audit.own_runs import is_run, read_own_run
-from dialoop_ops.audit.prompt_checks import check_vanished_prompts
 from dialoop_ops.audit.records import Claims, Dump
 from dialoop_ops.audit.report import AuditFinding, AuditReport, NotCheckable
-from dialoop_ops.audit.reward_checks import check_duplicates, check_heldout, check_length_bias
+from dialoop_ops.audit.reward_checks import (
+    check_duplicates,
+    check_heldout,
+    check_length_bias,
+    check_vanished_prompts,
+)
 from dialoop_ops.audit.token_checks import check_end_of_turn, check_masks, check_retokenised
 from dialoop_ops.audit.trl_dumps import dump_files, read_trl_dump
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import DeadlineExceeded
-from dialoop_services.collector.outbox import Outbox
+from dialoop_services.collector.collector import Outbox
 
 ONCE = RetryPolicy(max_attempts=1)
 
