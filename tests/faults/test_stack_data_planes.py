@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from dialoop_ops.stack.processes.shared_memory import memory_for
 from dialoop_ops.stack.run_dir import RunDir
+from dialoop_ops.stack.running import memory_for
 from dialoop_services.config.file import parse_config
 
 from tests.support.stack_jobs import Job, assert_accounted, lines_of, wait_for, write_config

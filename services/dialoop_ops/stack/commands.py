@@ -41,9 +41,8 @@ from dialoop_ops.stack.estimates import estimate_of
 from dialoop_ops.stack.layout import FIXED_PORTS, Layout, variables_of_tables
 from dialoop_ops.stack.processes.log_stream import LogStream
 from dialoop_ops.stack.processes.processes import adopt_orphans, descendants, kill
-from dialoop_ops.stack.provenance import started_with
 from dialoop_ops.stack.report.compare import compare
-from dialoop_ops.stack.run_dir import RunDir, open_run
+from dialoop_ops.stack.run_dir import RunDir, open_run, started_with
 from dialoop_ops.stack.running import plan_stack, running_stack
 from dialoop_ops.stack.user_code import working_in
 

@@ -12,7 +12,7 @@ import pytest
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop_learning.loss.facts import LOSSES
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_services.config.objective import ObjectiveSettings
+from dialoop_services.config.tables import ObjectiveSettings
 from dialoop_services.replay.validation import Stage, check_group
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.learner.learner import Learner

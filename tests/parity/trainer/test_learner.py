@@ -13,7 +13,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop_learning.loss.facts import LOSSES
 from dialoop_learning.model.tiny import make_tiny_model
-from dialoop_services.config.objective import ObjectiveSettings
+from dialoop_services.config.tables import ObjectiveSettings
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.learner.learner import Learner

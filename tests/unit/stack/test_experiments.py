@@ -15,9 +15,8 @@ from dialoop.errors import InvalidConfig, NotFound
 from dialoop_ops.cli.main import main
 from dialoop_ops.stack.branch import find_branch
 from dialoop_ops.stack.commands import ended_with, for_seed, seeds_of
-from dialoop_ops.stack.provenance import started_with
 from dialoop_ops.stack.report.compare import as_json, variants_of
-from dialoop_ops.stack.run_dir import open_run
+from dialoop_ops.stack.run_dir import open_run, started_with
 from dialoop_services.config.file import load_with_origins, overrides_of_words
 
 
@@ -110,7 +109,7 @@ def from_name(name):
 
 metadata.Distribution.from_name = from_name
 import dialoop_services.inference.outside_engine
-from dialoop_ops.stack.provenance import started_with
+from dialoop_ops.stack.run_dir import started_with
 from dialoop_ops.stack.report.summary import versions
 code = started_with(["train"], {}, branch_of=None)["code"]
 print(code["version"], versions("")["dialoop"])

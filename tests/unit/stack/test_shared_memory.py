@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from dialoop_ops.stack.layout import Layout, ports_of
-from dialoop_ops.stack.processes.shared_memory import fill_with_latest, memory_for
 from dialoop_ops.stack.run_dir import RunDir
+from dialoop_ops.stack.running import fill_with_latest, memory_for
 from dialoop_services.config.file import parse_config
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.runtime.settings import load
