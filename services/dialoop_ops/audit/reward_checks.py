@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 from math import lgamma, log
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
 
-from dialoop_ops.audit.records import EVALUATION, Dump, Rollout
+from dialoop_ops.audit.records import EVALUATION, CurvePoint, Dump, Rollout
 from dialoop_ops.audit.report import (
     WARNING,
     AuditFinding,
@@ -18,11 +18,6 @@ from dialoop_ops.audit.report import (
     evidence_of,
     finding_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from dialoop_ops.audit.records import CurvePoint, Dump, Rollout
 
 _FEWEST_PAIRS, _FEWEST_GROUPS = 60, 10
 _CONCORDANCE = 0.9

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
+from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime.access.principals import TOKEN, without_tokens
 
 from dialoop_ops.launch.plan import Needs
@@ -28,10 +29,6 @@ from dialoop_ops.launch.site import ClusterNode, Site, components_of, require_ro
 from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import replica_names, service_of
 from dialoop_ops.stack.processes.child import Room, StartOrder
-
-if TYPE_CHECKING:
-    from dialoop_services.config.job import JobConfig
-
 
 _OBJECT_STORE_BYTES = 80 << 20
 _POLL_S = 0.25

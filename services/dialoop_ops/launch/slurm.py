@@ -13,12 +13,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
+from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime.process import PARENT_VARIABLE
 
 from dialoop_ops.launch.plan import Needs
@@ -32,12 +33,6 @@ from dialoop_ops.launch.site import (
 from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import replica_names, service_of
 from dialoop_ops.stack.processes.child import Child, StartOrder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from dialoop_services.config.job import JobConfig
-
 
 INSIDE = "DIALOOP_IN_SLURM"
 """Set in the script: `dialoop train --on slurm` then runs the job in this allocation."""

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -34,9 +34,6 @@ from dialoop_ops.stack.processes.supervisor import Service, Supervisor, supervis
 from dialoop_ops.stack.scaling import Scaling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from dialoop_services.config.job import JobConfig
     from dialoop_services.runtime.access.tickets import Authority
 
