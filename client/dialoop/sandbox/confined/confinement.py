@@ -7,7 +7,6 @@ import ctypes
 import os
 import resource
 import signal
-from typing import Any
 
 from .landlock import restrict
 from .libc import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, prctl, syscall
@@ -15,6 +14,8 @@ from .seccomp import install
 from .syscall_numbers import this_machine
 
 TYPE_CHECKING = False  # typing takes longer to load than all the rest
+if TYPE_CHECKING:
+    from typing import Any
 
 _CAPABILITY_VERSION_3 = 0x20080522
 

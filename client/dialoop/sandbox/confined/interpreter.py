@@ -14,11 +14,12 @@ import sys
 import traceback
 from contextlib import suppress
 from types import ModuleType
-from typing import Any
 
 from .frames import read_frame, write_frame
 
 TYPE_CHECKING = False  # typing takes longer to load than all the rest
+if TYPE_CHECKING:
+    from typing import Any
 
 CHANNEL = 3
 NONCE_BYTES = 16

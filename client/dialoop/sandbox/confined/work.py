@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 from .confinement import confine
 from .interpreter import serve
 
 TYPE_CHECKING = False  # typing takes longer to load than all the rest
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def work(rules: dict[str, Any]) -> None:
