@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -115,8 +114,7 @@ def _environments(arguments: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 async def _ask_service(address: str) -> tuple[EnvironmentInfo, ...]:
-    token = os.environ.get("DIALOOP_TOKEN", "")
-    async with Dialoop(environment=address, token=token) as dialoop:
+    async with Dialoop(environment=address) as dialoop:
         return await dialoop.environment.list_environments()
 
 

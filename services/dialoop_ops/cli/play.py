@@ -83,8 +83,7 @@ async def _play(arguments: argparse.Namespace, *, by_policy: bool) -> int:
         arguments.environment, options_of(arguments.option)
     )
     policy = arguments.inference if by_policy else ScriptedPolicy(player)
-    token = os.environ.get("DIALOOP_TOKEN", "")
-    async with Dialoop(environment=environment, inference=policy, token=token) as dialoop:
+    async with Dialoop(environment=environment, inference=policy) as dialoop:
         name = arguments.environment if arguments.address else environment.name
         info = await dialoop.environment.get_environment(name)
         if not by_policy:

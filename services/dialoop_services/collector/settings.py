@@ -61,11 +61,6 @@ class CollectorSettings(JobSettings, CollectorSection):
     shuffle_seed: int = 0
     """Seed of the order of tasks in each epoch; 0 keeps the order of the source."""
 
-    @property
-    def joined_run(self) -> str:
-        """Return the run whose registry names the replicas; empty where the settings name them."""
-        return self.run if self.discovery == "registry" else ""
-
     @classmethod
     def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return the model, and the seed of the order of tasks: 0 would not shuffle."""

@@ -64,6 +64,12 @@ class JobSettings(ServerSettings):
     TABLE: ClassVar[str] = ""
     """Name of the service's own table in the job file; its keys are fields here."""
 
+    @property
+    def joined_run(self) -> str:
+        """Return the run whose registry names the replicas; empty where none does."""
+        is_in_registry = getattr(self, "discovery", "") == "registry"
+        return str(getattr(self, "run", "")) if is_in_registry else ""
+
     @classmethod
     def job_paths(cls) -> dict[str, str]:
         """Return the path in the job file of each field that is a key or a table there."""

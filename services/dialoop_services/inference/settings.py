@@ -54,11 +54,6 @@ class InferenceSettings(JobSettings, InferenceFields):
     device_lock: Path | None = None
     """Lock file of the device shared with a trainer; absent: the replica has its own device."""
 
-    @property
-    def joined_run(self) -> str:
-        """Return the run whose registry names the replicas; empty where the settings name them."""
-        return self.run if self.discovery == "registry" else ""
-
     @classmethod
     def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return the number format: the table's, or else the trainer's; and the job's model."""

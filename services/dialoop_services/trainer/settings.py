@@ -118,11 +118,6 @@ class TrainerSettings(JobSettings, TrainFields):
     trackers: TrackerSettings = TrackerSettings()
     """Trackers that get the metrics, besides metrics.jsonl."""
 
-    @property
-    def joined_run(self) -> str:
-        """Return the run whose registry names the replicas; empty where the settings name them."""
-        return self.run if self.discovery == "registry" else ""
-
     @classmethod
     def derive(cls, job: JobConfig) -> dict[str, Any]:
         """Return the job's folders, what its number formats allow, and the size of a replica."""
