@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dialoop.errors import DialoopError, InvalidInput, NotFound
 
 from dialoop_ops.cli.console import add_json, complain
 
-Commands = argparse._SubParsersAction["_Parser"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Commands = argparse._SubParsersAction["_Parser"]
 
 ROOT = Path("runs")
 
