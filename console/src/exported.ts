@@ -117,7 +117,7 @@ async function rowAt(run: Exported, place: number): Promise<Row> {
   return (await load<Row[]>(`${run.folder}rows-${part}`))[place - begin];
 }
 
-// -- filters, as dialoop.runs.filters has them
+// -- filters, as dialoop_ops.runs.filters has them
 
 const EXACT = ["environment", "outcome", "label", "task_key", "group_id"] as const;
 const SORTS = [
