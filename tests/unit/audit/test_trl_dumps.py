@@ -72,6 +72,7 @@ def test_what_engine_and_loader_did_otherwise_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy(reason="a hundred and sixty dumps are simulated and read")
+@pytest.mark.timeout(1200)
 def test_of_ten_cases_for_each_fault_nearly_all_are_found(tmp_path: Path) -> None:
     missed: list[str] = []
     num_cases = 0
