@@ -118,9 +118,11 @@ def import_results(request: pytest.FixtureRequest) -> dict[str, tuple[str, str]]
     }
     results = {}
     for program, folder in ((IMPORT_EACH, "client"), (IMPORT_EACH_IN_ITS_ROOM, "services")):
-        names = [name for name in modules(folder) if name in wanted]
-        if not names:
+        asked = [name for name in modules(folder) if name in wanted]
+        if not asked:
             continue
+        # The packages that they lie in come first, though no test that was selected asks for them.
+        names = [n for n in modules(folder) if any(f"{a}.".startswith(f"{n}.") for a in asked)]
         done = subprocess.run(
             [sys.executable, "-c", program],
             input="\n".join(names),
