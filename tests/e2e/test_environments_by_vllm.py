@@ -107,6 +107,7 @@ async def stack(directory: Path, model: Path) -> AsyncIterator[Stack]:
     config = parse_config(CONFIG | {"model": {"directory": str(model)}}, source="the test")
     with open_run(directory, config, fresh=True) as run_dir:
         layout = plan_stack(config, run_dir)
+        layout.write_job()
         environment = layout.spec("environment")
         entries = json.dumps([played.entry for played in PLAYED])
         environment = replace(
