@@ -40,13 +40,12 @@ def dialoop(*words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=280,
         env=os.environ | {"PYTHONPATH": paths},
     )
 
 
-@pytest.mark.heavy
-@pytest.mark.timeout(900)
+@pytest.mark.heavy(reason="three jobs and four evaluations, each with a stack of its own")
+@pytest.mark.timeout(1800)
 def test_seeds_a_branch_and_their_comparison(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(CONFIG)
