@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import time
 import uuid
 from dataclasses import dataclass, field, replace
@@ -250,9 +251,11 @@ class EpisodePlayer:
     async def _turn(self) -> bool:
         """Play one turn (generate, then step); return whether the environment goes on."""
         recorder, turn = self._recorder, self.num_turns
-        # A policy of one's own need not know of tools where there are none.
-        offer: dict[str, Any] = {"tools": recorder.tools} if recorder.tools else {}
         try:
+            # A policy of one's own need not know of tools where there are none.
+            offer: dict[str, Any] = {"tools": recorder.tools} if recorder.tools else {}
+            if offer:
+                _require_tools_taken(self._policy)
             (sample,) = await call(
                 self._policy.generate,
                 recorder.history,
@@ -333,6 +336,18 @@ def require_policy(policy: object) -> None:
     """Raise InvalidInput (WRONG_TYPE) for something else in a policy's place, or for its class."""
     is_policy = callable(getattr(policy, "generate", None)) and not isinstance(policy, type)
     require(is_policy, "policy", policy, "an InferenceClient or a ScriptedPolicy")
+
+
+def _require_tools_taken(policy: Policy) -> None:
+    """Raise Unsupported (TOOLS_UNSUPPORTED) for a policy whose `generate` takes no tools."""
+    taken = inspect.signature(policy.generate).parameters.values()
+    if not any(field.name == "tools" or field.kind is field.VAR_KEYWORD for field in taken):
+        raise Unsupported(
+            "The environment has tools to show the policy, and its generate takes no `tools`.",
+            reason=Reason.TOOLS_UNSUPPORTED,
+            remedy="Take `tools` there and give them to the chat template, or set "
+            "tools_in_prompt=False in the environment.",
+        )
 
 
 def _require_parts(task: Task, sessions: Sessions, policy: Policy) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,29 @@ def test_config_check_refuses_the_tiny_models_template_unless_the_job_leaves_too
     assert "tools_in_prompt = false" in mistake.remedy
     section["tools_in_prompt"] = False
     assert not preflight.mistakes_in(JobConfig.model_validate(fields | {"environment": section}))
+
+
+async def test_a_policy_that_takes_no_tools_is_told_so_where_there_are_some() -> None:
+    class Plain(ScriptedPolicy):
+        async def generate(  # type: ignore[override]  # as policies were written before
+            self,
+            history: History,
+            *,
+            context: Any,
+            num_context_messages: int,
+            sampling: Any,
+            turn: int,
+        ) -> tuple[Sample, ...]:
+            return await super().generate(history, sampling=sampling, turn=turn)
+
+    shown = adding()
+    for environment, reasons in (
+        (shown, ["TOOLS_UNSUPPORTED"]),
+        (replace(shown, tools_in_prompt=False), []),
+    ):
+        async with Dialoop(environment=environment, inference=Plain(["7", "7"])) as dialoop:
+            trajectory = await dialoop.play(await dialoop.task("adding"))
+        assert [failure.reason for failure in trajectory.failures] == reasons
 
 
 class Asked:
