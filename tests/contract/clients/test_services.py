@@ -25,7 +25,7 @@ from dialoop.v1 import scorer_service_pb2_grpc as scorer_grpc
 from dialoop.v1 import trainer_service_pb2 as trainer_pb
 from dialoop.v1 import trainer_service_pb2_grpc as trainer_grpc
 from dialoop.wire.messages import CHAT_HISTORY
-from dialoop.wire.records import SAMPLING
+from dialoop.wire.records import SAMPLING as SAMPLING_CODEC
 from dialoop.wire.sequences import POLICY_VERSION, sequence_from_proto, sequence_to_proto
 from dialoop_services.hosting import GrpcServer
 from dialoop_services.runtime import ServerSettings, load
@@ -58,7 +58,7 @@ class Inference(inference_grpc.InferenceServiceServicer):
             CHAT_HISTORY.from_proto(request.history).require_prompt(),
             context=sequence_from_proto(request.context) if has_context else None,
             num_context_messages=request.num_context_messages,
-            sampling=SAMPLING.from_proto(request.sampling),
+            sampling=SAMPLING_CODEC.from_proto(request.sampling),
             turn=request.turn,
             num_samples=request.num_samples or 1,
         )
@@ -72,7 +72,7 @@ class Inference(inference_grpc.InferenceServiceServicer):
                 )
                 for sample in samples
             ],
-            sampling=SAMPLING.to_proto(samples[0].sampling),
+            sampling=SAMPLING_CODEC.to_proto(samples[0].sampling),
             tokenizer_digest=samples[0].tokenizer_digest,
             template_digest=samples[0].template_digest,
         )

@@ -30,7 +30,8 @@ from dialoop.trajectory import (
 )
 from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.wire.messages import CHAT_HISTORY, HISTORY, MESSAGE
-from dialoop.wire.records import GROUP, SAMPLING, TASK, TRAJECTORY
+from dialoop.wire.records import GROUP, TASK, TRAJECTORY
+from dialoop.wire.records import SAMPLING as SAMPLING_CODEC
 from dialoop.wire.sequences import column_to_proto, sequence_from_proto, sequence_to_proto
 from dialoop_services.rest.schema import decode, models
 from hypothesis import given
@@ -146,8 +147,8 @@ def test_absent_and_empty_histories_stay_apart(prompt, response):
 
 @given(SAMPLING)
 def test_neutral_sampling_stays_absent(sampling):
-    assert SAMPLING.from_proto(SAMPLING.to_proto(sampling)) == sampling
-    assert not SAMPLING.to_proto(SamplingParams()).ByteSize()
+    assert SAMPLING_CODEC.from_proto(SAMPLING_CODEC.to_proto(sampling)) == sampling
+    assert not SAMPLING_CODEC.to_proto(SamplingParams()).ByteSize()
 
 
 def test_an_absent_is_complete_is_true_and_an_absent_weight_is_1():
@@ -214,7 +215,7 @@ def test_contradictions_are_refused_at_the_edge():
     with pytest.raises(InvalidInput, match="purpose"):
         TASK.from_proto(trajectory_pb2.Task(task_id="t"))
     with pytest.raises(InvalidInput):
-        SAMPLING.from_proto(trajectory_pb2.SamplingParams(temperature=-1))
+        SAMPLING_CODEC.from_proto(trajectory_pb2.SamplingParams(temperature=-1))
     with pytest.raises(InvalidHistory):
         TRAJECTORY.from_proto(trajectory_pb2.Trajectory())
 
