@@ -37,6 +37,7 @@ class Case(NamedTuple):
 ZERO_RUN = DemoRun(cpu_s=0.0, wall_s=0.0, load=(1.0, 1.0))
 CASES = {
     "adding_a_turn": Case(returns={"_tokenizer": MagicMock(), "_measure": {}}),
+    "answers": Case(("--tokens", "9"), {"_took_us": 0.0}),
     "audit.planted": Case(returns={"measure": {"faults": {}, "alarms": []}}),
     "audit.rollouts": Case(returns={"train": Path("none"), "note": None}),
     "console.many_tokens": Case(

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 CHROMIUM = "/usr/bin/chromium"
 RUNS = {
     "adding_a_turn": "--turns 2 --words 5 --repeats 2",
+    "answers": "--tokens 200",
     "audit.planted": "--cases 1 --fault sampling_mismatch",
     "audit.rollouts": "demo",
     "console.many_tokens": f"--browser {CHROMIUM} --trajectories 500 --rounds 1",

@@ -326,9 +326,19 @@ class RunningText:
         self._emitted, self._waiting = self._waiting, []
         return text[len(emitted) :]
 
+    def rest(self) -> str:
+        """Return the text of the tokens that still wait, broken characters as replacements."""
+        emitted = self._tokenizer.decode(self._emitted)
+        text = self._tokenizer.decode(self._emitted + self._waiting)
+        if not text.startswith(emitted):
+            emitted, text = "", self._tokenizer.decode(self._waiting)
+        self._emitted, self._waiting = self._waiting, []
+        return text[len(emitted) :]
+
     def _ends_whole(self) -> bool:
         """Return whether the last character is complete, judged by the last tokens alone."""
-        recent = (self._emitted + self._waiting)[-_MAX_TOKENS_PER_CHARACTER:]
+        last = -_MAX_TOKENS_PER_CHARACTER
+        recent = (self._emitted[last:] + self._waiting[last:])[last:]
         return any(
             not self._tokenizer.decode(recent[start:]).endswith(_REPLACEMENT)
             for start in range(len(recent))
