@@ -33,6 +33,7 @@ _BEGINNINGS = {
     "deepseek": _WIDE.format("call▁begin") + "f" + _WIDE.format("sep") + '{"text": "',
     "kimi": '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"text": "',
     "json": '{"name": "f", "parameters": {"text": "',
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"text": "',
     "pythonic": '[f(text="',
     "gemma": '<|tool_call>call:f{text:<|"|>',
     "harmony": '<|channel|>commentary to=functions.f<|message|>{"text": "',

@@ -6,7 +6,8 @@ arg_key   <tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>...      G
 deepseek  f and {"a": 1} between marks of its own, perhaps in a fence          DeepSeek V3, R1, V3.1
 kimi      <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
 json      {"name": "f", "parameters": {"a": 1}}                                Llama 3.1
-pythonic  [f(a=1)]                                                             Llama 3.2 and 4
+mistral   [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]                   Mistral
+pythonic  [f(a=1)]                                                             Llama 3.2 and 4, LFM2
 gemma     ```tool_code\nf(a=1)\n```, <|tool_call>call:f{a:1}<tool_call|>       Gemma
 harmony   <|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>      gpt-oss
 
@@ -39,6 +40,7 @@ from dialoop.answers.values import (
     as_json,
     is_encodable,
     read_bare_object,
+    read_elements,
     read_json,
     read_members,
     read_python_calls,
@@ -127,6 +129,20 @@ def _read_hermes(body: str, context: BodyContext) -> list[WrittenCall]:
 
 def _read_llama(body: str, context: BodyContext) -> list[WrittenCall]:
     return [_json_call(context.spelling.plain(body), context, ("parameters", "arguments"))]
+
+
+def _read_mistral(body: str, context: BodyContext) -> list[WrittenCall]:
+    """Return the calls in [{"name": ..., "arguments": {...}, "id": ...}]."""
+    elements = read_elements(context.spelling.plain(body))
+    if not elements:
+        return [WrittenCall(name="", problem=NOT_JSON if elements is None else NO_NAME)]
+    calls = []
+    for element in elements:
+        members = read_members(element)
+        if members is None or not {"name", "arguments"} <= members.keys() <= _MISTRAL_KEYS:
+            return [WrittenCall(name="", problem=NO_OBJECT if members is None else OTHER_KEYS)]
+        calls.append(_lenient_call(members, ("arguments",)))
+    return calls
 
 
 def _json_call(body: str, context: BodyContext, keys: tuple[str, ...]) -> WrittenCall:
@@ -326,6 +342,7 @@ _DEEPSEEK_SEP = _wide("sep")
 _KIMI_ALL, _KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _KIMI_ONE, _KIMI_ONE_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 _KIMI_SEP = "<|tool_call_argument_begin|>"
+_MISTRAL_KEYS = {"name", "arguments", "id"}
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 
@@ -355,7 +372,8 @@ def _in_sections(all_calls: str, one: str, end: str, sep: str, read: BodyReader)
 def _grammar(name: str, *shapes: CallShape, beside: tuple[str, ...] = ()) -> CallGrammar:
     texts = [*beside]
     for shape in shapes:
-        texts += [shape.openings[-1], *shape.closings, *shape.marks]
+        alone = () if shape.head else shape.openings[-1:]
+        texts += [*alone, *shape.closings, *shape.marks]
     marks = dict.fromkeys(text.lstrip("\n") for text in texts if len(text) > 1)
     return CallGrammar(name=name, shapes=shapes, beside=beside, marks=tuple(marks))
 
@@ -409,6 +427,16 @@ _ALL = (
         ),
     ),
     _grammar(
+        "mistral",
+        CallShape(
+            openings=("[TOOL_CALLS][", "[TOOL_CALLS] ["),
+            marks=("[TOOL_CALLS]",),
+            scanner=lambda *_: json_object_scanner(),
+            read=_read_mistral,
+            head=(r"\[\s{0,16}\{", r"\[\s{0,16}"),
+        ),
+    ),
+    _grammar(
         "pythonic",
         CallShape(
             openings=("<|python_start|>[", "\n[", "["),
@@ -416,6 +444,12 @@ _ALL = (
             read=_read_python,
             marks=("<|python_start|>",),
             head=(r"\[\s{0,16}[^\W\d][\w.]{0,127}\s?\(", r"\[\s{0,16}(?:[^\W\d][\w.]{0,127}\s?)?"),
+        ),
+        CallShape(
+            openings=("\n<|tool_call_start|>", "<|tool_call_start|>"),
+            closings=("<|tool_call_end|>",),
+            scanner=lambda _, stops: python_block_scanner(stops),
+            read=_read_python,
         ),
         beside=("<|python_end|>",),
     ),

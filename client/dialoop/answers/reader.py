@@ -25,9 +25,9 @@ from dialoop.answers.grammars import (
     BodyContext,
     CallGrammar,
     CallShape,
-    WrittenCall,
     read_channel_call,
 )
+from dialoop.answers.grammars import WrittenCall as WrittenCall
 from dialoop.answers.marks import Spelling, TokenText, spelling_of
 from dialoop.answers.scanning import Scanner, Stops, Tape, json_scanner
 from dialoop.errors import InvalidInput
@@ -36,13 +36,12 @@ if TYPE_CHECKING:
     from dialoop.messages import ToolDefinition
     from dialoop.tokens.tokenizer import Tokenizer
 
-__all__ = ["AnswerForm", "AnswerReader", "Reading", "WrittenCall", "read_text"]
-
 _Steps = Generator[None, None, None]
 _NO_CALLS = CallGrammar(name="")
 _MAX_BLANKS = 16
 _MAX_HEADER = 1000
 _MAX_HEAD = 256
+_MAX_SEPARATOR = 3
 _RECIPIENT = re.compile(r"\bto=([^\s<\udc80-\udcff]+)")
 
 
@@ -133,6 +132,15 @@ def read_text(text: str, form: AnswerForm, tools: Sequence[ToolDefinition] = ())
     return machine.reading
 
 
+def grammar_of(written: str) -> str:
+    """Return the grammar that finds the call in what a template wrote of one, or ""."""
+    for grammar in GRAMMARS:
+        calls = read_text(written, AnswerForm(calls=grammar)).calls
+        if any(not call.problem for call in calls):
+            return grammar
+    return ""
+
+
 class _Cut:
     """Ends a text before the first of some strings, in whatever tokens it stands."""
 
@@ -198,6 +206,7 @@ class _Language:
         self.spelling = spelling
         grammar = GRAMMARS[form.calls] if form.calls and form.reads_calls else _NO_CALLS
         openings = [text for shape in grammar.shapes for text in shape.openings]
+        marked = [t for shape in grammar.shapes if shape.head is None for t in shape.openings]
         texts = (*openings, *grammar.beside)
         self.anything = spelling.pattern(texts)
         self.beginnings = spelling.beginnings(texts)
@@ -205,7 +214,7 @@ class _Language:
         self.by_opening = {
             spelling.spelled(text): opening
             for shape in grammar.shapes
-            for opening in (self._opening(shape, openings),)
+            for opening in (self._opening(shape, marked),)
             for text in shape.openings
         }
         self.has_channels = _has_channels(form)
@@ -406,7 +415,7 @@ class _Machine:
         assert opening.head is not None
         whole, beginning = opening.head
         is_at_line = text[0] == "\n" or len(self._language.spelling.plain(text[0])) > 1
-        while self._is_new or is_at_line or "<|" in text:
+        while self._is_new or is_at_line or len(text) > _MAX_SEPARATOR:
             body = tape.at + start
             if whole.match(tape.data, body) is not None:
                 tape.at = body

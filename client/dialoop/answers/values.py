@@ -50,6 +50,14 @@ def read_members(text: str) -> dict[str, JsonValue] | None:
         return None
 
 
+def read_elements(text: str) -> list[str] | None:
+    """Return how each element of a JSON array is spelled; None for anything else."""
+    try:
+        return _elements(text)
+    except (ValueError, RecursionError, IndexError):
+        return None
+
+
 def as_json(value: Any) -> str:
     """Return compact JSON of a value that was read here; it can be encoded as UTF-8."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -147,6 +155,24 @@ def _members(text: str) -> dict[str, JsonValue] | None:
             return None
         position = _skip(text, position + 1)
     return members if _skip(text, position + 1) == len(text) else None
+
+
+def _elements(text: str) -> list[str] | None:
+    position = _skip(text, 0)
+    if text[position] != "[":
+        return None
+    elements: list[str] = []
+    position = _skip(text, position + 1)
+    while text[position] != "]" or elements:
+        _, end = _DECODER.raw_decode(text, position)
+        elements.append(text[position:end])
+        position = _skip(text, end)
+        if text[position] == "]":
+            break
+        if text[position] != ",":
+            return None
+        position = _skip(text, position + 1)
+    return elements if _skip(text, position + 1) == len(text) else None
 
 
 def _types_of(value: Any) -> frozenset[str]:

@@ -11,11 +11,11 @@ What a format does not write (ids of tool calls, names) comes back empty.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from dialoop.answers.values import read_members
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop.messages import Message, ToolCall
 from dialoop.reasons import Reason
@@ -373,17 +373,12 @@ def split_responses(content: str, start: str, end: str) -> tuple[str, ...] | Non
 
 
 def _call(text: str) -> ToolCall | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):  # too deep, or with a number of too many digits
+    """Return the call that a template wrote; arguments that it had as text stand in a string."""
+    members = read_members(text)
+    if members is None or members.keys() != {"name", "arguments"}:
         return None
-    if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
-        return None
-    name, arguments = value["name"], value["arguments"]
+    name, arguments = members["name"].value, members["arguments"]
     if not isinstance(name, str) or not name:
         return None
-    if isinstance(arguments, str):
-        return ToolCall(name=name, arguments_json=arguments)
-    prefix = f'{{"name": "{name}", "arguments": '
-    written = text[len(prefix) : -1] if text.startswith(prefix) and text.endswith("}") else ""
-    return ToolCall(name=name, arguments_json=written or json.dumps(arguments, ensure_ascii=False))
+    is_text = isinstance(arguments.value, str)
+    return ToolCall(name=name, arguments_json=arguments.value if is_text else arguments.text)

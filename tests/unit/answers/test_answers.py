@@ -9,7 +9,7 @@ from dialoop.answers import AnswerForm, AnswerReader, Reading, WrittenCall, read
 from dialoop.chat import ToolDefinition
 from dialoop.errors import InvalidInput
 
-from tests.support.written_answers import THINK, byte_tokenizer, marks_of
+from tests.support.families.written import THINK, byte_tokenizer, marks_of
 
 HERMES = AnswerForm(reasoning=THINK, calls="hermes")
 OTHER_FORM = "the call is not written in the form of the model's template."

@@ -13,7 +13,7 @@ from dialoop.tokens.tokenizer import Tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.written_answers import THINK, WRITERS, byte_tokenizer, harmony, marks_of
+from tests.support.families.written import THINK, WRITERS, byte_tokenizer, harmony, marks_of
 
 _PIECES = [
     "a",

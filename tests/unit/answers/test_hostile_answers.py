@@ -9,7 +9,7 @@ import time
 import pytest
 from dialoop.answers import GRAMMARS, AnswerForm, AnswerReader, Reading, read_text
 
-from tests.support.written_answers import THINK, byte_tokenizer, marks_of
+from tests.support.families.written import THINK, byte_tokenizer, marks_of
 
 BODIES = [
     "[" * 1_000,

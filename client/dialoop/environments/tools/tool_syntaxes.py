@@ -3,7 +3,8 @@ r"""The ways in which a policy writes tool calls with arguments.
 BlockCalls     <tool>search\n{"query": "owls"}</tool>
 XmlCalls       <tool name="search" tag="a">{"query": "owls"}</tool>
 JsonCalls      {"message": "I look.", "tools": [{"tool": "search", "args": {"query": "owls"}}]}
-NativeCalls    Message.tool_calls, or <tool_call>{"name": "search", "arguments": {...}}</tool_call>
+NativeCalls    Message.tool_calls, or what the model's family writes, as
+               <tool_call>{"name": "search", "arguments": {"query": "owls"}}</tool_call>
 
 Each returns the calls of one message in order of appearance. A call that cannot be read is among
 them with its `problem`, so that the policy gets an answer.
@@ -14,10 +15,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from dialoop.chat import Message
+from dialoop.answers import AnswerForm, WrittenCall, read_text
+from dialoop.chat import Message, ToolDefinition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +83,36 @@ class JsonCalls:
         return [_entry(entry) for entry in entries] if isinstance(entries, list) else []
 
 
+_LENIENT = AnswerForm(reasoning=("<think>", "</think>"), calls="hermes", is_lenient=True)
+
+
 @dataclass(frozen=True, slots=True)
 class NativeCalls:
-    """A chat model's native calls, parsed by the engine or in the tags of its template."""
+    """A chat model's native calls, parsed by the engine or in the form of its template.
 
-    tag: str = "tool_call"
+    form: how the model writes its answers; a call in a thought is none. tools: their schemas give
+    arguments a type where the form writes them as plain text.
+    """
+
+    form: AnswerForm = _LENIENT
+    tools: tuple[ToolDefinition, ...] = ()
 
     def calls(self, message: Message) -> list[ParsedCall]:
         """Return the message's tool_calls if it has any, else the calls in its text."""
         if message.tool_calls:
             return [_read(c.name, c.arguments_json or "{}", c.id) for c in message.tool_calls]
-        tag = re.escape(self.tag)
-        spans = re.findall(rf"<{tag}>(.*?)</{tag}>", message.text, re.DOTALL)
-        return [_object(span) for span in spans]
+        form, text = self.form, message.text
+        if form.reasoning is not None:
+            start, end = form.reasoning
+            thought, mark, _ = text.partition(end)
+            form = replace(form, starts_in_reasoning=bool(mark) and start not in thought)
+        return [_parsed(call) for call in read_text(text, form, self.tools).calls]
+
+
+def _parsed(call: WrittenCall) -> ParsedCall:
+    if call.problem:
+        return ParsedCall(name=call.name, id=call.id, problem=call.problem)
+    return _read(call.name, call.arguments_json, call.id)
 
 
 def _block(span: str) -> ParsedCall:
@@ -108,14 +127,6 @@ def _element(attributes: str, body: str) -> ParsedCall:
     if call.problem and name:
         return ParsedCall(name=name, arguments={"raw": body.strip()}, id=tag)
     return call
-
-
-def _object(span: str) -> ParsedCall:
-    try:
-        content = json.loads(span)
-    except (ValueError, RecursionError):
-        return ParsedCall(name="", problem="the call is not JSON.")
-    return _entry(content)
 
 
 def _entry(entry: Any) -> ParsedCall:

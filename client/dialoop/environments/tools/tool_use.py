@@ -5,7 +5,7 @@ ToolUse([search, FunctionTool(lookup, timeout_s=2.0)], syntax=NativeCalls())
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -62,7 +62,7 @@ class ToolUse(Transform):
                 f"tool_failures is '{tool_failures}'.", remedy="Choose 'end' or 'tell'."
             )
         self._tools = _by_name(tools)
-        self._syntax = syntax or NativeCalls()
+        self._syntax = _typed(syntax or NativeCalls(), self._tools)
         self._role = role
         self._timeout_s = timeout_s
         self._stop_on_error = stop_on_error
@@ -157,6 +157,13 @@ class EndWithoutCalls(Transform):
         if answer is None or self._syntax.calls(answer):
             return outcome
         return outcome.terminate(DoneReason.NO_CALL)
+
+
+def _typed(syntax: ToolSyntax, tools: Mapping[str, ArgumentTool]) -> ToolSyntax:
+    """Return the syntax, which knows the tools' schemas where it reads native calls."""
+    if not isinstance(syntax, NativeCalls) or syntax.tools:
+        return syntax
+    return replace(syntax, tools=tuple(tool.definition for tool in tools.values()))
 
 
 def _by_name(

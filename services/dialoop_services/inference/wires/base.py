@@ -15,21 +15,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from dialoop.chat import Message, ToolCall
+from dialoop.answers import AnswerForm, AnswerReader
+from dialoop.chat import Message, ToolCall, ToolDefinition
 from dialoop.errors import DialoopError, InvalidInput, Unavailable
 from dialoop.reasons import Reason
-from dialoop.tokens.tokenizer import RunningText
+from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Failure, Owner, SamplingParams, StopReason
 
 from dialoop_services.inference.generate import with_defaults
 from dialoop_services.inference.recordings.store import CallState, Choice
 from dialoop_services.inference.wires.bodies import ContextTooLong, UnknownModel
 from dialoop_services.inference.wires.prompts import Prompts
-from dialoop_services.inference.wires.reading import AnswerSyntax, CallIds, Reader, held_back
 from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     )
     from dialoop_services.inference.rendering import Renderer
     from dialoop_services.inference.replica.replica import Replica
-    from dialoop_services.inference.wires.reading import Reading
     from dialoop_services.rest.http_routes import HttpRequest, HttpRoute
 
 _RECORDED = "/recordings/{recording_id}"
@@ -116,6 +116,20 @@ class JobAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How answers are read: their form, the tools offered, and the stop strings that are cut."""
+
+    tokenizer: Tokenizer
+    form: AnswerForm
+    tools: tuple[ToolDefinition, ...] = ()
+    cut: tuple[str, ...] = ()
+
+    def begin(self) -> AnswerReader:
+        """Return the reader of one answer."""
+        return AnswerReader(self.form, self.tokenizer, self.tools, cut=self.cut)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptJob:
     """One prompt to be answered `num_choices` times."""
 
@@ -158,27 +172,19 @@ class RunningAnswer:
 
     so_far: AnswerPart
     """What its parts had together, without tokens."""
-    reader: Reader
-    _call_ids: CallIds = field(default_factory=CallIds)
-    _text: str = ""
-    _running: RunningText | None = None
+    reader: AnswerReader
+    call_ids: set[str]
+    """The ids of the calls before this answer, and of its own."""
+    _num_read: int = 0
     _ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
     _top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
     def add(self, tokens: TokenChunk) -> AnswerPart | None:
         """Return the part that these tokens make; None while they may still change."""
-        tokenizer = self.reader.tokenizer
-        if self._running is None:
-            self._running = RunningText(tokenizer)
         self._note(tokens)
-        ends = tokenizer.end_of_turn_ids
-        self._text += self._running.add([i for i in tokens.token_ids if i not in ends])
-        safe = self._text
-        for string in self.reader.cut:
-            safe = safe.partition(string)[0]
-        safe = safe[: len(safe) - held_back(safe, *self.reader.cut)]
-        return self._part(self.reader.syntax.read(safe, is_over=False), None)
+        self._read(tokens.token_ids)
+        return self._part(None)
 
     def whole(self, sampled: Sampled) -> AnswerPart:
         """Return an answer that nobody read before it ended, as one part."""
@@ -187,41 +193,61 @@ class RunningAnswer:
 
     def finish(self, sampled: Sampled) -> AnswerPart:
         """Return the last part: the rest of the text, and why the answer ended."""
-        reading = self.reader.syntax.read(self.reader.text_of(sampled))
-        part = self._part(reading, sampled.stop_reason)
+        self._read(sampled.token_ids[self._num_read :])
+        self.reader.finish()
+        part = self._part(sampled.stop_reason)
         assert part is not None
         return part
+
+    def _read(self, token_ids: Sequence[int]) -> None:
+        self.reader.add(token_ids)
+        self._num_read += len(token_ids)
 
     def _note(self, tokens: TokenChunk | Sampled) -> None:
         self._ids.extend(tokens.token_ids)
         self._logprobs.extend(tokens.logprobs)
         self._top_logprobs.extend(tokens.top_logprobs)
 
-    def _part(self, reading: Reading, stop_reason: StopReason | None) -> AnswerPart | None:
-        before, calls = self.so_far, self._call_ids.calls(reading)
+    def _part(self, stop_reason: StopReason | None) -> AnswerPart | None:
+        before, read = self.so_far, self.reader.take()
+        calls = tuple(
+            ToolCall(id=self._id(call.id), name=call.name, arguments_json=call.arguments_json)
+            for call in read.calls
+            if not call.problem
+        )
+        if not (read.content or read.reasoning or calls or stop_reason is not None):
+            return None
         part = replace(
             before,
-            content=reading.content[len(before.content) :],
-            reasoning=reading.reasoning[len(before.reasoning) :],
-            calls=calls[len(before.calls) :],
+            content=read.content,
+            reasoning=read.reasoning,
+            calls=calls,
             token_ids=self._ids,
             logprobs=self._logprobs,
             top_logprobs=self._top_logprobs,
             num_calls_before=len(before.calls),
             stop_reason=stop_reason,
         )
-        if not (part.content or part.reasoning or part.calls or stop_reason is not None):
-            return None
         self._ids, self._logprobs, self._top_logprobs = [], [], []
         self.so_far = replace(
             before,
-            content=before.content + part.content,
-            reasoning=before.reasoning + part.reasoning,
-            calls=calls,
+            content=before.content + read.content,
+            reasoning=before.reasoning + read.reasoning,
+            calls=before.calls + calls,
             is_first=False,
             stop_reason=stop_reason,
         )
         return part
+
+    def _id(self, written: str) -> str:
+        """Return the id that the policy wrote, where the conversation has it once, else a new one.
+
+        Templates that write ids alone, as Kimi K2's, need what the policy wrote.
+        """
+        is_free = written and written not in self.call_ids
+        own = written if is_free else f"call_{uuid.uuid4().hex}"
+        self.call_ids.add(own)
+        return own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +330,17 @@ class WireHost:
         sampling = replace(default, stop=(*(stop or default.stop), *more_stops), **own)
         return with_defaults(sampling, max_new_tokens=self.max_new_tokens)
 
+    def reader(
+        self,
+        form: AnswerForm | None = None,
+        *,
+        tools: tuple[ToolDefinition, ...] = (),
+        cut: tuple[str, ...] = (),
+    ) -> Reader:
+        """Return how answers of this form are read; without one they are content alone."""
+        tokenizer = self.renderer.tokenizer
+        return Reader(tokenizer=tokenizer, form=form or AnswerForm(), tools=tools, cut=cut)
+
     def part(
         self,
         call_id: str,
@@ -311,13 +348,14 @@ class WireHost:
         sampling: SamplingParams,
         recording: Recording | None,
         *,
-        syntax: AnswerSyntax | None = None,
-        cut: tuple[str, ...] = (),
+        reader: Reader | None = None,
     ) -> PromptJob:
-        """Return a prompt to be answered; a recording begins to note its call."""
-        syntax = syntax or AnswerSyntax()
+        """Return a prompt to be answered; a recording begins to note its call.
+
+        reader: how the answers are read; they are content alone without it.
+        """
         call = None if recording is None else recording.begin(call_id, prompt, sampling)
-        reader = Reader(tokenizer=self.renderer.tokenizer, syntax=syntax, cut=cut)
+        reader = reader or self.reader()
         return PromptJob(prompt=prompt, reader=reader, recording=recording, call=call)
 
 
@@ -519,7 +557,8 @@ class _Running:
 
 
 def _running(part: PromptJob, *, index: int) -> RunningAnswer:
-    return RunningAnswer(so_far=AnswerPart(index=index), reader=part.reader)
+    ids = {call.id for message in part.prompt.messages for call in message.tool_calls}
+    return RunningAnswer(so_far=AnswerPart(index=index), reader=part.reader.begin(), call_ids=ids)
 
 
 async def _all(samples: list[Any]) -> list[list[Sampled]]:

@@ -10,23 +10,26 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
+from dialoop.answers import GRAMMARS, AnswerForm, grammar_of
 from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence, Source, sequence_of
+from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import Prompt
 
 from dialoop_services.inference.recordings.matching import Origin
 from dialoop_services.inference.recordings.store import CallPrompt, Recording
 from dialoop_services.inference.rendering import GenerationRequest, Renderer
 from dialoop_services.inference.wires.bodies import field_error
-from dialoop_services.inference.wires.reading import CALL_START, AnswerSyntax
 
 _COMPLETION = "completion"
-_THINK, _THINK_END = "<think>", "</think>"
-_NUM_LOOKED_AT = 8
+_THINK = ("<think>", "</think>")
+_NUM_LOOKED_AT = 32
+_KNOWN = "Qwen, GLM, DeepSeek, Kimi, Llama, Mistral, Gemma or gpt-oss"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,18 @@ class Offer:
         options = json.dumps(dict(self.options), sort_keys=True, default=str)
         text = json.dumps([self.tools, options])
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _form_of(template: ChatTemplate) -> AnswerForm:
+    """Return the form of answers as the template writes them, or as its source names the marks."""
+    profile, source = template.profile, template.source
+    reasoning = profile.reasoning or (_THINK if any(mark in source for mark in _THINK) else None)
+    calls = grammar_of(profile.written_call)
+    if not calls:  # a template may write the id of a call alone, as Kimi K2's does
+        named = (g for g in GRAMMARS.values() if g.marks and all(m in source for m in g.marks))
+        calls = next((grammar.name for grammar in named), "")
+    return AnswerForm(reasoning=reasoning, calls=calls)
 
 
 class Prompts:
@@ -107,24 +122,26 @@ class Prompts:
             return CallPrompt(messages=history, prompt=prompt, variant=_COMPLETION)
         return self._continue(text_or_ids, ids, origin, recording)
 
-    def syntax(self, prompt: CallPrompt, *, reads_calls: bool) -> AnswerSyntax:
-        """Return the syntax of the answers."""
+    def form(self, *, offers_tools: bool) -> AnswerForm:
+        """Return the form of this policy's answers; calls are read where tools are offered."""
+        template = self._renderer.template.for_tools(offers_tools or None)
+        return replace(_form_of(template), reads_calls=offers_tools)
+
+    def form_of(self, prompt: CallPrompt, *, offers_tools: bool) -> AnswerForm:
+        """Return the form of the answers to a prompt, which may have opened their thought."""
+        form = self.form(offers_tools=offers_tools)
         last = prompt.prompt.sequence.token_ids[-_NUM_LOOKED_AT:].tolist()
         opening = self._renderer.tokenizer.decode(last).rstrip("\n")
-        source = self._renderer.template.for_tools(reads_calls or None).source
-        return AnswerSyntax(
-            reads_calls=reads_calls,
-            reads_reasoning=any(mark in source for mark in (_THINK, _THINK_END)),
-            starts_in_reasoning=opening.endswith(_THINK),
-        )
+        starts = form.reasoning is not None and opening.endswith(form.reasoning[0])
+        return replace(form, starts_in_reasoning=starts)
 
     def _require_tools_known(self) -> None:
         source = self._renderer.template.for_tools(True).source
-        if "tools" not in source or CALL_START not in source:
+        if "tools" not in source or not self.form(offers_tools=True).calls:
             raise field_error(
                 "tools",
-                f"this policy's chat template shows no tools or has no {CALL_START}",
-                remedy="Serve a model whose template has tools, as Qwen's.",
+                "this policy's chat template shows no tools, or writes calls in no known form",
+                remedy=f"Serve a model whose template has tools, and calls as {_KNOWN} write them.",
                 reason=Reason.TOOLS_UNSUPPORTED,
             )
 

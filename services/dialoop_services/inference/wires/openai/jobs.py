@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dialoop.answers import GRAMMARS
 from dialoop.reasons import Reason
 from dialoop.trajectory import SamplingParams
 
@@ -24,7 +25,6 @@ from dialoop_services.inference.wires.openai.models import (
     ToolBody,
 )
 from dialoop_services.inference.wires.prompts import Offer
-from dialoop_services.inference.wires.reading import CALL_END, CALL_START
 
 _RESERVED = {"messages", "tools", "add_generation_prompt", "tokenize", "documents"}
 
@@ -38,13 +38,14 @@ class Jobs:
     def chat(self, body: ChatBody, recording: Recording | None) -> tuple[AnswerJob, Shape]:
         """Return the job of a chat completion."""
         adapter, engine = self.host.adapter_of(body.model, recording), self.host.replica.engine
-        constraint = constraint_of(body, engine)
+        offers_tools = bool(body.tools) and body.tool_choice != "none"
+        grammar = self.host.prompts.form(offers_tools=offers_tools).calls
+        constraint = constraint_of(body, engine, grammar)
         num_top = body.top_logprobs or 0
         if num_top and not body.logprobs:
             raise field_error("top_logprobs", "logprobs is not true", remedy="Set logprobs.")
-        offers_tools = bool(body.tools) and body.tool_choice != "none"
         one_call = offers_tools and not body.parallel_tool_calls
-        more_stops = (CALL_END,) if one_call else ()
+        more_stops = end_of_call(grammar) if one_call else ()
         sampling = replace(
             self._sampling(body, body.max_completion_tokens, recording, more_stops),
             constraint=constraint,
@@ -56,15 +57,17 @@ class Jobs:
             options=_options(body),
         )
         prompt = prompts.chat(history_of(body.messages), offer, recording)
-        syntax = prompts.syntax(prompt, reads_calls=offers_tools)
-        if constraint and syntax.starts_in_reasoning:
+        form = prompts.form_of(prompt, offers_tools=offers_tools)
+        if constraint and form.starts_in_reasoning:
             raise field_error(
                 "response_format" if body.response_format else "tool_choice",
                 "this model's answers begin with reasoning, which would have that form",
                 remedy="Leave it out, or turn thinking off in chat_template_kwargs.",
             )
-        call_id, cut = f"chatcmpl-{uuid.uuid4().hex}", _cut_of(body)
-        part = self.host.part(call_id, prompt, sampling, recording, syntax=syntax, cut=cut)
+        call_id = f"chatcmpl-{uuid.uuid4().hex}"
+        tools = tuple(tool.definition for tool in body.tools or ())
+        reader = self.host.reader(form, tools=tools, cut=_cut_of(body))
+        part = self.host.part(call_id, prompt, sampling, recording, reader=reader)
         job = AnswerJob(parts=(part,), sampling=sampling, num_choices=body.n, adapter=adapter)
         shape = self._shape(body, call_id, adapter, with_logprobs=body.logprobs, num_top=num_top)
         return job, replace(shape, warnings=_warnings(body))
@@ -89,9 +92,10 @@ class Jobs:
         ids = [call_id + (f"-{i}" if len(rows) > 1 else "") for i in range(len(rows))]
         special = {"add_special_tokens": body.add_special_tokens}
         made = [self.host.prompts.completion(row, recording, **special) for row in rows]
+        reader = self.host.reader(cut=_cut_of(body))
         parts = tuple(
             replace(
-                self.host.part(own_id, prompt, sampling, recording, cut=_cut_of(body)),
+                self.host.part(own_id, prompt, sampling, recording, reader=reader),
                 stop_ids=tuple(body.stop_token_ids or ()),
                 ignores_end=body.ignore_eos,
             )
@@ -204,11 +208,14 @@ def _warnings(body: ChatBody) -> tuple[str, ...]:
     )
 
 
+_CONSTRAINED = "hermes"
 _OTHER_ENGINE = 'Leave it out, or serve with engine = "vllm".'
 
 
-def constraint_of(body: ChatBody, engine: Engine) -> str:
+def constraint_of(body: ChatBody, engine: Engine, grammar: str) -> str:
     """Return the constraint of the answer as `SamplingParams` has it; empty where it is free.
+
+    grammar: of the calls that this policy's template writes.
 
     Raise FieldsRefused: UNSUPPORTED_TOOL_CHOICE or UNSUPPORTED_RESPONSE_FORMAT where the engine
     cannot hold an answer to it, INVALID_FIELD where the request contradicts itself.
@@ -227,6 +234,10 @@ def constraint_of(body: ChatBody, engine: Engine) -> str:
         if has_form:
             why = "the answer cannot be a tool call and of that form"
             raise field_error("response_format", why, remedy="Leave it or tool_choice out.")
+        if grammar not in ("", _CONSTRAINED):
+            why = f"calls in the form {grammar} cannot be forced, only those in JSON between tags"
+            reason = Reason.UNSUPPORTED_TOOL_CHOICE
+            raise field_error("tool_choice", why, remedy='Send "auto".', reason=reason)
         return _calls(_forced_tools(body), is_single=not body.parallel_tool_calls)
     if form is None or not has_form:
         return ""
@@ -252,14 +263,21 @@ def _forced_tools(body: ChatBody) -> list[ToolBody]:
 
 
 def _calls(tools: list[ToolBody], *, is_single: bool) -> str:
-    """Return the constraint to calls as `tool_calls` reads them: Hermes's and Qwen's."""
+    """Return the constraint to calls as Hermes and Qwen write them."""
+    shape = GRAMMARS[_CONSTRAINED].shapes[0]
     tags: list[dict[str, Any]] = [
         {
-            "begin": f"{CALL_START}\n"
+            "begin": f"{shape.openings[-1]}\n"
             f'{{"name": {json.dumps(tool.function.name, ensure_ascii=False)}, "arguments": ',
             "schema": {"type": "object", **tool.function.parameters},
-            "end": f"}}\n{CALL_END}",
+            "end": f"}}\n{shape.closings[0]}",
         }
         for tool in tools
     ]
     return json.dumps({"type": "tagged", "tags": tags, "is_single": is_single})
+
+
+def end_of_call(grammar: str) -> tuple[str, ...]:
+    """Return the string that ends a call, if the grammar has one."""
+    shapes = GRAMMARS[grammar].shapes if grammar else ()
+    return tuple(closing for shape in shapes for closing in shape.closings[:1])

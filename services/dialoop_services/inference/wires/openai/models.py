@@ -5,9 +5,11 @@ A field that is null counts as absent. "Accepted and ignored" fields do not chan
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from dialoop.messages import ToolDefinition
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -115,6 +117,12 @@ class ToolBody(_Body):
     def given(self) -> Mapping[str, Any]:
         """Return the tool as the client wrote it, which the chat template gets."""
         return self._given
+
+    @property
+    def definition(self) -> ToolDefinition:
+        """Return the tool with the schema by which its arguments are read."""
+        function = self.function
+        return ToolDefinition(name=function.name, parameters_json=json.dumps(function.parameters))
 
     @model_validator(mode="wrap")
     @classmethod

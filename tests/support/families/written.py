@@ -148,6 +148,11 @@ def harmony(calls: Sequence[Call], *, content: str = "", thought: str = "") -> s
     return "<|start|>assistant".join(parts)
 
 
+def _mistral(calls: Sequence[Call]) -> str:
+    rows = [{"name": name, "arguments": arguments, "id": "a1b2c3d4e"} for name, arguments in calls]
+    return f"[TOOL_CALLS]{_text(rows)}"
+
+
 WRITERS: Mapping[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "hermes": ("hermes", _hermes),
     "xml": ("xml", _xml),
@@ -159,6 +164,11 @@ WRITERS: Mapping[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "python_tag": ("json", lambda calls: "<|python_tag|>" + _llama(calls).lstrip("\n")),
     "pythonic": ("pythonic", lambda calls: f"\n[{_python_calls(calls)}]"),
     "llama4": ("pythonic", lambda calls: f"<|python_start|>[{_python_calls(calls)}]<|python_end|>"),
+    "mistral": ("mistral", _mistral),
+    "lfm2": (
+        "pythonic",
+        lambda calls: f"\n<|tool_call_start|>[{_python_calls(calls)}]<|tool_call_end|>",
+    ),
     "tool_code": ("gemma", lambda calls: f"\n```tool_code\n[{_python_calls(calls)}]\n```"),
     "gemma4": ("gemma", _gemma4),
     "function_gemma": ("gemma", _function_gemma),
