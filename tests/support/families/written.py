@@ -15,20 +15,23 @@ Call = tuple[str, Mapping[str, Any]]
 THINK = ("<think>", "</think>")
 
 
-def byte_tokenizer(
-    marks: Sequence[str] = (), *, ends: Sequence[str] = ("<|im_end|>",), merged: str = ""
-) -> Tokenizer:
-    """Return a byte-level tokenizer in which each mark is one added token.
-
-    ends: what ends a turn. merged: one more added token, whatever it holds.
-    """
+def byte_vocabulary(marks: Sequence[str], ends: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return a byte-level vocabulary in which each mark, and each end of a turn, is one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(list(ends))
-    added = dict.fromkeys((*marks, *filter(None, (merged,))))
-    made.add_tokens([AddedToken(t, normalized=False) for t in added if t not in ends])
+    added = [mark for mark in dict.fromkeys(marks) if mark not in ends]
+    made.add_tokens([AddedToken(mark, normalized=False) for mark in added])
+    return made
+
+
+def byte_tokenizer(
+    marks: Sequence[str] = (), *, ends: Sequence[str] = ("<|im_end|>",)
+) -> Tokenizer:
+    """Return the tokenizer of such a vocabulary."""
+    made = byte_vocabulary(marks, ends)
     config = {"eos_token_ids": [made.token_to_id(end) for end in ends]}
     text = made.to_str()
     return Tokenizer(

@@ -198,7 +198,7 @@ def test_channels_are_read_where_a_template_has_them_and_no_calls():
 
 
 def test_a_mark_of_one_token_counts_only_where_one_token_holds_it():
-    tokenizer = byte_tokenizer(marks_of("hermes"), merged=".\n\n<tool_call>")
+    tokenizer = byte_tokenizer((*marks_of("hermes"), ".\n\n<tool_call>"))
     body = '\n{"name": "f", "arguments": {}}\n'
     mark, end = (tokenizer.single_token(text) for text in ("<tool_call>", "</tool_call>"))
     merged = tokenizer.single_token(".\n\n<tool_call>")
