@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import pydantic
 import pytest
+from dialoop.answers import AnswerForm
 from dialoop.chat import History, Message, ToolCall
 from dialoop.environments import (
     BlockCalls,
@@ -148,6 +149,35 @@ async def test_a_call_that_makes_no_sense_is_told_to_the_policy_and_fails_nothin
     assert answers_of(outcome) == [f"Tool error: {why}"]
     assert not outcome.failures
     assert not outcome.episode.done
+
+
+async def test_a_closing_tag_in_a_string_is_text_and_a_call_in_a_thought_is_none():
+    tag = '<tool_call>{"name": "search", "arguments": {"query": "</tool_call>"}}</tool_call>'
+    assert answers_of(await use_tools(tag, search)) == ["</tool_call>/3/book"]
+    for thought in (f"<think>{tag}</think>", f"{tag}</think>", f"<think>{tag}"):
+        assert answers_of(await use_tools(thought, search)) == []
+    assert len(answers_of(await use_tools(f"{tag}</think>{tag}", search))) == 1
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (
+            "xml",
+            "<tool_call><function=search><parameter=query>\n5\n</parameter><parameter=limit>\n1\n"
+            "</parameter></function></tool_call>",
+        ),
+        (
+            "arg_key",
+            "<tool_call>search<arg_key>query</arg_key><arg_value>5</arg_value>"
+            "<arg_key>limit</arg_key><arg_value>1</arg_value></tool_call>",
+        ),
+        ("pythonic", "[search(query='5', limit=1)]"),
+    ],
+)
+async def test_native_calls_are_read_in_the_form_of_the_model_by_the_tools_schemas(grammar, text):
+    syntax = NativeCalls(AnswerForm(calls=grammar))
+    assert answers_of(await use_tools(text, search, syntax=syntax)) == ["5/1/book"]
 
 
 async def test_an_xml_body_that_is_no_json_is_the_argument_raw():
