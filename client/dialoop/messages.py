@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from dialoop.errors import InvalidHistory, Unsupported
 from dialoop.reasons import Reason
@@ -29,12 +30,15 @@ _USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_FIELDS = ("tool_call_id", "name")
 _KNOWN = frozenset(
     {"role", "content", "is_complete", "tool_calls", "tool_responses", "reasoning"}
-    | {"reasoning_content", *_TEXT_FIELDS}
+    | {"reasoning_content", "thinking", *_TEXT_FIELDS}
 )
 _PART_KINDS = {"text": str, "url": str, "mime_type": str, "name": str, "size": int}
 _PART_KINDS |= {"function_name": str, "function_arguments_json": str}
 
 
+CallIds = Literal["own", "short", "named"]
+CALL_IDS: tuple[CallIds, ...] = ("own", "short", "named")
+_NUM_SHORT = 9
 PART_TYPES = ("text", "image", "audio", "video", "file", "function_call")
 
 
@@ -166,7 +170,8 @@ def message_from_chat(chat: Any, where: str = "message") -> Message:
         )
     role = _expect(chat.get("role"), str, f"{where}.role", "a string")
     is_complete = chat.get("is_complete")
-    reasoning = chat.get("reasoning_content") or chat.get("reasoning")
+    thoughts = (chat.get(key) for key in ("reasoning_content", "reasoning", "thinking"))
+    reasoning = next((thought for thought in thoughts if thought), None)
     texts = {key: _text(chat.get(key), f"{where}.{key}") for key in _TEXT_FIELDS}
     return Message(
         role=role,
@@ -212,13 +217,45 @@ class MessageForm:
 
     arguments_as_text: a call's arguments as JSON text, and not as an object. no_content: what the
     content is beside calls, where there is no text. reasoning_key: the key of what was thought; ""
-    for the content, between the two texts of `thought`.
+    for the content, between the two texts of `thought`. call_ids: see `with_call_ids`.
     """
 
     arguments_as_text: bool = False
     no_content: str | None = ""
+    call_ids: CallIds = "own"
     reasoning_key: str = "reasoning_content"
     thought: tuple[str, str] = ("", "")
+
+
+def with_call_ids(chats: list[dict[str, Any]], kind: CallIds) -> list[dict[str, Any]]:
+    """Return chats whose calls, and the answers to them, have ids as a template wants them.
+
+    "own": as they are. "short": of nine letters and digits (Mistral's). "named": functions.NAME:0,
+    functions.NAME:1, ..., which stands for the name (Kimi's).
+    """
+    if kind == "own":
+        return chats
+    ids: dict[str, str] = {}
+    number = 0
+    changed = []
+    for chat in chats:
+        calls = []
+        for call in chat.get("tool_calls") or ():
+            old, name = call.get("id", ""), call["function"]["name"]
+            ids[old] = _short(old) if kind == "short" else f"functions.{name}:{number}"
+            calls.append({**call, "id": ids[old]})
+            number += 1
+        answered = chat.get("tool_call_id", "")
+        own = {"tool_calls": calls} if calls else {}
+        answer = {"tool_call_id": ids[answered]} if answered in ids else {}
+        changed.append({**chat, **own, **answer})
+    return changed
+
+
+def _short(call_id: str) -> str:
+    if len(call_id) == _NUM_SHORT and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:_NUM_SHORT]
 
 
 DEFAULT_FORM = MessageForm()

@@ -43,6 +43,7 @@ from dialoop.messages import (
     ToolDefinition,
     chat_for_template,
     tool_for_template,
+    with_call_ids,
 )
 from dialoop.reasons import Reason
 from dialoop.templates.parsing import Parser, TurnParser, parse_tokens, parser_for
@@ -445,6 +446,8 @@ class ChatTemplate:
         tool_dicts = [tool_for_template(tool) for tool in tools] if tools is not None else None
         self._require_tools_written(history, bool(tool_dicts))
         messages = [self._chat(message) for message in history]
+        if any(message.tool_calls for message in history):
+            messages = with_call_ids(messages, self.form.call_ids)
         return {"messages": messages, "tools": tool_dicts, **self._special_tokens, **options}
 
     def _chat(self, message: Message) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 r"""What a chat template does: asked, not assumed.
 
     profile = template.profile
-    profile.form          # how it wants to be given calls and thoughts
-    profile.reasoning     # ("<think>", "</think>")
-    profile["reasoning"]  # FieldVerdict("reasoning", "kept", ...)
-    turn_ends(profile, tokenizer).answer      # the id of <|im_end|>
+    profile.form                          # how it wants to be given calls and thoughts
+    profile["reasoning"].verdict          # kept, dropped or refused
+    turn_ends(profile, tokenizer).texts   # the end of turn
 
 The template renders short conversations whose texts are words of their own, and what comes back is
 read. Of several forms of a message the one that keeps most is taken.
@@ -19,12 +18,11 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dialoop.errors import DialoopError
-from dialoop.messages import DEFAULT_FORM, MessageForm
+from dialoop.messages import CALL_IDS, DEFAULT_FORM, Message, MessageForm, with_call_ids
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dialoop.messages import Message
     from dialoop.tokens.tokenizer import Tokenizer
 
     Chat = dict[str, Any]
@@ -77,10 +75,16 @@ class TemplateProfile:
     @property
     def empty_thought(self) -> re.Pattern[str]:
         """Return what matches a thought without text, which the template writes by itself."""
-        if self.reasoning is None:
-            return re.compile("(?!)")
-        start, end = map(re.escape, self.reasoning)
-        return re.compile(rf"\s*{start}\s*{end}\s*")
+        return self._thought(r"\s*{start}\s*{end}\s*")
+
+    @property
+    def opened_thought(self) -> re.Pattern[str]:
+        """Return what matches a thought at a text's end that is only begun, or is empty."""
+        return self._thought(r"{start}\s*({end}\s*)?$|{end}\s*$")
+
+    def _thought(self, pattern: str) -> re.Pattern[str]:
+        start, end = map(re.escape, self.reasoning or self.form.thought)
+        return re.compile(pattern.format(start=start, end=end) if start and end else "(?!)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,25 +156,25 @@ class _Probe:
         self, *chats: Chat, opens: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str | None:
         """Return the rendered text; None where the template refuses it."""
+        changed = with_call_ids(list(chats), self._form.call_ids)
         try:
-            return self._template.render_chats(chats, opens=opens, tools=tools)
+            return self._template.render_chats(changed, opens=opens, tools=tools)
         except DialoopError:
             return None
 
     def _call_form(self) -> MessageForm:
         """Return the form in which calls lose least."""
         best, most = DEFAULT_FORM, 0
-        for no_content, as_text in product(("", None), (False, True)):
-            form = MessageForm(arguments_as_text=as_text, no_content=no_content)
+        for ids, no_content, as_text in product(CALL_IDS, ("", None), (False, True)):
+            form = MessageForm(arguments_as_text=as_text, no_content=no_content, call_ids=ids)
             score = self._score_of_calls(form)
             if score > most:
                 best, most = form, score
         return best
 
     def _score_of_calls(self, form: MessageForm) -> int:
-        call = _call(form)
-        last = self._text(_user(), _assistant(form.no_content, calls=[call]))
-        followed = self._text(_user(), _assistant(form.no_content, calls=[call]), _tool())
+        last = self._called(form)
+        followed = self._called(form, _tool())
         score = 0
         for text in (last, followed):
             if text is None or "qname7" not in text or "qplace7" not in text:
@@ -179,6 +183,12 @@ class _Probe:
             is_foreign = "'place'" in text or '\\"place\\"' in text
             score += 1 if is_foreign else 2
         return score
+
+    def _called(self, form: MessageForm, *later: Chat, name: str = "qname7") -> str | None:
+        call = _call(form, name)
+        call["id"] = "call_qcall7_0123456789"
+        chats = [_user(), _assistant(form.no_content, calls=[call]), *later]
+        return self._text(*with_call_ids(chats, form.call_ids))
 
     def _reasoning_key(self) -> tuple[str, tuple[str, str]]:
         """Return the key under which most thoughts are kept, and marks of thoughts in contents."""
@@ -337,7 +347,9 @@ def _end_of_call(
         return last[-1]
     follows = (closings.call_followed or "").removeprefix(closings.call_last)
     next_ones = tokenizer.added_texts(follows) if follows != closings.call_followed else ()
-    return (*next_ones, *last[-1:], "")[0]
+    # The next role's mark ends calls where it ends answers, or where the model's files say so.
+    by_role = not closings.answer_last.strip()
+    return next((text for text in next_ones[:1] if by_role or text in named), answer)
 
 
 def _message(role: str, content: str | None) -> Chat:
@@ -364,10 +376,12 @@ def _call(form: MessageForm, name: str = "qname7") -> Chat:
 
 
 def common_start(first: str, second: str) -> str:
-    """Return what both texts begin with."""
+    """Return what both texts begin with, up to where a mark begins in which they part."""
     pairs = enumerate(zip(first, second, strict=False))
     length = next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
-    return first[:length]
+    mark = first.rfind("<", 0, length)
+    parts = length < min(len(first), len(second))
+    return first[:mark] if parts and mark > first.rfind(">", 0, length) else first[:length]
 
 
 def _after(text: str | None, word: str) -> str | None:

@@ -1,7 +1,7 @@
 """Where a template writes each text of each message: content, reasoning, calls, names, answers.
 
-    places = find_places(template, history, text)
-    [text[p.start : p.end] for p in places if p.slot.field == "reasoning"]
+    places = find_places(template, history, template.render(history))
+    [place.slot.field for place in places]
 
 The conversation is rendered once more with a mark for each text. What stands between the marks is
 the template's own, and the text is cut where that stands in it. A text is never searched for what
@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import DialoopError
@@ -24,10 +25,7 @@ if TYPE_CHECKING:
     from dialoop.messages import Message, ToolCall
     from dialoop.templates.chat_template import ChatTemplate
 
-# Noncharacters: no text that is meant for interchange holds them, and no tokenizer's vocabulary.
-_MARK = "\ufdd0{}\ufdd1"
-_MARKS = re.compile("\ufdd0([0-9]+)\ufdd1")
-# How a template shows a text: as it is, trimmed, or within JSON.
+# How a template shows a text: as it is, trimmed, or within JSON or Python.
 _SHAPES: tuple[Callable[[str], str], ...] = (
     str,
     str.strip,
@@ -38,6 +36,7 @@ _SHAPES: tuple[Callable[[str], str], ...] = (
     lambda text: text.rstrip("\n"),
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     lambda text: json.dumps(text)[1:-1],
+    lambda text: repr(text)[1:-1],
 )
 
 
@@ -67,25 +66,29 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skeleton:
-    """What a template writes around texts: glue, slot, glue, ..., glue."""
+    """What a template writes around texts: glue, slot, glue, ..., glue; and texts it leaves out."""
 
     glues: tuple[str, ...]
     slots: tuple[Slot, ...]
+    hidden: tuple[Slot, ...]
 
 
 def skeleton_of(
     template: ChatTemplate, history: Sequence[Message], **options: Any
 ) -> Skeleton | None:
     """Render marks in the place of the messages' texts; None where the template refuses them."""
-    slots: list[Slot] = []
-    thought = template.form.thought
-    marked = [_marked(message, index, slots, thought) for index, message in enumerate(history)]
+    marks = _Marks(template, history)
+    marked = [marks.message(message, index) for index, message in enumerate(history)]
     try:
-        parts = _MARKS.split(template.render(marked, **options))
+        parts = marks.pattern.split(template.render(marked, **options))
     except DialoopError:
         return None
     numbers = [int(number) for number in parts[1::2]]
-    return Skeleton(glues=tuple(parts[::2]), slots=tuple(slots[number] for number in numbers))
+    return Skeleton(
+        glues=tuple(parts[::2]),
+        slots=tuple(marks.slots[number] for number in numbers),
+        hidden=tuple(slot for number, slot in enumerate(marks.slots) if number not in set(numbers)),
+    )
 
 
 def find_places(
@@ -122,69 +125,90 @@ def fit(skeleton: Skeleton, text: str) -> tuple[Place, ...] | None:
     return tuple(places) if position == len(text) else None
 
 
-def _marked(message: Message, index: int, slots: list[Slot], thought: tuple[str, str]) -> Message:
-    """Return the message with marks for its texts, which are added to `slots`."""
+class _Marks:
+    """Puts marks in the place of texts, and counts them: words that occur nowhere else.
 
-    def mark(field: str, text: str, char_start: int = 0) -> str:
-        if not text:
+    They have letters and digits alone, so that every way of quoting leaves them as they are.
+    """
+
+    def __init__(self, template: ChatTemplate, history: Sequence[Message]) -> None:
+        self.slots: list[Slot] = []
+        self._form = template.form
+        used = f"{template.source}{history!r}"
+        self._word = next(w for n in count() if (w := f"Qz{n}k") not in used)
+        self.pattern = re.compile(f"{self._word}([0-9]+)z")
+        self._index = 0
+        self._ids: dict[str, str] = {}
+
+    def message(self, message: Message, index: int) -> Message:
+        """Return the message with marks for its texts."""
+        self._index = index
+        content: Any = message.content
+        if isinstance(content, str):
+            content = "".join(self._parts(content))
+        else:
+            position, parts = 0, []
+            for part in content:
+                text = part.text or ""
+                parts.append(replace(part, text=self._mark("content", text, position)))
+                position += len(text)
+            content = tuple(parts)
+        others = message.reasoning or message.tool_calls or message.tool_responses
+        if not others and not (isinstance(content, str) and content.strip()):
+            content = self._add("content", message.text)  # it has a place all the same
+        return replace(
+            message,
+            content=content,
+            reasoning=self._mark("reasoning", message.reasoning),
+            name=self._mark("name", message.name),
+            tool_call_id=self._id("tool_call_id", message.tool_call_id),
+            tool_responses=tuple(
+                self._mark("tool_responses", text) for text in message.tool_responses
+            ),
+            tool_calls=tuple(map(self._call, message.tool_calls)),
+        )
+
+    def _mark(self, field: str, text: str, char_start: int = 0) -> str:
+        return self._add(field, text, char_start) if text.strip() else text
+
+    def _add(self, field: str, text: str, char_start: int = 0) -> str:
+        slot = Slot(index=self._index, field=field, text=text, char_start=char_start)
+        self.slots.append(slot)
+        return f"{self._word}{len(self.slots) - 1}z"
+
+    def _id(self, field: str, text: str) -> str:
+        """Return the mark of an id: equal ids have one, since templates look for the call by it."""
+        if not text or self._form.call_ids != "own":
             return text
-        slots.append(Slot(index=index, field=field, text=text, char_start=char_start))
-        return _MARK.format(len(slots) - 1)
+        if text not in self._ids:
+            self._ids[text] = self._add(field, text)
+        return self._ids[text]
 
-    content: Any = message.content
-    if isinstance(content, str):
-        content = "".join(_mark_parts(content, thought, mark))
-    else:
-        position, parts = 0, []
-        for part in content:
-            text = part.text or ""
-            parts.append(replace(part, text=mark("content", text, position)) if text else part)
-            position += len(text)
-        content = tuple(parts)
-    has_text = content or message.reasoning or message.tool_calls or message.tool_responses
-    if not has_text:  # an empty message has a place all the same
-        slots.append(Slot(index=index, field="content", text=""))
-        content = _MARK.format(len(slots) - 1)
-    return replace(
-        message,
-        content=content,
-        reasoning=mark("reasoning", message.reasoning),
-        name=mark("name", message.name),
-        tool_call_id=mark("tool_call_id", message.tool_call_id),
-        tool_responses=tuple(mark("tool_responses", text) for text in message.tool_responses),
-        tool_calls=tuple(_marked_call(call, mark) for call in message.tool_calls),
-    )
+    def _parts(self, content: str) -> Iterator[str]:
+        """Yield the content in marks; a thought's own marks stay: templates look for them."""
+        thought = tuple(filter(None, self._form.thought))
+        position = 0
+        pattern = "|".join(map(re.escape, thought))
+        for part in re.split(f"({pattern})", content) if thought else [content]:
+            yield part if part in thought else self._mark("content", part, position)
+            position += len(part)
 
+    def _call(self, call: ToolCall) -> ToolCall:
+        try:
+            arguments = json.loads(call.arguments_json)
+        except (ValueError, RecursionError):
+            arguments = None
+        if isinstance(arguments, dict) and not self._form.arguments_as_text:
+            marked = json.dumps(self._strings(arguments), ensure_ascii=False)
+        else:
+            marked = self._mark("call.arguments", call.arguments_json)
+        name, call_id = self._mark("call.name", call.name), self._id("call.id", call.id)
+        return replace(call, name=name, id=call_id, arguments_json=marked)
 
-def _mark_parts(
-    content: str, thought: tuple[str, str], mark: Callable[[str, str, int], str]
-) -> Iterator[str]:
-    """Yield the content in marks; a thought's own marks in it stay, as templates look for them."""
-    marks = [re.escape(text) for text in thought if text]
-    position = 0
-    for part in re.split(f"({'|'.join(marks)})", content) if marks else [content]:
-        yield part if part in thought else mark("content", part, position)
-        position += len(part)
-
-
-def _marked_call(call: ToolCall, mark: Callable[..., str]) -> ToolCall:
-    try:
-        arguments = json.loads(call.arguments_json)
-    except (ValueError, RecursionError):
-        arguments = None
-    if isinstance(arguments, dict):
-        marked = json.dumps(_mark_strings(arguments, mark), ensure_ascii=False)
-    else:
-        marked = mark("call.arguments", call.arguments_json)
-    return replace(
-        call, name=mark("call.name", call.name), id=mark("call.id", call.id), arguments_json=marked
-    )
-
-
-def _mark_strings(value: Any, mark: Callable[..., str]) -> Any:
-    """Return the value with a mark for each text in it; keys and numbers stay."""
-    if isinstance(value, dict):
-        return {key: _mark_strings(item, mark) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_mark_strings(item, mark) for item in value]
-    return mark("call.arguments", value) if isinstance(value, str) else value
+    def _strings(self, value: Any) -> Any:
+        """Return the value with a mark for each text in it; keys and numbers stay."""
+        if isinstance(value, dict):
+            return {key: self._strings(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._strings(item) for item in value]
+        return self._mark("call.arguments", value) if isinstance(value, str) else value

@@ -1,8 +1,10 @@
 """What a template writes of the assistant's messages, and what it adds of its own.
 
-    for turn in assistant_turns(template, tokenizer, history, text):
-        text[turn.start : turn.end]      # thought, content, calls and their marks
-        text[turn.end : turn.closed]     # the token that ends the turn
+    history = History([*history, Message(role="assistant", content="7")])
+    text = template.render(history)
+    *_, turn = assistant_turns(template, tokenizer, history, text)
+    text[turn.start : turn.end]      # thought, content, calls and their marks: "7"
+    text[turn.end : turn.closed]     # the token that ends the turn
 
 A turn begins where the opening ends with which the policy is asked, and behind a thought without
 text that the template adds. It ends before the token that ends turns.
@@ -93,7 +95,8 @@ class _TurnReader:
         if not own:
             return None
         first, last = self._places[own[0]], self._places[own[-1]]
-        fields = frozenset(self._places[n].slot.field for n in own)
+        hidden = {slot.field for slot in self._skeleton.hidden if slot.index == index}
+        fields = frozenset(self._places[n].slot.field for n in own) - hidden
         start = self._start(index, own[0], has_thought="reasoning" in fields)
         end, closed = self._end(own[-1], last.end)
         return AssistantTurn(
@@ -109,14 +112,14 @@ class _TurnReader:
         glue, place = self._skeleton.glues[number], self._places[number]
         glue_start = place.start - len(glue)
         opening = self._opening(index, glue)
+        if not glue.startswith(opening):
+            # It may begin a thought that the message lacks, or write an empty one where it has one.
+            opening = self._template.profile.opened_thought.sub("", opening)
         start = len(common_start(glue, opening))
         added = self._template.profile.empty_thought.match(glue, start)
         if added is not None and not has_thought:
             return glue_start + added.end()
-        rest = opening[start:].strip()
-        profile = self._template.profile
-        # An opening may begin a thought that the message does not have.
-        if rest and not (profile.reasoning and rest.startswith(profile.reasoning[0])):
+        if opening[start:].strip():
             raise no_mask()
         return glue_start + start
 
@@ -138,15 +141,12 @@ class _TurnReader:
     def _end(self, number: int, position: int) -> tuple[int, int]:
         """Return where the turn ends, and where the token that ends it does."""
         glue = self._skeleton.glues[number + 1]
-        found = [
-            (at, -len(text), text)
-            for text in (*self.ends.texts, *self.ends.past)
-            if (at := glue.find(text)) >= 0
-        ]
-        if found:
-            at, _, text = min(found)
-            end = position + at
-            return end, end + len(text) * (text in self.ends.texts)
+        for texts in (self.ends.texts, self.ends.past):
+            found = [(at, -len(text)) for text in texts if (at := glue.find(text)) >= 0]
+            if found:
+                at, length = min(found)
+                end = position + at
+                return end, end - length * (texts is self.ends.texts)
         is_last = number + 1 == len(self._places)
         if not is_last:
             return position, position
@@ -164,8 +164,8 @@ class _TurnReader:
 def hidden_fields(message: Message, shown: frozenset[str]) -> list[str]:
     """Return what a message of the assistant has that is not among the shown fields."""
     has = {
-        "the content": bool(message.text) and "content" not in shown,
-        "the reasoning": bool(message.reasoning) and "reasoning" not in shown,
+        "the content": bool(message.text.strip()) and "content" not in shown,
+        "the reasoning": bool(message.reasoning.strip()) and "reasoning" not in shown,
         "the calls": bool(message.tool_calls) and "call.name" not in shown,
     }
     return [name for name, is_hidden in has.items() if is_hidden]

@@ -26,6 +26,7 @@ from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
 from dialoop.templates.probe import turn_ends
+from dialoop.templates.slots import Place, Slot
 from dialoop.templates.turns import assistant_turns, hidden_fields
 from dialoop.tokens.continuation import Past, continuation
 from dialoop.tokens.encoding import tokens_of
@@ -38,12 +39,11 @@ from dialoop.tokens.special_tokens import (
 from dialoop.tokens.text_spans import Piece, Render, after, cut, uncut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Container, Iterable, Mapping
     from collections.abc import Sequence as AnySequence
 
     from dialoop.sequences import Ids
     from dialoop.templates.chat_template import ChatTemplate
-    from dialoop.templates.slots import Place
     from dialoop.templates.turns import AssistantTurn
     from dialoop.tokens.tokenizer import Tokenizer
 
@@ -110,6 +110,11 @@ class _Shown:
         )
         turn = next((turn for turn in turns if turn.index == len(history) - 1), None)
         hidden = hidden_fields(history[-1], frozenset() if turn is None else turn.fields)
+        divided = _divide_thought(history[-1], template.form.thought)
+        if hidden and divided.reasoning:
+            opened = cls._after_opening(builder, history[:-1].append(divided), options)
+            if opened is not None:
+                return opened
         if turn is None or hidden:
             raise Unsupported(
                 f"The chat template leaves out {' and '.join(hidden) or 'all'} of message "
@@ -126,6 +131,39 @@ class _Shown:
             options=options,
         )
 
+    @classmethod
+    def _after_opening(
+        cls, builder: TokenBuilder, history: History, options: dict[str, Any]
+    ) -> _Shown | None:
+        """Return the last message with its thought behind an opening that begins one.
+
+        So the policy writes it, whatever the template shows of the thought later (R1's: nothing).
+        """
+        message, (start, end) = history[-1], builder.template.form.thought
+        opened = builder.template.render(history[:-1], **options)
+        if not start or not opened.rstrip().endswith(start):
+            return None
+        bare = cls.of(builder, history[:-1].append(replace(message, reasoning="")), options)
+        if bare.text[: bare.turn.start] != builder.template.profile.opened_thought.sub("", opened):
+            return None
+        slot = Slot(index=len(history) - 1, field="reasoning", text=message.reasoning)
+        thought_end = len(opened) + len(message.reasoning)
+        thought = Place(slot=slot, start=len(opened), end=thought_end, is_first=True)
+        text = f"{opened}{message.reasoning}\n{end}\n\n{bare.text[bare.turn.start :]}"
+        shift = len(text) - len(bare.text)
+        moved = (
+            replace(place, start=place.start + shift, end=place.end + shift)
+            for place in bare.places
+            if place.start >= bare.turn.start
+        )
+        turn = replace(
+            bare.turn,
+            start=len(opened),
+            end=bare.turn.end + shift,
+            closed=bare.turn.closed + shift,
+        )
+        return replace(bare, history=history, text=text, turn=turn, places=(thought, *moved))
+
     def pieces(self, start: int, end: int, source: Source) -> list[Piece]:
         """Cut a range of the text; what messages spell like a special token stays text."""
         pieces: list[Piece] = []
@@ -138,6 +176,16 @@ class _Shown:
                 pieces.append(Piece(text=text, source=source, is_literal=True))
                 start = place.end
         return [*pieces, Piece(text=self.text[start:end], source=source)]
+
+
+def _divide_thought(message: Message, thought: tuple[str, str]) -> Message:
+    """Return the message with the thought apart that its content begins with."""
+    start, end = thought
+    content = message.text.lstrip()
+    if message.reasoning or not (start and content.startswith(start) and end in content):
+        return message
+    reasoning, _, rest = content.removeprefix(start).partition(end)
+    return replace(message, reasoning=reasoning.strip("\n"), content=rest.lstrip("\n"))
 
 
 class TokenBuilder:
@@ -253,6 +301,7 @@ class TokenBuilder:
         *,
         stop: Iterable[str] = (),
         options: Mapping[str, Any] | None = None,
+        untaught: Container[int] = (),
     ) -> tuple[Sequence, ...]:
         """Return a conversation's tokens as if its assistant messages were sampled (no log-probs).
 
@@ -261,12 +310,13 @@ class TokenBuilder:
         `stop` ends there, as the sampler would end it. Where a later message changes what the
         template shows of an earlier one, a new sequence begins, as in a rollout.
 
-        options: the template's. Raise Unsupported (MASK_UNAVAILABLE, TEMPLATE_HIDES_ANSWERS).
+        options: the template's. untaught: indices of the assistant's messages that are context.
+        Raise Unsupported (MASK_UNAVAILABLE, TEMPLATE_HIDES_ANSWERS).
         """
         sequences: list[Sequence] = []
         covered = 0
         for index, message in enumerate(history):
-            if message.role != "assistant":
+            if message.role != "assistant" or index in untaught:
                 continue
             context = sequences[-1] if sequences else None
             shown = _Shown.of(self, history[: index + 1], dict(options or {}))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dialoop.chat import Message, ToolCall, ToolDefinition
+from dialoop.messages import with_call_ids
 
 from tests.support.families import Family, Reads
 
@@ -172,7 +173,7 @@ def _tool(pick: random.Random, name: str) -> ToolDefinition:
 
 def chats_for(messages: Iterable[Message], reads: Reads) -> list[dict[str, Any]]:
     """Return the dicts in the form that the template reads."""
-    return [_chat(message, reads) for message in messages]
+    return with_call_ids([_chat(message, reads) for message in messages], reads.call_ids)
 
 
 def _chat(message: Message, reads: Reads) -> dict[str, Any]:

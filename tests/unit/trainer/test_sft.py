@@ -16,6 +16,7 @@ from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_ops.stack.report.plot import draw_learning
 from dialoop_services.trainer.__main__ import _builder, with_steps_of
 from dialoop_services.trainer.data.demonstrations import (
+    Demonstration,
     DemonstrationSet,
     demonstration_set,
     warm_start_batches,
@@ -28,19 +29,19 @@ from tests.support.trainer_world import World, worlds
 VERSION = PolicyVersion(lineage="demonstration", number=0)
 
 
-def show(which: int, generator: object) -> History:
-    return History((Message(role="user", content=str(which)),))
+def show(which: int, generator: object) -> Demonstration:
+    return Demonstration(history=History((Message(role="user", content=str(which)),)))
 
 
-def row(history: History) -> Sequence:
+def row(shown: Demonstration) -> tuple[Sequence, ...]:
     sampled = {"source": Source.MODEL, "policy_version": VERSION}
-    ids = [int(history[0].content)]
-    return sequence_of([([1], {"source": Source.PROMPT}), (ids, sampled)], logprobs=[0.0])
+    ids = [int(shown.history[0].content)]
+    return (sequence_of([([1], {"source": Source.PROMPT}), (ids, sampled)], logprobs=[0.0]),)
 
 
 def numbers(size: int = 5, *, heldout: int = 0) -> DemonstrationSet:
     """Demonstrations that are their own numbers, two a batch."""
-    kept = tuple(row(show(100 + n, None)) for n in range(heldout))
+    kept = tuple(row(show(100 + n, None))[0] for n in range(heldout))
     return DemonstrationSet(size=size, show=show, render=row, batch_size=2, seed=0, heldout=kept)
 
 
@@ -337,14 +338,14 @@ def test_a_warm_start_never_draws_what_leaves_nothing_to_train(
 async def test_tokens_that_are_cut_off_are_not_counted_as_trained(
     world: Callable[..., World], tmp_path: Path, oversize: str, num_tokens: int
 ) -> None:
-    def long(history: History) -> Sequence:
+    def long(shown: Demonstration) -> tuple[Sequence, ...]:
         sampled = {"source": Source.MODEL, "policy_version": VERSION}
-        answer = [7] * (40 if history[0].content == "0" else 4)
+        answer = [7] * (40 if shown.history[0].content == "0" else 4)
         pieces: list[tuple[list[int], dict[str, Any]]] = [
             ([1], {"source": Source.PROMPT}),
             (answer, sampled),
         ]
-        return sequence_of(pieces, logprobs=[0.0] * len(answer))
+        return (sequence_of(pieces, logprobs=[0.0] * len(answer)),)
 
     both = DemonstrationSet(size=2, show=show, render=long, batch_size=2, seed=0)
     options = {"oversize": oversize, "max_row_tokens": 16}

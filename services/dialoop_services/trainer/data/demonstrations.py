@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dialoop.chat import History
 from dialoop.environments import ChatEnv, load_environment
-from dialoop.errors import InvalidConfig
+from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
@@ -31,10 +32,24 @@ if TYPE_CHECKING:
 
     from dialoop_services.trainer.settings import TrainerSettings
 
-    Show = Callable[[int, random.Random], History]
-    Render = Callable[[History], Sequence]
+    Show = Callable[[int, random.Random], "Demonstration"]
+    Render = Callable[["Demonstration"], tuple[Sequence, ...]]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A conversation to learn from.
+
+    tools: what the template is given as tools. untaught: indices of the assistant's messages that
+    are context (weight 0). line: in its file, from 1; 0 where it has none.
+    """
+
+    history: History
+    tools: tuple[Mapping[str, Any], ...] = ()
+    untaught: frozenset[int] = frozenset()
+    line: int = 0
 
 
 class WarmStartBatches:
@@ -53,14 +68,14 @@ class WarmStartBatches:
         return self
 
     def __next__(self) -> list[Sequence]:
-        return [self._render(history) for history in self._draw()]
+        return list(chain.from_iterable(map(self._render, self._draw())))
 
     def skip(self, num_batches: int) -> None:
         """Skip batches that an earlier process has trained, without rendering them."""
         for _ in range(num_batches):
             self._draw()
 
-    def _draw(self) -> list[History]:
+    def _draw(self) -> list[Demonstration]:
         generator = self._random
         return [
             self._show(generator.randrange(self._size), generator) for _ in range(self._batch_size)
@@ -110,10 +125,8 @@ class DemonstrationSet:
         order = list(range(self.size))
         random.Random(f"{self.seed}/{epoch}").shuffle(order)
         batch = order[index * self.batch_size : (index + 1) * self.batch_size]
-        return [
-            self.render(self.show(which, random.Random(f"{self.seed}/{epoch}/{which}")))
-            for which in batch
-        ]
+        shown = (self.show(each, random.Random(f"{self.seed}/{epoch}/{each}")) for each in batch)
+        return list(chain.from_iterable(map(self.render, shown)))
 
 
 def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> DemonstrationSet:
@@ -122,7 +135,7 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
     Raises InvalidConfig, which names the line of a file that is too long for the trainer's rows.
     """
     environment, render = _environment(settings, builder)
-    heldout: list[History] = []
+    heldout: list[Demonstration] = []
     if settings.sft.file:
         train, heldout = _split(settings, render)
         size, show = _held(train)
@@ -134,23 +147,30 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
         render=render,
         batch_size=settings.sft.batch_size,
         seed=settings.seed,
-        heldout=tuple(map(render, heldout)),
+        heldout=tuple(chain.from_iterable(map(render, heldout))),
     )
 
 
 def _environment(settings: TrainerSettings, builder: TokenBuilder) -> tuple[Environment, Render]:
-    """Return the environment, and the function that renders its histories."""
+    """Return the environment, and the function that renders demonstrations of its tasks."""
     section = settings.environment
     environment = load_environment(
         section.kind, section.arguments, tools_in_prompt=section.tools_in_prompt
     )
     traits = environment.traits
-    options = {"tools": traits.prompt_tools} if traits.prompt_tools else {}
-    return environment, partial(builder.demonstration, stop=traits.stop, options=options)
+
+    def render(shown: Demonstration) -> tuple[Sequence, ...]:
+        tools = shown.tools or traits.prompt_tools
+        options = {"tools": tools} if tools else {}
+        return builder.demonstrations(
+            shown.history, stop=traits.stop, options=options, untaught=shown.untaught
+        )
+
+    return environment, render
 
 
-def _held(histories: list[History]) -> tuple[int, Show]:
-    return len(histories), lambda which, _: histories[which]
+def _held(demonstrations: list[Demonstration]) -> tuple[int, Show]:
+    return len(demonstrations), lambda which, _: demonstrations[which]
 
 
 def _shown(settings: TrainerSettings, environment: Environment, *, remedy: str) -> tuple[int, Show]:
@@ -164,13 +184,16 @@ def _shown(settings: TrainerSettings, environment: Environment, *, remedy: str) 
     tasks, split = environment.tasks, settings.environment.train_split
     keys = tasks.keys(split)
 
-    def show(which: int, generator: random.Random) -> History:
-        return environment.demonstration(tasks.get(split, keys[which]), generator)
+    def show(which: int, generator: random.Random) -> Demonstration:
+        history = environment.demonstration(tasks.get(split, keys[which]), generator)
+        return Demonstration(history=history)
 
     return len(keys), show
 
 
-def _split(settings: TrainerSettings, render: Render) -> tuple[list[History], list[History]]:
+def _split(
+    settings: TrainerSettings, render: Render
+) -> tuple[list[Demonstration], list[Demonstration]]:
     """Return the demonstrations to train and those to hold out, from one file or two."""
     histories = fitting_demonstrations(settings.sft.file, render, settings)
     if settings.sft.heldout_file:
@@ -194,47 +217,61 @@ def num_tokens_to_train(sequence: Sequence, settings: TrainerSettings) -> int:
 
 
 def fitting_demonstrations(
-    file: str | Path, render: Callable[[History], Sequence], settings: TrainerSettings
-) -> list[History]:
+    file: str | Path, render: Render, settings: TrainerSettings
+) -> list[Demonstration]:
     """Return the demonstrations of a file that have a token to train; warn about the others.
 
-    Raises InvalidConfig (SEQUENCE_TOO_LONG), which names the line that is too long where `oversize`
-    is "error", or the file if no demonstration of it is left.
+    Raises InvalidConfig, which names the line: SEQUENCE_TOO_LONG for one that is too long where
+    `oversize` is "error", and the template's reason for one that it cannot show. It names the file
+    if no demonstration of it is left.
     """
-    histories, most = [], settings.packed_row_tokens
-    for number, history in numbered_demonstrations(file):
-        sequence = render(history)
-        length = len(sequence.token_ids)
+    fitting, most = [], settings.packed_row_tokens
+    for shown in read_demonstrations(file):
+        try:
+            sequences = render(shown)
+        except DialoopError as error:
+            raise InvalidConfig(
+                f"{file} line {shown.line} cannot be taught: {error.message}",
+                reason=error.reason,
+                remedy=error.remedy,
+            ) from error
+        length = max(len(sequence.token_ids) for sequence in sequences)
         if length > most and settings.oversize == "error":
             raise InvalidConfig(
-                f"{file} line {number} has {length} tokens, more than the {most} of a row.",
+                f"{file} line {shown.line} has {length} tokens, more than the {most} of a row.",
                 reason=Reason.SEQUENCE_TOO_LONG,
                 remedy="Raise max_row_tokens in [train], shorten it, or set oversize.",
             )
-        if num_tokens_to_train(sequence, settings):
-            histories.append(history)
+        if any(num_tokens_to_train(sequence, settings) for sequence in sequences):
+            fitting.append(shown)
             continue
         log.warning(
             "A demonstration is dropped: it has no token to train in rows of %d tokens: "
             "%s line %d, %d tokens.",
-            *(most, file, number, length),
+            *(most, file, shown.line, length),
         )
-    if not histories:
+    if not fitting:
         raise InvalidConfig(
             f"No demonstration of {file} has a token to train in rows of {most} tokens.",
             reason=Reason.SEQUENCE_TOO_LONG,
             remedy="Raise max_row_tokens in [train], or shorten the demonstrations.",
         )
-    return histories
+    return fitting
 
 
 def numbered_demonstrations(path: Path | str) -> list[tuple[int, History]]:
-    """Return all demonstrations of a JSONL file of {"messages": [...]} lines, with line numbers.
+    """Return the conversations of a file of demonstrations, with the numbers of their lines."""
+    return [(shown.line, shown.history) for shown in read_demonstrations(path)]
 
-    Raises InvalidConfig, which names the wrong line.
+
+def read_demonstrations(path: Path | str) -> list[Demonstration]:
+    """Return all demonstrations of a JSONL file of {"messages": [...], "tools": [...]} lines.
+
+    A message of the assistant with "weight": 0 is context, as in OpenAI's files. Raises
+    InvalidConfig, which names the wrong line.
     """
     path = Path(path)
-    histories: list[tuple[int, History]] = []
+    demonstrations: list[Demonstration] = []
     try:
         # Split at newlines only: JSON strings may hold every other line separator.
         lines = path.read_text("utf-8").split("\n")
@@ -245,22 +282,54 @@ def numbered_demonstrations(path: Path | str) -> list[tuple[int, History]]:
         ) from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            histories.append((number, _history(path, number, line)))
-    if not histories:
+            demonstrations.append(_demonstration(path, number, line))
+    if not demonstrations:
         raise InvalidConfig(f"{path} holds no demonstration.", remedy="Add one per line.")
-    return histories
+    return demonstrations
 
 
-def _history(path: Path, number: int, line: str) -> History:
+def _demonstration(path: Path, number: int, line: str) -> Demonstration:
+    where = f"{path} line {number}"
     try:
-        history: History = History.from_chats(json.loads(line)["messages"])
-    except (ValueError, KeyError, TypeError) as error:
+        row = json.loads(line)
+        chats, tools = row["messages"], row.get("tools") or ()
+        weights = {i: c.pop("weight") for i, c in enumerate(chats) if _has_weight(c)}
+        history: History = History.from_chats(chats)
+    except DialoopError as error:
         raise InvalidConfig(
-            f"{path} line {number} is not a demonstration ({type(error).__name__}).",
+            f"{where}: {error.message}", reason=error.reason, remedy=error.remedy
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidConfig(
+            f"{where} is not a demonstration ({type(error).__name__}).",
             remedy='Write one {"messages": [{"role": ..., "content": ...}, ...]} per line.',
         ) from error
-    if not any(message.role == "assistant" for message in history):
+    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
         raise InvalidConfig(
-            f"{path} line {number} has no assistant message.", remedy="Add one to learn from."
+            f"{where}: tools is no list of tools.",
+            reason=Reason.TOOL_INVALID,
+            remedy='Write "tools": [{"type": "function", "function": {...}}, ...].',
         )
-    return history
+    untaught = _untaught(history, weights, where)
+    if all(m.role != "assistant" or i in untaught for i, m in enumerate(history)):
+        raise InvalidConfig(
+            f"{where} has no assistant message to learn from.",
+            remedy="Add one, whose weight is not 0.",
+        )
+    return Demonstration(history=history, tools=tuple(tools), untaught=untaught, line=number)
+
+
+def _has_weight(chat: Any) -> bool:
+    return isinstance(chat, dict) and "weight" in chat
+
+
+def _untaught(history: History, weights: Mapping[int, Any], where: str) -> frozenset[int]:
+    """Return the messages of weight 0; raise for what is no weight of an assistant's message."""
+    for index, weight in weights.items():
+        is_weight = weight in (0, 1) and not isinstance(weight, bool | str)
+        if history[index].role != "assistant" or not is_weight:
+            raise InvalidConfig(
+                f"{where}: messages[{index}].weight is {weight!r:.20}.",
+                remedy="Give assistant messages weight 0 or 1, and others none.",
+            )
+    return frozenset(index for index, weight in weights.items() if not weight)
