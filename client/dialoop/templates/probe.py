@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dialoop.errors import DialoopError
 from dialoop.messages import CALL_IDS, DEFAULT_FORM, Message, MessageForm, with_call_ids
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,7 +61,8 @@ class Closings:
 class TemplateProfile:
     """What a template does.
 
-    reasoning: the texts around a thought. written_call: what it writes of `PROBE_CALL`.
+    reasoning: the texts around a thought. written_call: what it writes of a call, of which
+    `dialoop.answers.grammar_of` tells the grammar.
     """
 
     form: MessageForm = DEFAULT_FORM
@@ -155,11 +157,13 @@ class _Probe:
     def _text(
         self, *chats: Chat, opens: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str | None:
-        """Return the rendered text; None where the template refuses it."""
+        """Return the rendered text; None where the template refuses it. Raise TEMPLATE_LIMIT."""
         changed = with_call_ids(list(chats), self._form.call_ids)
         try:
             return self._template.render_chats(changed, opens=opens, tools=tools)
-        except DialoopError:
+        except DialoopError as error:
+            if error.reason == Reason.TEMPLATE_LIMIT:
+                raise  # it would take too long each time
             return None
 
     def _call_form(self) -> MessageForm:

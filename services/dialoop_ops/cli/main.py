@@ -85,6 +85,14 @@ def parser() -> argparse.ArgumentParser:
     add_json(compare, "the comparison")
     compare.set_defaults(module="stack.report.compare", function="compare_runs", root=ROOT)
     _add_replay_step(commands)
+    model = commands.add_parser("model", help="look at a model directory")
+    looks = model.add_subparsers(
+        dest="action", required=True, metavar="ACTION", parser_class=_Parser
+    )
+    look = looks.add_parser("check", help="show what its chat template keeps, drops and refuses")
+    look.add_argument("directory", help="a Hugging Face model directory, or a tokenizer's")
+    add_json(look, "what each template does")
+    look.set_defaults(module="cli.model", function="check")
     doctor = commands.add_parser(
         "doctor", help="show what this machine can run and what is missing"
     )

@@ -309,9 +309,10 @@ def check_model(directory: Path, *, key: str = "model.directory") -> None:
             "model.resize_token_embeddings.",
         )
     try:
-        template = TemplateRegistry().choose(tokenizer)
-        text = template.render(_CONVERSATION)
+        text = ChatTemplate.of(tokenizer).render(_CONVERSATION)
     except DialoopError as error:
+        if error.reason == Reason.TEMPLATE_MISSING:
+            raise
         raise InvalidConfig(
             f"The chat template of {directory} does not render a message: {error.message}",
             reason=Reason.TEMPLATE_INVALID,

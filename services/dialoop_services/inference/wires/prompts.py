@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from dialoop.answers import GRAMMARS, AnswerForm, grammar_of
+from dialoop.answers import AnswerForm, grammar_of
 from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
@@ -52,11 +52,7 @@ def _form_of(template: ChatTemplate) -> AnswerForm:
     """Return the form of answers as the template writes them, or as its source names the marks."""
     profile, source = template.profile, template.source
     reasoning = profile.reasoning or (_THINK if any(mark in source for mark in _THINK) else None)
-    calls = grammar_of(profile.written_call)
-    if not calls:  # a template may write the id of a call alone, as Kimi K2's does
-        named = (g for g in GRAMMARS.values() if g.marks and all(m in source for m in g.marks))
-        calls = next((grammar.name for grammar in named), "")
-    return AnswerForm(reasoning=reasoning, calls=calls)
+    return AnswerForm(reasoning=reasoning, calls=grammar_of(profile.written_call))
 
 
 class Prompts:
