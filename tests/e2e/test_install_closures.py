@@ -229,7 +229,11 @@ class Containers:
 
     def _variables(self, name: str) -> dict[str, str]:
         own = {k: self._here(v) for k, v in self._services[name]["environment"].items()}
-        return self._image(name).variables | own
+        variables = self._image(name).variables | own
+        if name == "replay":
+            # Redis is another container's; here the service starts the one of these tests.
+            variables["PATH"] += f"{os.pathsep}{Path(redis_program()).parent}"
+        return variables
 
     def _job_variables(self, name: str) -> dict[str, str]:
         """What the container's command would set, with the addresses and ports of this machine."""
@@ -239,9 +243,6 @@ class Containers:
         planned = {key: self._here(value) for key, _, value in pairs if key != "DIALOOP_CONFIG"}
         if name == "replay":
             planned["DIALOOP_REPLAY_STORE"] = "memory"
-            # Redis is another container's; here the service starts the one of these tests.
-            folder = Path(redis_program()).parent
-            planned["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
         return planned
 
     def _image(self, name: str) -> Image:
