@@ -13,6 +13,7 @@ import base64
 import binascii
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -235,19 +236,23 @@ def with_call_ids(chats: list[dict[str, Any]], kind: CallIds) -> list[dict[str, 
     """
     if kind == "own":
         return chats
-    ids: dict[str, str] = {}
+    ids: defaultdict[str, list[str]] = defaultdict(list)
     number = 0
     changed = []
     for chat in chats:
         calls = []
         for call in chat.get("tool_calls") or ():
             old, name = call.get("id", ""), call["function"]["name"]
-            ids[old] = _short(old) if kind == "short" else f"functions.{name}:{number}"
-            calls.append({**call, "id": ids[old]})
+            new = _short(old) if kind == "short" else f"functions.{name}:{number}"
+            ids[old].append(new)
+            calls.append({**call, "id": new})
             number += 1
         answered = chat.get("tool_call_id", "")
         own = {"tool_calls": calls} if calls else {}
-        answer = {"tool_call_id": ids[answered]} if answered in ids else {}
+        waiting = ids[answered] if chat["role"] == "tool" else []
+        # Calls that share an id, or have none, are answered in order.
+        new = waiting.pop(0) if len(waiting) > 1 else "".join(waiting)
+        answer = {"tool_call_id": new} if new else {}
         changed.append({**chat, **own, **answer})
     return changed
 

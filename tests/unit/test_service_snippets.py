@@ -425,7 +425,7 @@ def of_a_learner(folder: Path) -> Names:
     (folder / "checkpoint").mkdir()
     return {
         "settings": settings,
-        "render": lambda _: make_sequence(),
+        "render": lambda _: (make_sequence(),),
         "learner": Learner(settings),
         "sequences": [TrainedSequence(sequence=sequence, group_index=0)],
         "version": MAIN_0,

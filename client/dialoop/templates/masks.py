@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
 from dialoop.templates.parsing import absent_character, guard_special_tokens, with_texts
+from dialoop.templates.slots import texts_of
 from dialoop.templates.turns import assistant_turns
 from dialoop.tokens.tokenizer import Encoded, Tokenizer
 
@@ -85,6 +87,7 @@ def encode_conversations(
 ) -> tuple[EncodedConversation, ...]:
     """Encode each conversation as `encode_conversation` does, all of them in one call."""
     histories = tuple(histories)
+    template = template.for_tools(options.get("tools"))
     rendered = [
         _render_with_spans(
             template, tokenizer, history, options, with_mask=with_mask, include_eos=include_eos
@@ -94,7 +97,7 @@ def encode_conversations(
     codes = tokenizer.encode_all([text for text, _ in rendered])
     encoded: list[EncodedConversation] = []
     for history, (text, spans), ids in zip(histories, rendered, codes, strict=True):
-        if tokenizer.spells_special(_all_text(history)):
+        if tokenizer.spells_special("\n".join(chain(*map(texts_of, history)))):
             text, spans, tokens = _encode_with_literals(
                 template, tokenizer, history, options, with_mask, include_eos
             )
@@ -135,17 +138,6 @@ def _render_with_spans(
     return text, tuple((turn.start, turn.closed if include_eos else turn.end) for turn in turns)
 
 
-def _all_text(history: Sequence[Message]) -> str:
-    """Join all texts of the messages."""
-    texts: list[str] = []
-    for message in history:
-        texts += (message.role, message.text, message.reasoning, message.name)
-        texts += message.tool_responses
-        for call in message.tool_calls:
-            texts += (call.name, call.arguments_json)
-    return "\n".join(texts)
-
-
 def _encode_with_literals(
     template: ChatTemplate,
     tokenizer: Tokenizer,
@@ -156,7 +148,7 @@ def _encode_with_literals(
 ) -> tuple[str, tuple[Span, ...], _Tokens]:
     """Return the text, spans and tokens of messages that spell special tokens."""
     plain, _ = _render_with_spans(template, tokenizer, history, options, with_mask=False)
-    guard = absent_character(plain + _all_text(history))
+    guard = absent_character(plain + "\n".join(chain(*map(texts_of, history))))
     safe = tuple(
         with_texts(message, lambda text: guard_special_tokens(text, guard, tokenizer))
         for message in history

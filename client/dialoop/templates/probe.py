@@ -61,13 +61,15 @@ class Closings:
 class TemplateProfile:
     """What a template does.
 
-    reasoning: the texts around a thought. written_call: what it writes of a call, of which
-    `dialoop.answers.grammar_of` tells the grammar.
+    reasoning: the texts around a thought. opening: what it writes after a user's message where the
+    policy is asked. written_call: what it writes of a call, of which `dialoop.answers.grammar_of`
+    tells the grammar.
     """
 
     form: MessageForm = DEFAULT_FORM
     reasoning: tuple[str, str] | None = None
     written_call: str = ""
+    opening: str = ""
     closings: Closings = Closings()
     verdicts: tuple[FieldVerdict, ...] = ()
 
@@ -128,7 +130,7 @@ class Template(Protocol):
 
 
 def probe(template: Template) -> TemplateProfile:
-    """Ask a template; it renders about forty short conversations."""
+    """Ask a template; it renders some sixty short conversations."""
     return _Probe(template).profile()
 
 
@@ -150,6 +152,7 @@ class _Probe:
             form=self._form,
             reasoning=self._reasoning_marks(),
             written_call=self._written_call(),
+            opening=self._opening(),
             closings=self._closings(),
             verdicts=tuple(self._verdicts),
         )
@@ -238,6 +241,10 @@ class _Probe:
             return ""
         opening = self._text(_user(), opens=True) or ""
         return text.removeprefix(common_start(text, opening))
+
+    def _opening(self) -> str:
+        asked = _after(self._text(_user(), opens=True), "quser7") or ""
+        return asked.removeprefix(_after(self._text(_user()), "quser7") or "")
 
     def _closings(self) -> Closings:
         form = self._form

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import DialoopError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dialoop.messages import Message, ToolCall
     from dialoop.templates.chat_template import ChatTemplate
@@ -77,17 +77,19 @@ def skeleton_of(
     template: ChatTemplate, history: Sequence[Message], **options: Any
 ) -> Skeleton | None:
     """Render marks in the place of the messages' texts; None where the template refuses them."""
-    marks = _Marks(template, history)
-    marked = [marks.message(message, index) for index, message in enumerate(history)]
+    template = template.for_tools(options.get("tools"))
+    marks = _Marks(template, history, options)
     try:
+        marked = [marks.message(message, index) for index, message in enumerate(history)]
         parts = marks.pattern.split(template.render(marked, **options))
-    except DialoopError:
+    except (DialoopError, RecursionError):  # refused, or nested too deeply
         return None
     numbers = [int(number) for number in parts[1::2]]
+    shown = set(numbers)
     return Skeleton(
         glues=tuple(parts[::2]),
         slots=tuple(marks.slots[number] for number in numbers),
-        hidden=tuple(slot for number, slot in enumerate(marks.slots) if number not in set(numbers)),
+        hidden=tuple(slot for number, slot in enumerate(marks.slots) if number not in shown),
     )
 
 
@@ -125,16 +127,27 @@ def fit(skeleton: Skeleton, text: str) -> tuple[Place, ...] | None:
     return tuple(places) if position == len(text) else None
 
 
+def texts_of(message: Message) -> Iterator[str]:
+    """Yield every text of a message."""
+    yield from (message.role, message.text, message.reasoning, message.name, message.tool_call_id)
+    yield from message.tool_responses
+    for call in message.tool_calls:
+        yield from (call.id, call.name, call.arguments_json)
+
+
 class _Marks:
     """Puts marks in the place of texts, and counts them: words that occur nowhere else.
 
     They have letters and digits alone, so that every way of quoting leaves them as they are.
     """
 
-    def __init__(self, template: ChatTemplate, history: Sequence[Message]) -> None:
+    def __init__(
+        self, template: ChatTemplate, history: Sequence[Message], options: Mapping[str, Any]
+    ) -> None:
         self.slots: list[Slot] = []
         self._form = template.form
-        used = f"{template.source}{history!r}"
+        texts = [text for message in history for text in texts_of(message)]
+        used = "\n".join((template.source, repr(options), *texts))
         self._word = next(w for n in count() if (w := f"Qz{n}k") not in used)
         self.pattern = re.compile(f"{self._word}([0-9]+)z")
         self._index = 0
@@ -154,7 +167,7 @@ class _Marks:
                 position += len(text)
             content = tuple(parts)
         others = message.reasoning or message.tool_calls or message.tool_responses
-        if not others and not (isinstance(content, str) and content.strip()):
+        if not others and not message.text.strip():
             content = self._add("content", message.text)  # it has a place all the same
         return replace(
             message,

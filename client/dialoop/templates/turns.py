@@ -50,20 +50,24 @@ def assistant_turns(
     tokenizer: Tokenizer,
     history: Sequence[Message],
     text: str,
+    *,
+    only: int | None = None,
     **options: Any,
 ) -> tuple[AssistantTurn, ...]:
     """Return the assistant's turns in `text`, which is `history` rendered with `options`.
 
+    only: the index of the one message that is asked for.
     Raise Unsupported (MASK_UNAVAILABLE) where the template does not show where they lie.
     """
+    template = template.for_tools(options.get("tools"))
     skeleton = skeleton_of(template, history, **options)
     places = None if skeleton is None else fit(skeleton, text)
     if skeleton is None or places is None:
         raise no_mask()
     reader = _TurnReader(template, history, text, skeleton, places, options)
     reader.ends = turn_ends(template.profile, tokenizer)
-    indices = (i for i, message in enumerate(history) if message.role == "assistant")
-    turns = (reader.turn(index) for index in indices)
+    indices = range(len(history)) if only is None else (only,)
+    turns = (reader.turn(index) for index in indices if history[index].role == "assistant")
     return tuple(turn for turn in turns if turn is not None)
 
 
@@ -88,17 +92,23 @@ class _TurnReader:
         self._places = places
         self._options = {k: v for k, v in options.items() if k not in _OPENING}
         self._openings: dict[tuple[str, bool], str] = {}
+        self._own: dict[int, list[int]] = {}
+        for number, place in enumerate(places):
+            if place.is_first:
+                self._own.setdefault(place.slot.index, []).append(number)
 
     def turn(self, index: int) -> AssistantTurn | None:
         """Return the turn of a message; None where nothing of it is shown."""
-        own = [n for n, p in enumerate(self._places) if p.slot.index == index and p.is_first]
+        own = self._own.get(index, [])
         if not own:
             return None
         first, last = self._places[own[0]], self._places[own[-1]]
         hidden = {slot.field for slot in self._skeleton.hidden if slot.index == index}
         fields = frozenset(self._places[n].slot.field for n in own) - hidden
         start = self._start(index, own[0], has_thought="reasoning" in fields)
-        end, closed = self._end(own[-1], last.end)
+        end, closed = self._end(index, own[-1], last.end)
+        if not self._history[index].is_complete:
+            closed = end
         return AssistantTurn(
             index=index,
             start=min(start, first.start),
@@ -128,17 +138,22 @@ class _TurnReader:
         before = self._history[index - 1] if index else None
         key = (before.role if before else "", bool(before and before.tool_calls))
         known = self._openings.get(key)
-        if known is not None and glue.startswith(known):
+        bare = None if known is None else self._template.profile.opened_thought.sub("", known)
+        if known is not None and bare is not None and glue.startswith(bare):
             return known
         asked = skeleton_of(
             self._template, self._history[:index], add_generation_prompt=True, **self._options
         )
-        if asked is None:
-            raise no_mask()
+        if asked is None:  # a template may refuse what does not begin with the user
+            opening = self._template.profile.opening
+            at = glue.rfind(opening) if opening else -1
+            if at < 0:
+                raise no_mask()
+            return glue[: at + len(opening)]
         self._openings[key] = asked.glues[-1]
         return asked.glues[-1]
 
-    def _end(self, number: int, position: int) -> tuple[int, int]:
+    def _end(self, index: int, number: int, position: int) -> tuple[int, int]:
         """Return where the turn ends, and where the token that ends it does."""
         glue = self._skeleton.glues[number + 1]
         for texts in (self.ends.texts, self.ends.past):
@@ -147,18 +162,15 @@ class _TurnReader:
                 at, length = min(found)
                 end = position + at
                 return end, end - length * (texts is self.ends.texts)
-        is_last = number + 1 == len(self._places)
-        if not is_last:
-            return position, position
-        opening = self._openings_of_next(glue)
-        return position + len(opening), position + len(opening)
-
-    def _openings_of_next(self, glue: str) -> str:
-        """Return what of the last text's glue belongs to its turn, where no token ends that."""
-        bare = skeleton_of(
-            self._template, self._history, add_generation_prompt=False, **self._options
+        # No token ends it: what the template writes where nothing follows belongs to it.
+        alone = skeleton_of(
+            self._template,
+            self._history[: index + 1],
+            add_generation_prompt=False,
+            **self._options,
         )
-        return "" if bare is None else common_start(glue, bare.glues[-1]).rstrip()
+        closing = "" if alone is None else common_start(glue, alone.glues[-1]).rstrip()
+        return position + len(closing), position + len(closing)
 
 
 def hidden_fields(message: Message, shown: frozenset[str]) -> list[str]:

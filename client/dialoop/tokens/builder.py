@@ -14,9 +14,11 @@ where the texts part, as context.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
-from dialoop.templates.probe import turn_ends
+from dialoop.templates.probe import KEPT, turn_ends
 from dialoop.templates.slots import Place, Slot
 from dialoop.templates.turns import assistant_turns, hidden_fields
 from dialoop.tokens.continuation import Past, continuation
@@ -103,12 +105,23 @@ class _Shown:
     @classmethod
     def of(cls, builder: TokenBuilder, history: History, options: dict[str, Any]) -> _Shown:
         """Render the conversation; Unsupported where a part of the last message is not shown."""
-        template, tokenizer = builder.template, builder.tokenizer
+        template = builder.template.for_tools(options.get("tools"))
+        tokenizer = builder.tokenizer
+        _require_no_special_keys(history[-1], tokenizer)
+        if template.profile["reasoning"].verdict == KEPT:
+            divided = _divide_thought(history[-1], template.form.thought)
+            history = history[:-1].append(divided)
         text = template.render(history, add_generation_prompt=False, **options)
         turns = assistant_turns(
-            template, tokenizer, history, text, add_generation_prompt=False, **options
+            template,
+            tokenizer,
+            history,
+            text,
+            only=len(history) - 1,
+            add_generation_prompt=False,
+            **options,
         )
-        turn = next((turn for turn in turns if turn.index == len(history) - 1), None)
+        turn = next(iter(turns), None)
         hidden = hidden_fields(history[-1], frozenset() if turn is None else turn.fields)
         divided = _divide_thought(history[-1], template.form.thought)
         if hidden and divided.reasoning:
@@ -178,6 +191,19 @@ class _Shown:
         return [*pieces, Piece(text=self.text[start:end], source=source)]
 
 
+def _require_no_special_keys(message: Message, tokenizer: Tokenizer) -> None:
+    """Raise Unsupported where a name of an argument spells a special token."""
+    for call in message.tool_calls:
+        if tokenizer.spells_special(call.arguments_json):
+            named = re.findall(r'"((?:[^"\\]|\\.)*)"\s*:', call.arguments_json)
+            if any(map(tokenizer.spells_special, named)):
+                raise Unsupported(
+                    f"The name of an argument of {call.name} spells a special token.",
+                    reason=Reason.SPECIAL_TOKEN_SPELLED,
+                    remedy="Give the argument another name.",
+                )
+
+
 def _divide_thought(message: Message, thought: tuple[str, str]) -> Message:
     """Return the message with the thought apart that its content begins with."""
     start, end = thought
@@ -192,8 +218,11 @@ class TokenBuilder:
     """Turns conversations into sequences, turn by turn, and never tokenises sampled text again."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        self.ends = turn_ends(template.profile, tokenizer)
-        self.tokenizer = tokenizer.ended_by(self.ends.ids)
+        # With tools another template of the checkpoint may render, and end turns otherwise.
+        self._ends = [turn_ends(t.profile, tokenizer) for t in (template, template.for_tools(True))]
+        self.ends = self._ends[0]
+        ids = tuple(dict.fromkeys(chain.from_iterable(ends.ids for ends in self._ends)))
+        self.tokenizer = tokenizer.ended_by(ids)
         self.template = template
         self._decoded = _DecodedCache(tokenizer)
 
@@ -322,7 +351,12 @@ class TokenBuilder:
             shown = _Shown.of(self, history[: index + 1], dict(options or {}))
             prompt = self._demonstrated_prompt(shown, context, covered)
             ids = self._demonstrated_ids(shown, prompt, tuple(stop))
-            answer = self.answer(prompt, ids, versions=[(len(ids), DEMONSTRATION)])
+            answer = self.answer(
+                prompt,
+                ids,
+                versions=[(len(ids), DEMONSTRATION)],
+                is_complete=message.is_complete,
+            )
             if context is not None and prompt.fork_cause is ForkCause.NONE:
                 sequences[-1] = context.extended_by(answer.appended)
             else:
@@ -369,13 +403,15 @@ class TokenBuilder:
         """Return the tokens of the last message and of the end of its turn."""
         turn, message = shown.turn, shown.history[-1]
         stops = message.text.endswith(stop) and not message.tool_calls
+        stops |= not message.is_complete
         pieces = shown.pieces(turn.start, turn.end, Source.PROMPT)  # for their ids alone
         added = self._tokens(pieces, prompt.turn, follows=prompt.sequence)
         ids = tuple(added.token_ids.tolist())
         if stops:
             return ids
         written = self.tokenizer.single_token(shown.text[turn.end : turn.closed])
-        end = written if written is not None else self.ends.of(message)
+        ends = self._ends[bool(shown.options.get("tools"))]
+        end = written if written is not None else ends.of(message)
         return ids if end is None else (*ids, end)
 
     def forget(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from dialoop import Dialoop
+from dialoop.answers import AnswerForm
 from dialoop.chat import History, ToolDefinition, as_history
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.retry import RetryPolicy
@@ -97,7 +98,7 @@ async def test_each_turn_has_the_tools_as_transformers_renders_them_and_continue
     ("environment", "shows"),
     [
         (adding(), True),
-        (adding(syntax=NativeCalls(tag="call")), True),
+        (adding(syntax=NativeCalls(AnswerForm(calls="xml"))), True),
         (adding(syntax=BlockCalls()), False),
         (adding(syntax=BlockCalls(), tools_in_prompt=True), True),
         (adding(tools_in_prompt=False), False),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput, Unsupported
+from dialoop.messages import ContentPart, ToolCall
 from dialoop.sequences import Sequence, Source
 from dialoop.templates.chat_template import ChatTemplate
+from dialoop.templates.masks import encode_conversation
 from dialoop.templates.probe import KEPT
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
@@ -28,6 +31,7 @@ from tests.support.families.conversations import chats_for, conversation_of, too
 
 _REWRITES = {"deepseek_r1_distill"}
 _THOUGHT_MARKS = re.compile("</?think>")
+ASK = Message(role="user", content="one?")
 FEW, MANY = range(10), range(10, 310)
 _LEAST_TAUGHT = {"gemma": 0.2, "llama3_1": 0.3, "llama3_2": 0.3, "mistral": 0.5}
 _LEAST_TAUGHT |= {"deepseek_r1_distill": 0.3}
@@ -164,3 +168,84 @@ def test_a_thought_in_the_content_is_taught_behind_an_opening_that_begins_it() -
         )
         assert context.endswith("<think>\n")
         assert taught == f"I add.\n</think>\n\n4{tokenizer.special_token('eos_token')}"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1"])
+def test_parts_of_a_content_are_taught_whole(name: str) -> None:
+    tokenizer = Tokenizer.from_directory(family(name).directory)
+    builder = TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+    parts = tuple(ContentPart(type="text", text=text) for text in ("three ", "four"))
+    history = History((ASK, Message(role="assistant", content=parts)))
+    last = builder.demonstration(history).segments[-1]
+    ids = builder.demonstration(history).token_ids[last.start : last.end]
+    assert tokenizer.decode(ids.tolist()) == f"three four{builder.ends.texts[0]}"
+
+
+def test_a_tool_named_like_a_mark_is_taught_as_any_other() -> None:
+    tokenizer = Tokenizer.from_directory(family("qwen3").directory)
+    builder = TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+    call = ToolCall(id="c", name="Qz0k99z", arguments_json='{"Qz1k5z": "Qz2k7z"}')
+    history = History((ASK, Message(role="assistant", tool_calls=(call,))))
+    last = builder.demonstration(history).segments[-1]
+    ids = builder.demonstration(history).token_ids[last.start : last.end]
+    assert '{"name": "Qz0k99z", "arguments": {"Qz1k5z": "Qz2k7z"}}' in tokenizer.decode(
+        ids.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ('{"k": "v", "<|im_end|>": 1}', "SPECIAL_TOKEN_SPELLED"),
+        ('{"a":' * 500 + "1" + "}" * 500, "MASK_UNAVAILABLE"),
+    ],
+)
+def test_arguments_that_cannot_be_taught_are_refused(arguments: str, reason: str) -> None:
+    tokenizer = Tokenizer.from_directory(family("qwen3").directory)
+    builder = TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+    call = ToolCall(id="c", name="f", arguments_json=arguments)
+    history = History((ASK, Message(role="assistant", tool_calls=(call,))))
+    with pytest.raises(Unsupported) as caught:
+        builder.demonstrations(history)
+    assert caught.value.reason == reason
+
+
+def test_a_cut_answer_is_taught_without_an_end() -> None:
+    tokenizer = Tokenizer.from_directory(family("qwen3").directory)
+    builder = TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+    cut = Message(role="assistant", content="cut", is_complete=False)
+    sequence = builder.demonstration(History((ASK, cut)))
+    last = sequence.segments[-1]
+    assert tokenizer.decode(sequence.token_ids[last.start : last.end].tolist()) == "cut"
+
+
+def test_a_conversation_that_the_assistant_begins_has_its_mask() -> None:
+    tokenizer = Tokenizer.from_directory(family("qwen3").directory)
+    template = ChatTemplate.of(tokenizer)
+    answers = [Message(role="assistant", content=text) for text in ("one", "two")]
+    encoded = encode_conversation(
+        template, tokenizer, History((answers[0], ASK, answers[1])), add_generation_prompt=False
+    )
+    assert tokenizer.decode(encoded.token_ids[encoded.assistant_mask].tolist()) == "onetwo"
+
+
+def test_a_long_conversation_is_taught_in_reasonable_time() -> None:
+    """What a turn costs grows with what stands before it, not with its square."""
+    tokenizer = Tokenizer.from_directory(family("qwen3_5").directory)
+    builder = TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+    seconds = []
+    for num_pairs in (20, 80):
+        pairs = (ASK, Message(role="assistant", content="two")) * num_pairs
+        began = time.process_time()
+        builder.demonstrations(History(pairs))
+        seconds.append(time.process_time() - began)
+    assert seconds[1] < 40 * seconds[0]
+
+
+def test_calls_that_share_an_id_are_answered_in_order() -> None:
+    calls = tuple(ToolCall(name=name, arguments_json="{}") for name in ("f", "g"))
+    answers = tuple(Message(role="tool", content=text) for text in ("r1", "r2"))
+    history = History((ASK, Message(role="assistant", tool_calls=calls), *answers))
+    tokenizer = Tokenizer.from_directory(family("kimi_k2").directory)
+    text = ChatTemplate.of(tokenizer).render(history)
+    assert text.index("functions.f:0\nr1") < text.index("functions.g:1\nr2")

@@ -177,8 +177,8 @@ class Forgetful(Tokenizer):
     """Its template shows the last message only, so that no prompt is the prefix of the next."""
 
     @property
-    def chat_template(self):
-        return "{{ messages[-1].content }}>"
+    def chat_templates(self):
+        return {"default": "{{ messages[-1].content }}>"}
 
 
 async def test_a_template_that_rewrites_the_past_is_a_failure_and_no_silent_repair():

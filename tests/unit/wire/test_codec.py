@@ -27,6 +27,7 @@ CODECS = [
 # versions, what is derived when it is sent.
 APART = {
     "Message": {"parts"},
+    "ToolDefinition": {"given_json"},
     "TextSegment": {"inference_logprobs", "policy_runs"},
     "TextHistory": {"text", "query_token_ids", "response_token_ids", "response_mask"},
     "TrialStep": {
