@@ -36,6 +36,8 @@ class Traits:
     prompt_tools: tuple[ToolDefinition, ...] = ()
     # Whether there are such tools; what they are may be known only once it is acquired.
     needs_tool_template: bool = False
+    # Grammar in which it reads calls of the policy's own syntax; "" where it reads none.
+    call_grammar: str = ""
     # Whether it reads or writes messages, which text and tokens mode do not send.
     needs_messages: bool = False
     # Whether it reads token ids, which only tokens mode has.
@@ -58,6 +60,7 @@ class Traits:
             tool_definitions=self.tool_definitions + other.tool_definitions,
             prompt_tools=self.prompt_tools + other.prompt_tools,
             needs_tool_template=self.needs_tool_template or other.needs_tool_template,
+            call_grammar=self.call_grammar or other.call_grammar,
             needs_messages=self.needs_messages or other.needs_messages,
             needs_tokens=self.needs_tokens or other.needs_tokens,
             needs_session=self.needs_session or other.needs_session,

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dialoop.answers import grammar_of
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed
 from dialoop.messages import Message
@@ -136,6 +137,15 @@ def require_tools_shown(config: JobConfig, environments: Sequence[Environment]) 
             raise InvalidConfig(
                 f"{environment.name}: {error.message}", reason=error.reason, remedy=error.remedy
             ) from error
+        written = grammar_of(template.for_tools(True).profile.written_call)
+        read = environment.traits.call_grammar
+        if read and written and read != written:
+            raise InvalidConfig(
+                f"{environment.name} reads calls in the form '{read}', and the model's template "
+                f"writes them in the form '{written}'.",
+                reason=Reason.TOOLS_UNSUPPORTED,
+                remedy=f'Give its tools syntax=NativeCalls(AnswerForm(calls="{written}")).',
+            )
 
 
 def _check_queue_and_ports(config: JobConfig) -> None:

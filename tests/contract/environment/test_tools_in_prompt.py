@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from dialoop import Dialoop
 from dialoop.answers import AnswerForm
-from dialoop.chat import History, ToolDefinition, as_history
+from dialoop.chat import History, Message, ToolDefinition, as_history
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.environments import BlockCalls, ChatEnv, MaxTurns, McpServer, McpTools, NativeCalls
@@ -38,6 +38,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.agent_world import TOOL_TEMPLATE, ScriptedEngine, agent_world, call_text
 from tests.support.environment_doors import DOORS, at
+from tests.support.families import family
 
 ONCE = RetryPolicy(max_attempts=1)
 WORDS = "There are tools to show the policy, and the chat template shows none."
@@ -260,3 +261,22 @@ def test_demonstrations_have_the_tools_too() -> None:
     template = ChatTemplate.of(builder.tokenizer)
     text = template.render(shown, tools=tools, add_generation_prompt=False).rstrip("\n")
     assert builder.tokenizer.decode(ids) == text
+
+
+def test_an_environment_that_reads_calls_otherwise_than_the_model_writes_them_is_refused() -> None:
+    config = JobConfig(environment=EnvironmentSection(use=f"{__name__}:adding"))
+    directory = str(family("llama3_1").directory)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"directory": directory})}
+    )
+    with pytest.raises(InvalidConfig, match=r"form 'hermes'.*form 'json'") as caught:
+        preflight.require_tools_shown(config, [adding()])
+    assert 'NativeCalls(AnswerForm(calls="json"))' in str(caught.value.remedy)
+    preflight.require_tools_shown(config, [adding(syntax=NativeCalls(AnswerForm(calls="json")))])
+
+
+def test_a_call_that_spells_the_end_of_a_thought_is_a_call() -> None:
+    body = '{"name": "write", "arguments": {"text": "see </think> here"}}'
+    answer = Message(role="assistant", content=f"<tool_call>\n{body}\n</tool_call>")
+    (call,) = NativeCalls().calls(answer)
+    assert call.arguments == {"text": "see </think> here"}

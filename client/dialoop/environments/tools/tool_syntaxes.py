@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from dialoop.answers import AnswerForm, WrittenCall, read_text
+from dialoop.answers import GRAMMARS, AnswerForm, WrittenCall, read_text
 from dialoop.chat import Message, ToolDefinition
 
 
@@ -105,8 +105,17 @@ class NativeCalls:
         if form.reasoning is not None:
             start, end = form.reasoning
             thought, mark, _ = text.partition(end)
-            form = replace(form, starts_in_reasoning=bool(mark) and start not in thought)
+            # A mark within a call ends no thought that the prompt began.
+            begun = bool(mark) and start not in thought and not _is_in_call(thought, form.calls)
+            form = replace(form, starts_in_reasoning=begun)
         return [_parsed(call) for call in read_text(text, form, self.tools).calls]
+
+
+def _is_in_call(text: str, grammar: str) -> bool:
+    """Return whether the text ends within a call: it opens more of them than it closes."""
+    shapes = GRAMMARS[grammar].shapes
+    num_opened = sum(text.count(mark.strip()) for shape in shapes for mark in shape.openings)
+    return num_opened > sum(text.count(mark.strip()) for shape in shapes for mark in shape.closings)
 
 
 def _parsed(call: WrittenCall) -> ParsedCall:

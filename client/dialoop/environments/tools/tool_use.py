@@ -79,11 +79,13 @@ class ToolUse(Transform):
     def traits(self) -> Traits:
         """Return the tools' names and schemas, and that it needs messages."""
         definitions = tuple(tool.definition for tool in self._tools.values())
+        native = self._syntax if isinstance(self._syntax, NativeCalls) else None
         return Traits(
             tools=tuple(self._tools),
             tool_definitions=definitions,
             prompt_tools=definitions if self._tools_in_prompt else (),
             needs_tool_template=self._tools_in_prompt,
+            call_grammar=native.form.calls if native and self._tools_in_prompt else "",
             roles=(self._role,),
             needs_messages=True,
         )
