@@ -280,3 +280,7 @@ def test_a_call_that_spells_the_end_of_a_thought_is_a_call() -> None:
     answer = Message(role="assistant", content=f"<tool_call>\n{body}\n</tool_call>")
     (call,) = NativeCalls().calls(answer)
     assert call.arguments == {"text": "see </think> here"}
+    begun = Message(
+        role="assistant", content=f"hm <tool_call>\n{{}}\n</tool_call></think>{answer.text}"
+    )
+    assert NativeCalls().calls(begun) == [call]

@@ -113,9 +113,10 @@ class NativeCalls:
 
 def _is_in_call(text: str, grammar: str) -> bool:
     """Return whether the text ends within a call: it opens more of them than it closes."""
-    shapes = GRAMMARS[grammar].shapes
-    num_opened = sum(text.count(mark.strip()) for shape in shapes for mark in shape.openings)
-    return num_opened > sum(text.count(mark.strip()) for shape in shapes for mark in shape.closings)
+    shapes = [shape for shape in GRAMMARS[grammar].shapes if shape.closings]
+    openings = {mark.strip() for shape in shapes for mark in shape.openings}
+    closings = {mark.strip() for shape in shapes for mark in shape.closings}
+    return sum(map(text.count, openings)) > sum(map(text.count, closings))
 
 
 def _parsed(call: WrittenCall) -> ParsedCall:
