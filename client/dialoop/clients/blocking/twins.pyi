@@ -202,9 +202,8 @@ class BlockingInferenceClient:
     ) -> collections.abc.Iterator[dialoop.clients.inference.SampleChunk]:
         """Generate as `generate` does; yield tokens as they come, and last the whole sample.
 
-        With `chunk_tokens` the tokens come so many at a time. `partial_answer` is what another
-        replica sampled of this answer before it was gone: the answer goes on after it, and the
-        sample at the end holds both; the chunks have the new tokens alone.
+        With `chunk_tokens` the tokens come so many at a time. The answer goes on after what another
+        replica sampled of it, `partial_answer`: the sample holds both, the chunks the new tokens.
         """
         ...
     def logprobs(
