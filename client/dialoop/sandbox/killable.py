@@ -24,7 +24,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -274,7 +273,11 @@ class _Process:
 
 def _stop(channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
     channel.close()
-    with suppress(ProcessLookupError):
+    try:
         # Kill the group, which includes processes that the function started.
         os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        return  # this process has given up its rights since; the other one ends with its channel
     process.wait()
