@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
 from dialoop.templates.probe import common_start, turn_ends
-from dialoop.templates.slots import Place, Skeleton, fit, skeleton_of
+from dialoop.templates.slots import Place, Skeleton, Slot, fit, skeleton_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dialoop.messages import Message
     from dialoop.templates.chat_template import ChatTemplate
@@ -69,6 +69,42 @@ def assistant_turns(
     indices = range(len(history)) if only is None else (only,)
     turns = (reader.turn(index) for index in indices if history[index].role == "assistant")
     return tuple(turn for turn in turns if turn is not None)
+
+
+def plain_turn(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    history: Sequence[Message],
+    text: str,
+    options: Mapping[str, Any],
+) -> AssistantTurn | None:
+    """Return the last message's turn where it is opening, content, end: as most are, and quicker.
+
+    None where the text is anything else, so that the marks have to tell.
+    """
+    message = history[-1]
+    if message.tool_calls or message.reasoning or not message.is_complete:
+        return None
+    opened = template.render(history[:-1], **options)
+    content = message.text
+    if not content.strip() or not text.startswith(opened + content):
+        return None
+    start, end = len(opened), len(opened) + len(content)
+    rest = text[end:]
+    closing = next(
+        (t for t in turn_ends(template.profile, tokenizer).texts if rest.startswith(t)), ""
+    )
+    if not closing or rest[len(closing) :].strip():
+        return None
+    slot = Slot(index=len(history) - 1, field="content", text=content)
+    return AssistantTurn(
+        index=slot.index,
+        start=start,
+        end=end,
+        closed=end + len(closing),
+        fields=frozenset({"content"}),
+        places=(Place(slot=slot, start=start, end=end, is_first=True),),
+    )
 
 
 class _TurnReader:

@@ -29,7 +29,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
 from dialoop.templates.probe import KEPT, turn_ends
 from dialoop.templates.slots import Place, Slot
-from dialoop.templates.turns import assistant_turns, hidden_fields
+from dialoop.templates.turns import assistant_turns, hidden_fields, plain_turn
 from dialoop.tokens.continuation import Past, continuation
 from dialoop.tokens.encoding import tokens_of
 from dialoop.tokens.special_tokens import (
@@ -112,16 +112,18 @@ class _Shown:
             divided = _divide_thought(history[-1], template.form.thought)
             history = history[:-1].append(divided)
         text = template.render(history, add_generation_prompt=False, **options)
-        turns = assistant_turns(
-            template,
-            tokenizer,
-            history,
-            text,
-            only=len(history) - 1,
-            add_generation_prompt=False,
-            **options,
-        )
-        turn = next(iter(turns), None)
+        turn = plain_turn(template, tokenizer, history, text, options)
+        if turn is None:
+            turns = assistant_turns(
+                template,
+                tokenizer,
+                history,
+                text,
+                only=len(history) - 1,
+                add_generation_prompt=False,
+                **options,
+            )
+            turn = next(iter(turns), None)
         hidden = hidden_fields(history[-1], frozenset() if turn is None else turn.fields)
         divided = _divide_thought(history[-1], template.form.thought)
         if hidden and divided.reasoning:
