@@ -64,7 +64,7 @@ def assistant_turns(
     places = None if skeleton is None else fit(skeleton, text)
     if skeleton is None or places is None:
         raise no_mask()
-    reader = _TurnReader(template, history, text, skeleton, places, options)
+    reader = _TurnReader(template, history, skeleton, places, options)
     reader.ends = turn_ends(template.profile, tokenizer)
     indices = range(len(history)) if only is None else (only,)
     turns = (reader.turn(index) for index in indices if history[index].role == "assistant")
@@ -116,14 +116,12 @@ class _TurnReader:
         self,
         template: ChatTemplate,
         history: Sequence[Message],
-        text: str,
         skeleton: Skeleton,
         places: tuple[Place, ...],
         options: dict[str, Any],
     ) -> None:
         self._template = template
         self._history = history
-        self._text = text
         self._skeleton = skeleton
         self._places = places
         self._options = {k: v for k, v in options.items() if k not in _OPENING}
