@@ -451,7 +451,10 @@ class Reason(_Named):
     SEVERAL_AGENTS = "SEVERAL_AGENTS", "The foreign environment has several agents."
     SHARED_DEVICE = "SHARED_DEVICE", "Processes that have devices of their own cannot share one."
     SLEEP_DISABLED = "SLEEP_DISABLED", "The replica does not sleep."
-    SPECIAL_TOKEN_SPELLED = "SPECIAL_TOKEN_SPELLED", "A message spells out a special token."
+    SPECIAL_TOKEN_SPELLED = (
+        "SPECIAL_TOKEN_SPELLED",
+        "A message or a tool spells out a special token.",
+    )
     SPLIT_NOT_FOUND = "SPLIT_NOT_FOUND", "There is no such split."
     STEP_CANCELLED = "STEP_CANCELLED", "The step was cancelled."
     STEP_CONFLICT = "STEP_CONFLICT", "The step was asked for before, with other content."

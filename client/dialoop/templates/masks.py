@@ -20,7 +20,7 @@ import numpy as np
 from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
 from dialoop.templates.parsing import absent_character, guard_special_tokens, with_texts
-from dialoop.templates.slots import texts_of
+from dialoop.templates.slots import require_plain_tools, texts_of
 from dialoop.templates.turns import assistant_turns
 from dialoop.tokens.tokenizer import Encoded, Tokenizer
 
@@ -88,6 +88,9 @@ def encode_conversations(
     """Encode each conversation as `encode_conversation` does, all of them in one call."""
     histories = tuple(histories)
     template = template.for_tools(options.get("tools"))
+    if options.get("tools") is not None:
+        options["tools"] = tuple(options["tools"])
+        require_plain_tools(options["tools"], tokenizer)
     rendered = [
         _render_with_spans(
             template, tokenizer, history, options, with_mask=with_mask, include_eos=include_eos

@@ -336,9 +336,15 @@ def with_texts(message: Message, change: Callable[[str], str]) -> Message:
         content=change(message.text),
         reasoning=change(message.reasoning),
         name=change(message.name),
+        tool_call_id=change(message.tool_call_id),
         tool_responses=tuple(map(change, message.tool_responses)),
         tool_calls=tuple(
-            replace(call, name=change(call.name), arguments_json=change(call.arguments_json))
+            replace(
+                call,
+                name=change(call.name),
+                id=change(call.id),
+                arguments_json=change(call.arguments_json),
+            )
             for call in message.tool_calls
         ),
     )

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, Unsupported
+from dialoop.messages import tool_for_template
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from dialoop.messages import Message, ToolCall
+    from dialoop.messages import Message, ToolCall, ToolDefinition
     from dialoop.templates.chat_template import ChatTemplate
+    from dialoop.tokens.tokenizer import Tokenizer
 
 # How a template shows a text: as it is, trimmed, or within JSON or Python.
 _SHAPES: tuple[Callable[[str], str], ...] = (
@@ -133,6 +136,38 @@ def texts_of(message: Message) -> Iterator[str]:
     yield from message.tool_responses
     for call in message.tool_calls:
         yield from (call.id, call.name, call.arguments_json)
+
+
+def require_plain_tools(
+    tools: Iterable[ToolDefinition | Mapping[str, Any]], tokenizer: Tokenizer
+) -> None:
+    """Raise Unsupported (SPECIAL_TOKEN_SPELLED) where a tool's text spells a special token.
+
+    Each template writes tools in its own way, so such a text cannot be kept plain there.
+    """
+    for tool in map(tool_for_template, tools):
+        for field, text in _texts_in(tool, ""):
+            if tokenizer.spells_special(text):
+                function = tool.get("function", tool)
+                name = function.get("name") if isinstance(function, Mapping) else None
+                raise Unsupported(
+                    f"{field} of the tool {name!s:.40} spells a special token: {text:.80}",
+                    reason=Reason.SPECIAL_TOKEN_SPELLED,
+                    remedy="Take that text out, or leave the tool out.",
+                )
+
+
+def _texts_in(value: Any, field: str) -> Iterator[tuple[str, str]]:
+    """Yield each text of a tool, keys too, and the field where it stands."""
+    if isinstance(value, str):
+        yield field, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f"A key of {field}", str(key)
+            yield from _texts_in(item, f"{field}.{key}".lstrip("."))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _texts_in(item, f"{field}[{index}]")
 
 
 class _Marks:

@@ -28,7 +28,7 @@ from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
 from dialoop.templates.probe import KEPT, turn_ends
-from dialoop.templates.slots import Place, Slot
+from dialoop.templates.slots import Place, Slot, require_plain_tools
 from dialoop.templates.turns import assistant_turns, hidden_fields, plain_turn
 from dialoop.tokens.continuation import Past, continuation
 from dialoop.tokens.encoding import tokens_of
@@ -248,6 +248,7 @@ class TokenBuilder:
         knows to be the sampled ones (by the id of a call, say), although JSON or spaces in them
         may be spelled differently now: the sampled tokens stand for them.
         """
+        require_plain_tools((options or {}).get("tools") or (), self.tokenizer)
         render: Render = partial(self.template.render, **(options or {}))
         whole = _Conversation(history=history, text=render(history), render=render)
         if context is None:
