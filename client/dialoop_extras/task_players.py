@@ -16,6 +16,7 @@ from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.failures import error_of
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
+from dialoop.templates.chat_template import ended_as_written
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Owner, Trajectory
 
@@ -173,6 +174,6 @@ def load_token_player(section: EnvironmentSection, settings: CollectorSettings) 
         )
     return TokenPlayer(
         token_play=token_play,
-        tokenizer=Tokenizer.from_directory(settings.model_dir),
+        tokenizer=ended_as_written(Tokenizer.from_directory(settings.model_dir)),
         time_limit_s=settings.agent_time_limit_s,
     )

@@ -7,7 +7,8 @@ The policy's text or tokens stay as they came; nothing renders or tokenises them
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dialoop.chat import ChatHistory, History
 from dialoop.environments.modes import Answered, InputMode, Text, Tokens
@@ -17,7 +18,7 @@ from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequen
 from dialoop.tokens.builder import Prompt, TokenBuilder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dialoop.templates.chat_template import ChatTemplate
     from dialoop.tokens.tokenizer import Tokenizer
@@ -55,13 +56,16 @@ class TokensView:
 class TextViewer:
     """Text mode."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
-        self._template = template
-        self._end = tokenizer.special_token("eos_token") or ""
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, options: Mapping[str, Any]
+    ) -> None:
+        self._render: Callable[..., str] = partial(template.render, **options)
+        ended = template.ended(tokenizer)
+        self._ends = [ended.decode([token]) for token in ended.end_of_turn_ids]
 
     def open(self, history: History) -> TextView:
         """Render the history with the start of the policy's turn."""
-        return TextView(text=self._template.render(history))
+        return TextView(text=self._render(history))
 
     def take_answer(
         self, view: TextView, answered: Answered, history: History
@@ -69,15 +73,16 @@ class TextViewer:
         """Add the text unchanged; leave a final end-of-turn marker out of the content."""
         response = text_response(view, answered)
         policy_text = view.policy_text + response
-        content = policy_text.removesuffix(self._end) if self._end else policy_text
+        end = next(filter(policy_text.endswith, self._ends), "")
+        content = policy_text.removesuffix(end)
         return replace(view, text=view.text + response, policy_text=policy_text), content, True
 
     def follow(self, view: TextView, history: History, covered: int) -> TextView:
         """Render only what follows; PROMPT_NOT_PREFIX when the template changes the past."""
         content = history[covered - 1].text
-        before = self._template.render(history[: covered - 1]) + content
-        through = self._template.render(history[:covered], add_generation_prompt=False)
-        whole = self._template.render(history)
+        before = self._render(history[: covered - 1]) + content
+        through = self._render(history[:covered], add_generation_prompt=False)
+        whole = self._render(history)
         ended = view.policy_text[len(content) :]
         closing = through.removeprefix(before)
         kept = through.startswith(before) and whole.startswith(through)
@@ -89,13 +94,16 @@ class TextViewer:
 class TokensViewer:
     """Tokens mode."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, options: Mapping[str, Any]
+    ) -> None:
         self._builder = TokenBuilder(tokenizer, template)
         self._tokenizer = self._builder.tokenizer
+        self._options = options
 
     def open(self, history: History) -> TokensView:
         """Return the ids of the opening."""
-        return TokensView(sequence=self._builder.prompt(history).sequence)
+        return TokensView(sequence=self._builder.prompt(history, options=self._options).sequence)
 
     def take_answer(
         self, view: TokensView, answered: Answered, history: History
@@ -122,7 +130,12 @@ class TokensViewer:
 
     def follow(self, view: TokensView, history: History, covered: int) -> TokensView:
         """Tokenise only what follows; PROMPT_NOT_PREFIX when the template changes the past."""
-        prompt = self._builder.prompt(history, context=view.sequence, num_context_messages=covered)
+        prompt = self._builder.prompt(
+            history,
+            context=view.sequence,
+            num_context_messages=covered,
+            options=self._options,
+        )
         if prompt.sequence.fork_cause is not ForkCause.NONE:
             raise _not_prefix()
         return TokensView(sequence=prompt.sequence)
@@ -136,22 +149,6 @@ class TokensViewer:
                 reason=Reason.TOKEN_OUT_OF_RANGE,
                 remedy="Send ids from the environment's own tokenizer.",
             )
-
-
-class _WithOptions:
-    """A template that renders with fixed options."""
-
-    def __init__(self, template: ChatTemplate, options: Mapping[str, Any]) -> None:
-        self._template = template
-        self._options = dict(options)
-        self.digest = template.digest
-
-    def render(
-        self, history: History, *, add_generation_prompt: bool = True, **options: Any
-    ) -> str:
-        return self._template.render(
-            history, add_generation_prompt=add_generation_prompt, **{**self._options, **options}
-        )
 
 
 def viewer_of(
@@ -170,10 +167,8 @@ def viewer_of(
         if chat_template is None
         else ChatTemplate(chat_template).with_special_tokens_of(tokenizer)
     )
-    if template_kwargs:
-        template = cast(ChatTemplate, _WithOptions(template, template_kwargs))
     kind = TextViewer if mode is InputMode.TEXT else TokensViewer
-    return kind(tokenizer, template)
+    return kind(tokenizer, template, template_kwargs)
 
 
 def text_response(view: TextView, answered: Answered) -> str:

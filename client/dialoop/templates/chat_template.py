@@ -19,6 +19,7 @@ import traceback
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,7 +48,7 @@ from dialoop.messages import (
 )
 from dialoop.reasons import Reason
 from dialoop.templates.parsing import Parser, TurnParser, parse_tokens, parser_for
-from dialoop.templates.probe import TemplateProfile, probe
+from dialoop.templates.probe import TemplateProfile, probe, turn_ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -317,6 +318,11 @@ class ChatTemplate:
             self._profile = _PROFILES[key]
         return self._profile
 
+    def ended(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Return the tokenizer with the ids that end turns, with tools and without."""
+        own = [turn_ends(t.profile, tokenizer).ids for t in (self, self.for_tools(True))]
+        return tokenizer.ended_by(tuple(dict.fromkeys(chain.from_iterable(own))))
+
     @property
     def form(self) -> MessageForm:
         """Return how the template wants to be given messages."""
@@ -582,6 +588,14 @@ class ChatTemplate:
         if text.startswith(_UNFINISHED, position):
             return text[:position]
         return text[:position].rstrip()  # the template trims contents
+
+
+def ended_as_written(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer with the ids that end turns in its own template, if it has one."""
+    try:
+        return ChatTemplate.of(tokenizer).ended(tokenizer)
+    except InvalidConfig:
+        return tokenizer
 
 
 def _without(message: Mapping[str, Any], field: str) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -223,8 +222,7 @@ class TokenBuilder:
         # With tools another template of the checkpoint may render, and end turns otherwise.
         self._ends = [turn_ends(t.profile, tokenizer) for t in (template, template.for_tools(True))]
         self.ends = self._ends[0]
-        ids = tuple(dict.fromkeys(chain.from_iterable(ends.ids for ends in self._ends)))
-        self.tokenizer = tokenizer.ended_by(ids)
+        self.tokenizer = template.ended(tokenizer)
         self.template = template
         self._decoded = _DecodedCache(tokenizer)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.environments import refusals
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
+from dialoop.templates.chat_template import ended_as_written
 from dialoop.tokens.tokenizer import Tokenizer
 
 from dialoop_extras.compat.trl_text import TrlTextEnvironment
@@ -74,7 +75,8 @@ class OwnPolicy:
             raise no_inference(_REMEDY)
         async with self._reading:
             if self._tokenizer is None:
-                self._tokenizer = await asyncio.to_thread(Tokenizer.from_directory, self._model_dir)
+                read = await asyncio.to_thread(Tokenizer.from_directory, self._model_dir)
+                self._tokenizer = ended_as_written(read)
         status = await self._client.get_policy()
         if status.tokenizer_digest != self._tokenizer.digest:
             raise PreconditionFailed(

@@ -12,6 +12,7 @@ import numpy as np
 from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
 from dialoop.sequences import Source
+from dialoop.templates.chat_template import ended_as_written
 from dialoop.trajectory import StopReason
 from dialoop_services.trainer.records.rows import TRAJECTORIES, trajectory_files
 
@@ -61,7 +62,9 @@ def read_own_run(run_dir: Path) -> Dump:
             reason=Reason.NOT_A_RUN,
             remedy="Name a run's directory that has trajectories, or a dump of TRL.",
         )
-    dump = Dump(path=run_dir, kind="dialoop", tokenizer=tokenizer_of(run_dir))
+    tokenizer = tokenizer_of(run_dir)
+    ended = None if tokenizer is None else ended_as_written(tokenizer)
+    dump = Dump(path=run_dir, kind="dialoop", tokenizer=ended)
     dump.claims = _claims(run_dir, dump)
     metrics = [row for row in json_rows(run_dir / METRICS, dump.notes) if "kind" in row]
     kept = without_discards(metrics)

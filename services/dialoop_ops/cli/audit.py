@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dialoop.errors import InvalidInput
+from dialoop.templates.chat_template import ended_as_written
 from dialoop.tokens.tokenizer import Tokenizer
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,7 +21,9 @@ from dialoop_ops.cli.console import say
 def audit(arguments: argparse.Namespace) -> int:
     """Print what is wrong with each path; return 1 where a fault shows, else 0."""
     claims = _claims(arguments.claim)
-    tokenizer = Tokenizer.from_directory(arguments.tokenizer) if arguments.tokenizer else None
+    tokenizer = None
+    if arguments.tokenizer:
+        tokenizer = ended_as_written(Tokenizer.from_directory(arguments.tokenizer))
     reports = [
         audit_path(_path(name, arguments.root), claims=claims, tokenizer=tokenizer)
         for name in arguments.path

@@ -164,8 +164,20 @@ async def test_template_kwargs_reach_the_template():
         tokenizer._literal,
         {"eos_token": "<|im_end|>", "chat_template": source},
     )
-    environment = env(input_mode="text", tokenizer=own, template_kwargs={"mark": "!"})
-    assert environment.reset(TASK, 0).text == Text(prompt="q!")
+    options = {"tokenizer": own, "template_kwargs": {"mark": "!"}}
+    assert env(input_mode="text", **options).reset(TASK, 0).text == Text(prompt="q!")
+    outcome = env(input_mode="tokens", **options).reset(TASK, 0)
+    assert outcome.tokens == Tokens(prompt=own.encode("q!").ids)
+
+
+async def test_text_ends_as_the_template_ends_turns():
+    plain = byte_tokenizer()
+    source = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    own = Tokenizer(plain._trusting, plain._literal, {"chat_template": source})
+    assert own.end_of_turn_ids == ()
+    environment = env(input_mode="text", tokenizer=own)
+    (outcome,) = await play_steps(environment, Text(response="7<|im_end|>"))
+    assert outcome.history.prompt[-1].content == "7"
 
 
 class Says(Transform):

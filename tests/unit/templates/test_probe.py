@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from dialoop.chat import History, Message, ToolCall
 from dialoop.errors import InvalidInput
-from dialoop.templates.chat_template import ChatTemplate
+from dialoop.templates.chat_template import ChatTemplate, ended_as_written
 from dialoop.templates.confinement import TemplateConfinement, TemplateLimits
 from dialoop.templates.probe import DROPPED, KEPT, REFUSED, TemplateProfile, turn_ends
+from dialoop.testing import byte_tokenizer
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_ops.cli.main import main
 from transformers import PreTrainedTokenizerFast
@@ -38,6 +39,16 @@ def test_the_form_is_the_one_that_the_family_reads(name: str) -> None:
         assert form.call_ids == reads.call_ids or name == "mistral"
     if reads.tools:
         assert profile["tools, name"].verdict == KEPT
+
+
+def test_a_tokenizer_ends_turns_as_its_template_does_or_else_as_its_files_say() -> None:
+    plain = tokenizer_of("qwen2_5_base")
+    ended = ended_as_written(plain)
+    texts = [ended.decode([token]) for token in ended.end_of_turn_ids]
+    assert texts == ["<|im_end|>", "<|endoftext|>"]
+    bare = byte_tokenizer()
+    without = Tokenizer(bare._trusting, bare._literal, {"eos_token": "<|im_end|>"})
+    assert ended_as_written(without) is without
 
 
 @pytest.mark.parametrize("name", FAMILIES)
