@@ -110,7 +110,7 @@ def encode_conversations(
         else:
             nowhere = np.zeros(0, np.int64)
             tokens = _Tokens(np.array(ids, np.int32), nowhere, nowhere)
-        blocks_of = tokenizer if template.has_generation_blocks else None
+        blocks_of = template.ended(tokenizer) if template.has_generation_blocks else None
         mask = _mask(tokens, spans, blocks_of, include_eos=include_eos) if with_mask else None
         encoded.append(
             EncodedConversation(
@@ -133,7 +133,13 @@ def _render_with_spans(
     include_eos: bool = False,
 ) -> tuple[str, tuple[Span, ...]]:
     if with_mask and template.has_generation_blocks:
-        return template.render_blocks(history, **options)
+        text, blocks = template.render_blocks(history, **options)
+        opening = template.profile.opening
+        # A template may write the opening in its block, which the policy is given.
+        return text, tuple(
+            (start + len(opening) * text.startswith(opening, start, end), end)
+            for start, end in blocks
+        )
     text = template.render(history, **options)
     if not with_mask:
         return text, ()
@@ -235,8 +241,8 @@ def _mask(
     """Return a mask that is True on the tokens of the spans.
 
     blocks_of: the spans are generation blocks, in which a template writes the end of turn or
-    behind which it does. The special tokens at a block's end are taken off, and with `include_eos`
-    the first one behind its text counts.
+    behind which it does. Ends and blanks at a block's end are taken off, from the first end on;
+    with `include_eos` that end counts.
     """
     mask = np.zeros(len(tokens.ids), dtype=np.bool_)
     starts, ends = tokens.starts, tokens.ends
@@ -244,13 +250,14 @@ def _mask(
         first = int(np.searchsorted(ends, begin, side="right"))
         last = max(first, int(np.searchsorted(starts, end, side="left")))
         if blocks_of is not None:
-            while last > first and _ends_turn(int(tokens.ids[last - 1]), blocks_of):
-                last -= 1
-            if include_eos and last < len(mask) and _ends_turn(int(tokens.ids[last]), blocks_of):
-                last += 1
+            at = last
+            while at > first and (
+                (is_end := tokens.ids[at - 1] in blocks_of.end_of_turn_ids)
+                or not blocks_of.decode([int(tokens.ids[at - 1])]).strip()
+            ):
+                at -= 1
+                last = at if is_end else last
+            if include_eos and last < len(mask):
+                last += tokens.ids[last] in blocks_of.end_of_turn_ids
         mask[first:last] = True
     return mask
-
-
-def _ends_turn(token_id: int, tokenizer: Tokenizer) -> bool:
-    return tokenizer.is_special(token_id) or token_id in tokenizer.end_of_turn_ids

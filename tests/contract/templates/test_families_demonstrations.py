@@ -21,7 +21,7 @@ from dialoop.messages import ContentPart, ToolCall
 from dialoop.sequences import Sequence, Source
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.masks import encode_conversation
-from dialoop.templates.probe import KEPT
+from dialoop.templates.probe import KEPT, turn_ends
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -227,6 +227,38 @@ def test_a_conversation_that_the_assistant_begins_has_its_mask() -> None:
         template, tokenizer, History((answers[0], ASK, answers[1])), add_generation_prompt=False
     )
     assert tokenizer.decode(encoded.token_ids[encoded.assistant_mask].tolist()) == "onetwo"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "lfm2_5", "lfm2_5_v2", "smollm3"])
+def test_a_mask_has_the_end_of_turn_where_asked_and_nothing_around_it(name: str) -> None:
+    """The last three write the end, and smollm3 the opening, within their generation blocks."""
+    tokenizer = Tokenizer.from_directory(family(name).directory)
+    template = ChatTemplate.of(tokenizer)
+    answers = [Message(role="assistant", content=text) for text in ("one ", "two\n")]
+    history = History((ASK, answers[0], ASK, answers[1]))
+    for include_eos in (False, True):
+        encoded = encode_conversation(
+            template,
+            tokenizer,
+            history,
+            include_eos=include_eos,
+            add_generation_prompt=False,
+        )
+        end = turn_ends(template.profile, tokenizer).texts[0] if include_eos else ""
+        text = tokenizer.decode(encoded.token_ids[encoded.assistant_mask].tolist())
+        assert text == f"one {end}two\n{end}"
+
+
+@pytest.mark.parametrize("name", ["lfm2_5", "lfm2_5_v2"])
+def test_a_mask_keeps_the_mark_that_ends_a_call(name: str) -> None:
+    tokenizer = Tokenizer.from_directory(family(name).directory)
+    call = ToolCall(id="c", name="f", arguments_json="{}")
+    history = History((ASK, Message(role="assistant", tool_calls=(call,))))
+    encoded = encode_conversation(
+        ChatTemplate.of(tokenizer), tokenizer, history, add_generation_prompt=False
+    )
+    text = tokenizer.decode(encoded.token_ids[encoded.assistant_mask].tolist())
+    assert text == "<|tool_call_start|>[f()]<|tool_call_end|>"
 
 
 def test_a_long_conversation_is_taught_in_reasonable_time() -> None:
