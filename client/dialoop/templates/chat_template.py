@@ -251,7 +251,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._parser = parser
         self._is_parser_known = parser is not None
-        self._understands_parts: bool | None = None
+        self._understands_parts: dict[str, bool] = {}
         self._profile: TemplateProfile | None = None
         self._shows_tools: bool | None = None
         self.source = source
@@ -458,7 +458,7 @@ class ChatTemplate:
 
     def _chat(self, message: Message) -> dict[str, Any]:
         is_plain = not message.tool_calls and not message.reasoning
-        as_parts = not isinstance(message.content, str) and self._reads_parts()
+        as_parts = not isinstance(message.content, str) and self._reads_parts(message.role)
         # Most messages look the same in every form, and need no probe.
         return chat_for_template(
             message, DEFAULT_FORM if is_plain else self.form, as_parts=as_parts
@@ -511,17 +511,20 @@ class ChatTemplate:
                 changes.append(texts[0] != texts[1])
         return any(changes) or not changes
 
-    def _reads_parts(self) -> bool:
-        """Return whether the template writes the text of content parts, not a list of them."""
-        if self._understands_parts is None:
-            parts = [{"type": "text", "text": "90817263"}]
-            variables = {"messages": [{"role": "user", "content": parts}], **self._special_tokens}
-            try:
-                text = self._fill(variables, opens=False)
-            except DialoopError:
-                text = ""
-            self._understands_parts = "90817263" in text and "'text'" not in text
-        return self._understands_parts
+    def _reads_parts(self, role: str) -> bool:
+        """Return whether the template writes the text of a role's content parts, not a list."""
+        if role not in self._understands_parts:
+            asked = {"role": "user", "content": "hi"}
+            parts = [{"type": "text", "text": text} for text in ("9081", "7263")]
+            shown = []
+            with contextlib.suppress(DialoopError):
+                for content in ("90817263", parts):
+                    said = {"role": role, "content": content}
+                    chats = {"user": [said], "system": [said, asked]}.get(role, [asked, said])
+                    shown.append(self.render_chats(chats, opens=False).split())
+            # Blanks apart: some templates write each part in a line.
+            self._understands_parts[role] = len(shown) == 2 and len(set(map("".join, shown))) == 1
+        return self._understands_parts[role]
 
     def _fill(self, variables: Mapping[str, Any], opens: bool) -> str:
         try:
