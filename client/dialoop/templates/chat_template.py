@@ -514,12 +514,12 @@ class ChatTemplate:
     def _reads_parts(self, role: str) -> bool:
         """Return whether the template writes the text of a role's content parts, not a list."""
         if role not in self._understands_parts:
-            asked = {"role": "user", "content": "hi"}
+            asked: dict[str, Any] = {"role": "user", "content": "hi"}
             parts = [{"type": "text", "text": text} for text in ("9081", "7263")]
             shown = []
             with contextlib.suppress(DialoopError):
                 for content in ("90817263", parts):
-                    said = {"role": role, "content": content}
+                    said: dict[str, Any] = {"role": role, "content": content}
                     chats = {"user": [said], "system": [said, asked]}.get(role, [asked, said])
                     shown.append(self.render_chats(chats, opens=False).split())
             # Blanks apart: some templates write each part in a line.

@@ -91,6 +91,7 @@ def encode_conversations(
     if options.get("tools") is not None:
         options["tools"] = tuple(options["tools"])
         require_plain_tools(options["tools"], tokenizer)
+    ended = template.ended(tokenizer) if with_mask else tokenizer
     rendered = [
         _render_with_spans(
             template, tokenizer, history, options, with_mask=with_mask, include_eos=include_eos
@@ -110,8 +111,10 @@ def encode_conversations(
         else:
             nowhere = np.zeros(0, np.int64)
             tokens = _Tokens(np.array(ids, np.int32), nowhere, nowhere)
-        blocks_of = template.ended(tokenizer) if template.has_generation_blocks else None
-        mask = _mask(tokens, spans, blocks_of, include_eos=include_eos) if with_mask else None
+        mask = None
+        if with_mask:
+            has_blocks = template.has_generation_blocks
+            mask = _mask(tokens, spans, ended, of_blocks=has_blocks, include_eos=include_eos)
         encoded.append(
             EncodedConversation(
                 text=text,
@@ -236,11 +239,16 @@ def _in_characters(code: Encoded) -> _Tokens:
 
 
 def _mask(
-    tokens: _Tokens, spans: Iterable[Span], blocks_of: Tokenizer | None, *, include_eos: bool
+    tokens: _Tokens,
+    spans: Iterable[Span],
+    tokenizer: Tokenizer,
+    *,
+    of_blocks: bool,
+    include_eos: bool,
 ) -> NDArray[np.bool_]:
     """Return a mask that is True on the tokens of the spans.
 
-    blocks_of: the spans are generation blocks, in which a template writes the end of turn or
+    of_blocks: the spans are generation blocks, in which a template writes the end of turn or
     behind which it does. Ends and blanks at a block's end are taken off, from the first end on;
     with `include_eos` that end counts.
     """
@@ -248,16 +256,20 @@ def _mask(
     starts, ends = tokens.starts, tokens.ends
     for begin, end in tokens.positions(spans):
         first = int(np.searchsorted(ends, begin, side="right"))
+        if first < len(mask) and starts[first] < begin:
+            first += tokenizer.is_special(
+                int(tokens.ids[first])
+            )  # it swallows the blanks behind it
         last = max(first, int(np.searchsorted(starts, end, side="left")))
-        if blocks_of is not None:
+        if of_blocks:
             at = last
             while at > first and (
-                (is_end := tokens.ids[at - 1] in blocks_of.end_of_turn_ids)
-                or not blocks_of.decode([int(tokens.ids[at - 1])]).strip()
+                (is_end := tokens.ids[at - 1] in tokenizer.end_of_turn_ids)
+                or not tokenizer.decode([int(tokens.ids[at - 1])]).strip()
             ):
                 at -= 1
                 last = at if is_end else last
             if include_eos and last < len(mask):
-                last += tokens.ids[last] in blocks_of.end_of_turn_ids
+                last += tokens.ids[last] in tokenizer.end_of_turn_ids
         mask[first:last] = True
     return mask

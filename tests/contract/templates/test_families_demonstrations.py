@@ -249,6 +249,15 @@ def test_a_mask_has_the_end_of_turn_where_asked_and_nothing_around_it(name: str)
         assert text == f"one {end}two\n{end}"
 
 
+def test_a_special_token_that_swallows_blanks_of_an_answer_is_no_part_of_it() -> None:
+    tokenizer = Tokenizer.from_directory(family("phi3").directory)
+    history = History((ASK, Message(role="assistant", content=" two")))
+    encoded = encode_conversation(
+        ChatTemplate.of(tokenizer), tokenizer, history, add_generation_prompt=False
+    )
+    assert tokenizer.decode(encoded.token_ids[encoded.assistant_mask].tolist()) == "two"
+
+
 @pytest.mark.parametrize("name", ["lfm2_5", "lfm2_5_v2"])
 def test_a_mask_keeps_the_mark_that_ends_a_call(name: str) -> None:
     tokenizer = Tokenizer.from_directory(family(name).directory)
