@@ -122,6 +122,8 @@ class SamplingParams:
     "json_schema", "schema": {...}}, or {"type": "tagged", "is_single": false, "tags": [...]} for
     JSON between two texts, each tag as {"begin": "<a>", "schema": {...}, "end": "</a>"}.
     top_logprobs: how many of the likeliest tokens a sample names at each position, at most 20.
+    stop_in_reasoning: whether a stop string ends an answer inside a thought too, where the model's
+    template has a form of thoughts; by default it ends what comes after them.
     """
 
     temperature: float | None = None
@@ -134,6 +136,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     constraint: str = ""
     top_logprobs: int = 0
+    stop_in_reasoning: bool = False
 
     def __post_init__(self) -> None:
         if self.top_k in _NO_TOP_K:

@@ -68,6 +68,11 @@ class AnswerForm:
                 remedy=f"Choose one of {', '.join(GRAMMARS)}.",
             )
 
+    @property
+    def has_thoughts(self) -> bool:
+        """Return whether an answer may have a thought."""
+        return self.reasoning is not None or _has_channels(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
@@ -84,7 +89,8 @@ class Reading:
 class AnswerReader:
     """Reads one answer as its tokens come; a token costs the same however long the answer is.
 
-    cut: texts of which the first one ends the answer, and is not part of it.
+    cut: texts of which the first one ends the answer, and is not part of it. cuts_thoughts: they
+    are looked for in its thoughts too.
     """
 
     def __init__(
@@ -94,18 +100,22 @@ class AnswerReader:
         tools: Sequence[ToolDefinition] = (),
         *,
         cut: Sequence[str] = (),
+        cuts_thoughts: bool = False,
     ) -> None:
         self._text = TokenText(tokenizer, _marks_of(form))
-        self._cut = _Cut(cut, self._text.spelling) if any(cut) else None
-        self._machine = _Machine(form, self._text.spelling, tools)
+        self._cut = _Cut(cut, self._text.spelling, is_on=cuts_thoughts) if any(cut) else None
+        self._machine = _Machine(form, self._text.spelling, tools, self._cut)
 
     def add(self, token_ids: Iterable[int]) -> None:
         """Read more tokens."""
         text = self._text.add(token_ids)
-        if self._cut is not None:
-            text = self._cut.add(text)
         if text:
             self._machine.add(text)
+
+    @property
+    def stop_string(self) -> str | None:
+        """Return the text of `cut` that ended the answer; None where none did so far."""
+        return None if self._cut is None else self._cut.found
 
     @property
     def reading(self) -> Reading:
@@ -118,10 +128,7 @@ class AnswerReader:
 
     def finish(self) -> Reading:
         """Return the whole answer; nothing is added after that."""
-        text = self._text.finish()
-        if self._cut is not None:
-            text = self._cut.add(text) + self._cut.finish()
-        self._machine.finish(text)
+        self._machine.finish(self._text.finish())
         return self._machine.reading
 
 
@@ -142,29 +149,47 @@ def grammar_of(written: str) -> str:
 
 
 class _Cut:
-    """Ends a text before the first of some strings, in whatever tokens it stands."""
+    """Ends a text before the first of some strings, in whatever tokens it stands.
 
-    def __init__(self, strings: Sequence[str], spelling: Spelling) -> None:
+    They are looked for while it is on.
+    """
+
+    def __init__(self, strings: Sequence[str], spelling: Spelling, *, is_on: bool) -> None:
         self._spelling = spelling
         plain = spelling_of(())
         self._pattern = plain.pattern(filter(None, strings))
         self._beginnings = plain.beginnings(strings)
         self._held = ""
-        self._is_over = False
+        self.is_on = is_on
+        self._until: Stops | None = None
+        self.found: str | None = None
+
+    def begin(self, text: str, until: Stops | None) -> str:
+        """Go on; what follows is looked at up to the first of these stops."""
+        self.is_on, self._until = True, until
+        return self.add(text)
 
     def add(self, text: str) -> str:
         """Return what is no part of such a string."""
-        if self._is_over:
+        if self.found is not None:
             return ""
+        if not self.is_on:
+            return text
         text = self._held + text
-        plain = self._spelling.plain(text)
+        end = self._until.pattern.search(text) if self._until else None
+        plain = self._spelling.plain(text if end is None else text[: end.start()])
         match = self._pattern.search(plain)
-        self._is_over = match is not None
-        length = match.start() if match else len(plain)
-        if match is None:
-            length -= self._beginnings.length_at_end(plain, 0)
-        given = self._first(text, length)
-        self._held = text[len(given) :] if match is None else ""
+        if match is not None:
+            self.found, self._held = match[0], ""
+            return self._first(text, match.start())
+        if end is not None:
+            self.is_on, self._held = False, ""
+            return text
+        given = self._first(text, len(plain) - self._beginnings.length_at_end(plain, 0))
+        if self._until:
+            held = self._until.beginnings.length_at_end(text, 0)
+            given = given[: len(text) - held]
+        self._held = text[len(given) :]
         return given
 
     def finish(self) -> str:
@@ -180,7 +205,7 @@ class _Cut:
         for character in text:
             own = self._spelling.plain(character)
             if len(own) > length:
-                if self._is_over:
+                if self.found is not None:
                     given.append(own[:length])
                 break
             given.append(character)
@@ -295,9 +320,14 @@ class _Machine:
     """Reads the text of an answer, with marks as the spelling has them."""
 
     def __init__(
-        self, form: AnswerForm, spelling: Spelling, tools: Sequence[ToolDefinition]
+        self,
+        form: AnswerForm,
+        spelling: Spelling,
+        tools: Sequence[ToolDefinition],
+        cut: _Cut | None = None,
     ) -> None:
         self._form = form
+        self._cut = cut
         self._language = _language_of(
             form.reasoning, form.calls if form.reads_calls or _has_channels(form) else "", spelling
         )
@@ -319,11 +349,13 @@ class _Machine:
 
     def add(self, text: str) -> None:
         """Read more text."""
-        self._tape.add(text)
+        self._tape.add(text if self._cut is None else self._cut.add(text))
         next(self._steps, None)
 
     def finish(self, text: str) -> None:
         """Read the last text."""
+        if self._cut is not None:
+            text = self._cut.add(text) + self._cut.finish()
         self._tape.add(text)
         self._tape.is_over = True
         for _ in self._steps:
@@ -335,7 +367,15 @@ class _Machine:
             return
         if self._language.thought:
             yield from self._thought()
+        self._leave_thought(None)
         yield from self._content()
+
+    def _leave_thought(self, until: Stops | None) -> None:
+        """Look for what cuts the answer from here on."""
+        tape, cut = self._tape, self._cut
+        if cut is not None and not cut.is_on:
+            rest = cut.begin(tape.data[tape.at :], until)
+            tape.data = tape.data[: tape.at] + rest + (cut.finish() if tape.is_over else "")
 
     # Content and calls
 
@@ -515,6 +555,10 @@ class _Machine:
             tape.begin_region()
             header = yield from self._header()
             recipient = _RECIPIENT.search(header or "")
+            channel = (header or "").partition(self._language.headers[1])[2].strip()
+            thinks = recipient is None and channel.startswith("analysis")
+            if not thinks:
+                self._leave_thought(self._language.message_stops)
             if recipient is not None:
                 yield from self._channel_call(self._language.spelling.plain(recipient[1]))
                 tape.end_region()
@@ -523,7 +567,7 @@ class _Machine:
             if header is None:
                 self._give_until(min(tape.at + 1, len(tape.data)))
                 yield from self._channel_text(self._give_until)
-            elif header.partition(self._language.headers[1])[2].strip().startswith("analysis"):
+            elif thinks:
                 self._num_line_ends = 1 if self._given.reasoning else 0
                 yield from self._channel_text(self._think_until)
             else:

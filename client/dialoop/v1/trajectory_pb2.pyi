@@ -240,7 +240,7 @@ class Failure(_message.Message):
     def __init__(self, owner: _Optional[_Union[Owner, str]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop", "seed", "repetition_penalty", "constraint", "top_logprobs")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop", "seed", "repetition_penalty", "constraint", "top_logprobs", "stop_in_reasoning")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +251,7 @@ class SamplingParams(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STOP_IN_REASONING_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -261,7 +262,8 @@ class SamplingParams(_message.Message):
     repetition_penalty: float
     constraint: str
     top_logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., constraint: _Optional[str] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
+    stop_in_reasoning: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., constraint: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., stop_in_reasoning: bool = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("task_id", "environment", "split", "key", "epoch", "seed", "purpose", "num_trajectories", "sampling", "min_trajectories")

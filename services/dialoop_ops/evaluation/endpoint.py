@@ -111,12 +111,13 @@ def _request(sampling: SamplingParams) -> dict[str, Any]:
         "stop": list(sampling.stop) or None,
         "seed": sampling.seed,
     }
-    # Not of OpenAI's API, and known to vLLM, SGLang and Dialoop.
+    # Not of OpenAI's API, and known to vLLM, SGLang and Dialoop; the last one to Dialoop alone.
     extra = {
         "include_stop_str_in_output": True if sampling.stop else None,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        "stop_in_reasoning": sampling.stop_in_reasoning or None,
     }
     request = {name: value for name, value in fields.items() if value is not None}
     others = {name: value for name, value in extra.items() if value is not None}

@@ -56,15 +56,21 @@ class VersionSpan:
     policy_version: PolicyVersion
 
 
+Watch = Callable[[int], str | None]
+"""Takes an answer's tokens one by one; returns the stop string where the answer ends with one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopTokens:
     """What ends a message: single tokens, and strings that may span several.
 
-    `by_id` gives each stopping token's string, empty for the end-of-turn token.
+    `by_id` gives each stopping token's string, empty for the end-of-turn token. watch: begins what
+    finds the end of one answer where only its reader knows that; the strings are none then.
     """
 
     by_id: Mapping[int, str] = field(default_factory=dict)
     strings: tuple[str, ...] = ()
+    watch: Callable[[], Watch] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +231,16 @@ class SupportsStreaming(Protocol):
         on_tokens: OnTokens,
     ) -> Sampled:
         """Continue `prompt_ids` once; call `on_tokens` with the tokens as they come."""
+
+
+@runtime_checkable
+class SupportsWatch(Protocol):
+    """An engine whose `sample` and `stream` end where `StopTokens.watch` says.
+
+    The samples of others are broken off, or cut when they are whole.
+    """
+
+    watches_answers: bool
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from dialoop.episode import Sample, UpdateMode
 from dialoop.trajectory import SamplingParams
 from dialoop_learning.rl.routed_experts import COLUMN, Routing, experts_column
 
+from dialoop_services.inference.answer_ends import sample_with
 from dialoop_services.inference.engine import Engine, Sampled, SupportsRoutedExperts
 from dialoop_services.inference.partial_answer import Sampler, go_on
 from dialoop_services.inference.rendering import GenerationRequest, RawPrompt, Renderer
@@ -25,8 +26,10 @@ from dialoop_services.inference.rendering import GenerationRequest, RawPrompt, R
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from dialoop.answers import AnswerForm
     from dialoop.chat import History, ToolDefinition
     from dialoop.sequences import Ids, Sequence
+    from dialoop.tokens.builder import Prompt
 
 
 async def generate(
@@ -45,12 +48,18 @@ async def generate(
     if request.context is not None:  # columns of the tokens before are with the caller
         request = replace(request, context=replace(request.context, columns={}))
     room = request.sampling.max_new_tokens or 0
-    prompt = await renderer.run_with(
-        request.template_name,
-        partial(renderer.prompt, request, room=room, max_model_len=max_model_len),
-    )
+
+    def prepare() -> tuple[Prompt | RawPrompt, AnswerForm]:
+        prompt = renderer.prompt(request, room=room, max_model_len=max_model_len)
+        return prompt, renderer.answer_form(
+            prompt, template_name=request.template_name, offers_tools=bool(request.tools)
+        )
+
+    prompt, form = await renderer.run_with(request.template_name, prepare)
     prompt_ids, sampling = prompt.sequence.token_ids.tolist(), request.sampling
-    stop = await renderer.find_stop_tokens(sampling.stop)
+    stop = await renderer.find_stop_tokens(
+        sampling.stop, form, in_reasoning=sampling.stop_in_reasoning
+    )
     if request.partial_answer is None:
         sampled = await sample(prompt_ids, sampling, stop=stop, num_samples=request.num_samples)
     else:
@@ -126,7 +135,7 @@ class EnginePolicy:
         engine = self._engine
         return await generate(
             request,
-            engine.sample,
+            partial(sample_with, engine),
             renderer=self._renderer,
             max_model_len=engine.max_model_len,
             routing=routing_of(engine),

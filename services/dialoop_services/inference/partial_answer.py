@@ -9,7 +9,7 @@ begins in the old tokens and ends in the new ones is found here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from dialoop.errors import InvalidInput
@@ -18,7 +18,8 @@ from dialoop.sequences import Sequence as TokenRow
 from dialoop.sequences import Source
 from dialoop.trajectory import SamplingParams, StopReason
 
-from dialoop_services.inference.engine import Sampled, StopTokens, VersionSpan
+from dialoop_services.inference.answer_ends import AnswerEnd, cut_at, first_end, merged_spans
+from dialoop_services.inference.engine import Sampled, StopTokens, VersionSpan, Watch
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -62,14 +63,6 @@ def require_continuable(part: TokenRow, sampling: SamplingParams, *, num_samples
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """Where an answer ends: after so many tokens, at this stop string."""
-
-    num_tokens: int
-    stop_string: str
-
-
 async def go_on(
     part: TokenRow,
     sample: Sampler,
@@ -86,17 +79,26 @@ async def go_on(
     before = _sampled_of(part)
     end = _first_end(before.token_ids, stop, decode)
     if end is not None:
-        return _cut(before, end)
+        return cut_at(before, end)
     room = sampling.max_new_tokens
     if room is not None and len(before.token_ids) >= room:
         return before
     left = None if room is None else room - len(before.token_ids)
+    begin = stop.watch
+
+    def go_on_watching() -> Watch:
+        assert begin is not None
+        watch = begin()
+        first_end(watch, before.token_ids)
+        return watch
+
     (after,) = await sample(
-        [*prompt_ids, *before.token_ids], replace(sampling, max_new_tokens=left), stop=stop
+        [*prompt_ids, *before.token_ids],
+        replace(sampling, max_new_tokens=left),
+        stop=replace(stop, watch=begin and go_on_watching),
     )
     whole = _join(before, after)
-    end = _first_end(whole.token_ids, stop, decode, first=len(before.token_ids))
-    return whole if end is None else _cut(whole, end)
+    return cut_at(whole, _first_end(whole.token_ids, stop, decode, first=len(before.token_ids)))
 
 
 def _sampled_of(part: TokenRow) -> Sampled:
@@ -111,7 +113,7 @@ def _sampled_of(part: TokenRow) -> Sampled:
     return Sampled(
         token_ids=tuple(part.token_ids.tolist()),
         logprobs=tuple(part.inference_logprobs.tolist()),
-        versions=_merge(versions),
+        versions=merged_spans(versions),
         stop_reason=StopReason.LENGTH,
     )
 
@@ -124,56 +126,32 @@ def _join(before: Sampled, after: Sampled) -> Sampled:
         after,
         token_ids=before.token_ids + after.token_ids,
         logprobs=before.logprobs + after.logprobs,
-        versions=_merge(spans),
+        versions=merged_spans(spans),
         # The context was full after the old tokens: that ends an answer as its limit does.
         stop_reason=StopReason.LENGTH if is_full else after.stop_reason,
     )
 
 
-def _merge(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Return the spans with neighbours of one version as one."""
-    merged: list[VersionSpan] = []
-    for span in spans:
-        if merged and merged[-1].policy_version == span.policy_version:
-            merged[-1] = replace(merged[-1], length=merged[-1].length + span.length)
-        else:
-            merged.append(span)
-    return tuple(merged)
-
-
 def _first_end(
     token_ids: Sequence[int], stop: StopTokens, decode: Decode, *, first: int = 0
-) -> _End | None:
+) -> AnswerEnd | None:
     """Return where an answer stops, looking at the tokens from `first` on; None where it does not.
 
     It ends at the first stop token, or at the token that completes a stop string.
     """
     longest = max((len(string.encode()) for string in stop.strings), default=0)
-    for index in range(first, len(token_ids)):
-        token = token_ids[index]
+    watch = stop.watch and stop.watch()
+    for index, token in enumerate(token_ids):
+        found = watch and watch(token)
+        if index < first:
+            continue
         if token in stop.by_id:
-            return _End(index + 1, stop.by_id[token])
+            return AnswerEnd(index + 1, stop.by_id[token])
+        if found is not None:
+            return AnswerEnd(index + 1, found)
         if longest:  # a token is at least a byte
             text = decode(token_ids[max(0, index - longest) : index + 1])
             for string in stop.strings:
                 if string in text:
-                    return _End(index + 1, string)
+                    return AnswerEnd(index + 1, string)
     return None
-
-
-def _cut(sampled: Sampled, end: _End) -> Sampled:
-    """Return the answer up to its end."""
-    num_tokens = end.num_tokens
-    spans = [
-        replace(span, length=min(span.length, num_tokens - span.start))
-        for span in sampled.versions
-        if span.start < num_tokens
-    ]
-    return replace(
-        sampled,
-        token_ids=sampled.token_ids[:num_tokens],
-        logprobs=sampled.logprobs[:num_tokens],
-        versions=tuple(spans),
-        stop_reason=StopReason.STOP,
-        stop_string=end.stop_string,
-    )

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as AnySequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dialoop.answers import AnswerForm, grammar_of
 from dialoop.chat import ChatHistory, History, ToolDefinition
 from dialoop.episode import ContinuedText, Sample
 from dialoop.errors import CapacityExhausted, InvalidInput, Unsupported
@@ -24,6 +25,7 @@ from dialoop.tokens.builder import Prompt, TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
 
+from dialoop_services.inference.answer_ends import watch_for
 from dialoop_services.inference.engine import Sampled, StopTokens
 
 _T = TypeVar("_T")
@@ -31,6 +33,8 @@ _NUM_FOREIGN_THREADS = 2
 _MAX_FOREIGN_CALLS = 32
 _SEPARATOR = "\0"
 """Between the texts of tokens; hardly a stop string."""
+_THINK = ("<think>", "</think>")
+_NUM_LOOKED_AT = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,14 @@ class RawPrompt:
     turn: int
     num_truncated_tokens: int = 0
     skip_special_tokens: bool = False
+
+
+@lru_cache(maxsize=64)
+def _form_of(template: ChatTemplate) -> AnswerForm:
+    """Return the form of answers as the template writes them, or as its source names the marks."""
+    profile, source = template.profile, template.source
+    reasoning = profile.reasoning or (_THINK if any(mark in source for mark in _THINK) else None)
+    return AnswerForm(reasoning=reasoning, calls=grammar_of(profile.written_call))
 
 
 class Renderer:
@@ -202,8 +214,40 @@ class Renderer:
         segments = (*sequence.segments[:-1], *_shorten(last, num_left))
         return text, Sequence(token_ids=sequence.token_ids[: -len(opening_ids)], segments=segments)
 
-    async def find_stop_tokens(self, strings: tuple[str, ...]) -> StopTokens:
-        """Return `stop_tokens`; where that reads the vocabulary first, it does so in a thread."""
+    def form(self, *, template_name: str = "", offers_tools: bool = False) -> AnswerForm:
+        """Return the form of this policy's answers; calls are read where tools are offered."""
+        template = self.template_named(template_name).for_tools(offers_tools or None)
+        return replace(_form_of(template), reads_calls=offers_tools)
+
+    def answer_form(
+        self, prompt: Prompt | RawPrompt, *, template_name: str = "", offers_tools: bool = False
+    ) -> AnswerForm:
+        """Return the form of the answers to a prompt, which may have opened their thought.
+
+        What continues a raw prompt is content alone.
+        """
+        if isinstance(prompt, RawPrompt):
+            return AnswerForm()
+        form = self.form(template_name=template_name, offers_tools=offers_tools)
+        last = prompt.sequence.token_ids[-_NUM_LOOKED_AT:].tolist()
+        opening = self.tokenizer.decode(last).rstrip("\n")
+        starts = form.reasoning is not None and opening.endswith(form.reasoning[0])
+        return replace(form, starts_in_reasoning=starts)
+
+    async def find_stop_tokens(
+        self,
+        strings: tuple[str, ...],
+        form: AnswerForm | None = None,
+        *,
+        in_reasoning: bool = False,
+    ) -> StopTokens:
+        """Return what ends an answer of this form, in its thoughts only where they are asked for.
+
+        Where that reads the vocabulary first, it does so in a thread.
+        """
+        if form is not None and form.has_thoughts and strings and not in_reasoning:
+            watch = partial(watch_for, _require_no_empty(strings), form, self.tokenizer)
+            return replace(self.stop_tokens(()), watch=watch)
         if strings and not self._vocabulary:
             await asyncio.to_thread(self._read_vocabulary)
         return self.stop_tokens(strings)
@@ -215,13 +259,7 @@ class Renderer:
         """
         by_id = dict.fromkeys(self.tokenizer.end_of_turn_ids, "")
         spanning: list[str] = []
-        for string in strings:
-            if not string:
-                raise InvalidInput(
-                    "A stop string is empty.",
-                    reason=Reason.INVALID_SAMPLING,
-                    remedy="Leave it out: the end-of-turn token always stops.",
-                )
+        for string in _require_no_empty(strings):
             token = self.tokenizer.single_token(string)
             if token is None or self._is_part_of_another(string, token):
                 spanning.append(string)
@@ -286,6 +324,17 @@ class Renderer:
             stop_string=sampled.stop_string,
             top_logprobs=sampled.top_logprobs,
         )
+
+
+def _require_no_empty(strings: Iterable[str]) -> tuple[str, ...]:
+    strings = tuple(strings)
+    if "" in strings:
+        raise InvalidInput(
+            "A stop string is empty.",
+            reason=Reason.INVALID_SAMPLING,
+            remedy="Leave it out: the end-of-turn token always stops.",
+        )
+    return strings
 
 
 def _without_tools(options: Mapping[str, Any]) -> dict[str, Any]:

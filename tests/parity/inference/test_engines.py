@@ -30,7 +30,7 @@ from tests.support.engine_world import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 TOLERANCE = 1e-4
@@ -197,6 +197,37 @@ async def test_a_stop_string_of_several_tokens_ends_the_sample(running: Running)
     assert sampled.token_ids == whole.token_ids[: len(sampled.token_ids)]
     assert decode(sampled.token_ids).endswith(text)
     assert text not in decode(sampled.token_ids[:-1])
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+async def test_a_sample_ends_where_its_watch_says(running: Running, num_samples: int) -> None:
+    def begin() -> Callable[[int], str | None]:
+        seen: list[int] = []
+
+        def watch(token: int) -> str | None:
+            seen.append(token)
+            return f"<{token}>" if sum(seen) > 400 else None
+
+        return watch
+
+    prompt, stop = [4, 4], StopTokens(watch=begin)
+    sampling = SamplingParams(seed=5, max_new_tokens=60, top_logprobs=2)
+    options = {"num_samples": num_samples}
+    whole = await running.engine.sample(prompt, sampling, stop=NO_STOP, **options)
+    ended = await running.engine.sample(prompt, sampling, stop=stop, **options)
+    chunks: list[TokenChunk] = []
+    streamed = await running.engine.stream(prompt, sampling, stop=stop, on_tokens=chunks.append)
+    for long, short in zip(whole, ended, strict=True):
+        ids = short.token_ids
+        assert ids == long.token_ids[: len(ids)]
+        assert sum(ids) > 400 >= sum(ids[:-1])
+        assert short.stop_string == f"<{ids[-1]}>"
+        assert (short.stop_reason, len(short.top_logprobs)) == (StopReason.STOP, len(ids))
+        assert [(s.start, s.length) for s in short.versions] == [(0, len(ids))]
+        assert worst(short, prompt, **running.model) < TOLERANCE
+    assert (streamed.token_ids, streamed.stop_string) == (ended[0].token_ids, ended[0].stop_string)
+    assert tuple(i for chunk in chunks for i in chunk.token_ids) == streamed.token_ids
+    assert running.engine.num_running == 0
 
 
 def penalized_logprobs(

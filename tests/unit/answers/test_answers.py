@@ -341,6 +341,63 @@ def test_a_stop_string_is_cut_off_in_whatever_tokens_it_stands():
         )
 
 
+THOUGHT = "<think>\nEND\n</think>\n"
+ANALYSIS = "<|channel|>analysis<|message|>END<|end|><|start|>assistant"
+COMMENTARY = "<|channel|>commentary<|message|>So.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+HARMONY = AnswerForm(calls="harmony")
+STARTED = AnswerForm(reasoning=THINK, calls="hermes", starts_in_reasoning=True)
+CUT = [
+    (HERMES, f"{THOUGHT}\none END two", Reading(content="one ", reasoning="END"), True),
+    (HERMES, f"{THOUGHT}\nEND", Reading(reasoning="END"), True),
+    (HERMES, " one END", Reading(content=" one "), True),
+    (HERMES, "<think>END", Reading(reasoning="END"), False),
+    (HERMES, "END<think>", Reading(), True),
+    (STARTED, "END</think>one END", Reading(content="one ", reasoning="END"), True),
+    (STARTED, "EN</think>D", Reading(content="D", reasoning="EN"), False),
+    (
+        HERMES,
+        f'{THOUGHT}one{F}<tool_call>{{"name": "END',
+        Reading(content='one<tool_call>{"name": "', reasoning="END", calls=(call("f"),)),
+        True,
+    ),
+    (
+        HARMONY,
+        f"{ANALYSIS}{COMMENTARY}{ANALYSIS}{FINAL}one END",
+        Reading(content="So.\none ", reasoning="END\nEND"),
+        True,
+    ),
+    (
+        HARMONY,
+        f'{ANALYSIS}<|channel|>commentary to=functions.f<|message|>{{"a": "END"}}<|call|>',
+        Reading(
+            content='<|start|>assistant<|channel|>commentary to=functions.f<|message|>{"a": "',
+            reasoning="END",
+            calls=(call("f", problem="the arguments are not JSON."),),
+        ),
+        True,
+    ),
+    (HARMONY, "one END", Reading(content="one "), True),
+    (HARMONY, f"{FINAL}EN<|end|><|start|>assistant{FINAL}D", Reading(content="EN\nD"), False),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "expected", "is_cut"), CUT)
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_stop_string_is_looked_for_outside_of_thoughts(form, text, expected, is_cut, marks):
+    tokenizer = byte_tokenizer(marks_of(form.calls) if marks else ())
+    ids = tokenizer.encode(text, trusted=True).ids
+    step = AnswerReader(form, tokenizer, cut=("END", "never"))
+    ends = [step.stop_string for token in ids for _ in (step.add([token]),)]
+    rest = tokenizer.decode(ids[ends.index("END") + 1 :]) if "END" in ends else None
+    assert rest == text.rpartition("END")[2] if is_cut else rest is None
+    assert step.finish() == expected
+    at_once = AnswerReader(form, tokenizer, cut=("END", "never"))
+    at_once.add(ids)
+    assert at_once.finish() == expected
+    assert at_once.stop_string == step.stop_string == ("END" if is_cut else None)
+
+
 def test_a_form_of_an_unknown_grammar_is_refused():
     with pytest.raises(InvalidInput, match="no grammar of calls named 'latin'"):
         AnswerForm(calls="latin")

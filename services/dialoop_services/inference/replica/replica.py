@@ -15,6 +15,7 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import DialoopError, PreconditionFailed, Unavailable, Unsupported
 from dialoop.reasons import Reason
 
+from dialoop_services.inference.answer_ends import sample_with
 from dialoop_services.inference.engine import (
     Engine,
     LoadTimes,
@@ -201,15 +202,17 @@ class Replica(Sleeper):
         num_samples: int,
         on_begin: OnBegin | None,
     ) -> tuple[Sampled, ...]:
-        engine = self.engine
         # Only an engine that supports one of these is ever given it.
         options = {"adapter": adapter, "on_begin": on_begin}
         extra: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-        if on_tokens is not None and isinstance(engine, SupportsStreaming):
-            stream = engine.stream(prompt_ids, sampling, stop=stop, on_tokens=on_tokens, **extra)
-            return (await stream,)
-        return await engine.sample(
-            prompt_ids, sampling, stop=stop, num_samples=num_samples, **extra
+        return await sample_with(
+            self.engine,
+            prompt_ids,
+            sampling,
+            stop=stop,
+            num_samples=num_samples,
+            on_tokens=on_tokens,
+            **extra,
         )
 
     def _unsupported_error(self, verb: str, remedy: str) -> Unsupported:

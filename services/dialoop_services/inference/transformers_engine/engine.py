@@ -83,6 +83,7 @@ class TransformersEngine:
     name = "transformers"
     tells_begin = True
     gives_top_logprobs = True
+    watches_answers = True
     version = str(transformers.__version__)
 
     def __init__(

@@ -46,6 +46,7 @@ class BatchRow:
         self.done: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
         self._num_prompt = len(self.ids)
         self._stop = stop
+        self._watch = stop.watch and stop.watch()
         self._room = room
         self._on_tokens = on_tokens
         self._on_begin = on_begin
@@ -95,7 +96,7 @@ class BatchRow:
         self._versions.append(version)
         if token in self._stop.by_id:
             self._end(StopReason.STOP, self._stop.by_id[token])
-        elif self._stop.strings and (stop_string := self._find_stop_string(decode)):
+        elif (stop_string := self._find_stop_string(decode)) is not None:
             self._end(StopReason.STOP, stop_string)
         elif len(self._logprobs) == self._room:
             self._end(StopReason.LENGTH, "")
@@ -119,12 +120,16 @@ class BatchRow:
     def _end(self, reason: StopReason, stop_string: str) -> None:
         self.stop_reason, self._stop_string = reason, stop_string
 
-    def _find_stop_string(self, decode: Decode) -> str:
+    def _find_stop_string(self, decode: Decode) -> str | None:
         """Return the stop string that the last token completed; a token is at least a byte."""
+        if self._watch is not None:
+            return self._watch(self.ids[-1])
+        if not self._stop.strings:
+            return None
         longest = max(len(string.encode()) for string in self._stop.strings)
         sampled = self.ids[self._num_prompt :]
         text = decode(sampled[-longest - 1 :])
-        return next((string for string in self._stop.strings if string in text), "")
+        return next((string for string in self._stop.strings if string in text), None)
 
     def _chunk(self, index: int) -> TokenChunk:
         return TokenChunk(

@@ -26,7 +26,7 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import InternalError, InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
-from dialoop.trajectory import SamplingParams
+from dialoop.trajectory import SamplingParams, StopReason
 from dialoop_learning.lora.base_weights import BaseWeights
 from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
@@ -36,6 +36,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from dialoop_services.config.engines import has_experts
+from dialoop_services.inference.answer_ends import first_end, first_spans, sample_each
 from dialoop_services.inference.engine import (
     BASE_VERSION,
     EngineOptions,
@@ -45,6 +46,7 @@ from dialoop_services.inference.engine import (
     Sampled,
     Scored,
     StopTokens,
+    TokenChunk,
     TopLogprobs,
     VersionSpan,
     context_full,
@@ -100,6 +102,7 @@ class VllmEngine:
     tells_begin = True
     constrains_answers = True
     gives_top_logprobs = True
+    watches_answers = True
     version = str(vllm.__version__)
 
     def __init__(self, llm: AsyncLLM, *, model_dir: Path, options: EngineOptions) -> None:
@@ -174,6 +177,13 @@ class VllmEngine:
         on_begin: OnBegin | None = None,
     ) -> tuple[Sampled, ...]:
         """Continue `prompt_ids` `num_samples` times."""
+        if stop.watch is not None:  # vLLM ends no single one of the samples of a request
+            options: dict[str, Any] = {"adapter": adapter, "on_begin": on_begin}
+
+            def one(own: SamplingParams) -> Awaitable[Sampled]:
+                return self.stream(prompt_ids, own, stop=stop, on_tokens=_ignore, **options)
+
+            return await sample_each(one, sampling, num_samples)
         params = self._params(prompt_ids, sampling, stop=stop)
         if params is None:
             return context_full(num_samples)
@@ -207,24 +217,31 @@ class VllmEngine:
         ids: list[int] = []
         logprobs: list[float] = []
         tops: list[TopLogprobs] = []
-        outputs = self._outputs(request_id, prompt_ids, params, adapter, on_begin)
-        async for output in outputs:
-            completion = output.outputs[0]
-            start = len(ids)
-            ids.extend(completion.token_ids)
-            values, top = logprobs_of(completion.logprobs, sampling.top_logprobs)
-            logprobs.extend(values)
-            tops.extend(top)
-            spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
-            for chunk in chunks_of(ids, logprobs, spans, start=start, tops=tops):
-                on_tokens(chunk)
+        watch, end = stop.watch and stop.watch(), None
+        generating = self._outputs(request_id, prompt_ids, params, adapter, on_begin)
+        async with aclosing(generating) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                start, sampled = len(ids), completion.token_ids
+                end = first_end(watch, sampled) if watch else None
+                count = len(sampled) if end is None else end.num_tokens
+                ids.extend(sampled[:count])
+                values, top = logprobs_of(completion.logprobs, sampling.top_logprobs)
+                logprobs.extend(values[:count])
+                tops.extend(top[:count])
+                spans = self._spans_so_far(request_id, completion, num_tokens=len(ids))
+                spans = first_spans(spans, len(ids))
+                for chunk in chunks_of(ids, logprobs, spans, start=start, tops=tops):
+                    on_tokens(chunk)
+                if end is not None:
+                    break  # vLLM aborts what nobody waits for
         return Sampled(
             token_ids=tuple(ids),
             logprobs=tuple(logprobs),
             top_logprobs=tuple(tops),
             versions=spans,
-            stop_reason=stop_reason_of(completion),
-            stop_string=stop_string_of(completion, stop),
+            stop_reason=stop_reason_of(completion) if end is None else StopReason.STOP,
+            stop_string=stop_string_of(completion, stop) if end is None else end.stop_string,
             queue_s=queued_s(output),
             num_cached_tokens=output.num_cached_tokens or 0,
         )
@@ -458,3 +475,7 @@ class VllmEngine:
             VersionSpan(start=start, length=end - start, policy_version=version_of(label))
             for (label, start), end in zip(starts, ends, strict=True)
         )
+
+
+def _ignore(_: TokenChunk) -> None:
+    """Do nothing with tokens of which nobody wants to hear before the end."""

@@ -27,6 +27,7 @@ from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Failure, Owner, SamplingParams, StopReason
 
+from dialoop_services.inference.answer_ends import all_of
 from dialoop_services.inference.generate import with_defaults
 from dialoop_services.inference.recordings.store import CallState, Choice
 from dialoop_services.inference.wires.bodies import ContextTooLong, UnknownModel
@@ -123,10 +124,13 @@ class Reader:
     form: AnswerForm
     tools: tuple[ToolDefinition, ...] = ()
     cut: tuple[str, ...] = ()
+    cuts_thoughts: bool = False
 
     def begin(self) -> AnswerReader:
         """Return the reader of one answer."""
-        return AnswerReader(self.form, self.tokenizer, self.tools, cut=self.cut)
+        return AnswerReader(
+            self.form, self.tokenizer, self.tools, cut=self.cut, cuts_thoughts=self.cuts_thoughts
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,10 +340,16 @@ class WireHost:
         *,
         tools: tuple[ToolDefinition, ...] = (),
         cut: tuple[str, ...] = (),
+        cuts_thoughts: bool = False,
     ) -> Reader:
         """Return how answers of this form are read; without one they are content alone."""
-        tokenizer = self.renderer.tokenizer
-        return Reader(tokenizer=tokenizer, form=form or AnswerForm(), tools=tools, cut=cut)
+        return Reader(
+            tokenizer=self.renderer.tokenizer,
+            form=form or AnswerForm(),
+            tools=tools,
+            cut=cut,
+            cuts_thoughts=cuts_thoughts,
+        )
 
     def part(
         self,
@@ -397,11 +407,9 @@ class Answering:
         with _noting_in_recordings(job, request):
             for part in job.parts:
                 self.require_room(part)
-            answers = await _all(
-                [
-                    self.sample(part, job.sampling, adapter=job.adapter, num=job.num_choices)
-                    for part in job.parts
-                ]
+            answers = await all_of(
+                self.sample(part, job.sampling, adapter=job.adapter, num=job.num_choices)
+                for part in job.parts
             )
             scores = await self._prompt_logprobs(job)
             for part, sampled in zip(job.parts, answers, strict=True):
@@ -440,10 +448,13 @@ class Answering:
         on_tokens: OnTokens | None = None,
     ) -> list[Sampled]:
         """Sample one prompt; `on_tokens` gets the tokens as they come (one sample only)."""
+        stop = await self._renderer.find_stop_tokens(
+            sampling.stop, part.reader.form, in_reasoning=sampling.stop_in_reasoning
+        )
         sampled = await self._replica.sample(
             part.prompt.prompt.sequence.token_ids.tolist(),
             sampling,
-            stop=part.stop_tokens(await self._renderer.find_stop_tokens(sampling.stop)),
+            stop=part.stop_tokens(stop),
             num_samples=num,
             on_tokens=on_tokens,
             adapter=adapter,
@@ -559,16 +570,6 @@ class _Running:
 def _running(part: PromptJob, *, index: int) -> RunningAnswer:
     ids = {call.id for message in part.prompt.messages for call in message.tool_calls}
     return RunningAnswer(so_far=AnswerPart(index=index), reader=part.reader.begin(), call_ids=ids)
-
-
-async def _all(samples: list[Any]) -> list[list[Sampled]]:
-    """Return the results of all; at the first error stop the others and raise it."""
-    tasks = [asyncio.ensure_future(sample) for sample in samples]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 @contextmanager

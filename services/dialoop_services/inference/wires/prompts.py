@@ -10,15 +10,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
-from dialoop.answers import AnswerForm, grammar_of
 from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence, Source, sequence_of
-from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import Prompt
 
 from dialoop_services.inference.recordings.matching import Origin
@@ -27,8 +24,6 @@ from dialoop_services.inference.rendering import GenerationRequest, Renderer
 from dialoop_services.inference.wires.bodies import field_error
 
 _COMPLETION = "completion"
-_THINK = ("<think>", "</think>")
-_NUM_LOOKED_AT = 32
 _KNOWN = "Qwen, GLM, DeepSeek, Kimi, Llama, Mistral, Gemma or gpt-oss"
 
 
@@ -45,14 +40,6 @@ class Offer:
         options = json.dumps(dict(self.options), sort_keys=True, default=str)
         text = json.dumps([self.tools, options])
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-
-
-@lru_cache(maxsize=64)
-def _form_of(template: ChatTemplate) -> AnswerForm:
-    """Return the form of answers as the template writes them, or as its source names the marks."""
-    profile, source = template.profile, template.source
-    reasoning = profile.reasoning or (_THINK if any(mark in source for mark in _THINK) else None)
-    return AnswerForm(reasoning=reasoning, calls=grammar_of(profile.written_call))
 
 
 class Prompts:
@@ -118,22 +105,9 @@ class Prompts:
             return CallPrompt(messages=history, prompt=prompt, variant=_COMPLETION)
         return self._continue(text_or_ids, ids, origin, recording)
 
-    def form(self, *, offers_tools: bool) -> AnswerForm:
-        """Return the form of this policy's answers; calls are read where tools are offered."""
-        template = self._renderer.template.for_tools(offers_tools or None)
-        return replace(_form_of(template), reads_calls=offers_tools)
-
-    def form_of(self, prompt: CallPrompt, *, offers_tools: bool) -> AnswerForm:
-        """Return the form of the answers to a prompt, which may have opened their thought."""
-        form = self.form(offers_tools=offers_tools)
-        last = prompt.prompt.sequence.token_ids[-_NUM_LOOKED_AT:].tolist()
-        opening = self._renderer.tokenizer.decode(last).rstrip("\n")
-        starts = form.reasoning is not None and opening.endswith(form.reasoning[0])
-        return replace(form, starts_in_reasoning=starts)
-
     def _require_tools_known(self) -> None:
         source = self._renderer.template.for_tools(True).source
-        if "tools" not in source or not self.form(offers_tools=True).calls:
+        if "tools" not in source or not self._renderer.form(offers_tools=True).calls:
             raise field_error(
                 "tools",
                 "this policy's chat template shows no tools, or writes calls in no known form",

@@ -39,7 +39,7 @@ class Jobs:
         """Return the job of a chat completion."""
         adapter, engine = self.host.adapter_of(body.model, recording), self.host.replica.engine
         offers_tools = bool(body.tools) and body.tool_choice != "none"
-        grammar = self.host.prompts.form(offers_tools=offers_tools).calls
+        grammar = self.host.renderer.form(offers_tools=offers_tools).calls
         constraint = constraint_of(body, engine, grammar)
         num_top = body.top_logprobs or 0
         if num_top and not body.logprobs:
@@ -57,7 +57,7 @@ class Jobs:
             options=_options(body),
         )
         prompt = prompts.chat(history_of(body.messages), offer, recording)
-        form = prompts.form_of(prompt, offers_tools=offers_tools)
+        form = self.host.renderer.answer_form(prompt.prompt, offers_tools=offers_tools)
         if constraint and form.starts_in_reasoning:
             raise field_error(
                 "response_format" if body.response_format else "tool_choice",
@@ -66,7 +66,9 @@ class Jobs:
             )
         call_id = f"chatcmpl-{uuid.uuid4().hex}"
         tools = tuple(tool.definition for tool in body.tools or ())
-        reader = self.host.reader(form, tools=tools, cut=_cut_of(body))
+        reader = self.host.reader(
+            form, tools=tools, cut=_cut_of(body), cuts_thoughts=sampling.stop_in_reasoning
+        )
         part = self.host.part(call_id, prompt, sampling, recording, reader=reader)
         job = AnswerJob(parts=(part,), sampling=sampling, num_choices=body.n, adapter=adapter)
         shape = self._shape(body, call_id, adapter, with_logprobs=body.logprobs, num_top=num_top)
@@ -155,6 +157,7 @@ class Jobs:
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
             seed=body.seed,
+            stop_in_reasoning=body.stop_in_reasoning if isinstance(body, ChatBody) else None,
             max_new_tokens=body.max_tokens or max_completion_tokens,
         )
 

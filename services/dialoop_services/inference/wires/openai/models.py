@@ -239,6 +239,8 @@ class ChatBody(SamplingBody):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """max_tokens wins where both are given, with a warning."""
+    stop_in_reasoning: bool | None = None
+    """Whether stop strings end the answer in its reasoning too. By default they end its content."""
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     """auto; none to hide the tools; required or a tool's name with engines that can hold answers to
