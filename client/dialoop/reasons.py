@@ -478,6 +478,10 @@ class Reason(_Named):
     TASK_NOT_FOUND = "TASK_NOT_FOUND", "The split has no such task."
     TEMPERATURE_DIFFERS = "TEMPERATURE_DIFFERS", "A turn was sampled at another temperature."
     TEMPLATE_CONFLICT = "TEMPLATE_CONFLICT", "The template's name is taken by other content."
+    TEMPLATE_DROPS_FIELD = (
+        "TEMPLATE_DROPS_FIELD",
+        "The chat template leaves a text of a message out of the prompt.",
+    )
     TEMPLATE_HIDES_ANSWERS = (
         "TEMPLATE_HIDES_ANSWERS",
         "The chat template does not show what the assistant wrote.",

@@ -11,6 +11,7 @@ Python cannot kill a thread. `LimitedFunction` is for trusted functions of untru
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from dialoop.reasons import Reason
 
 _LOG = logging.getLogger(__name__)
 _LENGTH = struct.Struct("!I")
+_END_S = 2.0
 _START_S = 60.0
 _BOOT = "from dialoop.sandbox.killed import main; main()"
 
@@ -273,11 +275,13 @@ class _Process:
 
 def _stop(channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
     channel.close()
+    patience = None
     try:
         # Kill the group, which includes processes that the function started.
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    except PermissionError:
-        return  # this process has given up its rights since; the other one ends with its channel
-    process.wait()
+    except PermissionError:  # this process has given up its rights since
+        patience = _END_S  # the other one ends with its channel
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience)

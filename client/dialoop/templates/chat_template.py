@@ -100,8 +100,8 @@ _UNFINISHED = "\ufdd3unfinished "
 
 
 _MAX_PROFILES = 256
-_PROFILES: dict[tuple[Any, ...], TemplateProfile] = {}
-"""What templates do, by digest and special tokens; the oldest goes first."""
+_PROFILES: dict[tuple[Any, ...], TemplateProfile | DialoopError] = {}
+"""What templates do, or why they could not be asked; by digest and special tokens."""
 
 
 class TextRenderer(Protocol):
@@ -262,7 +262,12 @@ class ChatTemplate:
             self.digest = digest_of(json.dumps([source, sorted(named.items())]))
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
+    def of(
+        cls,
+        tokenizer: Tokenizer,
+        *,
+        make_renderer: Callable[[str], TextRenderer] = compile_template,
+    ) -> ChatTemplate:
         """Return the tokenizer's own template; raise InvalidConfig where it has none."""
         named = tokenizer.chat_templates
         source = named.pop("default", None)
@@ -275,7 +280,8 @@ class ChatTemplate:
                 reason=Reason.TEMPLATE_MISSING,
                 remedy="Add chat_template to tokenizer_config.json, or chat_template.jinja.",
             )
-        return cls(source, name=tokenizer.name, named=named).with_special_tokens_of(tokenizer)
+        template = cls(source, name=tokenizer.name, named=named, make_renderer=make_renderer)
+        return template.with_special_tokens_of(tokenizer)
 
     def for_tools(self, tools: object) -> ChatTemplate:
         """Return what renders with these tools: the template named tool_use, where there is one."""
@@ -314,8 +320,14 @@ class ChatTemplate:
             if key not in _PROFILES:
                 while len(_PROFILES) >= _MAX_PROFILES:
                     _PROFILES.pop(next(iter(_PROFILES)), None)
-                _PROFILES[key] = probe(self)
-            self._profile = _PROFILES[key]
+                try:
+                    _PROFILES[key] = probe(self)
+                except DialoopError as error:  # it takes too long, and would again
+                    _PROFILES[key] = error
+            known = _PROFILES[key]
+            if isinstance(known, DialoopError):
+                raise known.with_traceback(None)
+            self._profile = known
         return self._profile
 
     def ended(self, tokenizer: Tokenizer) -> Tokenizer:

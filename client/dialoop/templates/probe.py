@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, InvalidInput
 from dialoop.messages import CALL_IDS, DEFAULT_FORM, Message, MessageForm, with_call_ids
 from dialoop.reasons import Reason
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     Chat = dict[str, Any]
 
+MAX_PROBE_S = 10.0
 KEPT, DROPPED, REFUSED = "kept", "dropped", "refused"
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _ARGUMENTS: Final = {"place": "qplace7", "count": 3}
@@ -130,7 +132,10 @@ class Template(Protocol):
 
 
 def probe(template: Template) -> TemplateProfile:
-    """Ask a template; it renders some sixty short conversations."""
+    """Ask a template; it renders some sixty short conversations.
+
+    Raise InvalidInput (TEMPLATE_LIMIT) where that takes too long.
+    """
     return _Probe(template).profile()
 
 
@@ -141,6 +146,7 @@ class _Probe:
         self._template = template
         self._form = DEFAULT_FORM
         self._verdicts: list[FieldVerdict] = []
+        self._deadline = time.monotonic() + MAX_PROBE_S
 
     def profile(self) -> TemplateProfile:
         """Return what the template does."""
@@ -161,6 +167,13 @@ class _Probe:
         self, *chats: Chat, opens: bool = False, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str | None:
         """Return the rendered text; None where the template refuses it. Raise TEMPLATE_LIMIT."""
+        if time.monotonic() > self._deadline:
+            raise InvalidInput(
+                f"The chat template renders some sixty short conversations in more than "
+                f"{MAX_PROBE_S:.0f} s.",
+                reason=Reason.TEMPLATE_LIMIT,
+                remedy="Use a template that does less.",
+            )
         changed = with_call_ids(list(chats), self._form.call_ids)
         try:
             return self._template.render_chats(changed, opens=opens, tools=tools)

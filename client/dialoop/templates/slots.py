@@ -10,6 +10,7 @@ it says.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import DialoopError, Unsupported
+from dialoop.errors import DialoopError, InvalidInput, Unsupported
 from dialoop.messages import tool_for_template
 from dialoop.reasons import Reason
 
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from dialoop.messages import Message, ToolCall, ToolDefinition
     from dialoop.templates.chat_template import ChatTemplate
     from dialoop.tokens.tokenizer import Tokenizer
+
+_LINKS = frozenset({"call.id", "tool_call_id"})
+_MAX_NAMED = 3
+_MAX_SHOWN = 4096
+_SHOWN: dict[str, frozenset[int]] = {}
+"""Which marks of a marked conversation a template shows, by its shape."""
 
 # How a template shows a text: as it is, trimmed, or within JSON or Python.
 _SHAPES: tuple[Callable[[str], str], ...] = (
@@ -83,8 +90,7 @@ def skeleton_of(
     template = template.for_tools(options.get("tools"))
     marks = _Marks(template, history, options)
     try:
-        marked = [marks.message(message, index) for index, message in enumerate(history)]
-        parts = marks.pattern.split(template.render(marked, **options))
+        parts = marks.pattern.split(template.render(marks.messages(), **options))
     except (DialoopError, RecursionError):  # refused, or nested too deeply
         return None
     numbers = [int(number) for number in parts[1::2]]
@@ -128,6 +134,68 @@ def fit(skeleton: Skeleton, text: str) -> tuple[Place, ...] | None:
         places.append(Place(slot=slot, start=position, end=end, is_first=is_first))
         position = end + len(glue)
     return tuple(places) if position == len(text) else None
+
+
+def require_shown(
+    template: ChatTemplate, history: Sequence[Message], *, start: int = 0, **options: Any
+) -> None:
+    """Raise InvalidInput (TEMPLATE_DROPS_FIELD) where a text of a message is left out of a prompt.
+
+    From message `start` on. Two things may go: the thoughts of earlier turns, which templates drop
+    by design, and what links an answer to its call, where the template goes by their order.
+    """
+    template = template.for_tools(options.get("tools"))
+    marks = _Marks(template, history, options)
+    hidden = _hidden(template, marks, options)
+    last_user = max((i for i, m in enumerate(history) if m.role == "user"), default=-1)
+    lost: dict[str, None] = {}
+    for slot in hidden:
+        message = history[slot.index]
+        is_link = slot.field in _LINKS or (slot.field == "name" and message.role == "tool")
+        is_past = slot.index < last_user and _is_thought(slot, message, template.form.thought[1])
+        if slot.index >= start and slot.text.strip() and not is_link and not is_past:
+            lost[f"messages[{slot.index}].{slot.field.replace('call.', 'tool_calls.')}"] = None
+    if lost:
+        raise InvalidInput(
+            f"The chat template leaves out {' and '.join(list(lost)[:_MAX_NAMED])}.",
+            reason=Reason.TEMPLATE_DROPS_FIELD,
+            remedy="Leave that out of the conversation, put it into a content, or use a template "
+            "that shows it.",
+        )
+
+
+def _hidden(template: ChatTemplate, marks: _Marks, options: Mapping[str, Any]) -> Iterator[Slot]:
+    """Yield the texts that are not shown, which depends on the fields and not on what they say."""
+    marked = marks.messages()
+    key = _shape(template, marked, options)
+    try:
+        if key not in _SHOWN:
+            while len(_SHOWN) >= _MAX_SHOWN:
+                _SHOWN.pop(next(iter(_SHOWN)), None)
+            found = marks.pattern.findall(template.render(marked, **options))
+            _SHOWN[key] = frozenset(map(int, found))
+    except (DialoopError, RecursionError):  # the marks are refused: nothing is known
+        return
+    for number, slot in enumerate(marks.slots):
+        if number not in _SHOWN[key]:
+            yield slot
+
+
+def shape_of(template: ChatTemplate, history: Sequence[Message], **options: Any) -> str:
+    """Return a digest that is equal where conversations differ in what their texts say alone."""
+    return _shape(template, _Marks(template, history, options).messages(), options)
+
+
+def _shape(template: ChatTemplate, marked: list[Message], options: Mapping[str, Any]) -> str:
+    text = f"{template.digest} {marked!r} {sorted(options.items())!r}"
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def _is_thought(slot: Slot, message: Message, end: str) -> bool:
+    """Return whether a text is a thought, in a field of its own or in the content."""
+    if slot.field == "content" and message.role == "assistant" and end:
+        return slot.char_start < message.text.rfind(end)
+    return slot.field == "reasoning"
 
 
 def texts_of(message: Message) -> Iterator[str]:
@@ -182,13 +250,18 @@ class _Marks:
         self.slots: list[Slot] = []
         self._form = template.form
         texts = [text for message in history for text in texts_of(message)]
-        used = "\n".join((template.source, repr(options), *texts))
-        self._word = next(w for n in count() if (w := f"Qz{n}k") not in used)
-        self.pattern = re.compile(f"{self._word}([0-9]+)z")
+        used = "\n".join((template.source, repr(options), *texts)).lower()
+        self._word = next(w for n in count() if (w := f"qz{n}k") not in used)
+        self.pattern = re.compile(f"{self._word}([0-9]+)z", re.IGNORECASE)
+        self._history = history
         self._index = 0
         self._ids: dict[str, str] = {}
 
-    def message(self, message: Message, index: int) -> Message:
+    def messages(self) -> list[Message]:
+        """Return the conversation with marks for its texts."""
+        return [self._message(message, index) for index, message in enumerate(self._history)]
+
+    def _message(self, message: Message, index: int) -> Message:
         """Return the message with marks for its texts."""
         self._index = index
         content: Any = message.content

@@ -27,7 +27,7 @@ from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
 from dialoop.templates.probe import KEPT, turn_ends
-from dialoop.templates.slots import Place, Slot, require_plain_tools
+from dialoop.templates.slots import Place, Slot, require_plain_tools, require_shown
 from dialoop.templates.turns import assistant_turns, hidden_fields, plain_turn
 from dialoop.tokens.continuation import Past, continuation
 from dialoop.tokens.encoding import tokens_of
@@ -245,9 +245,29 @@ class TokenBuilder:
         options: the template's, such as `tools`. known_sampled: indices of messages that the caller
         knows to be the sampled ones (by the id of a call, say), although JSON or spaces in them
         may be spelled differently now: the sampled tokens stand for them.
+
+        Raise InvalidInput (TEMPLATE_DROPS_FIELD) where the template leaves a text out. The tokens
+        that a context continues stand as they are, whatever the template makes of them.
         """
-        require_plain_tools((options or {}).get("tools") or (), self.tokenizer)
-        render: Render = partial(self.template.render, **(options or {}))
+        options = options or {}
+        known = frozenset(known_sampled)
+        made = self._prompt(history, context, num_context_messages, turn, options, known)
+        goes_on = context is not None and made.fork_cause is ForkCause.NONE
+        start = num_context_messages if goes_on else 0
+        require_shown(self.template, history, start=start, **options)
+        return made
+
+    def _prompt(
+        self,
+        history: History,
+        context: Sequence | None,
+        num_context_messages: int,
+        turn: int,
+        options: Mapping[str, Any],
+        known_sampled: frozenset[int] = frozenset(),
+    ) -> Prompt:
+        require_plain_tools(options.get("tools") or (), self.tokenizer)
+        render: Render = partial(self.template.render, **options)
         whole = _Conversation(history=history, text=render(history), render=render)
         if context is None:
             sequence = self._tokens(self._cut(whole, 0, "", whole.text, Source.PROMPT), turn)
@@ -258,7 +278,7 @@ class TokenBuilder:
                 reason=Reason.BAD_CONTEXT,
                 remedy="Say how many of the prompt's messages the context's tokens cover.",
             )
-        past = self._past(history, context, num_context_messages, frozenset(known_sampled))
+        past = self._past(history, context, num_context_messages, known_sampled)
         if past is None:
             return self._fork(whole, context, ForkCause.HISTORY_REWRITTEN, turn)
         follows = continuation(past, whole.text, render, normal=self._normal)
@@ -374,13 +394,9 @@ class TokenBuilder:
         """Return the prompt of the last message, with what the template adds before its turn."""
         before = shown.history[:-1]
         turn = 0 if context is None else context.segments[-1].turn + 1
-        prompt = self.prompt(
-            before,
-            context=context,
-            num_context_messages=covered,
-            turn=turn,
-            options=shown.options,
-        )
+        # What was taught of an earlier message may be left out of a later sequence.
+        require_shown(self.template, before, start=covered, **shown.options)
+        prompt = self._prompt(before, context, covered, turn, shown.options)
         opened = self.template.render(before, **shown.options)
         own_start = shown.text[: shown.turn.start]
         if own_start == opened:

@@ -23,6 +23,7 @@ from dialoop_ops.stack.report.observer import Observer, PhaseClock, Snapshot, ob
 from dialoop_ops.stack.report.plot import draw_learning
 from dialoop_ops.stack.report.report import report
 from dialoop_ops.stack.running import running_stack
+from dialoop_ops.stack.template_checks import warnings_for_template
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
@@ -77,6 +78,7 @@ def warnings_for(config: JobConfig) -> tuple[str, ...]:
         *warnings_for_advantages(config),
         *warnings_for_formats(config),
         *warnings_for_cache(config),
+        *warnings_for_template(config),
     )
 
 

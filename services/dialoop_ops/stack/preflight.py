@@ -15,15 +15,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dialoop.answers import grammar_of
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed
 from dialoop.messages import Message
 from dialoop.reasons import Reason
-from dialoop.templates.chat_template import ChatTemplate
-from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop_learning.loss.facts import TINY_CHAT_TEMPLATE, TINY_MODEL_POSITIONS
+from dialoop_learning.loss.facts import TINY_MODEL_POSITIONS
 from dialoop_learning.model.vllm_readings import require_same_reading
 from dialoop_services.config.engines import ENGINES, facts_of_engine, has_experts
 from dialoop_services.config.memory import BYTES_OF
@@ -35,6 +32,7 @@ from dialoop_ops.stack.estimates import fields_in, gpu_needs, has_weights, requi
 from dialoop_ops.stack.gpus import driver_lists, hold, require_room
 from dialoop_ops.stack.layout import ports_of
 from dialoop_ops.stack.processes.redis_server import FoundRedis, find_redis, is_listening
+from dialoop_ops.stack.template_checks import check_template, confined_template
 from dialoop_ops.stack.user_code import (
     check_demonstrations,
     check_functions,
@@ -46,9 +44,8 @@ from dialoop_ops.stack.user_code import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    from dialoop.environments import Environment
     from dialoop_services.config.job import JobConfig
 
 
@@ -84,6 +81,7 @@ class _Checks:
 
     def __init__(self, config: JobConfig) -> None:
         self.config = config
+        self._is_model_sound = False
 
     def run(self, folder: Path | None) -> Iterator[InvalidConfig]:
         """Run one check after the other and yield what is wrong."""
@@ -91,7 +89,7 @@ class _Checks:
         for step in (
             _check_engine,
             _check_adapters,
-            _check_models,
+            self._check_models,
             self._check_environments,
             check_functions,
             check_loss,
@@ -109,6 +107,10 @@ class _Checks:
             except DialoopError as error:  # of a file that the config names
                 yield InvalidConfig(error.message, reason=error.reason, remedy=error.remedy)
 
+    def _check_models(self, config: JobConfig) -> None:
+        _check_models(config)
+        self._is_model_sound = True
+
     def _check_environments(self, config: JobConfig) -> None:
         environments = load_environments(config)
         first, *others = (
@@ -118,34 +120,8 @@ class _Checks:
         named = {"environment": first, "environments": tuple(others)}
         self.config = config.model_copy(update=named)
         check_demonstrations(config, environments[0])
-        require_tools_shown(config, environments)
-
-
-def require_tools_shown(config: JobConfig, environments: Sequence[Environment]) -> None:
-    """Raise InvalidConfig where the model's template cannot show an environment's tools."""
-    for section, environment in zip(config.all_environments, environments, strict=True):
-        is_chat = section.play == "chat" and not section.agent
-        if not (is_chat and environment.traits.needs_tool_template):
-            continue
-        template = ChatTemplate(TINY_CHAT_TEMPLATE)
-        if config.model.directory:
-            tokenizer = Tokenizer.from_directory(config.model.directory)
-            template = TemplateRegistry().choose(tokenizer)
-        try:
-            template.require_tools_shown()
-        except DialoopError as error:
-            raise InvalidConfig(
-                f"{environment.name}: {error.message}", reason=error.reason, remedy=error.remedy
-            ) from error
-        written = grammar_of(template.for_tools(True).profile.written_call)
-        read = environment.traits.call_grammar
-        if read and written and read != written:
-            raise InvalidConfig(
-                f"{environment.name} reads calls in the form '{read}', and the model's template "
-                f"writes them in the form '{written}'.",
-                reason=Reason.TOOLS_UNSUPPORTED,
-                remedy=f'Give its tools syntax=NativeCalls(AnswerForm(calls="{written}")).',
-            )
+        if self._is_model_sound:
+            check_template(config, environments)
 
 
 def _check_queue_and_ports(config: JobConfig) -> None:
@@ -319,7 +295,8 @@ def check_model(directory: Path, *, key: str = "model.directory") -> None:
             "model.resize_token_embeddings.",
         )
     try:
-        text = ChatTemplate.of(tokenizer).render(_CONVERSATION)
+        with confined_template(tokenizer) as template:
+            text = template.render(_CONVERSATION)
     except DialoopError as error:
         if error.reason == Reason.TEMPLATE_MISSING:
             raise

@@ -29,7 +29,7 @@ from dialoop_learning.loss.facts import LOSSES, OPTIMIZERS, facts_of
 from dialoop_services.config.tables import DATA_PLANES, EnvironmentSection
 from dialoop_services.config.values import did_you_mean
 from dialoop_services.scorer.estimator import load_estimator
-from dialoop_services.trainer.data.demonstrations import numbered_demonstrations
+from dialoop_services.trainer.data.demonstrations import read_demonstrations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -116,17 +116,25 @@ def _check_splits(config: JobConfig, section: EnvironmentSection, environment: E
             )
 
 
+def demonstration_files(config: JobConfig) -> tuple[str, ...]:
+    """Return the files of demonstrations that the job learns from, or is measured by."""
+    is_sft, warm_start = config.train.mode == "sft", config.warm_start
+    if not (config.train.num_steps if is_sft else warm_start.num_steps):
+        return ()
+    files = (config.sft.file, config.sft.heldout_file) if is_sft else (warm_start.file,)
+    return tuple(filter(None, files))
+
+
 def check_demonstrations(config: JobConfig, environment: Environment) -> None:
     """Raise InvalidConfig where the demonstrations to train on are missing or malformed."""
     is_sft, warm_start = config.train.mode == "sft", config.warm_start
-    files = (config.sft.file, config.sft.heldout_file) if is_sft else (warm_start.file,)
-    is_needed = config.train.num_steps if is_sft else warm_start.num_steps
-    if not is_needed:
+    if not (config.train.num_steps if is_sft else warm_start.num_steps):
         return
-    for file in filter(None, files):
-        numbered_demonstrations(file)
+    for file in demonstration_files(config):
+        read_demonstrations(file)
+    has_file = config.sft.file if is_sft else warm_start.file
     demonstrates = isinstance(environment, ChatEnv) and environment.demonstrate is not None
-    if not files[0] and not demonstrates:
+    if not has_file and not demonstrates:
         raise InvalidConfig(
             f"The environment {environment.name} has no demonstrations.",
             reason=Reason.NO_DEMONSTRATIONS,

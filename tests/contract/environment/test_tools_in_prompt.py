@@ -31,6 +31,7 @@ from dialoop.testing import ScriptedPolicy, byte_builder, byte_tokenizer
 from dialoop.trajectory import Trajectory
 from dialoop_learning.model.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from dialoop_ops.stack import preflight
+from dialoop_ops.stack.template_checks import check_template
 from dialoop_services.collector.replicas import Replicas
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.tables import EnvironmentSection
@@ -152,10 +153,10 @@ async def test_a_template_that_shows_no_tools_is_refused_before_the_run_and_by_t
         update={"model": config.model.model_copy(update={"directory": str(tmp_path)})}
     )
     with pytest.raises(InvalidConfig, match=WORDS) as caught:
-        preflight.require_tools_shown(config, [adding()])
+        check_template(config, [adding()])
     assert caught.value.reason == "TOOLS_UNSUPPORTED"
     model_dir(tmp_path)
-    preflight.require_tools_shown(config, [adding()])
+    check_template(config, [adding()])
 
 
 def test_config_check_refuses_the_tiny_models_template_unless_the_job_leaves_tools_out() -> None:
@@ -270,9 +271,9 @@ def test_an_environment_that_reads_calls_otherwise_than_the_model_writes_them_is
         update={"model": config.model.model_copy(update={"directory": directory})}
     )
     with pytest.raises(InvalidConfig, match=r"form 'hermes'.*form 'json'") as caught:
-        preflight.require_tools_shown(config, [adding()])
+        check_template(config, [adding()])
     assert 'NativeCalls(AnswerForm(calls="json"))' in str(caught.value.remedy)
-    preflight.require_tools_shown(config, [adding(syntax=NativeCalls(AnswerForm(calls="json")))])
+    check_template(config, [adding(syntax=NativeCalls(AnswerForm(calls="json")))])
 
 
 def test_a_call_that_spells_the_end_of_a_thought_is_a_call() -> None:

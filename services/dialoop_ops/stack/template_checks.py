@@ -1,0 +1,149 @@
+"""Check before anything starts that a job's chat template shows what the job's data has.
+
+The template renders in a process that is killed where it takes too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+from dialoop.answers import grammar_of
+from dialoop.environments import ChatEnv
+from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.reasons import Reason
+from dialoop.templates.chat_template import ChatTemplate
+from dialoop.templates.confinement import TemplateConfinement
+from dialoop.templates.probe import KEPT
+from dialoop.templates.slots import require_shown, shape_of
+from dialoop.tokens.builder import TokenBuilder
+from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_learning.loss.facts import TINY_CHAT_TEMPLATE
+from dialoop_services.trainer.data.demonstrations import read_demonstrations
+
+from dialoop_ops.stack.user_code import demonstration_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from dialoop.environments import Environment
+    from dialoop.environments.episode import TaskData
+    from dialoop_services.config.job import JobConfig
+    from dialoop_services.config.tables import EnvironmentSection
+
+MAX_ROWS = 10_000
+"""How many rows of each file are looked at before the start; others where they are read."""
+_OF_TOOLS = ("tool answer", "several calls", "content of a call", "reasoning of a call")
+
+
+@contextlib.contextmanager
+def confined_template(tokenizer: Tokenizer) -> Iterator[ChatTemplate]:
+    """Give the tokenizer's template, which renders in a process with limits."""
+    confinement = TemplateConfinement()
+    try:
+        yield ChatTemplate.of(tokenizer, make_renderer=confinement.renderer)
+    finally:
+        confinement.close()
+
+
+def check_template(config: JobConfig, environments: Sequence[Environment]) -> None:
+    """Raise InvalidConfig where the template does not show the job's tools or rows."""
+    if not config.model.directory:
+        _require_tools_shown(config, environments, ChatTemplate(TINY_CHAT_TEMPLATE))
+        return  # the built-in template shows each field
+    tokenizer = Tokenizer.from_directory(config.model.directory)
+    with confined_template(tokenizer) as template:
+        _require_tools_shown(config, environments, template)
+        for file in demonstration_files(config):
+            _require_taught(file, TokenBuilder(tokenizer, template))
+        for section, environment in zip(config.all_environments, environments, strict=True):
+            if _is_chat(section) and isinstance(environment, ChatEnv):
+                _require_tasks_shown(environment, template)
+
+
+def _is_chat(section: EnvironmentSection) -> bool:
+    return section.play == "chat" and not section.agent
+
+
+def _require_tools_shown(
+    config: JobConfig, environments: Sequence[Environment], template: ChatTemplate
+) -> None:
+    """Raise InvalidConfig where the model's template cannot show an environment's tools."""
+    for section, environment in zip(config.all_environments, environments, strict=True):
+        if not (_is_chat(section) and environment.traits.needs_tool_template):
+            continue
+        try:
+            template.require_tools_shown()
+        except DialoopError as error:
+            raise InvalidConfig(
+                f"{environment.name}: {error.message}", reason=error.reason, remedy=error.remedy
+            ) from error
+        written = grammar_of(template.for_tools(True).profile.written_call)
+        read = environment.traits.call_grammar
+        if read and written and read != written:
+            raise InvalidConfig(
+                f"{environment.name} reads calls in the form '{read}', and the model's template "
+                f"writes them in the form '{written}'.",
+                reason=Reason.TOOLS_UNSUPPORTED,
+                remedy=f'Give its tools syntax=NativeCalls(AnswerForm(calls="{written}")).',
+            )
+
+
+def _require_taught(file: str | Path, builder: TokenBuilder) -> None:
+    """Raise InvalidConfig, which names the line, where a demonstration cannot be taught.
+
+    Of rows that have the same fields in the same order one is tried.
+    """
+    seen: set[str] = set()
+    for row in islice(read_demonstrations(file), MAX_ROWS):
+        options = {"tools": row.tools} if row.tools else {}
+        shape = f"{shape_of(builder.template, row.history, **options)} {sorted(row.untaught)}"
+        if shape in seen:
+            continue
+        seen.add(shape)
+        try:
+            builder.demonstrations(row.history, options=options, untaught=row.untaught)
+        except DialoopError as error:
+            raise InvalidConfig(
+                f"{file} line {row.line} cannot be taught: {error.message}",
+                reason=error.reason,
+                remedy=error.remedy,
+            ) from error
+
+
+def _require_tasks_shown(environment: ChatEnv, template: ChatTemplate) -> None:
+    """Raise InvalidConfig, which names the task, where a conversation of one is not shown whole."""
+    for split in environment.tasks.splits:
+        for task in _first_tasks(environment, split):
+            if task.messages is None:
+                continue
+            try:
+                require_shown(template, task.messages)
+            except DialoopError as error:
+                raise InvalidConfig(
+                    f"Task '{task.key}' of {environment.name}'s split {split}: {error.message}",
+                    reason=error.reason,
+                    remedy=error.remedy,
+                ) from error
+
+
+def _first_tasks(environment: ChatEnv, split: str) -> Iterator[TaskData]:
+    page = environment.tasks.page(split, page_size=MAX_ROWS)
+    return (environment.tasks.get(split, ref.key) for ref in page.tasks if ref.epoch == 0)
+
+
+def warnings_for_template(config: JobConfig) -> Iterator[str]:
+    """Yield a sentence for what an agent's conversations may have and the template leaves out."""
+    if not (config.model.directory and any(section.agent for section in config.all_environments)):
+        return
+    with confined_template(Tokenizer.from_directory(config.model.directory)) as template:
+        profile = template.for_tools(True).profile
+    fields = chain(_OF_TOOLS, ("system", "content, later"))
+    lost = [field for field in fields if profile[field].verdict != KEPT]
+    if lost:
+        yield (
+            f"the model's chat template does not show: {', '.join(lost)}. An agent's call whose "
+            "conversation has one is refused by name; use a template that shows it"
+        )
