@@ -1,4 +1,4 @@
-"""Where an answer ends by what it says: at a stop string, of which its thoughts may hold as many.
+"""Where an answer ends by what it says: at a stop string outside of its thoughts, after a call.
 
 The tokens are read as those who show the answer read them, so that what is sampled ends where it is
 shown to end. An engine gets this as `StopTokens.watch`; what it samples without it is ended here.
@@ -28,6 +28,7 @@ from dialoop_services.inference.engine import (
 )
 
 if TYPE_CHECKING:
+    from dialoop.chat import ToolDefinition
     from dialoop.tokens.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -41,13 +42,26 @@ class AnswerEnd:
     stop_string: str
 
 
-def watch_for(strings: tuple[str, ...], form: AnswerForm, tokenizer: Tokenizer) -> Watch:
-    """Return what finds the first of these strings outside of an answer's thoughts."""
-    reader = AnswerReader(replace(form, reads_calls=False), tokenizer, cut=strings)
+def watch_for(
+    strings: tuple[str, ...],
+    form: AnswerForm,
+    tokenizer: Tokenizer,
+    tools: Sequence[ToolDefinition] = (),
+    *,
+    in_reasoning: bool = False,
+    ends_with_call: bool = False,
+) -> Watch:
+    """Return what finds the first of these strings, or the end of the first call.
+
+    in_reasoning: strings are looked for in thoughts too.
+    """
+    form = form if ends_with_call else replace(form, reads_calls=False)
+    reader = AnswerReader(form, tokenizer, tools, cut=strings, cuts_thoughts=in_reasoning)
 
     def watch(token_id: int) -> str | None:
         reader.add((token_id,))
-        return reader.stop_string
+        has_called = ends_with_call and reader.take().calls
+        return "" if has_called else reader.stop_string
 
     return watch
 

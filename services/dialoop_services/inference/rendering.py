@@ -238,15 +238,26 @@ class Renderer:
         self,
         strings: tuple[str, ...],
         form: AnswerForm | None = None,
+        tools: AnySequence[ToolDefinition] = (),
         *,
         in_reasoning: bool = False,
+        ends_with_call: bool = False,
     ) -> StopTokens:
-        """Return what ends an answer of this form, in its thoughts only where they are asked for.
+        """Return what ends an answer of this form, as `watch_for` says.
 
         Where that reads the vocabulary first, it does so in a thread.
         """
-        if form is not None and form.has_thoughts and strings and not in_reasoning:
-            watch = partial(watch_for, _require_no_empty(strings), form, self.tokenizer)
+        may_think = form is not None and form.has_thoughts and not in_reasoning
+        if form is not None and (ends_with_call or (strings and may_think)):
+            watch = partial(
+                watch_for,
+                _require_no_empty(strings),
+                form,
+                self.tokenizer,
+                tools,
+                in_reasoning=in_reasoning,
+                ends_with_call=ends_with_call,
+            )
             return replace(self.stop_tokens(()), watch=watch)
         if strings and not self._vocabulary:
             await asyncio.to_thread(self._read_vocabulary)

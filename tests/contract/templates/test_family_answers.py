@@ -55,6 +55,40 @@ async def test_a_closing_tag_in_an_argument_is_text_whole_and_streamed(name):
     assert "".join(delta.content or "" for delta in deltas) == "So."
 
 
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_where_parallel_calls_are_off_an_answer_ends_with_its_whole_first_call(name, stream):
+    directory, first = family(name).directory, ANSWERS[name]
+    second = first.partition("So.")[2]
+    engine = ScriptedEngine(directory, [first + second])
+    async with agent_world(directory, engine) as world:
+        body = CHAT | {"parallel_tool_calls": False, "stream": stream}
+        answer = await world.client().chat.completions.create(**body)
+        if stream:
+            deltas = [chunk.choices[0].delta async for chunk in answer if chunk.choices]
+        else:
+            deltas = [answer.choices[0].message]
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert [json.loads(call.function.arguments) for call in calls] == [ARGUMENTS]
+    (sampled,) = engine.log
+    assert world.tokenizer.decode(sampled.token_ids) == first
+
+
+async def test_where_parallel_calls_are_off_one_of_a_list_of_calls_is_shown():
+    directory = family("lfm2_v2").directory
+    engine = ScriptedEngine(directory, ["[write(n=1), write(n=2)] more"] * 2)
+    async with agent_world(directory, engine) as world:
+        completions = world.client().chat.completions
+        single = await completions.create(**CHAT, parallel_tool_calls=False)
+        several = await completions.create(**CHAT)
+    shown = [
+        [json.loads(call.function.arguments)["n"] for call in answer.choices[0].message.tool_calls]
+        for answer in (single, several)
+    ]
+    assert shown == [[1], [1, 2]]
+    assert world.tokenizer.decode(engine.log[0].token_ids).endswith(")]")
+
+
 async def test_a_call_that_cannot_be_read_stays_content():
     directory, text = family("qwen3_5").directory, "</think><tool_call>{}</tool_call>"
     async with agent_world(directory, ScriptedEngine(directory, [text])) as world:

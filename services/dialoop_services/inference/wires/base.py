@@ -118,13 +118,17 @@ class JobAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How answers are read: their form, the tools offered, and the stop strings that are cut."""
+    """How answers are read: their form, the tools offered, and the stop strings that are cut.
+
+    ends_with_call: they end with their first call, and show no other.
+    """
 
     tokenizer: Tokenizer
     form: AnswerForm
     tools: tuple[ToolDefinition, ...] = ()
     cut: tuple[str, ...] = ()
     cuts_thoughts: bool = False
+    ends_with_call: bool = False
 
     def begin(self) -> AnswerReader:
         """Return the reader of one answer."""
@@ -179,6 +183,7 @@ class RunningAnswer:
     reader: AnswerReader
     call_ids: set[str]
     """The ids of the calls before this answer, and of its own."""
+    most_calls: int | None = None
     _num_read: int = 0
     _ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
@@ -219,6 +224,8 @@ class RunningAnswer:
             for call in read.calls
             if not call.problem
         )
+        if self.most_calls is not None:
+            calls = calls[: self.most_calls - len(before.calls)]
         if not (read.content or read.reasoning or calls or stop_reason is not None):
             return None
         part = replace(
@@ -322,7 +329,6 @@ class WireHost:
         recording: Recording | None,
         *,
         stop: tuple[str, ...] = (),
-        more_stops: tuple[str, ...] = (),
         **fields: Any,
     ) -> SamplingParams:
         """Return the sampling of the call, else of its recording, else this service's default.
@@ -331,7 +337,7 @@ class WireHost:
         """
         default = SamplingParams() if recording is None else recording.spec.sampling
         own = {name: value for name, value in fields.items() if value is not None}
-        sampling = replace(default, stop=(*(stop or default.stop), *more_stops), **own)
+        sampling = replace(default, stop=stop or default.stop, **own)
         return with_defaults(sampling, max_new_tokens=self.max_new_tokens)
 
     def reader(
@@ -341,6 +347,7 @@ class WireHost:
         tools: tuple[ToolDefinition, ...] = (),
         cut: tuple[str, ...] = (),
         cuts_thoughts: bool = False,
+        ends_with_call: bool = False,
     ) -> Reader:
         """Return how answers of this form are read; without one they are content alone."""
         return Reader(
@@ -349,6 +356,7 @@ class WireHost:
             tools=tools,
             cut=cut,
             cuts_thoughts=cuts_thoughts,
+            ends_with_call=ends_with_call,
         )
 
     def part(
@@ -449,7 +457,11 @@ class Answering:
     ) -> list[Sampled]:
         """Sample one prompt; `on_tokens` gets the tokens as they come (one sample only)."""
         stop = await self._renderer.find_stop_tokens(
-            sampling.stop, part.reader.form, in_reasoning=sampling.stop_in_reasoning
+            sampling.stop,
+            part.reader.form,
+            part.reader.tools,
+            in_reasoning=sampling.stop_in_reasoning,
+            ends_with_call=part.reader.ends_with_call,
         )
         sampled = await self._replica.sample(
             part.prompt.prompt.sequence.token_ids.tolist(),
@@ -569,7 +581,12 @@ class _Running:
 
 def _running(part: PromptJob, *, index: int) -> RunningAnswer:
     ids = {call.id for message in part.prompt.messages for call in message.tool_calls}
-    return RunningAnswer(so_far=AnswerPart(index=index), reader=part.reader.begin(), call_ids=ids)
+    return RunningAnswer(
+        so_far=AnswerPart(index=index),
+        reader=part.reader.begin(),
+        call_ids=ids,
+        most_calls=1 if part.reader.ends_with_call else None,
+    )
 
 
 @contextmanager

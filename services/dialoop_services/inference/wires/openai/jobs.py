@@ -44,12 +44,8 @@ class Jobs:
         num_top = body.top_logprobs or 0
         if num_top and not body.logprobs:
             raise field_error("top_logprobs", "logprobs is not true", remedy="Set logprobs.")
-        one_call = offers_tools and not body.parallel_tool_calls
-        more_stops = end_of_call(grammar) if one_call else ()
-        sampling = replace(
-            self._sampling(body, body.max_completion_tokens, recording, more_stops),
-            constraint=constraint,
-        )
+        sampling = self._sampling(body, body.max_completion_tokens, recording)
+        sampling = replace(sampling, constraint=constraint)
         known = _top_logprobs("top_logprobs", num_top, sampling, engine)
         sampling, prompts = replace(sampling, top_logprobs=known), self.host.prompts
         offer = Offer(
@@ -67,7 +63,11 @@ class Jobs:
         call_id = f"chatcmpl-{uuid.uuid4().hex}"
         tools = tuple(tool.definition for tool in body.tools or ())
         reader = self.host.reader(
-            form, tools=tools, cut=_cut_of(body), cuts_thoughts=sampling.stop_in_reasoning
+            form,
+            tools=tools,
+            cut=_cut_of(body),
+            cuts_thoughts=sampling.stop_in_reasoning,
+            ends_with_call=offers_tools and not body.parallel_tool_calls,
         )
         part = self.host.part(call_id, prompt, sampling, recording, reader=reader)
         job = AnswerJob(parts=(part,), sampling=sampling, num_choices=body.n, adapter=adapter)
@@ -85,7 +85,7 @@ class Jobs:
         if recording is not None and body.ignore_eos:
             why = "the calls of a recording end with the policy's turn"
             raise field_error("ignore_eos", why, remedy="Leave it out.")
-        sampling = self._sampling(body, None, recording, ())
+        sampling = self._sampling(body, None, recording)
         num_known = _top_logprobs("logprobs", num_top, sampling, self.host.replica.engine)
         sampling = replace(sampling, top_logprobs=num_known)
         call_id, rows = f"cmpl-{uuid.uuid4().hex}", _rows(body)
@@ -145,12 +145,10 @@ class Jobs:
         body: SamplingBody,
         max_completion_tokens: int | None,
         recording: Recording | None,
-        more_stops: tuple[str, ...],
     ) -> SamplingParams:
         return self.host.sampling(
             recording,
             stop=body.stop_strings,
-            more_stops=more_stops,
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=body.top_k,
@@ -278,9 +276,3 @@ def _calls(tools: list[ToolBody], *, is_single: bool) -> str:
         for tool in tools
     ]
     return json.dumps({"type": "tagged", "tags": tags, "is_single": is_single})
-
-
-def end_of_call(grammar: str) -> tuple[str, ...]:
-    """Return the string that ends a call, if the grammar has one."""
-    shapes = GRAMMARS[grammar].shapes if grammar else ()
-    return tuple(closing for shape in shapes for closing in shape.closings[:1])

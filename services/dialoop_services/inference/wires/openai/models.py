@@ -246,7 +246,7 @@ class ChatBody(SamplingBody):
     """auto; none to hide the tools; required or a tool's name with engines that can hold answers to
     a form, and such calls are not trained on."""
     parallel_tool_calls: bool = True
-    """False ends the answer with its first call."""
+    """False ends the answer with its first call, and shows no other."""
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     """How many of the likeliest tokens each position names. An engine that knows the sampled token
