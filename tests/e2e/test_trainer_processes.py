@@ -37,16 +37,16 @@ def test_a_job_trains_on_two_processes_and_outlives_the_kill_of_one(tmp_path: Pa
     assert "was ended by signal 9." in ended.output
     summary = ended.summary
     assert summary["num_train_steps"] == 6
-    assert 0 < summary["max_logprob_difference"] <= 1e-4
+    assert summary["max_logprob_difference"] <= 1e-4
     assert_accounted(summary)
 
 
 @pytest.mark.heavy(reason="starts the stack")
 @pytest.mark.timeout(600)
-def test_a_setting_that_a_rank_refuses_ends_the_job_with_its_sentence(tmp_path: Path) -> None:
+def test_devices_that_are_not_there_end_the_job_before_it_starts(tmp_path: Path) -> None:
     config = two_processes(write_config(tmp_path, store="memory"), 'device = "cuda"\n')
     with Job(tmp_path, "train", str(config), CUDA_VISIBLE_DEVICES="") as job:
         ended = job.end(timeout_s=400)
     assert ended.exit_code == 2, ended.output
-    assert "this machine has no CUDA device" in ended.output
+    assert "train.device needs 2 GPUs, and this machine has none." in ended.output
     assert job.left_running() == {}
