@@ -178,6 +178,17 @@ class _Shown:
         )
         return replace(bare, history=history, text=text, turn=turn, places=(thought, *moved))
 
+    def stopped_at(self, stop: tuple[str, ...]) -> int | None:
+        """Return where the sampler would have stopped at the end of what is shown, if it would.
+
+        Blanks that the template writes behind the message are not its own.
+        """
+        turn = self.turn
+        ours = (place.end for place in self.places if turn.start <= place.start < turn.end)
+        own = max(ours, default=turn.end)
+        ends = (turn.end,) if self.text[own : turn.end].strip() else (turn.end, own)
+        return next((end for end in ends if self.text[turn.start : end].endswith(stop)), None)
+
     def pieces(self, start: int, end: int, source: Source) -> list[Piece]:
         """Cut a range of the text; what messages spell like a special token stays text."""
         pieces: list[Piece] = []
@@ -419,12 +430,11 @@ class TokenBuilder:
     ) -> tuple[int, ...]:
         """Return the tokens of the last message and of the end of its turn."""
         turn, message = shown.turn, shown.history[-1]
-        stops = message.text.endswith(stop) and not message.tool_calls
-        stops |= not message.is_complete
-        pieces = shown.pieces(turn.start, turn.end, Source.PROMPT)  # for their ids alone
+        end = shown.stopped_at(stop)
+        pieces = shown.pieces(turn.start, end or turn.end, Source.PROMPT)  # for their ids alone
         added = self._tokens(pieces, prompt.turn, follows=prompt.sequence)
         ids = tuple(added.token_ids.tolist())
-        if stops:
+        if end is not None or not message.is_complete:
             return ids
         written = self.tokenizer.single_token(shown.text[turn.end : turn.closed])
         ends = self._ends[bool(shown.options.get("tools"))]

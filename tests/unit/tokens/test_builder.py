@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from dialoop.chat import History, Message
+from dialoop.chat import History, Message, ToolCall
 from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source
 from dialoop.templates.chat_template import ChatTemplate
@@ -83,6 +83,42 @@ def test_a_demonstrated_message_that_ends_with_a_stop_string_has_no_end_of_turn_
     stopped = tokens.demonstration(history, stop=["<call>"])
     ended = tokens.demonstration(history)
     assert ended.token_ids.tolist() == [*stopped.token_ids, *tokens.tokenizer.end_of_turn_ids]
+
+
+TRIMS = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
+ENDS_LINES = CHAT_TEMPLATE.replace("<|im_end|>", "\\n<|im_end|>")
+CALLS = CHAT_TEMPLATE.replace(
+    "message['content']",
+    "message['content'] + ('{' + message.tool_calls[0].function.name + '}' if message.tool_calls "
+    "else '')",
+)
+CALL = ToolCall(name="f", arguments_json="{}")
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "stop", "taught"),
+    [
+        (TRIMS, {"content": "7<call>\n"}, "<call>", "7<call>"),
+        (TRIMS, {"content": "7\n"}, "\n", "7<|im_end|>"),
+        (ENDS_LINES, {"content": "7<call>"}, "<call>", "7<call>"),
+        (ENDS_LINES, {"content": "7"}, "\n", "7\n"),
+        (CHAT_TEMPLATE, {"content": "7<call>\n"}, "<call>", "7<call>\n<|im_end|>"),
+        (CALLS, {"content": "7", "tool_calls": (CALL,)}, "}", "7{f}"),
+        (
+            CALLS,
+            {"content": "7<call>", "tool_calls": (CALL,)},
+            "<call>",
+            "7<call>{f}<|im_end|>",
+        ),
+    ],
+)
+def test_where_a_demonstrated_answer_stops_is_judged_by_what_is_shown(
+    template, message, stop, taught
+):
+    tokens = builder(template)
+    history = user("1+2").append(Message(role="assistant", **message))
+    sequence = tokens.demonstration(history, stop=[stop])
+    assert text_of(tokens, sequence, Source.MODEL) == taught
 
 
 def test_special_tokens_spelled_in_a_message_are_not_special_ids():
