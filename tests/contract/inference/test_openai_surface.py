@@ -356,13 +356,15 @@ async def test_calls_are_counted_and_documented(world):
         assert "post" in document["paths"][path]
 
 
-async def test_a_template_without_tools_refuses_them(tmp_path):
+@pytest.mark.parametrize("unread", ["", "{# no tools #}", "{% if tools %}{% endif %}"])
+async def test_a_template_without_tools_refuses_them(unread, tmp_path):
     directory = make_tool_model(tmp_path / "model")
     path = directory / "tokenizer_config.json"
     config = json.loads(path.read_text("utf-8"))
     assert config["chat_template"] == TOOL_TEMPLATE
     plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
-    path.write_text(json.dumps(config | {"chat_template": plain}), encoding="utf-8")
+    path.write_text(json.dumps(config | {"chat_template": unread + plain}), encoding="utf-8")
     async with agent_world(directory, ScriptedEngine(directory, ["x"])) as world:
         answer = await world.post("/v1/chat/completions", CHAT | {"tools": [ADD]})
-        assert_refused(answer, 400, "tools_unsupported", "tools")
+    assert_refused(answer, 400, "tools_unsupported", "the chat template shows none")
+    assert answer.json()["error"]["param"] == "tools"

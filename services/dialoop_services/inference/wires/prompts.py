@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dialoop.chat import History, Message
-from dialoop.errors import InvalidInput
+from dialoop.errors import InvalidInput, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence, Source, sequence_of
 from dialoop.tokens.builder import Prompt
@@ -106,12 +106,17 @@ class Prompts:
         return self._continue(text_or_ids, ids, origin, recording)
 
     def _require_tools_known(self) -> None:
-        source = self._renderer.template.for_tools(True).source
-        if "tools" not in source or not self._renderer.form(offers_tools=True).calls:
+        try:
+            self._renderer.template.require_tools_shown()
+        except Unsupported as error:
+            raise field_error(
+                "tools", error.message.rstrip("."), remedy=error.remedy, reason=Reason(error.reason)
+            ) from None
+        if not self._renderer.form(offers_tools=True).calls:
             raise field_error(
                 "tools",
-                "this policy's chat template shows no tools, or writes calls in no known form",
-                remedy=f"Serve a model whose template has tools, and calls as {_KNOWN} write them.",
+                "this policy's chat template writes calls in no known form",
+                remedy=f"Serve a model that calls tools as {_KNOWN} do.",
                 reason=Reason.TOOLS_UNSUPPORTED,
             )
 
