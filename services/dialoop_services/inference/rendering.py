@@ -155,17 +155,18 @@ class Renderer:
             return self.template
         return self.templates.choose(self.tokenizer, chat_template_name=name)
 
-    async def run_with(self, template_name: str, work: Callable[[], _T]) -> _T:
-        """Return `work()`, which uses the named template.
+    async def run_with(
+        self, template_name: str, work: Callable[[], _T], *, is_long: bool = False
+    ) -> _T:
+        """Return `work()`, which uses the named template; in a thread where it is long.
 
         A registered template may take its time, so it does so in a thread. CapacityExhausted
         (CAPACITY) where too many calls wait for one.
         """
-        if template_name in ("", self.template.name):
-            return work()
-        if not self.templates.is_confined(template_name):
-            return work()
-        return await self.run_foreign(work)
+        is_own = template_name in ("", self.template.name)
+        if not is_own and self.templates.is_confined(template_name):
+            return await self.run_foreign(work)
+        return await asyncio.to_thread(work) if is_long else work()
 
     async def run_foreign(self, work: Callable[[], _T]) -> _T:
         """Return `work()`, called in one of the threads for templates that nobody trusts.

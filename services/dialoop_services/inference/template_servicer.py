@@ -104,7 +104,9 @@ class TemplateServicer(rpc.TemplateServiceServicer):
             HISTORY.from_proto(request.history),
         )
         rendered, sequence = await self._renderer.run_with(
-            request.template_name, partial(self._render, template, history, options)
+            request.template_name,
+            partial(self._render, template, history, options),
+            is_long=True,  # a mask takes several renderings
         )
         mask = rendered.assistant_mask
         return pb.RenderResponse(
@@ -121,7 +123,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
                 remedy="Send one of them.",
             )
         messages = await self._renderer.run_with(
-            request.template_name, partial(self._parse, request)
+            request.template_name, partial(self._parse, request), is_long=True
         )
         return pb.ParseResponse(history=HISTORY.to_proto(History(messages)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
@@ -23,13 +24,16 @@ from dialoop.errors import (
     Unauthenticated,
     Unsupported,
 )
+from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.declared_parser import TemplateParser
 from dialoop.testing import byte_tokenizer
 from dialoop_services.hosting import GrpcServer
+from dialoop_services.inference import template_servicer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.environment_doors import RawChannel
 from tests.support.rest_world import GrpcDoor, RestServer, http_of, refusal, service
+from tests.support.waiting import PATIENCE_S
 
 PIPES = (
     "{% for m in messages %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}[/]"
@@ -181,6 +185,32 @@ async def test_a_registered_template_renders_and_its_parser_reads(client):
     assert caught.value.reason == "TEMPLATE_CONFLICT"
     replaced = await client.register("pipes", PIPES, replace=True)
     assert (replaced.version, replaced.invertible) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "call"),
+    [
+        (template_servicer, "encode_conversation", lambda client: client.render(HISTORY)),
+        (ChatTemplate, "parse", lambda client: client.parse(text="<|im_start|>user\nhi<|im_end|>")),
+    ],
+)
+async def test_others_are_served_while_a_long_conversation_is_rendered(
+    client, place, name, call, monkeypatch
+):
+    served, begun = threading.Event(), threading.Event()
+    whole = getattr(place, name)
+
+    def wait(*arguments, **options):
+        begun.set()
+        assert served.wait(PATIENCE_S), "the event loop waits for the rendering"
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(place, name, wait)
+    rendering = asyncio.ensure_future(call(client))
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    assert await client.list_templates()
+    served.set()
+    assert await rendering
 
 
 async def test_the_model_s_own_name_cannot_be_taken(client):
