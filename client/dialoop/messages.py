@@ -13,6 +13,7 @@ import base64
 import binascii
 import hashlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -28,6 +29,7 @@ PLACEHOLDER_ROLE = "<none>"
 """Role of messages that pad rectangular batches in other libraries; reading drops them."""
 
 _USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_HALVES = re.compile("[\ud800-\udfff]")
 _TEXT_FIELDS = ("tool_call_id", "name")
 _KNOWN = frozenset(
     {"role", "content", "is_complete", "tool_calls", "tool_responses", "reasoning"}
@@ -507,6 +509,9 @@ def _arguments(call: ToolCall) -> Any:
     """Return the object in the JSON text; a text without one stays as the model wrote it."""
     try:
         value = json.loads(call.arguments_json)
+        if "\\u" in call.arguments_json:  # half a character is no text, and has no tokens
+            plain = _HALVES.sub("\ufffd", json.dumps(value, ensure_ascii=False))
+            value = json.loads(plain)
     except (ValueError, RecursionError):  # too deep, or with a number of too many digits
         return call.arguments_json
     return value if isinstance(value, dict) else call.arguments_json

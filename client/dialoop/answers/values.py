@@ -17,7 +17,12 @@ from typing import Any
 _BLANK = re.compile(r"[ \t\n\r]*")
 _DEPTH = 64
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_PYTHON_STRING = re.compile(r'"((?:[^"\\\n]|\\.)*+)"|' + r"'((?:[^'\\\n]|\\.)*+)'")
+_CLOSES = r"(?=\s*(?:[,:)\]}]|\Z))"
+_PYTHON_STRING = re.compile(
+    r'"((?:[^"\\\n]|\\.)*+)"' + _CLOSES + r"|'((?:[^'\\\n]|\\.)*+)'" + _CLOSES
+)
+# Some templates write strings without escapes: 'it's'.
+_PLAIN_STRING = re.compile(r"'(.*?)'" + _CLOSES, re.DOTALL)
 _NUMBER = re.compile(r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[^\W\d]\w*")
 _NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
@@ -317,6 +322,8 @@ class _Python(_Literals):
             return self._dict(depth)
         if (string := self._match(_PYTHON_STRING)) is not None:
             return _ESCAPE.sub(_unescaped, string[1:-1])
+        if (string := self._match(_PLAIN_STRING)) is not None:
+            return string[1:-1]
         if (word := self._match(_WORD)) is not None:
             return _constant(word)
         return self._number()

@@ -35,6 +35,7 @@ _MAX_SHOWN = 4096
 _SHOWN: dict[str, frozenset[int]] = {}
 """Which marks of a marked conversation a template shows, by its shape."""
 
+_IN_QUOTES = str.maketrans({"\\": r"\\", "'": r"\'", "\n": r"\n", "\r": r"\r"})
 # How a template shows a text: as it is, trimmed, or within JSON or Python.
 _SHAPES: tuple[Callable[[str], str], ...] = (
     str,
@@ -47,6 +48,7 @@ _SHAPES: tuple[Callable[[str], str], ...] = (
     lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
     lambda text: json.dumps(text)[1:-1],
     lambda text: repr(text)[1:-1],
+    lambda text: text.translate(_IN_QUOTES),
 )
 
 
@@ -241,7 +243,8 @@ def _texts_in(value: Any, field: str) -> Iterator[tuple[str, str]]:
 class _Marks:
     """Puts marks in the place of texts, and counts them: words that occur nowhere else.
 
-    They have letters and digits alone, so that every way of quoting leaves them as they are.
+    They have letters and digits alone, so that every way of quoting leaves them as they are. That
+    of an argument which Python puts in double quotes has its apostrophe too.
     """
 
     def __init__(
@@ -252,7 +255,7 @@ class _Marks:
         texts = [text for message in history for text in texts_of(message)]
         used = "\n".join((template.source, repr(options), *texts)).lower()
         self._word = next(w for n in count() if (w := f"qz{n}k") not in used)
-        self.pattern = re.compile(f"{self._word}([0-9]+)z", re.IGNORECASE)
+        self.pattern = re.compile(rf"{self._word}([0-9]+)(?:\\?')?z", re.IGNORECASE)
         self._history = history
         self._index = 0
         self._ids: dict[str, str] = {}
@@ -295,7 +298,8 @@ class _Marks:
     def _add(self, field: str, text: str, char_start: int = 0) -> str:
         slot = Slot(index=self._index, field=field, text=text, char_start=char_start)
         self.slots.append(slot)
-        return f"{self._word}{len(self.slots) - 1}z"
+        apostrophe = "'" * (field == "call.arguments" and repr(text).startswith('"'))
+        return f"{self._word}{len(self.slots) - 1}{apostrophe}z"
 
     def _id(self, field: str, text: str) -> str:
         """Return the mark of an id: equal ids have one, since templates look for the call by it."""

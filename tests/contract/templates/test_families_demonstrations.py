@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
+from dialoop.answers import AnswerForm, AnswerReader
 from dialoop.chat import History, Message
 from dialoop.errors import InvalidInput, Unsupported
 from dialoop.messages import ContentPart, ToolCall
@@ -28,6 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.families import FAMILIES, family
 from tests.support.families.conversations import chats_for, conversation_of, tool_dict
+from tests.support.families.table import CHECKPOINTS
 
 _REWRITES = {"deepseek_r1_distill"}
 _THOUGHT_MARKS = re.compile("</?think>")
@@ -191,6 +193,35 @@ def test_a_tool_named_like_a_mark_is_taught_as_any_other() -> None:
     assert '{"name": "Qz0k99z", "arguments": {"Qz1k5z": "Qz2k7z"}}' in tokenizer.decode(
         ids.tolist()
     )
+
+
+_AWKWARD = ["it's", 'say "hi"', "both ' and \"", "back\\slash", "a\nb", "né 世 👩", "'", "x)]"]
+
+
+@pytest.mark.parametrize("name", [name for name, own in CHECKPOINTS.items() if own.reads.calls])
+def test_a_taught_call_reads_back_as_it_was(name: str) -> None:
+    """However its template quotes it; the last two of LFM do not escape what they quote."""
+    known = family(name)
+    tokenizer = Tokenizer.from_directory(known.directory)
+    builder = TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+    for given in ({"a": text, "b": "c"} for text in _AWKWARD):
+        call = ToolCall(id="c23456789", name="f", arguments_json=json.dumps(given))
+        said = Message(role="assistant", tool_calls=(call,))
+        sequence = builder.demonstration(History((ASK, said)))
+        last = sequence.segments[-1]
+        reader = AnswerReader(AnswerForm(calls=known.grammar), builder.tokenizer)
+        reader.add(sequence.token_ids[last.start : last.end].tolist())
+        (read,) = reader.finish().calls
+        assert json.loads(read.arguments_json) == given
+
+
+def test_half_a_character_in_arguments_is_shown_as_a_replacement() -> None:
+    tokenizer = Tokenizer.from_directory(family("qwen3").directory)
+    builder = TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+    call = ToolCall(id="c", name="f", arguments_json='{"a": "\\ud83d", "b": "\\ud83d\\ude00"}')
+    history = History((ASK, Message(role="assistant", tool_calls=(call,)), ASK))
+    text = tokenizer.decode(builder.prompt(history).sequence.token_ids.tolist())
+    assert '{"a": "\ufffd", "b": "\U0001f600"}' in text
 
 
 @pytest.mark.parametrize(
