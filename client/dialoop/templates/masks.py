@@ -138,6 +138,8 @@ def _render_with_spans(
     if with_mask and template.has_generation_blocks:
         text, blocks = template.render_blocks(history, **options)
         opening = template.profile.opening
+        if not opening.strip():
+            return text, blocks
         # A template may write the opening in its block, which the policy is given.
         return text, tuple(
             (start + len(opening) * text.startswith(opening, start, end), end)
