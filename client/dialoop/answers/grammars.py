@@ -6,7 +6,7 @@ arg_key   <tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>...      G
 deepseek  f and {"a": 1} between marks of its own, perhaps in a fence          DeepSeek V3, R1, V3.1
 kimi      <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>
 json      {"name": "f", "parameters": {"a": 1}}                                Llama 3.1
-mistral   [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]                   Mistral
+mistral   [TOOL_CALLS]f[ARGS]{"a": 1}, [TOOL_CALLS][{"name": "f", ...}]        Mistral
 pythonic  [f(a=1)]                                                             Llama 3.2 and 4, LFM2
 gemma     ```tool_code\nf(a=1)\n```, <|tool_call>call:f{a:1}<tool_call|>       Gemma
 harmony   <|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>      gpt-oss
@@ -132,8 +132,14 @@ def _read_llama(body: str, context: BodyContext) -> list[WrittenCall]:
 
 
 def _read_mistral(body: str, context: BodyContext) -> list[WrittenCall]:
-    """Return the calls in [{"name": ..., "arguments": {...}, "id": ...}]."""
-    elements = read_elements(context.spelling.plain(body))
+    """Return the call in f[ARGS]{...}, or those in [{"name": ..., "arguments": {...}}]."""
+    text = context.spelling.plain(body).lstrip()
+    if not text.startswith("["):
+        head, brace, rest = text.partition("{")
+        name, _, marked = head.partition("[")
+        own_id = marked.partition("CALL_ID]")[2].partition("[")[0].strip()
+        return [_call(name.strip(), read_json(brace + rest), own_id)]
+    elements = read_elements(text)
     if not elements:
         return [WrittenCall(name="", problem=NOT_JSON if elements is None else NO_NAME)]
     calls = []
@@ -342,6 +348,12 @@ _DEEPSEEK_SEP = _wide("sep")
 _KIMI_ALL, _KIMI_ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _KIMI_ONE, _KIMI_ONE_END = "<|tool_call_begin|>", "<|tool_call_end|>"
 _KIMI_SEP = "<|tool_call_argument_begin|>"
+# f[CALL_ID]abc[ARGS], and its beginnings; a mark of one token is one character here.
+_MISTRAL_MARK = r"(?:[\udc80-\udcff]|\[(?:CALL_ID|ARGS)\])\w{0,64}"
+_MISTRAL_NAME = rf"\s{{0,16}}[\w.-]{{1,64}}(?:{_MISTRAL_MARK}){{0,2}}\s{{0,16}}"
+_MISTRAL_START = (
+    rf"\s{{0,16}}(?:[\w.-]{{1,64}}(?:{_MISTRAL_MARK}){{0,2}}(?:\[[A-Z_]{{0,7}}|\s{{0,16}}))?"
+)
 _MISTRAL_KEYS = {"name", "arguments", "id"}
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -429,11 +441,14 @@ _ALL = (
     _grammar(
         "mistral",
         CallShape(
-            openings=("[TOOL_CALLS][", "[TOOL_CALLS] ["),
-            marks=("[TOOL_CALLS]",),
-            scanner=lambda *_: json_object_scanner(),
+            openings=("[TOOL_CALLS]",),
+            marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+            scanner=lambda *_: json_object_scanner(re.compile(_MISTRAL_NAME)),
             read=_read_mistral,
-            head=(r"\[\s{0,16}\{", r"\[\s{0,16}"),
+            head=(
+                rf"{_MISTRAL_NAME}\{{|\s{{0,16}}\[\s{{0,16}}\{{",
+                rf"{_MISTRAL_START}|\s{{0,16}}\[\s{{0,16}}",
+            ),
         ),
     ),
     _grammar(

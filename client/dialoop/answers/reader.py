@@ -451,7 +451,7 @@ class _Machine:
 
     def _bare_call(self, opening: _Opening, text: str) -> _Steps:
         """Read a call without marks; it begins a line, or stands where the content begins."""
-        tape, start = self._tape, len(text) - 1
+        tape, start = self._tape, len(text) - text.endswith(("{", "["))
         assert opening.head is not None
         whole, beginning = opening.head
         is_at_line = text[0] == "\n" or len(self._language.spelling.plain(text[0])) > 1

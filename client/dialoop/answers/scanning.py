@@ -129,9 +129,19 @@ def json_scanner(stops: Stops) -> Scanner:
     return scan
 
 
-def json_object_scanner() -> Scanner:
-    """Return the scanner of one JSON object, which ends after its last bracket."""
-    return _balanced(re.compile(r'["{}\[\]]'), {'"': _JSON_STRING}, _NO_JSON)
+def json_object_scanner(before: re.Pattern[str] | None = None) -> Scanner:
+    """Return the scanner of one JSON object, which ends after its last bracket.
+
+    before: what may stand before it, whole where the scanner begins.
+    """
+    inner = _balanced(re.compile(r'["{}\[\]]'), {'"': _JSON_STRING}, _NO_JSON)
+
+    def scan(tape: Tape) -> Waiting:
+        match = None if before is None else before.match(tape.data, tape.at)
+        tape.at = tape.at if match is None else match.end()
+        return (yield from inner(tape))
+
+    return scan
 
 
 def python_scanner() -> Scanner:

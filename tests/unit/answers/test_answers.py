@@ -91,6 +91,22 @@ ANSWERS = [
         [call("f", '{"t": "<|tool_call_end|>"}', id="functions.f:3")],
     ),
     ("kimi", "<|tool_calls_section_end|>", "<|tool_calls_section_end|>", []),
+    ("mistral", "So.[TOOL_CALLS]f[ARGS]{}", "So.", [call("f")]),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS]}"}[TOOL_CALLS] g[CALL_ID]abc12[ARGS] {"b": [1]}',
+        "",
+        [call("f", '{"a": "[TOOL_CALLS]}"}'), call("g", '{"b": [1]}', id="abc12")],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}]',
+        "",
+        [call("f"), call("g", '{"a": 1}')],
+    ),
+    ("mistral", "[TOOL_CALLS]f{}", "", [call("f")]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ', "", None),
+    ("mistral", "[TOOL_CALLS]see f[ARGS]{} [TOOL_CALLS][]", "", None),
     (
         "json",
         'Look:\n{"name": "f", "parameters": {"a": "}"}}; {"name": "g", "arguments": {}}\nSo.',
