@@ -57,8 +57,9 @@ async def generate(
 
     prompt, form = await renderer.run_with(request.template_name, prepare)
     prompt_ids, sampling = prompt.sequence.token_ids.tolist(), request.sampling
+    named = "" if request.history is None else request.template_name
     stop = await renderer.find_stop_tokens(
-        sampling.stop, form, in_reasoning=sampling.stop_in_reasoning
+        sampling.stop, form, in_reasoning=sampling.stop_in_reasoning, template_name=named
     )
     if request.partial_answer is None:
         sampled = await sample(prompt_ids, sampling, stop=stop, num_samples=request.num_samples)
@@ -67,7 +68,7 @@ async def generate(
         part = request.partial_answer
         answer = await go_on(part, sample, prompt_ids, sampling, stop=stop, decode=decode)
         sampled = (answer,)
-    samples = [renderer.sample(prompt, output) for output in sampled]
+    samples = [renderer.sample(prompt, output, template_name=named) for output in sampled]
     if routing is not None:
         samples = [
             _with_experts(sample, output, routing, num_tokens=len(prompt_ids))

@@ -12,12 +12,13 @@ from dialoop import ChatTemplate, LocalEnvironmentClient, arithmetic
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.rollout import play
 from dialoop.sequences import PolicyVersion
+from dialoop.templates.registry import TemplateRegistry
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import SamplingParams, StopReason, Task
 from dialoop.wire.messages import CHAT_HISTORY
 from dialoop_services.inference.engine import Sampled, VersionSpan
-from dialoop_services.inference.generate import EnginePolicy
-from dialoop_services.inference.rendering import Renderer
+from dialoop_services.inference.generate import EnginePolicy, generate
+from dialoop_services.inference.rendering import GenerationRequest, Renderer
 
 from tests.support.waiting import PATIENCE_S
 
@@ -65,6 +66,36 @@ async def test_samples_say_what_they_were_asked_with():
     assert samples[0].tokenizer_digest == byte_tokenizer().digest
     assert samples[0].history.response[-1].content == "hello"
     assert samples[0].sequence.policy_versions == (VERSION,)
+
+
+async def test_answers_end_as_the_template_that_was_named_ends_turns():
+    tokenizer, registry = byte_tokenizer(), TemplateRegistry()
+    source = "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}<|im_start|>"
+    registry.add_chat_template("other", source + "{% endfor %}")
+    renderer = Renderer(tokenizer, ChatTemplate.of(tokenizer), registry)
+    end, question = (
+        tokenizer.single_token("<|im_start|>"),
+        History((Message(role="user", content="hi"),)),
+    )
+    stops = []
+
+    async def sample(prompt_ids, sampling, *, stop, num_samples):
+        stops.append(stop.by_id)
+        version = VersionSpan(start=0, length=2, policy_version=VERSION)
+        return (
+            Sampled(
+                token_ids=(55, end),
+                logprobs=(-0.5, -0.5),
+                versions=(version,),
+                stop_reason=StopReason.STOP,
+            ),
+        )
+
+    for name, content in (("", "X<|im_start|>"), ("other", "X")):
+        request = GenerationRequest(history=question, template_name=name)
+        (answer,) = await generate(request, sample, renderer=renderer, max_model_len=99)
+        assert answer.history.response[-1].content == content
+    assert [end in ids for ids in stops] == [False, True]
 
 
 @pytest.mark.parametrize(
