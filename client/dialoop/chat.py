@@ -432,7 +432,11 @@ def _wrong_type(value: Any, where: str, expected: str) -> InvalidHistory:
     )
 
 
-def as_history(messages: History | Sequence[Mapping[str, Any]] | str) -> History:
+Messages = History | Sequence[Mapping[str, Any]] | str
+"""What becomes a history where one is asked for: itself, chat dicts, or the text of one user."""
+
+
+def as_history(messages: Messages) -> History:
     """Make a history of what a user has at hand: a history, chat dicts or one user text."""
     if isinstance(messages, History):
         return messages

@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from dialoop.chat import ChatHistory, History, Message, ToolDefinition
+from dialoop.chat import ChatHistory, History, Message, Messages, ToolDefinition, as_history
 from dialoop.episode import Sample
 from dialoop.errors import InvalidInput
 from dialoop.local.client import LocalEnvironmentClient
@@ -95,7 +95,7 @@ class ScriptedPolicy:
 
     async def generate(  # noqa: PLR0913 - a policy's question
         self,
-        history: History,
+        history: Messages,
         *,
         context: TokenSequence | None = None,
         num_context_messages: int = 0,
@@ -105,7 +105,7 @@ class ScriptedPolicy:
         tools: Iterable[ToolDefinition] = (),
     ) -> tuple[Sample, ...]:
         """Answer the prompt, the same each time."""
-        sampling = sampling or SamplingParams()
+        history, sampling = as_history(history), sampling or SamplingParams()
         prompt = self._builder.prompt(
             history,
             context=context,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, overload
 
-from dialoop.chat import ChatHistory, History, ToolDefinition
+from dialoop.chat import ChatHistory, History, Messages, ToolDefinition
 from dialoop.clients.channel import Channel, rpc_of, tell_warnings
 from dialoop.clients.errors import require_count
 from dialoop.clients.inference_messages import (
@@ -129,7 +129,7 @@ class InferenceClient:
 
     async def generate(  # noqa: PLR0913  # one question, many ways to ask it
         self,
-        history: History | None = None,
+        history: Messages | None = None,
         *,
         text: str | None = None,
         token_ids: Iterable[int] | None = None,
@@ -149,6 +149,7 @@ class InferenceClient:
     ) -> tuple[Sample, ...]:
         """Answer a history, or continue a text or token ids, `num_samples` times.
 
+        A history may be given as chat dicts, or as what one user says: `generate("What is 3+4?")`.
         `context` are the tokens known so far of the first `num_context_messages` messages. The
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
@@ -182,7 +183,7 @@ class InferenceClient:
 
     async def generate_stream(  # noqa: PLR0913
         self,
-        history: History | None = None,
+        history: Messages | None = None,
         *,
         text: str | None = None,
         token_ids: Iterable[int] | None = None,

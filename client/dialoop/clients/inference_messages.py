@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dialoop.chat import ChatHistory, History, ToolDefinition
+from dialoop.chat import ChatHistory, Messages, ToolDefinition, as_history
 from dialoop.episode import ContinuedText, Sample, UpdateMode
 from dialoop.sequences import Sequence
 from dialoop.trajectory import SamplingParams, StopReason
@@ -24,7 +24,7 @@ from dialoop.wire.sequences import sequence_from_proto, sequence_to_proto
 class Question:
     """What to generate from; exactly one of history, text and token_ids is set."""
 
-    history: History | None = None
+    history: Messages | None = None
     text: str | None = None
     token_ids: Iterable[int] | None = None
     context: Sequence | None = None
@@ -66,7 +66,7 @@ class Question:
         if not self.add_special_tokens:
             request.add_special_tokens = False
         if self.history is not None:
-            request.history.prompt.CopyFrom(HISTORY.to_proto(self.history))
+            request.history.prompt.CopyFrom(HISTORY.to_proto(as_history(self.history)))
         if self.text is not None:
             request.text = self.text
         if self.token_ids is not None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from dialoop.chat import as_history
 from dialoop.episode import Sample, UpdateMode
 from dialoop.trajectory import SamplingParams
 from dialoop_learning.rl.routed_experts import COLUMN, Routing, experts_column
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from dialoop.answers import AnswerForm
-    from dialoop.chat import History, ToolDefinition
+    from dialoop.chat import Messages, ToolDefinition
     from dialoop.sequences import Ids, Sequence
     from dialoop.tokens.builder import Prompt
 
@@ -113,7 +114,7 @@ class EnginePolicy:
 
     async def generate(  # noqa: PLR0913 - a policy's question
         self,
-        history: History,
+        history: Messages,
         *,
         context: Sequence | None = None,
         num_context_messages: int = 0,
@@ -125,7 +126,7 @@ class EnginePolicy:
         """Answer the prompt `num_samples` times."""
         sampling = sampling or SamplingParams()
         request = GenerationRequest(
-            history=history,
+            history=as_history(history),
             context=context,
             num_context_messages=num_context_messages,
             turn=turn,

@@ -17,10 +17,12 @@ from dialoop.errors import (
     NotFound,
 )
 from dialoop.sequences import Source
+from dialoop.testing import ScriptedPolicy
 from dialoop.trajectory import SamplingParams, StopReason
 from dialoop.v1 import chat_pb2
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop_services.inference.engine import BASE_VERSION
+from dialoop_services.inference.generate import EnginePolicy
 
 from tests.support.inference_world import (  # noqa: F401
     MAX_MODEL_LEN,
@@ -55,6 +57,21 @@ async def test_a_history_its_text_and_its_ids_are_continued_alike(model_dir, tmp
         assert of_history.text is None
         assert [s.source for s in of_text.sequence.segments] == [Source.PROMPT, Source.MODEL]
         assert of_text.sequence.policy_versions == (BASE_VERSION,)
+
+
+async def test_a_history_may_be_given_as_dicts_or_as_what_one_user_says(model_dir, tmp_path):
+    text = QUESTION[0].text
+    forms = (QUESTION, [{"role": "user", "content": text}], text)
+    async with world(model_dir, tmp_path / "w") as w:
+        own = EnginePolicy(w.replica.engine, w.renderer)
+        twin = ScriptedPolicy(["7"])
+        for policy in (w.client, own, twin):
+            answers = [await policy.generate(form, sampling=GREEDY) for form in forms]
+            rows = [sample.sequence.token_ids.tolist() for (sample,) in answers]
+            assert rows == rows[:1] * 3
+            assert all(sample.history.prompt == QUESTION for (sample,) in answers)
+        chunks = [chunk async for chunk in w.client.generate_stream(text, sampling=GREEDY)]
+        assert chunks[-1].samples[0].history.prompt == QUESTION
 
 
 async def test_token_ids_that_are_no_utf8_survive(model_dir, tmp_path):

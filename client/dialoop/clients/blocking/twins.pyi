@@ -144,7 +144,7 @@ class BlockingInferenceClient:
     ) -> None: ...
     def generate(
         self,
-        history: dialoop.chat.History | None = None,
+        history: dialoop.chat.Messages | None = None,
         *,
         text: str | None = None,
         token_ids: collections.abc.Iterable[int] | None = None,
@@ -166,6 +166,7 @@ class BlockingInferenceClient:
     ) -> tuple[dialoop.episode.Sample, ...]:
         """Answer a history, or continue a text or token ids, `num_samples` times.
 
+        A history may be given as chat dicts, or as what one user says: `generate("What is 3+4?")`.
         `context` are the tokens known so far of the first `num_context_messages` messages. The
         template's name, tools and options say how a history is rendered. With `truncate_prompt` a
         text or token prompt that fills the context loses its oldest tokens, and the sample says so;
@@ -179,7 +180,7 @@ class BlockingInferenceClient:
         ...
     def generate_stream(
         self,
-        history: dialoop.chat.History | None = None,
+        history: dialoop.chat.Messages | None = None,
         *,
         text: str | None = None,
         token_ids: collections.abc.Iterable[int] | None = None,
