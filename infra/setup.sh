@@ -46,7 +46,7 @@ say "installing into $venv; the first time this takes up to 10 minutes and sever
 install torch==2.13.0
 vllm=yes
 install_vllm || vllm=no
-install -e client/dialoop -e client/dialoop_extras -e services/dialoop_learning \
+install -e client/dialoop -e client/dialoop_extras -e 'services/dialoop_learning[gguf]' \
   -e 'services/dialoop_services[replay,inference,scorer,trainer]' -e 'services/dialoop_ops[stack]' \
   -r infra/requirements/dev.txt
 if [ "$vllm" = no ]; then

@@ -106,6 +106,14 @@ class Reason(_Named):
     ADAPTER_REFUSED = "ADAPTER_REFUSED", "PEFT does not take the adapter."
     ADAPTER_UNSUPPORTED = "ADAPTER_UNSUPPORTED", "The adapter uses an unsupported feature."
     ADMIN_ONLY = "ADMIN_ONLY", "Only the holder of the admin token may do this."
+    GGUF_UNREADABLE = (
+        "GGUF_UNREADABLE",
+        "The GGUF file is torn, or its architecture or quantisation is not read.",
+    )
+    MODEL_LARGER_THAN_MEMORY = (
+        "MODEL_LARGER_THAN_MEMORY",
+        "The model does not fit the memory that is free.",
+    )
     SCOPE_MISSING = "SCOPE_MISSING", "The token may do other things, and not this."
     AGENT_FAILED = "AGENT_FAILED", "The agent failed."
     AGENT_NOT_FOUND = "AGENT_NOT_FOUND", "The agent cannot be imported."

@@ -85,14 +85,7 @@ def parser() -> argparse.ArgumentParser:
     add_json(compare, "the comparison")
     compare.set_defaults(module="stack.report.compare", function="compare_runs", root=ROOT)
     _add_replay_step(commands)
-    model = commands.add_parser("model", help="look at a model directory")
-    looks = model.add_subparsers(
-        dest="action", required=True, metavar="ACTION", parser_class=_Parser
-    )
-    look = looks.add_parser("check", help="show what its chat template keeps, drops and refuses")
-    look.add_argument("directory", help="a Hugging Face model directory, or a tokenizer's")
-    add_json(look, "what each template does")
-    look.set_defaults(module="cli.model", function="check")
+    _add_model(commands)
     doctor = commands.add_parser(
         "doctor", help="show what this machine can run and what is missing"
     )
@@ -375,6 +368,24 @@ def _add_export(commands: Commands) -> None:
     )
     add_json(export, "the policy and its directory")
     export.set_defaults(module="policies.export", function="export", root=ROOT)
+
+
+def _add_model(commands: Commands) -> None:
+    model = commands.add_parser("model", help="look at a model directory")
+    looks = model.add_subparsers(
+        dest="action", required=True, metavar="ACTION", parser_class=_Parser
+    )
+    look = looks.add_parser("check", help="show what its chat template keeps, drops and refuses")
+    look.add_argument("directory", help="a Hugging Face model directory, or a tokenizer's")
+    add_json(look, "what each template does")
+    look.set_defaults(module="cli.model", function="check")
+    convert = looks.add_parser("from-gguf", help="write a GGUF file as a model directory")
+    convert.add_argument("file", help="a .gguf file of a model shaped like Llama")
+    convert.add_argument("directory", help="the new directory")
+    convert.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the weights"
+    )
+    convert.set_defaults(module="cli.model", function="from_gguf")
 
 
 def _add_replay_step(commands: Commands) -> None:

@@ -1,9 +1,10 @@
-"""Run `dialoop model check`: what a model's chat template keeps, drops and refuses."""
+"""Run `dialoop model`: look at a model's chat template, or convert a GGUF file."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from dialoop.answers import grammar_of
@@ -42,6 +43,16 @@ def check(arguments: argparse.Namespace) -> int:
                 _print(name, profile, ends)
     finally:
         confinement.close()
+    return 0
+
+
+def from_gguf(arguments: argparse.Namespace) -> int:
+    """Write a GGUF file as a Hugging Face model directory, and return 0."""
+    from dialoop_learning.model.gguf import convert_gguf
+
+    directory = Path(arguments.directory)
+    num_parameters = convert_gguf(Path(arguments.file), directory, dtype=arguments.dtype)
+    say(f"{directory}: {num_parameters / 1e6:,.0f} million parameters in {arguments.dtype}")
     return 0
 
 
