@@ -36,13 +36,17 @@ WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """Which instructions a response followed, and its layout."""
+    """Which instructions a response followed, and its layout.
+
+    is_about_topic: it has ten words or more beside a wanted end, and names the row's topic.
+    """
 
     strict: tuple[bool, ...]
     loose: tuple[bool, ...]
     num_think_blocks: int = 1
     num_answer_blocks: int = 1
     is_complete: bool = True
+    is_about_topic: bool = True
 
     @property
     def weighted(self) -> float:
@@ -81,16 +85,34 @@ def weighted_v3(followed: Followed) -> float:
     return followed.weighted + bonus
 
 
+def about_topic(followed: Followed) -> float:
+    """Return the share that was followed strictly: 0 to 1; a fifth of it beside the topic.
+
+    Without the fifth a policy learns to say a wanted phrase and nothing else.
+    """
+    return fmean(followed.strict) * (1.0 if followed.is_about_topic else 0.2)
+
+
 AGGREGATORS: Mapping[str, Aggregator] = MappingProxyType(
-    {"additive_v1": additive_v1, "tiered_v2": tiered_v2, "weighted_v3": weighted_v3}
+    {
+        "additive_v1": additive_v1,
+        "tiered_v2": tiered_v2,
+        "weighted_v3": weighted_v3,
+        "about_topic": about_topic,
+    }
 )
+MIN_WORDS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IfEvalReward(Transform):
-    """One reward by the aggregator, and the mean strict and loose scores with weight 0."""
+    """One reward by the aggregator, and the mean strict and loose scores with weight 0.
+
+    in_blocks: the answer stands between <answer> and </answer>; else it is the whole message.
+    """
 
     aggregator: str = "weighted_v3"
+    in_blocks: bool = True
     timeout_s: float = 10.0
     check: KillableFunction = field(
         default_factory=lambda: KillableFunction("dialoop.tasks.ifeval_checks:check_all")
@@ -117,7 +139,8 @@ class IfEvalReward(Transform):
         if not episode.done:
             return Score()
         text, data = episode.answer_text, episode.task.metadata
-        answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+        blocks = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+        answers = blocks if self.in_blocks else [text]
         results = await self.check(
             {
                 "instructions": json.loads(data["instruction_id_list"]),
@@ -133,6 +156,7 @@ class IfEvalReward(Transform):
             num_think_blocks=len(re.findall(r"<think>.*?</think>", text, re.DOTALL)),
             num_answer_blocks=len(answers),
             is_complete=episode.answer is not None and episode.answer.is_complete,
+            is_about_topic=_is_about_topic(answers[0] if answers else "", data),
         )
         success = all(followed.strict)
         value = AGGREGATORS[self.aggregator](followed)
@@ -145,16 +169,34 @@ class IfEvalReward(Transform):
         )
 
 
-def ifeval(
+def _is_about_topic(answer: str, row: Mapping[str, str]) -> bool:
+    """Return whether an answer has enough words and names its topic, where the row has one."""
+    if "topic" not in row:
+        return True
+    for arguments in json.loads(row["kwargs"]):
+        answer = answer.replace(arguments.get("end_phrase") or "\0", "")
+    noun = row["topic"].split()[-1].lower()
+    names_it = re.search(rf"\b{re.escape(noun.rstrip('s'))}", answer.lower()) is not None
+    return names_it and len(answer.split()) >= MIN_WORDS
+
+
+def ifeval(  # noqa: PLR0913 - the options are the interface
     *,
     path: str | Path,
     heldout_path: str | Path | None = None,
     heldout_fraction: float = 0.0,
     aggregator: str = "weighted_v3",
-    system_prompt: str = SYSTEM_PROMPT,
+    system_prompt: str | None = None,
     max_steps: int = 1,
+    in_blocks: bool = True,
 ) -> ChatEnv:
-    """Return the environment of IFEval's rows from a file or a saved data set."""
+    """Return the environment of IFEval's rows from a file or a saved data set.
+
+    in_blocks: ask for a think and an answer block; False asks for the plain answer that IFEval
+    itself judges, without a system prompt unless one is given.
+    """
+    if system_prompt is None:
+        system_prompt = SYSTEM_PROMPT if in_blocks else ""
     return ChatEnv(
         name="ifeval",
         description="Instructions that a program can check.",
@@ -162,19 +204,20 @@ def ifeval(
             path,
             heldout_path=heldout_path,
             heldout_fraction=heldout_fraction,
-            collate=_collate,
+            collate=collate_ifeval,
         ),
         transforms=(
-            EndOnTag(),
+            *((EndOnTag(),) if in_blocks else ()),
             EndWhenIncomplete(),
             OneTurn() if max_steps == 1 else StepCounter(max_steps),
-            IfEvalReward(aggregator=aggregator),
+            IfEvalReward(aggregator=aggregator, in_blocks=in_blocks),
         ),
         system_prompt=system_prompt,
     )
 
 
-def _collate(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def collate_ifeval(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row's query and its instructions; InvalidConfig (BAD_ROW) for unknown ones."""
     fields = dict(row)
     query = fields.pop("prompt", None) or fields.pop("text", None) or fields.get("query")
     names, kwargs = fields.get("instruction_id_list"), fields.get("kwargs")

@@ -204,3 +204,17 @@ def test_a_row_that_cannot_be_checked_is_refused(tmp_path: Path, fields: dict[st
 def test_an_unknown_aggregator_is_named() -> None:
     with pytest.raises(InvalidConfig, match="weighted_v3"):
         IfEvalReward(aggregator="best")
+
+
+async def test_without_blocks_the_whole_message_is_judged(tmp_path: Path) -> None:
+    row = {"prompt": "Hi.", "instruction_id_list": ["punctuation:no_comma"]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row | {"kwargs": [{}]}), "utf-8")
+    env = ifeval(path=path, in_blocks=False)
+    assert env.system_prompt == ""
+    for text, value in (("One two.", 1.0), ("One, two.", 0.0)):
+        opening = env.reset(env.tasks.get("train", "0"), seed=0)
+        said = opening.history.respond(Message(role="assistant", content=text))
+        outcome = await env.step(opening.episode, said)
+        assert {r.name: r.value for r in outcome.rewards}["strict"] == value
+    await env.release()
