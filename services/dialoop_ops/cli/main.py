@@ -385,6 +385,7 @@ def _add_model(commands: Commands) -> None:
     convert.add_argument(
         "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the weights"
     )
+    add_json(convert, "the directory and the number of parameters")
     convert.set_defaults(module="cli.model", function="from_gguf")
 
 

