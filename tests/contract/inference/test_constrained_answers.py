@@ -195,7 +195,8 @@ async def test_vllm_holds_answers_to_their_form(directory):
                 assert call.function.name == "add"
                 assert json.loads(call.function.arguments)["a"] in (3, 7)
             single = {"tool_choice": "required", "parallel_tool_calls": False}
-            answer = await create(**CHAT, max_tokens=200, tools=[ADD, LOOK], **single)
+            look = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+            answer = await create(**CHAT, max_tokens=200, tools=[ADD, look], **single)
             assert len(answer.choices[0].message.tool_calls) == 1
             free = await create(**CHAT, max_tokens=20)
             assert free.choices[0].message.tool_calls is None
