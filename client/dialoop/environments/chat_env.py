@@ -159,7 +159,7 @@ class ChatEnv:
 
     def reset(self, task: TaskData, seed: int) -> Opening:
         """Start an episode with the system prompt, if any, and the question or messages."""
-        history = self._first_messages(task)
+        history = self.first_messages(task)
         episode = Episode(task=task, seed=seed, history=history)
         opening = Opening(episode=episode, info=dict(task.metadata))
         for transform in self.transforms:
@@ -266,7 +266,8 @@ class ChatEnv:
                 "The episode is over.", reason=Reason.EPISODE_DONE, remedy="Reset to start another."
             )
 
-    def _first_messages(self, task: TaskData) -> History:
+    def first_messages(self, task: TaskData) -> History:
+        """Return the messages that a task begins with, before any transform adds to them."""
         if task.messages:
             messages = task.messages.messages
         elif task.question:

@@ -15,6 +15,7 @@ from dialoop.environments.modes import Answered, InputMode, Text, Tokens
 from dialoop.errors import InvalidHistory, InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
+from dialoop.templates.slots import require_shown
 from dialoop.tokens.builder import Prompt, TokenBuilder
 
 if TYPE_CHECKING:
@@ -60,11 +61,13 @@ class TextViewer:
         self, tokenizer: Tokenizer, template: ChatTemplate, options: Mapping[str, Any]
     ) -> None:
         self._render: Callable[..., str] = partial(template.render, **options)
+        self._require_shown: Callable[..., None] = partial(require_shown, template, **options)
         ended = template.ended(tokenizer)
         self._ends = [ended.decode([token]) for token in ended.end_of_turn_ids]
 
     def open(self, history: History) -> TextView:
         """Render the history with the start of the policy's turn."""
+        self._require_shown(history)
         return TextView(text=self._render(history))
 
     def take_answer(
@@ -83,6 +86,7 @@ class TextViewer:
         before = self._render(history[: covered - 1]) + content
         through = self._render(history[:covered], add_generation_prompt=False)
         whole = self._render(history)
+        self._require_shown(history, start=covered)
         ended = view.policy_text[len(content) :]
         closing = through.removeprefix(before)
         kept = through.startswith(before) and whole.startswith(through)

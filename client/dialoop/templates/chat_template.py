@@ -317,14 +317,14 @@ class ChatTemplate:
         """Return what this template does; the first call asks it."""
         if self._profile is None:
             key = (self.digest, *sorted(self._special_tokens.items()))
-            if key not in _PROFILES:
-                while len(_PROFILES) >= _MAX_PROFILES:
-                    _PROFILES.pop(next(iter(_PROFILES)), None)
+            known = _PROFILES.get(key)
+            if known is None:
+                if len(_PROFILES) >= _MAX_PROFILES:
+                    _PROFILES.clear()  # at once, as other threads look here
                 try:
-                    _PROFILES[key] = probe(self)
+                    _PROFILES[key] = known = probe(self)
                 except DialoopError as error:  # it takes too long, and would again
-                    _PROFILES[key] = error
-            known = _PROFILES[key]
+                    _PROFILES[key] = known = error
             if isinstance(known, DialoopError):
                 raise known.with_traceback(None)
             self._profile = known

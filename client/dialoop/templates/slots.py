@@ -10,6 +10,7 @@ it says.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
 _LINKS = frozenset({"call.id", "tool_call_id"})
 _MAX_NAMED = 3
-_MAX_SHOWN = 4096
-_SHOWN: dict[str, frozenset[int]] = {}
-"""Which marks of a marked conversation a template shows, by its shape."""
+_MAX_HIDDEN = 4096
+_HIDDEN: dict[str, frozenset[int]] = {}
+"""Which marks of a marked conversation a template leaves out, by its shape."""
 
 _IN_QUOTES = str.maketrans({"\\": r"\\", "'": r"\'", "\n": r"\n", "\r": r"\r"})
 # How a template shows a text: as it is, trimmed, or within JSON or Python.
@@ -143,20 +144,28 @@ def require_shown(
 ) -> None:
     """Raise InvalidInput (TEMPLATE_DROPS_FIELD) where a text of a message is left out of a prompt.
 
-    From message `start` on. Two things may go: the thoughts of earlier turns, which templates drop
-    by design, and what links an answer to its call, where the template goes by their order.
+    From message `start` on. These may go: before the last question the assistant's thoughts, and
+    what the template shows until the tools have answered alone, which are by design; and what links
+    a tool's answer to its call, where the template goes by their order.
     """
     template = template.for_tools(options.get("tools"))
-    marks = _Marks(template, history, options)
-    hidden = _hidden(template, marks, options)
     last_user = max((i for i, m in enumerate(history) if m.role == "user"), default=-1)
+    called = {call.name for message in history for call in message.tool_calls}
     lost: dict[str, None] = {}
-    for slot in hidden:
+    for slot in _hidden(template, history, options):
         message = history[slot.index]
-        is_link = slot.field in _LINKS or (slot.field == "name" and message.role == "tool")
-        is_past = slot.index < last_user and _is_thought(slot, message, template.form.thought[1])
-        if slot.index >= start and slot.text.strip() and not is_link and not is_past:
-            lost[f"messages[{slot.index}].{slot.field.replace('call.', 'tool_calls.')}"] = None
+        is_link = slot.field in _LINKS or (
+            slot.field == "name" and message.role == "tool" and (slot.text in called or not called)
+        )
+        if slot.index < start or not slot.text.strip() or is_link:
+            continue
+        if slot.index < last_user and message.role == "assistant":
+            later = range(slot.index + 1, len(history))
+            then = history[: next(i for i in later if history[i].role != "tool")]
+            is_thought = _is_thought(slot, message, template.form.thought)
+            if is_thought or slot not in _hidden(template, then, options):
+                continue
+        lost[f"messages[{slot.index}].{slot.field.replace('call.', 'tool_calls.')}"] = None
     if lost:
         raise InvalidInput(
             f"The chat template leaves out {' and '.join(list(lost)[:_MAX_NAMED])}.",
@@ -166,38 +175,55 @@ def require_shown(
         )
 
 
-def _hidden(template: ChatTemplate, marks: _Marks, options: Mapping[str, Any]) -> Iterator[Slot]:
-    """Yield the texts that are not shown, which depends on the fields and not on what they say."""
+def _hidden(
+    template: ChatTemplate, history: Sequence[Message], options: Mapping[str, Any]
+) -> list[Slot]:
+    """Return the texts that are not shown, which depends on the fields and not on what they say."""
+    marks = _Marks(template, history, options, marks_numbers=True)
     marked = marks.messages()
     key = _shape(template, marked, options)
-    try:
-        if key not in _SHOWN:
-            while len(_SHOWN) >= _MAX_SHOWN:
-                _SHOWN.pop(next(iter(_SHOWN)), None)
+    hidden = _HIDDEN.get(key)
+    if hidden is None:
+        try:
             found = marks.pattern.findall(template.render(marked, **options))
-            _SHOWN[key] = frozenset(map(int, found))
-    except (DialoopError, RecursionError):  # the marks are refused: nothing is known
-        return
-    for number, slot in enumerate(marks.slots):
-        if number not in _SHOWN[key]:
-            yield slot
+        except (DialoopError, RecursionError):  # the marks are refused: nothing is known
+            return []
+        hidden = frozenset(range(len(marks.slots))) - frozenset(map(int, found))
+        if len(_HIDDEN) >= _MAX_HIDDEN:
+            _HIDDEN.clear()  # at once, as other threads look here
+        _HIDDEN[key] = hidden
+    return [marks.slots[number] for number in sorted(hidden)]
 
 
 def shape_of(template: ChatTemplate, history: Sequence[Message], **options: Any) -> str:
     """Return a digest that is equal where conversations differ in what their texts say alone."""
-    return _shape(template, _Marks(template, history, options).messages(), options)
+    marks = _Marks(template, history, options, marks_numbers=True)
+    return _shape(template, marks.messages(), options)
 
 
 def _shape(template: ChatTemplate, marked: list[Message], options: Mapping[str, Any]) -> str:
-    text = f"{template.digest} {marked!r} {sorted(options.items())!r}"
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    messages = [
+        [
+            *(m.role, m.text, m.reasoning, m.name, m.tool_call_id, m.tool_responses),
+            *(part.type for part in m.content if not isinstance(part, str)),
+            *((call.name, call.id, call.arguments_json) for call in m.tool_calls),
+        ]
+        for m in marked
+    ]
+    tools = [tool_for_template(tool) for tool in options.get("tools") or ()]
+    others = sorted((key, value) for key, value in options.items() if key != "tools")
+    text = json.dumps([template.digest, messages, tools, others], default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _is_thought(slot: Slot, message: Message, end: str) -> bool:
+def _is_thought(slot: Slot, message: Message, marks: tuple[str, str]) -> bool:
     """Return whether a text is a thought, in a field of its own or in the content."""
-    if slot.field == "content" and message.role == "assistant" and end:
-        return slot.char_start < message.text.rfind(end)
-    return slot.field == "reasoning"
+    start, end = marks
+    if slot.field != "content" or not end or end not in message.text:
+        return slot.field == "reasoning"
+    end_at = message.text.rfind(end)
+    start_at = message.text.rfind(start, 0, end_at)  # -1: the opening begins the thought
+    return start_at < slot.char_start < end_at
 
 
 def texts_of(message: Message) -> Iterator[str]:
@@ -216,7 +242,7 @@ def require_plain_tools(
     Each template writes tools in its own way, so such a text cannot be kept plain there.
     """
     for tool in map(tool_for_template, tools):
-        for field, text in _texts_in(tool, ""):
+        for field, text in _texts_in(tool):
             if tokenizer.spells_special(text):
                 function = tool.get("function", tool)
                 name = function.get("name") if isinstance(function, Mapping) else None
@@ -227,17 +253,18 @@ def require_plain_tools(
                 )
 
 
-def _texts_in(value: Any, field: str) -> Iterator[tuple[str, str]]:
+def _texts_in(tool: Any) -> Iterator[tuple[str, str]]:
     """Yield each text of a tool, keys too, and the field where it stands."""
-    if isinstance(value, str):
-        yield field, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield f"A key of {field}", str(key)
-            yield from _texts_in(item, f"{field}.{key}".lstrip("."))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _texts_in(item, f"{field}[{index}]")
+    rest = [("", tool)]
+    while rest:  # no recursion: a stranger's schema may be nested as deep as it likes
+        field, value = rest.pop()
+        if isinstance(value, str):
+            yield field, value
+        elif isinstance(value, Mapping):
+            yield from ((f"A key of {field}", str(key)) for key in value)
+            rest += [(f"{field}.{key}".lstrip("."), item) for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            rest += [(f"{field}[{index}]", item) for index, item in enumerate(value)]
 
 
 class _Marks:
@@ -248,9 +275,15 @@ class _Marks:
     """
 
     def __init__(
-        self, template: ChatTemplate, history: Sequence[Message], options: Mapping[str, Any]
+        self,
+        template: ChatTemplate,
+        history: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        marks_numbers: bool = False,
     ) -> None:
         self.slots: list[Slot] = []
+        self._marks_numbers = marks_numbers
         self._form = template.form
         texts = [text for message in history for text in texts_of(message)]
         used = "\n".join((template.source, repr(options), *texts)).lower()
@@ -319,21 +352,24 @@ class _Marks:
             position += len(part)
 
     def _call(self, call: ToolCall) -> ToolCall:
-        try:
+        marked = None
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(call.arguments_json)
-        except (ValueError, RecursionError):
-            arguments = None
-        if isinstance(arguments, dict) and not self._form.arguments_as_text:
-            marked = json.dumps(self._strings(arguments), ensure_ascii=False)
-        else:
+            if isinstance(arguments, dict) and not self._form.arguments_as_text:
+                marked = json.dumps(self._values(arguments), ensure_ascii=False)
+        if marked is None:
             marked = self._mark("call.arguments", call.arguments_json)
         name, call_id = self._mark("call.name", call.name), self._id("call.id", call.id)
         return replace(call, name=name, id=call_id, arguments_json=marked)
 
-    def _strings(self, value: Any) -> Any:
-        """Return the value with a mark for each text in it; keys and numbers stay."""
+    def _values(self, value: Any) -> Any:
+        """Return the value with a mark for each text in it, and number if wanted; keys stay."""
         if isinstance(value, dict):
-            return {key: self._strings(item) for key, item in value.items()}
+            return {key: self._values(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [self._strings(item) for item in value]
-        return self._mark("call.arguments", value) if isinstance(value, str) else value
+            return [self._values(item) for item in value]
+        if isinstance(value, str):
+            return self._mark("call.arguments", value)
+        if value is not None and self._marks_numbers:
+            return self._mark("call.arguments", str(value))
+        return value

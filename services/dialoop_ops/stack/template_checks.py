@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dialoop.answers import grammar_of
 from dialoop.environments import ChatEnv
+from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.messages import Message
 from dialoop.reasons import Reason
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.confinement import TemplateConfinement
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 10_000
 """How many rows of each file are looked at before the start; others where they are read."""
+MAX_SHAPES = 200
+"""How many rows that differ in their fields are rendered; a check takes seconds, not minutes."""
 _OF_TOOLS = ("tool answer", "several calls", "content of a call", "reasoning of a call")
 
 
@@ -100,7 +104,7 @@ def _require_taught(file: str | Path, builder: TokenBuilder) -> None:
     for row in islice(read_demonstrations(file), MAX_ROWS):
         options = {"tools": row.tools} if row.tools else {}
         shape = f"{shape_of(builder.template, row.history, **options)} {sorted(row.untaught)}"
-        if shape in seen:
+        if shape in seen or len(seen) >= MAX_SHAPES:
             continue
         seen.add(shape)
         try:
@@ -114,13 +118,29 @@ def _require_taught(file: str | Path, builder: TokenBuilder) -> None:
 
 
 def _require_tasks_shown(environment: ChatEnv, template: ChatTemplate) -> None:
-    """Raise InvalidConfig, which names the task, where a conversation of one is not shown whole."""
+    """Raise InvalidConfig where a prompt of a task is not shown whole: the first, or the second.
+
+    The second has an answer, and what each role of the environment says to it. Of tasks that have
+    the same fields one is tried.
+    """
+    seen: set[str] = set()
+    tools = environment.traits.prompt_tools
+    options: dict[str, Any] = {"tools": tools} if tools else {}
     for split in environment.tasks.splits:
         for task in _first_tasks(environment, split):
-            if task.messages is None:
+            prompt = environment.first_messages(task)
+            shape = shape_of(template, prompt, **options)
+            if shape in seen or len(seen) >= MAX_SHAPES:
                 continue
+            seen.add(shape)
+            answer = Message(role=environment.policy_role, content="a")
+            roles = environment.traits.roles if environment.max_turns != 1 else ()
+            replies = (Message(role=role, content="b") for role in roles)
+            prompts = (prompt, *(prompt.append(answer).append(reply) for reply in replies))
             try:
-                require_shown(template, task.messages)
+                for history in prompts:
+                    template.render(history, **options)
+                    require_shown(template, history, **options)
             except DialoopError as error:
                 raise InvalidConfig(
                     f"Task '{task.key}' of {environment.name}'s split {split}: {error.message}",
@@ -130,7 +150,9 @@ def _require_tasks_shown(environment: ChatEnv, template: ChatTemplate) -> None:
 
 
 def _first_tasks(environment: ChatEnv, split: str) -> Iterator[TaskData]:
-    page = environment.tasks.page(split, page_size=MAX_ROWS)
+    """Yield the tasks of a file's first rows, and some of a source that makes them."""
+    num = MAX_ROWS if isinstance(environment.tasks, RowTasks) else MAX_SHAPES
+    page = environment.tasks.page(split, page_size=num)
     return (environment.tasks.get(split, ref.key) for ref in page.tasks if ref.epoch == 0)
 
 

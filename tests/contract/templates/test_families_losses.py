@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ from dialoop.chat import History, Message, ToolCall, ToolDefinition
 from dialoop.errors import DialoopError
 from dialoop.messages import ContentPart
 from dialoop.reasons import Reason
+from dialoop.templates import slots
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import Prompt, TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
@@ -133,3 +136,68 @@ def test_what_a_template_leaves_out_is_named():
     with pytest.raises(DialoopError, match=r"leaves out messages\[1\]\.content") as raised:
         builder.prompt(history)
     assert raised.value.reason == Reason.TEMPLATE_DROPS_FIELD
+
+
+def _builder(name: str) -> TokenBuilder:
+    tokenizer = Tokenizer.from_directory(family(name).directory)
+    return TokenBuilder(tokenizer, ChatTemplate.of(tokenizer))
+
+
+def _call(arguments: str, name: str = "look_up") -> ToolCall:
+    return ToolCall(id="callid123", name=name, arguments_json=arguments)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "glm4_5"])
+def test_what_was_seen_of_a_shorter_conversation_says_nothing_of_a_longer_one(name):
+    builder = _builder(name)
+    for words in (("one",), ("one", "two"), ("one", "two", "three" * 40)):
+        parts = tuple(ContentPart(type="text", text=word) for word in words)
+        prompt = builder.prompt(History((Message(role="user", content=parts),)))
+        assert words[-1] in builder.tokenizer.decode(prompt.sequence.token_ids)
+    ask = Message(role="user", content="one?")
+    for num in (1, 2, 3):
+        calls = tuple(_call(f'{{"word": "seven{number}", "n": {number}}}') for number in range(num))
+        told = Message(role="tool", content="7", tool_call_id="callid123")
+        builder.prompt(History((ask, Message(role="assistant", tool_calls=calls), told)))
+
+
+@pytest.mark.parametrize("depth", [300, 480, 600, 900, 1500])
+def test_arguments_as_deep_as_anybody_likes_are_shown_or_refused(depth):
+    ask = Message(role="user", content="one?")
+    call = _call(f'{{"x": {"[" * depth}7{"]" * depth}}}')
+    told = Message(role="tool", content="7", tool_call_id="callid123")
+    history = History((ask, Message(role="assistant", tool_calls=(call,)), told))
+    builder = _builder("qwen3")
+    with contextlib.suppress(DialoopError):
+        builder.prompt(history)
+    schema: Any = {}
+    for _ in range(depth):
+        schema = {"properties": {"x": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with contextlib.suppress(DialoopError):
+        builder.prompt(History((ask,)), options={"tools": (tool,)})
+
+
+def test_what_a_template_shows_until_the_next_question_may_go_after_it():
+    ask, told = Message(role="user", content="one?"), Message(role="tool", content="seven")
+    called = Message(
+        role="assistant", content="I look it up.", tool_calls=(_call('{"word": "x"}'),)
+    )
+    rounds = (ask, called, replace(told, tool_call_id="callid123"))
+    later = (Message(role="assistant", content="It is 7."), Message(role="user", content="two?"))
+    _builder("gpt_oss").prompt(History((*rounds, *later)))
+    with pytest.raises(DialoopError, match=r"leaves out messages\[1\]\.content"):
+        _builder("llama3_1").prompt(History((*rounds, *later)))
+
+
+def test_other_threads_may_look_while_what_is_known_is_dropped(monkeypatch):
+    monkeypatch.setattr(slots, "_MAX_HIDDEN", 2)
+    template = _builder("qwen2_5").template
+
+    def look(seed: int) -> None:
+        for number in range(60):
+            told = [Message(role="user", content="x")] * (1 + (seed + number) % 7)
+            slots.require_shown(template, History(told))
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(look, range(6)))

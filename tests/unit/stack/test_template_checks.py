@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from dialoop.chat import History, Message
-from dialoop.environments import ChatEnv, TaskData
+from dialoop.environments import BlockCalls, ChatEnv, TaskData, ToolUse
 from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.environments.tasks.source import ListedTasks
 from dialoop.errors import InvalidConfig, InvalidInput
@@ -102,3 +102,23 @@ def test_a_template_that_takes_too_long_is_not_asked_twice(
     monkeypatch.undo()
     with pytest.raises(InvalidInput, match="sixty short conversations"):
         _ = ChatTemplate("{{ messages[0].content }} slow").profile
+
+
+def test_what_a_templates_roles_cannot_show_at_the_second_turn_is_told_before_the_first() -> None:
+    section = {"use": f"{__name__}:unused", "heldout_split": "train"}
+    told = ChatEnv(
+        name="told",
+        tasks=RowTasks([{"query": "2+2?"}]),
+        transforms=(ToolUse([_add], syntax=BlockCalls()),),
+    )
+    with pytest.raises(InvalidConfig, match=r"leaves out messages\[2\]\.content"):
+        check_template(job("phi4", environment=section), [told])
+    check_template(job("qwen3", environment=section), [told])
+    asked = ChatEnv(name="asked", tasks=RowTasks([{"query": "2+2?"}]), system_prompt="Be brief.")
+    with pytest.raises(InvalidConfig, match="System role not supported"):
+        check_template(job("gemma", environment=section), [asked])
+
+
+def _add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
