@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -221,7 +222,7 @@ def _referred(reference: str, root: dict[str, Any]) -> Any:
     return part
 
 
-class _Literals:
+class _Literals(ABC):
     """Reads literals of a text from left to right; ValueError or IndexError at what is none."""
 
     def __init__(self, text: str) -> None:
@@ -269,8 +270,9 @@ class _Literals:
                 break
         return values
 
+    @abstractmethod
     def _value(self, depth: int) -> Any:
-        raise NotImplementedError
+        """Return the literal that begins here."""
 
 
 class _Python(_Literals):
