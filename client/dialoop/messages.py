@@ -277,10 +277,12 @@ def chat_for_template(
     if not isinstance(content, str):
         texts = [_text_of_part(part, message.role) for part in content]
         content = [{"type": "text", "text": text} for text in texts] if as_parts else "".join(texts)
-    if message.reasoning and not form.reasoning_key:
+    calls = message.tool_calls
+    # R1's template writes no calls beside a content, be it a thought.
+    costs_calls = calls and not content and form.no_content is None
+    if message.reasoning and not form.reasoning_key and not costs_calls:
         start, end = form.thought
         content = f"{start}\n{message.reasoning}\n{end}\n\n{content}"
-    calls = message.tool_calls
     arguments = [c.arguments_json if form.arguments_as_text else _arguments(c) for c in calls]
     chat = _as_chat(message, content, arguments)
     if calls and not content:

@@ -24,7 +24,6 @@ from tests.support.families.conversations import chats_for, conversation_of, too
 FEW, MANY = range(10), range(10, 310)
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError)
 _TO_MEND = {
-    "deepseek_r1_distill": "A thought in the content costs the calls, which Dialoop does not see.",
     "deepseek_v3_1": "Dialoop puts a thought beside calls, after the template's own `</think>`.",
 }
 
