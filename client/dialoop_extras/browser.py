@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Awaitable, Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from dialoop.answers import AnswerForm
 from dialoop.environments.episode import Episode, Opening, Outcome
 from dialoop.environments.tools.function_tools import FunctionTool
 from dialoop.environments.tools.text_tools import ToolInputError
-from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax
+from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax, bound_to
 from dialoop.environments.tools.tool_use import ToolUse
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
@@ -87,6 +89,12 @@ class BrowserTools(Transform):
         use = ToolUse(_tools(_Tab(self)), **self._options)
         facts = {"browser_domains": ", ".join(self._domains)}
         return replace(use.traits, needs_session=True, facts=facts)
+
+    def bound_to(self, form: AnswerForm) -> BrowserTools:
+        """Return these tools for a model that writes calls in this form."""
+        bound = copy(self)
+        bound._options = {**self._options, "syntax": bound_to(self._options["syntax"], form)}
+        return bound
 
     def reset(self, opening: Opening) -> Opening:
         """Remember a tab for the episode; the first action opens its page."""

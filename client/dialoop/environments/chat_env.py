@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dialoop.answers import AnswerForm
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.environment import Demonstrate, Given
 from dialoop.environments.episode import Episode, Opening, Outcome, Score, TaskData
@@ -115,6 +116,10 @@ class ChatEnv:
         if self.tools_in_prompt:
             return traits
         return replace(traits, prompt_tools=(), needs_tool_template=False)
+
+    def bound_to(self, form: AnswerForm) -> ChatEnv:
+        """Return this environment for a model that writes its answers in this form."""
+        return replace(self, transforms=tuple(t.bound_to(form) for t in self.transforms))
 
     @property
     def max_turns(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dialoop.answers import AnswerForm
 from dialoop.chat import ToolDefinition
 from dialoop.environments.episode import Episode, Opening, Outcome, Score
 from dialoop.environments.modes import RewardShape
@@ -36,7 +37,8 @@ class Traits:
     prompt_tools: tuple[ToolDefinition, ...] = ()
     # Whether there are such tools; what they are may be known only once it is acquired.
     needs_tool_template: bool = False
-    # Grammar in which it reads calls of the policy's own syntax; "" where it reads none.
+    # Grammar in which it reads calls of the policy's own syntax; "" where it reads none, or those
+    # of any model.
     call_grammar: str = ""
     # Whether it reads or writes messages, which text and tokens mode do not send.
     needs_messages: bool = False
@@ -82,6 +84,10 @@ class Transform:
     def traits(self) -> Traits:
         """Return what this transform adds to the environment's description."""
         return Traits()
+
+    def bound_to(self, form: AnswerForm) -> Transform:
+        """Return this transform for a model that writes its answers in this form."""
+        return self
 
     def reset(self, opening: Opening) -> Opening:
         """Return the opening, perhaps changed."""

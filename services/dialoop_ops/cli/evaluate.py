@@ -17,6 +17,7 @@ from pathlib import Path
 from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
 from dialoop.environments import load_environment
+from dialoop.environments.loading import bind_to_model
 from dialoop.episode import Policy
 from dialoop.errors import InvalidInput, NotFound, Unavailable
 from dialoop.local.client import LocalEnvironmentClient
@@ -104,6 +105,8 @@ async def _evaluate(arguments: argparse.Namespace, run_dir: Path) -> None:
             )
         )
         policy = await exits.enter_async_context(_policy(arguments, model_dir, run_dir))
+        if model_dir is not None:
+            environment = bind_to_model(environment, model_dir)
         sessions = await exits.enter_async_context(LocalEnvironmentClient(environment))
         console = rich_console()
         progress = exits.enter_context(Progress(console=console, disable=not console.is_terminal))

@@ -91,7 +91,7 @@ def _require_tools_shown(
                 f"{environment.name} reads calls in the form '{read}', and the model's template "
                 f"writes them in the form '{written}'.",
                 reason=Reason.TOOLS_UNSUPPORTED,
-                remedy=f'Give its tools syntax=NativeCalls(AnswerForm(calls="{written}")).',
+                remedy="Leave the form out: NativeCalls() reads calls as the model writes them.",
             )
 
 

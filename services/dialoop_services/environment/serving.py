@@ -70,7 +70,12 @@ async def serving_on(
     InvalidConfig when a managed environment cannot have what it needs.
     """
     catalogue = catalogue or Catalogue(
-        load_environment(entry.use, entry.options, tools_in_prompt=entry.tools_in_prompt)
+        load_environment(
+            entry.use,
+            entry.options,
+            tools_in_prompt=entry.tools_in_prompt,
+            model_dir=settings.model_dir,
+        )
         for entry in settings.entries
     )
     limits = SessionLimits(

@@ -52,7 +52,7 @@ class EnvironmentSettings(JobSettings):
     inference_address: str = ""
     """host:port of the policy that plays RunText and RunTrial; empty: both are refused."""
     model_dir: Path | None = None
-    """Model directory with the tokenizer of the policy at inference_address."""
+    """Model directory of the policy: its tokenizer, and the form in which it writes calls."""
     openenv: bool = False
     """Whether to serve OpenEnv's protocol too, at /openenv/{environment} of the REST server."""
     ttl_s: float = Field(default=900.0, gt=0)

@@ -270,10 +270,30 @@ def test_an_environment_that_reads_calls_otherwise_than_the_model_writes_them_is
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"directory": directory})}
     )
-    with pytest.raises(InvalidConfig, match=r"form 'hermes'.*form 'json'") as caught:
-        check_template(config, [adding()])
-    assert 'NativeCalls(AnswerForm(calls="json"))' in str(caught.value.remedy)
+    with pytest.raises(InvalidConfig, match=r"form 'hermes'.*form 'json'"):
+        check_template(config, [adding(syntax=NativeCalls(AnswerForm(calls="hermes")))])
     check_template(config, [adding(syntax=NativeCalls(AnswerForm(calls="json")))])
+    check_template(config, [adding()])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_1", '{"name": "add", "parameters": {"a": 3, "b": 4}}'),
+        ("qwen3", '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'),
+        ("lfm2_v2", "<|tool_call_start|>[add(a=3, b=4)]<|tool_call_end|>"),
+    ],
+)
+async def test_tools_without_a_form_read_calls_as_the_model_writes_them(
+    name: str, text: str
+) -> None:
+    loaded = load_environment(f"{__name__}:adding", model_dir=family(name).directory)
+    assert isinstance(loaded, ChatEnv)
+    assert loaded.traits.call_grammar == family(name).grammar
+    async with Dialoop(environment=loaded, inference=ScriptedPolicy([text, "7"])) as dialoop:
+        trajectory = await dialoop.play(await dialoop.task(loaded.name))
+    assert trajectory.num_tool_calls == 1
+    assert [message.text for message in trajectory.history] == ["3+4?", text, "7", "7"]
 
 
 def test_a_call_that_spells_the_end_of_a_thought_is_a_call() -> None:

@@ -14,14 +14,16 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from dialoop.answers import AnswerForm
 from dialoop.chat import ToolDefinition
 from dialoop.environments.episode import Outcome
 from dialoop.environments.tools.function_tools import ArgumentTool, check_arguments
 from dialoop.environments.tools.text_tools import ToolInputError
-from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax
+from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax, bound_to
 from dialoop.environments.tools.tool_use import ToolFailures, ToolUse
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
@@ -96,6 +98,13 @@ class McpTools(Transform):
     def traits(self) -> Traits:
         """Return the tools of all servers, as `server.tool`; there are none before `acquire`."""
         return self._use.traits
+
+    def bound_to(self, form: AnswerForm) -> McpTools:
+        """Return these tools for a model that writes calls in this form; before `acquire`."""
+        bound = copy(self)
+        bound._options = {**self._options, "syntax": bound_to(self._options["syntax"], form)}
+        bound._use = _Use((), (), bound._options)
+        return bound
 
     async def step(self, outcome: Outcome) -> Outcome:
         """Run the calls of the policy's message."""

@@ -90,18 +90,19 @@ _LENIENT = AnswerForm(reasoning=("<think>", "</think>"), calls="hermes", is_leni
 class NativeCalls:
     """A chat model's native calls, parsed by the engine or in the form of its template.
 
-    form: how the model writes its answers; a call in a thought is none. tools: their schemas give
-    arguments a type where the form writes them as plain text.
+    form: how the model writes its answers; a call in a thought is none. Without it an environment
+    of a job reads them as the job's model writes them, and one without a model as Hermes does.
+    tools: their schemas give arguments a type where the form writes them as plain text.
     """
 
-    form: AnswerForm = _LENIENT
+    form: AnswerForm | None = None
     tools: tuple[ToolDefinition, ...] = ()
 
     def calls(self, message: Message) -> list[ParsedCall]:
         """Return the message's tool_calls if it has any, else the calls in its text."""
         if message.tool_calls:
             return [_read(c.name, c.arguments_json or "{}", c.id) for c in message.tool_calls]
-        form, text = self.form, message.text
+        form, text = self.form or _LENIENT, message.text
         if form.reasoning is not None:
             start, end = form.reasoning
             thought, mark, _ = text.partition(end)
@@ -109,6 +110,14 @@ class NativeCalls:
             begun = bool(mark) and start not in thought and not _is_in_call(thought, form.calls)
             form = replace(form, starts_in_reasoning=begun)
         return [_parsed(call) for call in read_text(text, form, self.tools).calls]
+
+
+def bound_to(syntax: ToolSyntax, form: AnswerForm) -> ToolSyntax:
+    """Return native calls without a form of their own in this one, and others as they are."""
+    if not isinstance(syntax, NativeCalls) or syntax.form is not None:
+        return syntax
+    reasoning = form.reasoning or _LENIENT.reasoning
+    return replace(syntax, form=replace(form, reasoning=reasoning, is_lenient=True))
 
 
 def _is_in_call(text: str, grammar: str) -> bool:

@@ -6,14 +6,21 @@ ToolUse([search, FunctionTool(lookup, timeout_s=2.0)], syntax=NativeCalls())
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Literal
 
+from dialoop.answers import AnswerForm
 from dialoop.chat import Message
 from dialoop.environments.episode import Outcome, playing
 from dialoop.environments.tools.function_tools import ArgumentTool, FunctionTool
 from dialoop.environments.tools.text_tools import ToolInputError
-from dialoop.environments.tools.tool_syntaxes import NativeCalls, ParsedCall, ToolSyntax
+from dialoop.environments.tools.tool_syntaxes import (
+    NativeCalls,
+    ParsedCall,
+    ToolSyntax,
+    bound_to,
+)
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.failures import failure_of
@@ -85,10 +92,18 @@ class ToolUse(Transform):
             tool_definitions=definitions,
             prompt_tools=definitions if self._tools_in_prompt else (),
             needs_tool_template=self._tools_in_prompt,
-            call_grammar=native.form.calls if native and self._tools_in_prompt else "",
+            call_grammar=native.form.calls
+            if native and native.form and self._tools_in_prompt
+            else "",
             roles=(self._role,),
             needs_messages=True,
         )
+
+    def bound_to(self, form: AnswerForm) -> ToolUse:
+        """Return these tools for a model that writes calls in this form."""
+        bound = copy(self)
+        bound._syntax = bound_to(self._syntax, form)
+        return bound
 
     def tool(self, name: str) -> ArgumentTool | None:
         """Return the tool with this name, or None."""
@@ -152,6 +167,10 @@ class EndWithoutCalls(Transform):
 
     def __init__(self, syntax: ToolSyntax | None = None) -> None:
         self._syntax = syntax or NativeCalls()
+
+    def bound_to(self, form: AnswerForm) -> EndWithoutCalls:
+        """Return this transform for a model that writes calls in this form."""
+        return EndWithoutCalls(bound_to(self._syntax, form))
 
     async def step(self, outcome: Outcome) -> Outcome:
         """Look for a call."""
