@@ -257,14 +257,15 @@ class TokenBuilder:
         knows to be the sampled ones (by the id of a call, say), although JSON or spaces in them
         may be spelled differently now: the sampled tokens stand for them.
 
-        Raise InvalidInput (TEMPLATE_DROPS_FIELD) where the template leaves a text out. The tokens
-        that a context continues stand as they are, whatever the template makes of them.
+        Raise InvalidInput (TEMPLATE_DROPS_FIELD) where the template leaves a text out. That may be
+        one that a context covers and nobody changed: a policy writes what its template does not
+        show, and its tokens stand, or a fork says why they do not.
         """
         options = options or {}
         known = frozenset(known_sampled)
         made = self._prompt(history, context, num_context_messages, turn, options, known)
-        goes_on = context is not None and made.fork_cause is ForkCause.NONE
-        start = num_context_messages if goes_on else 0
+        is_covered = context is not None and made.fork_cause is not ForkCause.HISTORY_REWRITTEN
+        start = num_context_messages if is_covered else 0
         require_shown(self.template, history, start=start, **options)
         return made
 
