@@ -382,8 +382,8 @@ class TokenBuilder:
                 continue
             context = sequences[-1] if sequences else None
             shown = _Shown.of(self, history[: index + 1], dict(options or {}))
-            prompt = self._demonstrated_prompt(shown, context, covered)
-            ids = self._demonstrated_ids(shown, prompt, tuple(stop))
+            prompt, start = self._demonstrated_prompt(shown, context, covered)
+            ids = self._demonstrated_ids(shown, prompt, start, tuple(stop))
             answer = self.answer(
                 prompt,
                 ids,
@@ -402,37 +402,34 @@ class TokenBuilder:
             raise InvalidInput("The demonstration has no assistant message.", remedy="Add one.")
         return tuple(sequences)
 
-    def _demonstrated_prompt(self, shown: _Shown, context: Sequence | None, covered: int) -> Prompt:
-        """Return the prompt of the last message, with what the template adds before its turn."""
+    def _demonstrated_prompt(
+        self, shown: _Shown, context: Sequence | None, covered: int
+    ) -> tuple[Prompt, int]:
+        """Return the prompt of the last message, and where what is taught begins.
+
+        The policy is asked before an empty thought that the template adds, so that is taught too.
+        """
         before = shown.history[:-1]
         turn = 0 if context is None else context.segments[-1].turn + 1
         # What was taught of an earlier message may be left out of a later sequence.
         require_shown(self.template, before, start=covered, **shown.options)
         prompt = self._prompt(before, context, covered, turn, shown.options)
         opened = self.template.render(before, **shown.options)
-        own_start = shown.text[: shown.turn.start]
-        if own_start == opened:
-            return prompt
-        if own_start.startswith(opened):
-            added = Piece(text=own_start[len(opened) :], source=Source.TEMPLATE)
-            more = self._tokens([added], turn, follows=prompt.sequence)
-            return replace(
-                prompt,
-                sequence=prompt.sequence.extended_by(more),
-                appended=prompt.appended.extended_by(more),
-            )
+        if shown.text.startswith(opened):
+            return prompt, len(opened)
         # The opening begins a thought that this message does not have.
-        whole = self._tokens(shown.pieces(0, shown.turn.start, Source.PROMPT), turn)
+        start = shown.turn.start
+        whole = self._tokens(shown.pieces(0, start, Source.PROMPT), turn)
         whole = replace(whole, fork_cause=ForkCause.TEMPLATE_REWRITES_PAST)
-        return Prompt(history=before, sequence=whole, appended=whole, turn=turn)
+        return Prompt(history=before, sequence=whole, appended=whole, turn=turn), start
 
     def _demonstrated_ids(
-        self, shown: _Shown, prompt: Prompt, stop: tuple[str, ...]
+        self, shown: _Shown, prompt: Prompt, start: int, stop: tuple[str, ...]
     ) -> tuple[int, ...]:
-        """Return the tokens of the last message and of the end of its turn."""
+        """Return the tokens of the last message, from `start` on, and of the end of its turn."""
         turn, message = shown.turn, shown.history[-1]
         end = shown.stopped_at(stop)
-        pieces = shown.pieces(turn.start, end or turn.end, Source.PROMPT)  # for their ids alone
+        pieces = shown.pieces(start, end or turn.end, Source.PROMPT)  # for their ids alone
         added = self._tokens(pieces, prompt.turn, follows=prompt.sequence)
         ids = tuple(added.token_ids.tolist())
         if end is not None or not message.is_complete:
