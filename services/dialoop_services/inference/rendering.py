@@ -249,6 +249,9 @@ class Renderer:
 
         Where that reads the vocabulary first, it does so in a thread.
         """
+        marks = (form and form.reasoning) or ()
+        if any(mark in string for string in strings for mark in marks):
+            in_reasoning = True  # a stop at a thought's own mark is a stop in thoughts
         may_think = form is not None and form.has_thoughts and not in_reasoning
         if form is not None and (ends_with_call or (strings and may_think)):
             watch = partial(

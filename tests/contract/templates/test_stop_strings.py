@@ -208,3 +208,17 @@ async def test_where_there_are_no_thoughts_every_stop_string_ends_the_answer(
     assert choice["text"] == "<think>\nThe "
     assert sample.text is not None
     assert sample.text.response == "<think>\nThe Question:"
+
+
+@pytest.mark.parametrize(("name", "mark"), [("qwen3", "</think>"), ("gpt_oss", "<|end|>")])
+async def test_a_stop_at_the_mark_that_ends_a_thought_ends_the_answer_there(
+    name: str, mark: str
+) -> None:
+    directory = family(name).directory
+    engine = Ignorant(directory, [ANSWERS[name]])
+    async with agent_world(directory, engine) as world:
+        sampling = SamplingParams(stop=(mark,))
+        (sample,) = await InferenceClient(world.channel).generate(HISTORY, sampling=sampling)
+    (sampled,) = engine.log
+    assert world.tokenizer.decode(sampled.token_ids) == ANSWERS[name].partition(mark)[0] + mark
+    assert sample.stop_reason is StopReason.STOP
