@@ -6,7 +6,7 @@ The template renders in a process that is killed where it takes too long.
 from __future__ import annotations
 
 import contextlib
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dialoop.answers import grammar_of
@@ -39,7 +39,14 @@ MAX_ROWS = 10_000
 """How many rows of each file are looked at before the start; others where they are read."""
 MAX_SHAPES = 200
 """How many rows that differ in their fields are rendered; a check takes seconds, not minutes."""
-_OF_TOOLS = ("tool answer", "several calls", "content of a call", "reasoning of a call")
+_MAY_OCCUR = (
+    "tool answer",
+    "several calls",
+    "content of a call",
+    "reasoning of a call",
+    "system",
+    "content, later",
+)
 
 
 @contextlib.contextmanager
@@ -157,15 +164,21 @@ def _first_tasks(environment: ChatEnv, split: str) -> Iterator[TaskData]:
 
 
 def warnings_for_template(config: JobConfig) -> Iterator[str]:
-    """Yield a sentence for what an agent's conversations may have and the template leaves out."""
-    if not (config.model.directory and any(section.agent for section in config.all_environments)):
+    """Yield a sentence for what conversations of the job may have and the template leaves out."""
+    if not config.model.directory:
         return
     with confined_template(Tokenizer.from_directory(config.model.directory)) as template:
         profile = template.for_tools(True).profile
-    fields = chain(_OF_TOOLS, ("system", "content, later"))
-    lost = [field for field in fields if profile[field].verdict != KEPT]
-    if lost:
+    lost = {field for field in _MAY_OCCUR if profile[field].verdict != KEPT}
+    if lost and any(section.agent for section in config.all_environments):
+        named = ", ".join(field for field in _MAY_OCCUR if field in lost)
         yield (
-            f"the model's chat template does not show: {', '.join(lost)}. An agent's call whose "
+            f"the model's chat template does not show: {named}. An agent's call whose "
             "conversation has one is refused by name; use a template that shows it"
+        )
+    elif "reasoning of a call" in lost and (profile.reasoning or profile.form.thought[0]):
+        yield (
+            "the model's chat template leaves out the thought of an answer that a tool's answer "
+            "follows: each such turn begins a new sequence without it (fork "
+            "TEMPLATE_REWRITES_PAST); use a template that keeps it"
         )
