@@ -12,26 +12,10 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from dialoop_learning.model.gguf import convert_gguf
 
 from benchmarks.gpu.smoke import MODEL
 from benchmarks.servers.families import make_family
-
-_OF_THE_FILE = ("architectures", "dtype", "quantization_config", "transformers_version")
-
-
-def convert(file: Path, folder: Path) -> None:
-    """Write the folder; the package gguf reads the file."""
-    place = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    fields = {k: v for k, v in read.config.to_dict().items() if k not in _OF_THE_FILE}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
-    model.load_state_dict(read.state_dict())
-    model.tie_weights()
-    model.to(torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
-
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -41,5 +25,5 @@ if __name__ == "__main__":
     if options.gguf is None:
         make_family("qwen2", options.folder, fields={**MODEL, "max_position_embeddings": 1024})
     else:
-        convert(options.gguf, options.folder)
+        convert_gguf(options.gguf, options.folder)
     sys.stdout.write(json.dumps({"folder": str(options.folder)}) + "\n")

@@ -28,6 +28,8 @@ ROOT = Path(__file__).parents[2]
 SNIPPETS = snippets(of_services=True)
 # The tests that play these: each starts all services, or needs a package that tests do without.
 RUN_ELSEWHERE = {
+    "dialoop_learning.model.gguf": "tests/unit/learning/test_gguf.py::"
+    "test_weights_tokens_and_template_are_those_of_the_file",
     "dialoop_extras.services.openenv_server": "tests/extras/contract/compat/test_openenv_server.py"
     "::test_their_client_plays_an_environment_of_ours_to_its_end",
     "dialoop_ops.stack.in_process": "tests/e2e/test_docs.py::"
