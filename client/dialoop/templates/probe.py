@@ -65,7 +65,8 @@ class TemplateProfile:
 
     reasoning: the texts around a thought. opening: what it writes after a user's message where the
     policy is asked. written_call: what it writes of a call, of which `dialoop.answers.grammar_of`
-    tells the grammar.
+    tells the grammar. takes_written_calls: whether tools' answers may follow a call that stands in
+    the content, as the policy wrote it.
     """
 
     form: MessageForm = DEFAULT_FORM
@@ -73,6 +74,7 @@ class TemplateProfile:
     written_call: str = ""
     opening: str = ""
     closings: Closings = Closings()
+    takes_written_calls: bool = True
     verdicts: tuple[FieldVerdict, ...] = ()
 
     def __getitem__(self, field: str) -> FieldVerdict:
@@ -160,6 +162,7 @@ class _Probe:
             written_call=self._written_call(),
             opening=self._opening(),
             closings=self._closings(),
+            takes_written_calls=self._takes_written_calls(),
             verdicts=tuple(self._verdicts),
         )
 
@@ -254,6 +257,11 @@ class _Probe:
             return ""
         opening = self._text(_user(), opens=True) or ""
         return text.removeprefix(common_start(text, opening))
+
+    def _takes_written_calls(self) -> bool:
+        said = (_assistant("qcontent7"), _tool())
+        text = self._text(_user(), *said, *said)
+        return text is not None and text.count("qresult7") == len(said)
 
     def _opening(self) -> str:
         asked = _after(self._text(_user(), opens=True), "quser7") or ""

@@ -22,14 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dialoop.chat import History, Message
+from dialoop.answers import AnswerForm, grammar_of, read_text
+from dialoop.chat import History, Message, ToolCall
 from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence, Source, sequence_of
 from dialoop.templates.probe import KEPT, turn_ends
 from dialoop.templates.slots import Place, Slot, require_plain_tools, require_shown
 from dialoop.templates.turns import assistant_turns, hidden_fields, plain_turn
-from dialoop.tokens.continuation import Past, continuation
+from dialoop.tokens.continuation import Past, continuation, continuation_of_turns
 from dialoop.tokens.encoding import tokens_of
 from dialoop.tokens.special_tokens import (
     mark_literal_contents,
@@ -236,6 +237,10 @@ class TokenBuilder:
         self.tokenizer = template.ended(tokenizer)
         self.template = template
         self._decoded = _DecodedCache(tokenizer)
+        # gpt-oss, Mistral and Gemma 4 show no tool's answer after a call in a content.
+        profile = template.for_tools(True).profile
+        calls = "" if profile.takes_written_calls else grammar_of(profile.written_call)
+        self._parts = AnswerForm(reasoning=profile.reasoning, calls=calls) if calls else None
 
     def prompt(
         self,
@@ -263,11 +268,12 @@ class TokenBuilder:
         """
         options = options or {}
         known = frozenset(known_sampled)
-        made = self._prompt(history, context, num_context_messages, turn, options, known)
-        is_covered = context is not None and made.fork_cause is not ForkCause.HISTORY_REWRITTEN
-        start = num_context_messages if is_covered else 0
-        require_shown(self.template, history, start=start, **options)
-        return made
+        covered = num_context_messages if context is not None else 0
+        parts = History(tuple(map(self._in_parts, history[:covered]))).extend(history[covered:])
+        made = self._prompt(parts, context, num_context_messages, turn, options, known)
+        is_covered = made.fork_cause is not ForkCause.HISTORY_REWRITTEN
+        require_shown(self.template, parts, start=covered if is_covered else 0, **options)
+        return replace(made, history=history)
 
     def _prompt(
         self,
@@ -294,6 +300,8 @@ class TokenBuilder:
         if past is None:
             return self._fork(whole, context, ForkCause.HISTORY_REWRITTEN, turn)
         follows = continuation(past, whole.text, render, normal=self._normal)
+        if isinstance(follows, ForkCause) and self._parts is not None:
+            follows = self._follows_turns(past, whole, context, options)
         if isinstance(follows, ForkCause):
             return self._fork(whole, context, follows, turn)
         pieces = self._cut(whole, num_context_messages, past.ending, follows, None)
@@ -487,6 +495,39 @@ class TokenBuilder:
             },
         )
 
+    def _in_parts(self, message: Message) -> Message:
+        """Return an answer with thought and calls apart, if the template needs that."""
+        is_bare = not message.tool_calls and not message.reasoning
+        if self._parts is None or message.role != "assistant" or not is_bare:
+            return message
+        read = read_text(message.text, self._parts)
+        calls = tuple(
+            ToolCall(id=call.id, name=call.name, arguments_json=call.arguments_json)
+            for call in read.calls
+            if not call.problem
+        )
+        return replace(message, content=read.content, reasoning=read.reasoning, tool_calls=calls)
+
+    def _follows_turns(
+        self, past: Past, whole: _Conversation, context: Sequence, options: Mapping[str, Any]
+    ) -> str | ForkCause:
+        """Return what follows the context, whose answers stand for what the template writes."""
+        sampled: dict[int, tuple[str, str]] = {}
+        for start, end, index in _sampled_runs(context):
+            before = context.token_ids[max(0, start - _LOOK_BACK) : start].tolist()
+            sampled[index] = self._content(before, context.token_ids[start:end].tolist())
+            written = Message(role="assistant", content=sampled[index][0])
+            is_same = self._in_parts(written) == replace(past.history[index], is_complete=True)
+            if not is_same and index not in past.known_sampled:
+                return ForkCause.HISTORY_REWRITTEN
+        try:
+            turns = assistant_turns(
+                self.template, self.tokenizer, past.history, whole.text, **options
+            )
+        except Unsupported:
+            return ForkCause.HISTORY_REWRITTEN
+        return continuation_of_turns(past, whole.text, turns, sampled)
+
     def _fork(self, whole: _Conversation, context: Sequence, cause: ForkCause, turn: int) -> Prompt:
         """Start a new sequence, which keeps the context's tokens up to where the texts part."""
         kept, num_chars = self._keep_shared(whole, context, cause)
@@ -529,6 +570,9 @@ class TokenBuilder:
                 )
                 return tuple(after(pieces, len(whole.text) - len(text)))
             pieces = mark_literal_contents(pieces, self.tokenizer)
+        if pieces is None:  # as where what follows a call may not follow a content
+            pieces = cut(whole.text, history, 0, whole.render, source=source)
+            ending = whole.text.removesuffix(text)
         if pieces is None:
             return uncut(text, history, start, source=source)
         return tuple(after(pieces, len(ending)))

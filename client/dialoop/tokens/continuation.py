@@ -6,12 +6,13 @@ is what follows. Nothing else is assumed of a template.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from dialoop.chat import History, Message
 from dialoop.errors import DialoopError
 from dialoop.sequences import ForkCause
+from dialoop.templates.turns import AssistantTurn, hidden_fields
 from dialoop.tokens.text_spans import Render, closing
 
 _MARK = "\ufdd4sampled {}\ufdd5"
@@ -71,6 +72,33 @@ def continuation(
         if follows is not None:
             return follows
     return ForkCause.TEMPLATE_REWRITES_PAST if is_same else ForkCause.HISTORY_REWRITTEN
+
+
+def continuation_of_turns(
+    past: Past,
+    whole: str,
+    turns: Iterable[AssistantTurn],
+    sampled: Mapping[int, tuple[str, str]],
+) -> str | ForkCause:
+    """Return what follows the past in `whole`, where answers stand in the place of their turns.
+
+    turns: in `whole`. sampled: content and ending of each answer, by message. The template may
+    write an answer otherwise, but has to show all of it, and an end where it was sampled with one.
+    """
+    text, position = "", 0
+    for turn in turns:
+        content, ending = sampled.get(turn.index, ("", ""))
+        if turn.index not in sampled:
+            continue
+        is_open = bool(ending) and turn.closed == turn.end
+        if is_open or hidden_fields(past.history[turn.index], turn.fields):
+            return ForkCause.TEMPLATE_REWRITES_PAST
+        text += whole[position : turn.start] + content + ending
+        position = turn.closed
+    text += whole[position:]
+    if not text.startswith(past.text):
+        return ForkCause.TEMPLATE_REWRITES_PAST
+    return text[len(past.text) :]
 
 
 def _as_rendered(
