@@ -13,11 +13,19 @@ if TYPE_CHECKING:
 
 
 def history_of(messages: Iterable[ChatMessage]) -> History:
-    """Return the conversation; text parts become one text, and `developer` becomes `system`."""
-    return History(tuple(_message(message) for message in messages))
+    """Return the conversation; text parts become one text, and `developer` becomes `system`.
+
+    A tool's answer gets the name of the call that it answers, which Gemma 4's template writes.
+    """
+    named: dict[str, str] = {}
+    history: list[Message] = []
+    for message in messages:
+        named |= {call.id: call.function.name for call in message.tool_calls or ()}
+        history.append(_message(message, named.get(message.tool_call_id or "", "")))
+    return History(tuple(history))
 
 
-def _message(message: ChatMessage) -> Message:
+def _message(message: ChatMessage, answered: str) -> Message:
     content = message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content or ())
     return Message(
@@ -29,7 +37,7 @@ def _message(message: ChatMessage) -> Message:
             for c in message.tool_calls or ()
         ),
         tool_call_id=message.tool_call_id or "",
-        name=message.name or "",
+        name=message.name or answered,
     )
 
 
