@@ -108,12 +108,12 @@ class Sampling:
 class ScriptedEngine:
     """Answers with the next text of its script, one token at a time; keeps a log.
 
-    A number in the script is an answer that is as many tokens long and never ends; `gate` holds
-    the tokens back, one permit each.
+    A number in the script is an answer that is as many tokens long and never ends, and a tuple is
+    the answer's ids with its end; `gate` holds the tokens back, one permit each.
     """
 
     directory: Path
-    script: list[str | int]
+    script: list[str | int | tuple[int, ...]]
     gate: asyncio.Semaphore | None = None
     max_model_len: int = 2048
     name: str = "scripted"
@@ -151,17 +151,20 @@ class ScriptedEngine:
         finally:
             self.num_running -= 1
 
-    def _next(self) -> str | int:
+    def _next(self) -> str | int | tuple[int, ...]:
         return self.script.pop(0) if self.script else "nothing"
+
+    def _ids(self, answer: str | int | tuple[int, ...]) -> list[int]:
+        if isinstance(answer, tuple):
+            return list(answer)
+        if isinstance(answer, int):
+            return [65] * answer
+        return [*self._tokenizer.encode(answer).ids, self._tokenizer.end_of_turn_ids[0]]
 
     async def _answer(self, prompt_ids, answer, sampling, stop, on_tokens, error) -> Sampled:
         logged = Sampling(prompt_ids)
         self.log.append(logged)
-        ids = (
-            [65] * answer
-            if isinstance(answer, int)
-            else [*self._tokenizer.encode(answer).ids, self._tokenizer.end_of_turn_ids[0]]
-        )
+        ids = self._ids(answer)
         taken: list[int] = []
         stop_reason, stop_string = StopReason.LENGTH, ""
         for token in ids[: sampling.max_new_tokens]:
