@@ -259,6 +259,11 @@ def fitting_demonstrations(
     return fitting
 
 
+def numbered_demonstrations(path: Path | str) -> list[tuple[int, History]]:
+    """Return the conversations of a file of demonstrations, with the numbers of their lines."""
+    return [(shown.line, shown.history) for shown in read_demonstrations(path)]
+
+
 def read_demonstrations(path: Path | str) -> list[Demonstration]:
     """Return all demonstrations of a JSONL file of {"messages": [...], "tools": [...]} lines.
 
