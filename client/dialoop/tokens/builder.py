@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dialoop.answers import AnswerForm, grammar_of, read_text
+from dialoop.answers import GRAMMARS, AnswerForm, grammar_of, read_text
 from dialoop.chat import History, Message, ToolCall
 from dialoop.errors import InvalidInput, InvalidSequence, Unsupported
 from dialoop.reasons import Reason
@@ -506,7 +506,10 @@ class TokenBuilder:
             for call in read.calls
             if not call.problem
         )
-        return replace(message, content=read.content, reasoning=read.reasoning, tool_calls=calls)
+        # gpt-oss's template takes a thought or a content beside a call, and shows neither later.
+        is_both = bool(calls and read.reasoning) and GRAMMARS[self._parts.calls].has_channels
+        content = "" if is_both else read.content
+        return replace(message, content=content, reasoning=read.reasoning, tool_calls=calls)
 
     def _follows_turns(
         self, past: Past, whole: _Conversation, context: Sequence, options: Mapping[str, Any]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 from dialoop.chat import History, Message
-from dialoop.errors import InvalidInput
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
@@ -82,8 +81,8 @@ def test_a_cut_answer_is_ended_by_the_template() -> None:
     assert prompts((cut, Message(role="user", content="two?"))) == [(ForkCause.NONE, text)]
 
 
-def test_what_the_template_cannot_write_is_refused_in_its_words() -> None:
+def test_what_is_said_before_a_call_stands_with_its_thought() -> None:
+    """The template refuses both beside a call, and models write both."""
     spoken = f"{THOUGHT}<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CALL}"
-    with pytest.raises(InvalidInput, match="Cannot pass both content and thinking") as caught:
-        prompts((spoken, Message(role="tool", content="7")))
-    assert caught.value.reason == "TEMPLATE_REFUSED"
+    text = f'{spoken}{ANSWERED}"7"<|end|><|start|>assistant'
+    assert prompts((spoken, Message(role="tool", content="7"))) == [(ForkCause.NONE, text)]
