@@ -126,9 +126,16 @@ def _require_all_taught(
         for part in _texts(message):
             plain = tokenizer.decode(tokenizer.encode(part).ids).strip()
             escaped = (json.dumps(plain, ensure_ascii=False), json.dumps(plain), repr(plain))
-            shown = (plain, *(each[1:-1] for each in escaped))
+            shown = (plain, _quoted(plain), *(each[1:-1] for each in escaped))
             assert any(each in text for each in shown), (where, part, text)
         assert any(text.endswith(end) for end in builder.ends.texts), (where, text)
+
+
+def _quoted(text: str) -> str:
+    """Escape as LFM2's template does."""
+    for character, escape in (("\\", r"\\"), ("'", r"\'"), ("\n", r"\n"), ("\r", r"\r")):
+        text = text.replace(character, escape)
+    return text
 
 
 def _texts(message: Message) -> Iterator[str]:
