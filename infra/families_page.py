@@ -34,6 +34,7 @@ FIELDS = (
     "reasoning, later",
     "call.arguments",
     "several calls",
+    "mark of a later call",
     "tool answer",
     "tools, parameters",
 )

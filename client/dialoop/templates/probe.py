@@ -304,11 +304,24 @@ class _Probe:
         self._note("call.id", "qcall7", _user(), call)
         self._note("several calls", "qsecond7", _user(), two)
         self._note("content of a call", "qcontent7", _user(), spoken)
+        self._note_mark_of_later_call()
         self._note("tool answer", "qresult7", _user(), call, _tool())
         self._note("tool answer, id", "qcall7", _user(), call, _tool())
         self._note("tool answer, name", "qname7", _user(), _tool())
         for part in ("qname7", "qabout7", "qparameter7"):
             self._note(f"tools, {_TOOL_PARTS[part]}", part, _user(), tools=[_PROBE_TOOL])
+
+    def _note_mark_of_later_call(self) -> None:
+        """Note whether the mark with which the policy is asked stands before a later call too."""
+        mark = _TAG.search(self._opening())
+        first = _assistant(self._form.no_content, calls=[_call(self._form)])
+        later = _assistant(self._form.no_content, calls=[_call(self._form, "qsecond7")])
+        asked = (_user(), first, _tool(), _assistant("qlast7"), _user("qnext7"))
+        text = self._text(*asked, later)
+        before = _between(text, "qnext7", "qsecond7") or ""
+        is_there = mark is None or mark.group() in before
+        verdict = REFUSED if text is None else KEPT if is_there else DROPPED
+        self._verdicts.append(FieldVerdict(field="mark of a later call", verdict=verdict))
 
     def _note(
         self,

@@ -63,6 +63,7 @@ def from_gguf(arguments: argparse.Namespace) -> int:
 def _facts(name: str, profile: TemplateProfile, ends: TurnEnds) -> dict[str, Any]:
     return {
         "template": name,
+        "opening": profile.opening,
         "calls": grammar_of(profile.written_call),
         "thought": profile.reasoning,
         "ends": ends.texts,
@@ -79,6 +80,7 @@ def _print(name: str, profile: TemplateProfile, ends: TurnEnds) -> None:
     for row in profile.verdicts:
         table.add_row(row.field, row.verdict, row.note)
     rich_console().print(table)
+    say(f"a prompt ends with: {profile.opening!r}")
     say(f"calls: {grammar_of(profile.written_call) or 'in no form that is known'}")
     say(f"thoughts: {' ... '.join(profile.reasoning) if profile.reasoning else 'none'}")
     say(f"ends of turn: {' '.join(ends.texts) or 'none'}")

@@ -64,6 +64,9 @@ def test_a_published_template_ends_turns_as_its_checkpoint_stops(name: str) -> N
 @pytest.mark.parametrize(
     ("name", "field", "verdict"),
     [
+        ("deepseek_v3", "mark of a later call", DROPPED),
+        ("qwen3", "mark of a later call", KEPT),
+        ("mistral", "mark of a later call", KEPT),
         ("qwen3", "reasoning", KEPT),
         ("qwen3", "reasoning, later", DROPPED),
         ("qwen2_5", "reasoning", DROPPED),
