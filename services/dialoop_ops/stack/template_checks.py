@@ -74,6 +74,17 @@ def check_template(config: JobConfig, environments: Sequence[Environment]) -> No
                 _require_tasks_shown(environment, template)
 
 
+@contextlib.contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Raise InvalidConfig, which begins with `where`, for what is refused inside."""
+    try:
+        yield
+    except DialoopError as error:
+        raise InvalidConfig(
+            f"{where} {error.message}", reason=error.reason, remedy=error.remedy
+        ) from error
+
+
 def _is_chat(section: EnvironmentSection) -> bool:
     return section.play == "chat" and not section.agent
 
@@ -85,12 +96,8 @@ def _require_tools_shown(
     for section, environment in zip(config.all_environments, environments, strict=True):
         if not (_is_chat(section) and environment.traits.needs_tool_template):
             continue
-        try:
+        with _naming(f"{environment.name}:"):
             template.require_tools_shown()
-        except DialoopError as error:
-            raise InvalidConfig(
-                f"{environment.name}: {error.message}", reason=error.reason, remedy=error.remedy
-            ) from error
         written = grammar_of(template.for_tools(True).profile.written_call)
         read = environment.traits.call_grammar
         if read and written and read != written:
@@ -114,14 +121,8 @@ def _require_taught(file: str | Path, builder: TokenBuilder) -> None:
         if shape in seen or len(seen) >= MAX_SHAPES:
             continue
         seen.add(shape)
-        try:
+        with _naming(f"{file} line {row.line} cannot be taught:"):
             builder.demonstrations(row.history, options=options, untaught=row.untaught)
-        except DialoopError as error:
-            raise InvalidConfig(
-                f"{file} line {row.line} cannot be taught: {error.message}",
-                reason=error.reason,
-                remedy=error.remedy,
-            ) from error
 
 
 def _require_tasks_shown(environment: ChatEnv, template: ChatTemplate) -> None:
@@ -144,16 +145,10 @@ def _require_tasks_shown(environment: ChatEnv, template: ChatTemplate) -> None:
             roles = environment.traits.roles if environment.max_turns != 1 else ()
             replies = (Message(role=role, content="b") for role in roles)
             prompts = (prompt, *(prompt.append(answer).append(reply) for reply in replies))
-            try:
+            with _naming(f"Task '{task.key}' of {environment.name}'s split {split}:"):
                 for history in prompts:
                     template.render(history, **options)
                     require_shown(template, history, **options)
-            except DialoopError as error:
-                raise InvalidConfig(
-                    f"Task '{task.key}' of {environment.name}'s split {split}: {error.message}",
-                    reason=error.reason,
-                    remedy=error.remedy,
-                ) from error
 
 
 def _first_tasks(environment: ChatEnv, split: str) -> Iterator[TaskData]:

@@ -270,7 +270,7 @@ def test_paths_are_relative_to_the_config(tmp_path: Path) -> None:
 def test_the_shipped_configs_are_valid() -> None:
     for path in sorted((ROOT / "infra" / "configs").glob("*.toml")):
         config = load_config(path, environment={})
-        if not Path(config.model.directory).is_dir():  # `make real` fetches it
+        if not Path(config.model.directory).is_dir():  # benchmarks.real fetches it
             model = config.model.model_copy(update={"directory": ""})
             config = config.model_copy(update={"model": model})
         preflight.check(config)
