@@ -91,7 +91,7 @@ def report(run_dir: Path) -> dict[str, Any]:
         "by_kind": _by_kind(tasks, before, after),
         "before": _of_texts([_text(row) for row in before.values()]),
         "after": _of_texts([_text(row) for row in after.values()]),
-        "kl_to_start": round(_kl_to_start(run_dir, list(after.values())), 4),
+        "kl_to_start": round(_kl_to_start(list(after.values())), 4),
         "answers": [
             {
                 "prompt": tasks.get("heldout", key).question,
@@ -164,9 +164,9 @@ def _repeated(text: str) -> float:
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def _kl_to_start(run_dir: Path, rows: Iterable[Row]) -> float:
+def _kl_to_start(rows: Iterable[Row]) -> float:
     """Return the mean of log policy - log start over sampled tokens, in nats a token."""
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     differences: list[float] = []
     for row in rows:
         for sequence in row["sequences"]:
