@@ -65,15 +65,15 @@ class Mortal:
         dying = asyncio.get_running_loop().create_future()
         self.running[dying] = text
         try:
-            if self.is_poison(text):
-                await asyncio.sleep(0.002)
+            is_poison = self.is_poison(text)
+            await asyncio.wait([dying], timeout=0.002 if is_poison else 0.01)
+            # What died with another one cannot kill those that have been tried again since.
+            if is_poison and not dying.done():
                 self.num_deaths += 1
                 for other, content in self.running.items():
                     self.deaths[content] += 1
                     other.done() or other.set_result(None)
                 await asyncio.sleep(self.notice_s)
-            else:
-                await asyncio.wait([dying], timeout=0.01)
             if dying.done():
                 raise Unavailable("dead", reason="ENGINE_DIED")
         finally:
