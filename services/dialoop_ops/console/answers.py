@@ -27,7 +27,8 @@ _LENGTHS = {"lengths/generated": 1, "lengths/trained": 2}
 """Mean sampled tokens of all trajectories of a train step, and of those that it trained; each with
 its place in `RunIndex.trained_by_step`. If long ones are lost on the way, the second is lower."""
 _THROUGHPUT = "throughput/trained_tokens_per_s"
-"""Tokens with a gradient per second of a train step, its wait and its publish."""
+"""Trained tokens per second of a train step, its wait and its publish, but of no more than the time
+since the row of the step before: a publish may run beside other steps."""
 _EVALUATION, _MEAN_REWARD, _NUM_TRAJECTORIES = "evaluation/", "mean_reward", "num_trajectories"
 
 
@@ -94,16 +95,23 @@ def points_of(index: RunIndex, name: str) -> Sequence[Point]:
             if (length := lengths.get(point.train_step)) is not None
         ]
     if name == _THROUGHPUT:
-        seconds: dict[int, float] = defaultdict(float)
-        for part in ("lease", "train", "publish"):
-            for point in index.points(f"train/{part}_s"):
-                seconds[point.row] += point.value
-        return [
-            replace(point, value=point.value / seconds[point.row])
-            for point in index.points("train/num_trained_tokens")
-            if seconds[point.row]
-        ]
+        return _throughput_of(index)
     return index.points(name)
+
+
+def _throughput_of(index: RunIndex) -> list[Point]:
+    seconds: dict[int, float] = defaultdict(float)
+    for part in ("lease", "train", "publish"):
+        for point in index.points(f"train/{part}_s"):
+            seconds[point.row] += point.value
+    points = index.points("train/num_trained_tokens")
+    for before, point in itertools.pairwise(points):
+        seconds[point.row] = min(seconds[point.row], point.time - before.time)
+    return [
+        replace(point, value=point.value / seconds[point.row])
+        for point in points
+        if seconds[point.row] > 0
+    ]
 
 
 def bands_of(index: RunIndex, name: str) -> tuple[list[float | None], list[float | None]] | None:

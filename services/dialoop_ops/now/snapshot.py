@@ -43,8 +43,9 @@ class ServiceNow:
 class Now:
     """A stack at one moment; None for what did not answer. `time` is Unix seconds.
 
-    sampled_tokens_per_s: since the watcher's look before; None at its first one. busy_shares: of
-    the watcher's last minute of looks, by replica, those at which it had requests.
+    sampled_tokens_per_s: over the watcher's last minute, or longer where answers take longer; None
+    while it is unknown (`dialoop_ops.now.rates`). busy_shares: of the watcher's last minute of
+    looks, by replica, those at which it had requests.
     """
 
     time: float

@@ -28,6 +28,7 @@ from dialoop.running_stacks import Stack, read_announcement
 from dialoop.waits import Wait
 
 from dialoop_ops.now.blocked import blocked_by
+from dialoop_ops.now.rates import SampledRate
 from dialoop_ops.now.snapshot import SERVING, Now, ServiceNow
 
 Check = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
@@ -54,13 +55,11 @@ class Watcher:
         self._token = token
         self._exits = AsyncExitStack()
         self._served_at: dict[str, float] = {}
-        self._sampled: dict[str, int] = {}
+        self._sampled = SampledRate()
         self._had_requests: dict[str, deque[bool]] = {}
-        self._looked_at = time.monotonic()
 
     async def __aenter__(self) -> Self:
         self.stack.require_own(self._token)
-        self._looked_at = time.monotonic()
         self._health = {
             name: await self._exits.enter_async_context(open_channel(address))
             for name, address in self.stack.addresses.items()
@@ -125,7 +124,7 @@ class Watcher:
             trainer=trainer.result(),
             queue=queue.result(),
             replicas={name: policy for name, policy in answers.items() if policy is not None},
-            sampled_tokens_per_s=self._sampling_rate(answers, now),
+            sampled_tokens_per_s=self._sampled.look(answers, now),
             busy_shares=self._shares_busy(answers),
             blocked=blocked_by(
                 waits_of,
@@ -144,23 +143,6 @@ class Watcher:
             else:
                 silent[name] = now - self._served_at.setdefault(name, now)
         return silent
-
-    def _sampling_rate(
-        self, replicas: Mapping[str, PolicyStatus | None], now: float
-    ) -> float | None:
-        """Return the tokens per second since the last look, as far as replicas answer."""
-        is_first, num_new = not self._sampled, 0
-        for name, policy in replicas.items():
-            if policy is None:
-                continue
-            before = self._sampled.get(name, policy.num_sampled_tokens)
-            # A replica that was started again counts from 0 again.
-            num_new += policy.num_sampled_tokens - (
-                before if before <= policy.num_sampled_tokens else 0
-            )
-            self._sampled[name] = policy.num_sampled_tokens
-        seconds, self._looked_at = now - self._looked_at, now
-        return None if is_first else num_new / max(seconds, 1e-3)
 
     def _shares_busy(self, replicas: Mapping[str, PolicyStatus | None]) -> dict[str, float]:
         """Return for each replica the share of the last looks at which it had requests."""

@@ -75,10 +75,11 @@ def test_lengths_trained_stand_beside_those_generated_and_tokens_have_a_rate(tmp
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     steps = [
-        {"kind": "train", "reward": 0.5, "time": float(step), "train_step": step}
+        {"kind": "train", "reward": 0.5, "time": time, "train_step": step}
         | {"lineage": "main", "policy_version": step, "num_trained_tokens": 300 * step}
         | {"lease_s": 1.0, "train_s": 1.5, "publish_s": 0.5}
-        for step in (1, 2)
+        # The publish of the third step ran beside another step.
+        for step, time in ((1, 7.0), (2, 10.5), (3, 12.5))
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     played = [(1, "trained", 4), (1, "trained", 8), (1, "truncated", 60), (2, "stale", 5)]
@@ -103,6 +104,6 @@ def test_lengths_trained_stand_beside_those_generated_and_tokens_have_a_rate(tmp
     assert made <= set(names_of(index))
     assert curve("lengths/generated") == [(1, 24.0), (2, 5.0)]
     assert curve("lengths/trained") == [(1, 6.0)]  # step 2 trained none
-    assert curve("throughput/trained_tokens_per_s") == [(1, 100.0), (2, 200.0)]
-    assert curve("train/reward") == [(1, 0.5), (2, 0.5)]
+    assert curve("throughput/trained_tokens_per_s") == [(1, 100.0), (2, 200.0), (3, 450.0)]
+    assert curve("train/reward") == [(1, 0.5), (2, 0.5), (3, 0.5)]
     index.close()

@@ -49,7 +49,13 @@ def snapshot(step: int, *alarms: str) -> Snapshot:
         alarms=alarms,
         failure="",
     )
-    return Snapshot(status=status, stats=None, num_sampled_tokens=9, sampled_tokens_per_s=3.0)
+    return Snapshot(
+        status=status,
+        stats=None,
+        num_sampled_tokens=9,
+        sampled_tokens_per_s=3.0,
+        trained_tokens_per_s=None,
+    )
 
 
 def show(tmp_path: Path, console: Console, *snapshots: Snapshot) -> None:

@@ -91,8 +91,7 @@ def figures_of(snapshot: Snapshot) -> dict[str, str]:
         "signal": _signal_of(metrics),
         "held-out accuracy": _number(heldout),
         "tool-call rate": _number(metrics.get("train/tool_call_rate")),
-        "tokens/s": f"{snapshot.sampled_tokens_per_s:.0f} generated, "
-        f"{trained_tokens_per_s(metrics):.0f} trained",
+        "tokens/s": _rates_of(snapshot),
         "queue": groups_line(stats.training) if stats else _UNKNOWN,
         "staleness": f"{_number(metrics.get('train/staleness_mean'))} mean, "
         f"{_number(metrics.get('train/staleness_max'), 0)} at most",
@@ -115,10 +114,14 @@ def _heldout_keys() -> list[str]:
     return [f"evaluation/{label}/mean_reward" for label in _HELDOUT]
 
 
-def trained_tokens_per_s(metrics: dict[str, float]) -> float:
-    """Return the rate of the newest train step, including its wait and its publish."""
-    seconds = sum(metrics.get(f"train/{part}_s", 0.0) for part in ("lease", "train", "publish"))
-    return metrics.get("train/num_trained_tokens", 0.0) / seconds if seconds else 0.0
+def _rates_of(snapshot: Snapshot) -> str:
+    """Return the rates that are known."""
+    rates = {
+        "generated": snapshot.sampled_tokens_per_s,
+        "trained": snapshot.trained_tokens_per_s,
+    }
+    known = [f"{rate:.0f} {name}" for name, rate in rates.items() if rate is not None]
+    return ", ".join(known) or _UNKNOWN
 
 
 def _number(value: float | None, digits: int = 2) -> str:

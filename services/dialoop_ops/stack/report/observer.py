@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dialoop.clients.channel import Channel, Credentials
-from dialoop.clients.inference import InferenceClient
+from dialoop.clients.inference import InferenceClient, PolicyStatus
 from dialoop.clients.replay import ReplayClient, ReplayStats
 from dialoop.clients.trainer import Phase, TrainerClient, TrainerStatus
 from dialoop.errors import DialoopError
 
+from dialoop_ops.now.rates import SampledRate, TrainedRate
 from dialoop_ops.stack.layout import Layout, service_of
 from dialoop_ops.stack.processes.processes import total_cpu_s
 
@@ -23,12 +24,16 @@ _DEADLINE_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The services' answers at one moment; None for a service that did not answer."""
+    """The services' answers at one moment; None for a service that did not answer.
+
+    The rates are those of `dialoop_ops.now.rates`, None while they are unknown.
+    """
 
     status: TrainerStatus | None
     stats: ReplayStats | None
     num_sampled_tokens: int
-    sampled_tokens_per_s: float
+    sampled_tokens_per_s: float | None
+    trained_tokens_per_s: float | None
     alarms: tuple[str, ...] = ()
     """What the supervisor finds wrong with processes."""
 
@@ -70,23 +75,23 @@ class Observer:
         self._trainer = trainer
         self._replay = replay
         self._replicas = replicas
-        self._sampled = [0] * len(replicas)
-        self._num_sampled = 0
-        self._last = (time.monotonic(), 0)
+        self._sampled = SampledRate()
+        self._trained = TrainedRate()
 
     async def snapshot(self) -> Snapshot:
         """Ask all services at once."""
-        status, stats, _ = await asyncio.gather(
-            self._status(), self._stats(), self._count_sampled()
+        status, stats, policies = await asyncio.gather(
+            self._status(), self._stats(), asyncio.gather(*map(_policy_of, self._replicas))
         )
         now = time.monotonic()
-        before, count = self._last
-        self._last = (now, self._num_sampled)
+        replicas = {str(number): policy for number, policy in enumerate(policies)}
+        sampled_tokens_per_s = self._sampled.look(replicas, now)
         return Snapshot(
             status=status,
             stats=stats,
-            num_sampled_tokens=self._num_sampled,
-            sampled_tokens_per_s=(self._num_sampled - count) / max(1e-3, now - before),
+            num_sampled_tokens=self._sampled.total,
+            sampled_tokens_per_s=sampled_tokens_per_s,
+            trained_tokens_per_s=self._trained.look(status, now),
         )
 
     async def final_stats(self) -> ReplayStats:
@@ -107,19 +112,13 @@ class Observer:
         except (DialoopError, TimeoutError):
             return None
 
-    async def _count_sampled(self) -> None:
-        await asyncio.gather(*(self._count_of(index) for index in range(len(self._replicas))))
 
-    async def _count_of(self, index: int) -> None:
-        try:
-            async with asyncio.timeout(_DEADLINE_S):
-                count = (await self._replicas[index].get_policy()).num_sampled_tokens
-        except (DialoopError, TimeoutError):
-            return
-        # A restarted replica counts from 0 again.
-        before = self._sampled[index] if count >= self._sampled[index] else 0
-        self._num_sampled += count - before
-        self._sampled[index] = count
+async def _policy_of(replica: InferenceClient) -> PolicyStatus | None:
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            return await replica.get_policy()
+    except (DialoopError, TimeoutError):
+        return None
 
 
 @asynccontextmanager
