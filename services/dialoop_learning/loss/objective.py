@@ -43,6 +43,14 @@ _BY_STALENESS, _BY_DEPTH = "staleness", "depth"
 _TABLES = {_BY_STALENESS: "by_staleness", _BY_DEPTH: "by_depth"}
 """Sums that are named staleness/1/ratio -> the table that they become."""
 
+_OF_UPDATES = frozenset(
+    (
+        *("loss_objective", "loss_kl", "loss_kl_to_inference", "loss_entropy"),
+        "num_recorded_choices",
+    )
+)
+"""Metrics of an update as a whole; the others are means over its tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
@@ -151,30 +159,55 @@ def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, A
     return totals
 
 
-def mean_metrics(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the plain mean over updates of what `combine_metrics` returned for each.
+def mean_metrics(
+    updates: Sequence[Mapping[str, Any]], num_tokens: Sequence[int], *, num_epochs: int = 1
+) -> dict[str, Any]:
+    """Return the means over a train step of what `combine_metrics` returned for each update.
 
-    Each age of by_staleness is weighted by its tokens; its num_tokens are those of one pass.
+    num_tokens: trained tokens of each update. num_epochs: how often the updates went over them. A
+    token counts once for each update that trained it, so means over tokens are means over all of
+    them, however the step was cut. Parts of the loss are plain means over updates, as the loss is,
+    and so is num_recorded_choices. The num_tokens of by_staleness are those of one epoch.
     by_depth is left out: after the first update the policy differs from the one that sampled.
     """
     names = dict.fromkeys(
         name for update in updates for name in update if name not in _TABLES.values()
     )
     means: dict[str, Any] = {}
-    for name in names:  # an update without a token has no ratio to derive `ess` from
-        values = [update[name] for update in updates if name in update]
-        means[name] = sum(values) / len(values)
+    for name in names:
+        pairs = [
+            (update[name], _weight(name, update, count))
+            for update, count in zip(updates, num_tokens, strict=True)
+            if name in update
+        ]
+        total = sum(weight for _, weight in pairs) or 1.0
+        means[name] = sum(value * weight for value, weight in pairs if weight) / total
+    if means.get("ratio_squared"):
+        means["ess"] = means["ratio"] ** 2 / means["ratio_squared"]
     ages = sorted({age for u in updates for age in u.get("by_staleness", {})})
     if ages:
-        means["by_staleness"] = {age: _of_age(updates, age) for age in ages}
+        means["by_staleness"] = {age: _of_age(updates, age, num_epochs) for age in ages}
     return means
 
 
-def _of_age(updates: Sequence[Mapping[str, Any]], age: int) -> dict[str, float]:
+def _weight(name: str, update: Mapping[str, Any], num_tokens: int) -> float:
+    """Return how much an update counts in the mean of a metric."""
+    if name in _OF_UPDATES:
+        return 1.0
+    return float(update["num_recorded_choices"] if name == "routing_differs" else num_tokens)
+
+
+def _of_age(updates: Sequence[Mapping[str, Any]], age: int, num_epochs: int) -> dict[str, float]:
     rows = [u["by_staleness"][age] for u in updates if age in u.get("by_staleness", {})]
     total = sum(row["num_tokens"] for row in rows)
-    means = {name: sum(row[name] * row["num_tokens"] for row in rows) / total for name in rows[0]}
-    return {**means, "num_tokens": total}
+
+    def mean(values: Iterable[float]) -> float:
+        pairs = zip(values, rows, strict=True)
+        return float(sum(value * row["num_tokens"] for value, row in pairs) / total)
+
+    means = {name: mean([row[name] for row in rows]) for name in rows[0]}
+    squared = mean([row["ratio"] ** 2 / row["ess"] for row in rows])
+    return {**means, "num_tokens": total / num_epochs, "ess": means["ratio"] ** 2 / squared}
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:

@@ -79,9 +79,10 @@ def test_a_loss_of_no_tokens_is_zero_with_a_gradient_of_zero(
 def test_an_update_without_tokens_changes_no_mean_that_it_has_no_part_in() -> None:
     nothing = combine_metrics([{"ratio": 0.0, "ratio_squared": 0.0, "entropy": 0.0}])
     something = combine_metrics([{"ratio": 1.0, "ratio_squared": 1.0, "entropy": 2.0}])
-    for updates in ([nothing, something], [something, nothing]):
-        means = mean_metrics(updates)
-        assert (means["ess"], means["entropy"]) == (1.0, 1.0)
+    for updates, counts in (([nothing, something], [0, 7]), ([something, nothing], [7, 0])):
+        means = mean_metrics(updates, counts)
+        assert (means["ess"], means["entropy"]) == (1.0, 2.0)
+    assert mean_metrics([nothing], [0])["entropy"] == 0.0
 
 
 def test_rows_without_a_token_to_train_are_counted_and_whitened_without_nan() -> None:

@@ -9,7 +9,7 @@ from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop_learning.loss.corrections import Correction
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.loss.losses import LossInputs, dppo_mask, grpo, reinforce, sft
-from dialoop_learning.loss.objective import Objective, combine_metrics, k1, k2, k3
+from dialoop_learning.loss.objective import Objective, combine_metrics, k1, k2, k3, mean_metrics
 from dialoop_services.trainer.learner.learner import objective_of
 from dialoop_services.trainer.settings import TrainerSettings
 from pydantic import ValidationError
@@ -212,6 +212,34 @@ def test_metrics_are_told_apart_by_staleness() -> None:
         "ess": 0.9,
     }
     assert ages[2] == pytest.approx(expected)
+
+
+def test_a_step_of_unequal_updates_has_the_means_of_its_tokens() -> None:
+    # Two epochs over one token of ratio 2 in the first update, and two of ratio 1 in the second.
+    def update(policy: list[float], inference: list[float], advantage: float) -> dict[str, Any]:
+        fields = {"advantages": [advantage] * len(policy), "staleness": [0.0] * len(policy)}
+        inputs = inputs_of(policy, inference, entropy=[float(len(policy))] * len(policy), **fields)
+        return combine_metrics([Objective(loss=grpo)(inputs).metrics])
+
+    first = update(log(0.8), log(0.4), 1.0)
+    second = update(log(0.4, 0.4), log(0.4, 0.4), 0.5)
+    means = mean_metrics([first, second] * 2, [1, 2] * 2, num_epochs=2)
+    assert means["ratio"] == pytest.approx(4 / 3)
+    assert means["ratio_squared"] == pytest.approx(6 / 3)
+    assert means["ess"] == pytest.approx((4 / 3) ** 2 / 2)
+    assert means["entropy"] == pytest.approx((1 + 2 + 2) / 3)
+    assert means["clip_fraction"] == pytest.approx(1 / 3)
+    assert means["loss_objective"] == pytest.approx((-1.2 - 0.5) / 2)  # a mean of updates, as loss
+    age = means["by_staleness"][0]
+    assert age["num_tokens"] == 3
+    assert age["ess"] == pytest.approx((4 / 3) ** 2 / 2)
+    assert age["entropy"] == pytest.approx(5 / 3)
+    # Of 10 choices 5 differ, of 30 none; the tokens do not matter.
+    replayed = [
+        {"num_recorded_choices": 10.0, "routing_differs": 0.5},
+        {"num_recorded_choices": 30.0, "routing_differs": 0.0},
+    ]
+    assert mean_metrics(replayed, [7, 1]) == {"num_recorded_choices": 20, "routing_differs": 0.125}
 
 
 @pytest.mark.parametrize("loss", [grpo, dppo_mask, sft, reinforce])

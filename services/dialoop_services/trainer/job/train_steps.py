@@ -105,6 +105,8 @@ class TrainSteps:
         self._num_refused = 0
         # Groups leased for the next train step.
         self._kept: list[GroupLease] = []
+        # Seconds waited for it so far, also for groups that turned out to be stale.
+        self._lease_s = 0.0
         # Why the last wait for a batch ended: trained groups fill the queue.
         self._is_queue_full = False
         # Groups in a row of which none can be trained, less than a batch of them; and the whole
@@ -120,9 +122,9 @@ class TrainSteps:
         started = time.perf_counter()
         with waiting_for("replay", "groups to train") as wait:
             leased = await self._lease(wait)
-        lease_s = time.perf_counter() - started
+        self._lease_s += time.perf_counter() - started
         if leased is not None:
-            return partial(self._train_step, leased, lease_s)
+            return partial(self._train_step, leased)
         return self._free_queue if self._is_queue_full else None
 
     async def _lease(self, wait: OpenWait) -> LeasedBatch | None:
@@ -346,7 +348,7 @@ class TrainSteps:
             candidates=self._settings.candidates,
         )
 
-    async def _train_step(self, leased: LeasedBatch, lease_s: float) -> None:
+    async def _train_step(self, leased: LeasedBatch) -> None:
         batch = self._sort(leased.leases)
         if batch.already_consumed:
             # Their gradient is in the weights, so only a checkpoint may acknowledge them.
@@ -360,6 +362,7 @@ class TrainSteps:
         candidates = metrics_of_candidates(batch.groups, self._state.dropped_candidates)
         batch, self._kept = replace(batch, candidates=candidates), []
         rows = leased.rows_of(batch, self._state.policy_version)
+        lease_s, self._lease_s = self._lease_s, 0.0
         row = await self.learn(batch, rows) | {"lease_s": lease_s}
 
         async def record(published: Published, step: int, version: PolicyVersion) -> None:

@@ -76,12 +76,12 @@ _OPTIMIZERS: dict[Kind, str] = {"warm_start": "warm_start", "sft": "train", "rl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStepReport:
-    """The result of one train step: means over its updates.
+    """The result of one train step: loss and gradient norm are means over its updates.
 
-    learning_rate: that of the last update.
-    fresh_mismatch_kl: KL in nats between engine and trainer on tokens of the current policy, before
-    the first update. None without such tokens. fresh_by_depth: the same tokens by bucket of depth,
-    as `combine_metrics` describes by_depth.
+    metrics: as `mean_metrics` describes them. num_trained_tokens: of one epoch. learning_rate: that
+    of the last update. fresh_mismatch_kl: KL in nats between engine and trainer on the first
+    update's tokens of the current policy, before that update. None without such tokens.
+    fresh_by_depth: the same tokens by bucket of depth, as `combine_metrics` describes by_depth.
     """
 
     loss: float
@@ -294,20 +294,22 @@ class Learner:
         mismatch = self._replay_mismatch(ready)
         trajectories = _by_trajectory(ready)
         num = min(self._settings.num_minibatches, len(trajectories))
-        reports = []
-        for _ in range(self._settings.objective.num_epochs):
+        num_epochs, reports, num_tokens = self._settings.objective.num_epochs, [], []
+        for _ in range(num_epochs):
             self.state.orders.shuffle(trajectories)
             for start in range(num):
                 part = [row for own in trajectories[start::num] for row in own]
+                num_tokens.append(_num_trained(part))
                 reports.append(self._update(part, "rl"))
         fresh = reports[0].metrics.get("by_staleness", {}).get(0, {})
         return TrainStepReport(
             loss=float(np.mean([r.loss for r in reports])),
-            metrics=mean_metrics([r.metrics for r in reports]) | mismatch,
+            metrics=mean_metrics([r.metrics for r in reports], num_tokens, num_epochs=num_epochs)
+            | mismatch,
             grad_norm=float(np.mean([r.step.grad_norm for r in reports])),
             num_updates=sum(r.step.applied for r in reports),
             num_refused=sum(not r.step.applied for r in reports),
-            num_trained_tokens=sum(int(row.response_mask.sum()) for row in ready),
+            num_trained_tokens=_num_trained(ready),
             learning_rate=reports[-1].step.learning_rate,
             fresh_mismatch_kl=fresh.get("mismatch_kl"),
             fresh_by_depth=dict(reports[0].metrics.get("by_depth", {})),
@@ -417,6 +419,10 @@ class Learner:
     def _fit(self, rows: Rows[TokenRow]) -> list[TokenRow]:
         settings = self._settings
         return fit_rows(rows, max_tokens=settings.packed_row_tokens, oversize=settings.oversize)
+
+
+def _num_trained(rows: Rows[TokenRow]) -> int:
+    return sum(int(row.response_mask.sum()) for row in rows)
 
 
 def _by_trajectory(rows: Rows[TokenRow]) -> list[list[TokenRow]]:
