@@ -25,7 +25,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.sandbox.killable import KillableFunction
 from dialoop.tasks.files import file_tasks
-from dialoop.tasks.ifeval_checks import CHECKS
+from dialoop.tasks.ifeval_checks import CHECKS, IN_A_LANGUAGE, require_langdetect
 from dialoop.trajectory import Reward
 
 SYSTEM_PROMPT = "Think between <think> and </think>, then answer between <answer> and </answer>."
@@ -217,7 +217,11 @@ def ifeval(  # noqa: PLR0913 - the options are the interface
 
 
 def collate_ifeval(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row's query and its instructions; InvalidConfig (BAD_ROW) for unknown ones."""
+    """Return a row's query and its instructions.
+
+    Raise InvalidConfig (BAD_ROW) for unknown ones, or (PACKAGE_MISSING) where a check needs
+    langdetect.
+    """
     fields = dict(row)
     query = fields.pop("prompt", None) or fields.pop("text", None) or fields.get("query")
     names, kwargs = fields.get("instruction_id_list"), fields.get("kwargs")
@@ -233,6 +237,8 @@ def collate_ifeval(row: Mapping[str, Any]) -> Mapping[str, Any]:
             reason=Reason.BAD_ROW,
             remedy="Give instruction_id_list (known ids) and kwargs (one mapping for each).",
         )
+    if IN_A_LANGUAGE.intersection(names):
+        require_langdetect()
     arguments = [
         {k: v for k, v in dict(mapping or {}).items() if v is not None} for mapping in kwargs
     ]

@@ -2,9 +2,9 @@
 
 follows("punctuation:no_comma", {}, prompt="", response="No commas here.")      # True
 
-The checks follow the data set's own definitions. A punctuation rule counts sentences, so there is
-nothing to download. Only letters matter for letter case. `language:response_language` needs
-langdetect (extra `dialoop[ifeval]`).
+The checks answer as the published ones do, in edge cases too: a postscript may stand anywhere in a
+line. Sentences and words in capitals are counted without nltk's data files. A response's language,
+and whether text in one letter case is English, needs langdetect (extra `dialoop[ifeval]`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from typing import Any
 
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
+from dialoop.tasks.ifeval_text import count_words, sentences, words
 
 Arguments = Mapping[str, Any]
 Check = Callable[[str, Arguments], bool]
 
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-_SENTENCE_END = re.compile(
-    r"(?<!\bMr)(?<!\bDr)(?<!\bMs)(?<!\bMrs)(?<!\be\.g)(?<!\bi\.e)[.!?]+(?=\s|$)"
-)
 
 
 def follows(instruction: str, arguments: Arguments, *, prompt: str, response: str) -> bool:
@@ -72,10 +70,6 @@ def _relation(count: int, wanted: Any, relation: str) -> bool:
     return count < int(wanted) if relation == "less than" else count >= int(wanted)
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text)
-
-
 def _has(text: str, keyword: str) -> bool:
     return re.search(keyword, text, re.IGNORECASE) is not None
 
@@ -85,7 +79,7 @@ def _existence(text: str, arguments: Arguments) -> bool:
 
 
 def _frequency(text: str, arguments: Arguments) -> bool:
-    count = len(re.findall(arguments["keyword"], text, re.IGNORECASE))
+    count = len(re.findall(arguments["keyword"].strip(), text, re.IGNORECASE))
     return _relation(count, arguments["frequency"], arguments.get("relation", "at least"))
 
 
@@ -98,32 +92,37 @@ def _letter_frequency(text: str, arguments: Arguments) -> bool:
     return _relation(count, arguments["let_frequency"], arguments.get("let_relation", "at least"))
 
 
-def _language(text: str, arguments: Arguments) -> bool:
+def require_langdetect() -> None:
+    """Raise InvalidConfig (PACKAGE_MISSING) unless langdetect is installed."""
     try:
-        import langdetect
+        import langdetect  # noqa: F401
     except ImportError as error:
         raise InvalidConfig(
             "The check of a response's language needs the `langdetect` package.",
             reason=Reason.PACKAGE_MISSING,
             remedy='Run: pip install "dialoop[ifeval]"',
         ) from error
+
+
+def _is_in(language: str, text: str) -> bool:
+    """Return whether a text is in a language; one that langdetect finds none in passes for any."""
+    require_langdetect()
+    import langdetect
+
     langdetect.DetectorFactory.seed = 0
     try:
-        return bool(langdetect.detect(text) == arguments["language"])
+        return bool(langdetect.detect(text) == language)
     except langdetect.LangDetectException:
-        return False
+        return True
 
 
-def num_sentences(text: str) -> int:
-    """Return the number of sentence ends; text after the last end is one more sentence."""
-    ends = list(_SENTENCE_END.finditer(text))
-    rest = text[ends[-1].end() :] if ends else text
-    return len(ends) + bool(rest.strip())
+def _language(text: str, arguments: Arguments) -> bool:
+    return _is_in(arguments["language"], text)
 
 
 def _sentences(text: str, arguments: Arguments) -> bool:
     return _relation(
-        num_sentences(text), arguments["num_sentences"], arguments.get("relation", "at least")
+        len(sentences(text)), arguments["num_sentences"], arguments.get("relation", "at least")
     )
 
 
@@ -137,17 +136,19 @@ def _paragraphs(text: str, arguments: Arguments) -> bool:
 
 def _num_words(text: str, arguments: Arguments) -> bool:
     return _relation(
-        len(_words(text)), arguments["num_words"], arguments.get("relation", "at least")
+        count_words(text), arguments["num_words"], arguments.get("relation", "at least")
     )
 
 
 def _nth_first_word(text: str, arguments: Arguments) -> bool:
     parts = [part.strip() for part in text.split("\n\n")]
     number, index = sum(map(bool, parts)), int(arguments["nth_paragraph"]) - 1
-    if number != int(arguments["num_paragraphs"]) or index >= len(parts) or not parts[index]:
+    if number != int(arguments["num_paragraphs"]) or index >= number or not parts[index]:
         return False
-    first = re.split(r"[.,?!'\"]", parts[index].split()[0].lstrip("'\""))[0]
-    return bool(first.lower() == arguments["first_word"].lower())
+    opened = parts[index].split()[0].lstrip("'").lstrip('"')
+    first = re.split(r"[.,?!'\"]", opened)[0]
+    # Letter by letter: a Greek word's last sigma has another small letter.
+    return bool("".join(map(str.lower, first)) == arguments["first_word"].lower())
 
 
 def _placeholders(text: str, arguments: Arguments) -> bool:
@@ -155,9 +156,10 @@ def _placeholders(text: str, arguments: Arguments) -> bool:
 
 
 def _postscript(text: str, arguments: Arguments) -> bool:
-    marker = arguments["postscript_marker"]
-    spelled = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(marker, re.escape(marker))
-    return re.search(rf"^\s*{spelled}.*$", text, re.IGNORECASE | re.MULTILINE) is not None
+    marker = arguments["postscript_marker"].strip()
+    # Another marker is a pattern itself.
+    spelled = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}.get(marker, marker.lower())
+    return re.search(spelled, text.lower(), re.MULTILINE) is not None
 
 
 def _bullets(text: str, arguments: Arguments) -> bool:
@@ -171,27 +173,30 @@ def _constrained_response(text: str, arguments: Arguments) -> bool:
 
 
 def _highlights(text: str, arguments: Arguments) -> bool:
-    double = [h for h in re.findall(r"\*\*([^\n*]*)\*\*", text) if h.strip()]
-    single = [h for h in re.findall(r"(?<!\*)\*([^\n*]+)\*(?!\*)", text) if h.strip()]
-    return len(double) + len(single) >= int(arguments["num_highlights"])
+    # Read twice: between single asterisks "**a**" holds nothing, and "*a**b*" holds two parts.
+    inner = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
+    return sum(bool(part.strip()) for part in inner) >= int(arguments["num_highlights"])
 
 
 def _sections(text: str, arguments: Arguments) -> bool:
-    parts = re.split(rf"\s?{re.escape(arguments['section_spliter'])}\s?\d+\s?", text)
+    parts = re.split(rf"\s?{arguments['section_spliter'].strip()}\s?\d+\s?", text)
     return len(parts) - 1 >= int(arguments["num_sections"])
 
 
 def _json(text: str, arguments: Arguments) -> bool:
-    body = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
+    body = text.strip()
+    for fence in ("```json", "```Json", "```JSON", "```"):
+        body = body.removeprefix(fence)
     try:
-        json.loads(body)
+        json.loads(body.removesuffix("```").strip())
     except (ValueError, RecursionError):
         return False
     return True
 
 
 def _title(text: str, arguments: Arguments) -> bool:
-    return any(title.strip() for title in re.findall(r"<<([^\n]+)>>", text))
+    # The outermost brackets of a line count, and further ones on the inside are none of the title.
+    return any(t.lstrip("<").rstrip(">").strip() for t in re.findall(r"<<[^\n]+>>", text))
 
 
 def _two_responses(text: str, arguments: Arguments) -> bool:
@@ -217,18 +222,18 @@ def _quotation(text: str, arguments: Arguments) -> bool:
 
 
 def _capital_words(text: str, arguments: Arguments) -> bool:
-    count = sum(word.isupper() for word in re.findall(r"\S+", text))
+    count = sum(word.isupper() for word in words(text))
     return _relation(
         count, arguments["capital_frequency"], arguments.get("capital_relation", "at least")
     )
 
 
 def _upper(text: str, arguments: Arguments) -> bool:
-    return text.isupper()
+    return text.isupper() and _is_in("en", text)
 
 
 def _lower(text: str, arguments: Arguments) -> bool:
-    return text.islower()
+    return text.islower() and _is_in("en", text)
 
 
 def _no_comma(text: str, arguments: Arguments) -> bool:
@@ -265,3 +270,8 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
     }
 )
 """The 25 instructions by name."""
+
+IN_A_LANGUAGE = frozenset(
+    {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}
+)
+"""The instructions whose checks need langdetect."""

@@ -1,6 +1,7 @@
 """IFEval: each of the 25 checks, strict and loose, and the three aggregators."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ from dialoop.tasks.ifeval import (
     Followed,
     IfEvalReward,
     additive_v1,
+    collate_ifeval,
     ifeval,
     tiered_v2,
     weighted_v3,
 )
-from dialoop.tasks.ifeval_checks import CHECKS, check_all, follows, num_sentences
+from dialoop.tasks.ifeval_checks import CHECKS, check_all, follows
+from dialoop.tasks.ifeval_text import count_words, sentences, words
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "ifeval_checks.json"
 
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("keywords:existence", {"keywords": ["sun", "moon"]}, "Sun and Moon.", "Sun alone."),
@@ -127,9 +132,51 @@ def test_an_unknown_instruction_is_named() -> None:
         follows("be_nice", {}, prompt="", response="x")
 
 
-@pytest.mark.parametrize(("text", "count"), [("Hi. You? Yes!", 3), ("Hi", 1), ("3.5 is it. ok", 2)])
-def test_sentences_are_counted_without_data_files(text: str, count: int) -> None:
-    assert num_sentences(text) == count
+@pytest.mark.parametrize(
+    "case", json.loads(GOLDENS.read_text("utf-8")), ids=lambda case: f"{case[0]}-{case[2]!r}"
+)
+def test_edge_cases_are_judged_as_published(case: tuple[str, dict[str, Any], str, bool]) -> None:
+    """Where an earlier form of a check was wrong, and others; infra/test_compat.sh asks lm-eval."""
+    name, arguments, text, right = case
+    assert follows(name, arguments, prompt="", response=text) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("Hi. You? Yes!", ["Hi.", "You?", "Yes!"]),
+        ("3.5 is it. ok", ["3.5 is it.", "ok"]),
+        ('He said "Hi." She left.', ['He said "Hi."', "She left."]),
+        (
+            "Dr. Ames of the U.S. army came. (So it is.)",
+            ["Dr. Ames of the U.S. army came.", "(So it is.)"],
+        ),
+        ("At 5 p.m. The sun set... and rose.", ["At 5 p.m.", "The sun set... and rose."]),
+        (
+            "J. Ames likes plan B. The rest, e.g. you, does not.",
+            ["J. Ames likes plan B.", "The rest, e.g.", "you, does not."],
+        ),
+        ("1. One\n2. two", ["1.", "One\n2. two"]),
+        ("Wow!!", ["Wow!", "!"]),
+    ],
+)
+def test_sentences_are_told_without_data_files(text: str, parts: list[str]) -> None:
+    assert sentences(text) == parts
+
+
+def test_words_are_cut_as_nltk_cuts_them() -> None:
+    assert words("I CAN'T, we're SO-SO.") == ["I", "CA", "N'T", ",", "we", "'re", "SO-SO", "."]
+    assert words("CANNOT (IT'S) a...B") == ["CAN", "NOT", "(", "IT", "'S", ")", "a", "...", "B"]
+    assert count_words("it's well_read \u0939\u093f\u0928\u094d\u0926\u0940") == 4
+
+
+def test_rows_that_ask_for_a_language_need_langdetect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    row = {"prompt": "x", "instruction_id_list": ["change_case:english_lowercase"], "kwargs": [{}]}
+    with pytest.raises(InvalidConfig, match="langdetect") as caught:
+        collate_ifeval(row)
+    assert caught.value.reason == "PACKAGE_MISSING"
+    collate_ifeval(row | {"instruction_id_list": ["punctuation:no_comma"]})
 
 
 def test_loose_reading_forgives_a_preamble() -> None:
