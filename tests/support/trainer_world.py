@@ -302,9 +302,11 @@ class World:
         run_dir: Path,
         *,
         supervised: DemonstrationSet | None = None,
-        learner: FakeLearner | None = None,
+        learner: Any = None,
         replay: Any = None,
-        publisher: FakePublisher | None = None,
+        publisher: Any = None,
+        evaluator: Callable[[RunRecords], Any] | None = None,
+        demonstrations: Any = None,
         **settings: Any,
     ) -> None:
         evaluation = {"num_tasks": 0, "every": 0} | settings.pop("evaluation", {})
@@ -312,14 +314,14 @@ class World:
         self.settings = TrainerSettings(run_dir=run_dir, **defaults | settings)
         self.learner, self.replay = learner or FakeLearner(), replay or FakeReplay()
         self.publisher = publisher or FakePublisher(self.learner)
-        self.evaluator = FakeEvaluator()
         self.run_dir = run_dir
         self.records = RunRecords(run_dir)
+        self.evaluator: Any = evaluator(self.records) if evaluator else FakeEvaluator()
         self.board = StatusBoard()
         self.checkpoints = Checkpoints(run_dir)
         parts = SimpleNamespace(
             learner=self.learner,
-            demonstrations=FakeDemonstrations(),
+            demonstrations=demonstrations or FakeDemonstrations(),
             replay=self.replay,
             publisher=self.publisher,
             evaluator=self.evaluator,

@@ -21,40 +21,18 @@ from dialoop_learning.packing.rows import TokenRow
 from dialoop_services.trainer.data.batches import TrajectoryFigures, metrics_of
 from dialoop_services.trainer.job.evaluation import EvaluationResult
 
+from tests.support.metrics.names import EVERY_ROW, general, names_in_docs
 from tests.support.samples.loss_samples import inputs_of
 from tests.support.samples.scorer_samples import make_group
 from tests.support.trainer_world import World, worlds
 
 ROOT = Path(__file__).parents[3]
-COMMON = {"time", "kind", "train_step", "policy_version", "lineage", "label"}
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
     with worlds(tmp_path) as make:
         yield make
-
-
-def names_in_docs() -> dict[str, set[str]]:
-    """The names by kind, as the page's tables have them."""
-    kinds: dict[str, set[str]] = {}
-    kind = ""
-    for line in (ROOT / "docs" / "metrics.md").read_text("utf-8").splitlines():
-        if line.startswith("## "):
-            kind = (re.findall("`([a-z_]+)`", line) or [""])[0]
-        elif line.startswith("| `"):
-            first, second = line.split("|")[1:3]
-            if kind:
-                kinds.setdefault(kind, set()).update(re.findall("`([^`]+)`", first))
-            else:
-                (name,) = re.findall("`([^`]+)`", first)
-                kinds[name] = set(re.findall("`([^`]+)`", second))
-    return kinds
-
-
-def general(name: str) -> str:
-    """`rewards/right/mean` as the page writes it."""
-    return re.sub("^rewards/.*/(mean|std)$", r"rewards/<name>/\1", name)
 
 
 async def test_every_name_that_a_run_writes_is_explained(world: Callable[..., World]) -> None:
@@ -65,7 +43,7 @@ async def test_every_name_that_a_run_writes_is_explained(world: Callable[..., Wo
     kinds = names_in_docs()
     assert {"train", "publish"} <= {row["kind"] for row in here.rows}
     for row in here.rows:
-        names = set(map(general, row)) - COMMON
+        names = set(map(general, row)) - kinds[EVERY_ROW]
         assert names <= kinds[row["kind"]], (row["kind"], names - kinds[row["kind"]])
 
 
@@ -78,7 +56,7 @@ def test_every_name_of_an_evaluation_is_explained() -> None:
         oldest=None,
         newest=None,
     )
-    assert names_in_docs()["evaluation"] == {*result.row(), "due_train_step"}
+    assert names_in_docs()["evaluation"] == {*result.row(), "label", "due_train_step"}
 
 
 def names_of_losses() -> set[str]:
