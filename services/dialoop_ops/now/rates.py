@@ -1,8 +1,9 @@
 """Tokens per second of counts that jump: a replica counts an answer's tokens when the answer ends.
 
-    sampled = SampledRate()
-    while True:
-        rate = sampled.look({"inference-0": await client.get_policy()}, time.monotonic())
+    rate = BurstRate()
+    rate.look(0, 0.0, is_idle=True)         # None: one look knows no rate
+    rate.look(800, 40.0, is_idle=False)     # 20.0: an answer of 800 tokens has ended
+    rate.look(0, 70.0, is_idle=False)       # 20.0: the next one is under way
 
 Answers that begin together end together, so most looks find nothing new, and a rate from one look
 to the next would be 0 for most of a run.
