@@ -25,10 +25,10 @@ def return_free_memory(*, above: int = 0) -> None:
     """
     global _resident_then
     trim = _malloc_trim()
-    if trim is None or _resident() - _resident_then < above:
+    if trim is None or resident_bytes() - _resident_then < above:
         return
     trim(0)
-    _resident_then = _resident()
+    _resident_then = resident_bytes()
 
 
 @cache
@@ -36,6 +36,6 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
-def _resident() -> int:
+def resident_bytes() -> int:
     """Return the bytes of the process that are in memory."""
     return int(psutil.Process().memory_info().rss)

@@ -16,7 +16,7 @@ from dialoop.reasons import Reason
 
 from dialoop_learning.loss.losses import LossInputs
 from dialoop_learning.loss.objective import Objective, combine_metrics
-from dialoop_learning.memory import return_free_memory
+from dialoop_learning.memory import resident_bytes, return_free_memory
 from dialoop_learning.packing.rows import OPTIONAL, PackedBatch, TokenRow, pack_rows
 from dialoop_learning.parallel.ranks import ALONE, Ranks, keep_pace, rows_behind
 from dialoop_learning.rl.packing_plan import plan_rows
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 
 _GROWTH = 512 << 20
-"""Bytes by which rows may leave the process larger before it gives them back. The next row touches
-each page anew: of a model of 3 million parameters, giving back 200 MB took 13 % of a row's time."""
+"""Bytes by which a row may leave the process larger than the first one did before it gives memory
+back. The next row touches each page anew: with memory given back after each row, a step of 135
+million parameters took 8 % longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,7 @@ def forward_backward(  # noqa: PLR0913 - a model, its data, its loss and who loo
     counts, num_behind = StepCounts.of(rows, ranks), rows_behind(len(rows), ranks)
     rows = whiten_rows(rows, ranks=ranks) if objective.whiten else rows
     total, metrics = 0.0, []
+    resident: list[int] = []
     for row in rows:
         scores = policy(
             row,
@@ -184,10 +186,13 @@ def forward_backward(  # noqa: PLR0913 - a model, its data, its loss and who loo
         if watch is not None:
             watch(row, scores.logprobs, loss_of_row)
         loss_of_row.backward()  # type: ignore[no-untyped-call]
-        return_free_memory(above=_GROWTH)
+        resident.append(resident_bytes())
+        if resident[-1] > resident[0] + _GROWTH:
+            return_free_memory()
         total += float(loss_of_row.detach())
         metrics.append({name: float(value) for name, value in own_metrics.items()})
     keep_pace(policy, num_behind, ranks)
+    return_free_memory(above=_GROWTH)
     of_ranks = ranks.gather([total, metrics])
     # Every rank gets the same sum, so all ranks apply the step or all refuse it.
     return BackwardReport(

@@ -28,6 +28,7 @@ from dialoop_services.config.file import (
     toml_of,
 )
 from dialoop_services.config.job import JobConfig
+from dialoop_services.runtime.cores import threads_of
 from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent
 from rich.console import Console
@@ -234,7 +235,8 @@ def _estimates(loaded: LoadedConfig) -> list[str]:
     if estimate is None:
         return []
     is_cpu = loaded.config.train.device == "cpu"
-    rate = preflight.gflops_of_this_machine() * loaded.config.train.num_threads if is_cpu else 0
+    num_threads = threads_of(loaded.config.train.num_threads)
+    rate = preflight.gflops_of_this_machine() * num_threads if is_cpu else 0
     return estimate.lines(gflops=rate)
 
 

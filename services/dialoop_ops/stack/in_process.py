@@ -39,6 +39,7 @@ from dialoop_services.config.file import (
     read_values,
 )
 from dialoop_services.hosting.in_process import InProcessNetwork
+from dialoop_services.runtime.cores import threads_of
 from dialoop_services.runtime.settings import load
 
 from dialoop_ops.stack import preflight
@@ -354,5 +355,5 @@ def _make_model(layout: Layout) -> None:
     from dialoop_learning.model.tiny import make_tiny_model
 
     # A worker keeps the number of threads with which it begins, and sums depend on that number.
-    torch.set_num_threads(layout.config.train.num_threads)
+    torch.set_num_threads(threads_of(layout.config.train.num_threads))
     make_tiny_model(directory, seed=layout.config.seed)

@@ -14,6 +14,7 @@ from dialoop_services.config.job import (
     warnings_for_cache,
     warnings_for_formats,
 )
+from dialoop_services.runtime.cores import threads_of
 
 from dialoop_ops.stack.layout import Layout, service_of
 from dialoop_ops.stack.processes.redis_server import version_of
@@ -107,7 +108,7 @@ async def _rescore(
         return dict(summary.NOT_RESCORED)
     command = (sys.executable, "-m", "dialoop_ops.policies.rescore", str(run_dir))
     # As many threads as the trainer has: more would spin while they wait for each other.
-    options["num_threads"] = layout.config.train.num_threads
+    options["num_threads"] = threads_of(layout.config.train.num_threads)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     words = [*command, f"--model-dir={model}", *words]
     with live:

@@ -235,8 +235,9 @@ class InferenceFields(Section):
     record_routed_experts: bool = False
     """Whether answers carry the experts that computed each token, for the trainer to replay. Only
     for a mixture of experts, and for engines that can say it: "transformers" can, "vllm" cannot."""
-    num_threads: int = Field(default=1, ge=1)
-    """Number of CPU threads of the transformers engine."""
+    num_threads: int | None = Field(default=None, ge=0)
+    """Number of CPU threads of an engine without a GPU; 0: one on each core. Absent: one for the
+    transformers engine, and one on each core but one for vLLM."""
     wake_after_s: float = Field(default=60.0, gt=0)
     """Seconds after which a sleeping replica wakes by itself if nobody uses the shared device."""
     served_model_name: str = ""
@@ -414,8 +415,9 @@ class TrainFields(Section):
     """What to train on: "rl" what collectors play, "sft" the demonstrations of [sft]."""
     num_steps: int = Field(default=50, ge=0)
     """Number of train steps; each takes a batch of groups or demonstrations and publishes once."""
-    num_threads: int = Field(default=1, ge=1)
-    """Number of CPU threads of each trainer process."""
+    num_threads: int = Field(default=1, ge=0)
+    """Number of CPU threads of each trainer process; 0: one on each core, and what else computes on
+    this machine goes first, such as an engine."""
     max_row_tokens: int | None = Field(default=None, ge=16)
     """Largest number of tokens in a packed row; absent: 1024, or inference.max_model_len if
     more."""

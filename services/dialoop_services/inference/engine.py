@@ -133,7 +133,8 @@ class EngineOptions:
     kv_cache_bytes: memory for the keys and values of all samples. dtype: of the weights.
     device: "cpu" or "cuda", for an engine that is told where to compute.
     tensor_parallel_size: devices that share one model. num_threads: threads that compute on a CPU;
-    0 leaves them as they are. seed: of samples whose request carries no seed.
+    0 for one on each core, absent for what suits the engine. seed: of samples whose request has
+    none.
     weight_transfer: the backend that SupportsTransfer names; empty for none.
     records_experts: whether samples name the experts of each token, as SupportsRoutedExperts says.
     device_lock: the lock of a device that the engine shares with the trainer. may_fork: whether
@@ -147,7 +148,7 @@ class EngineOptions:
     dtype: str = "float32"
     device: str = "cpu"
     tensor_parallel_size: int = 1
-    num_threads: int = 0
+    num_threads: int | None = None
     seed: int = 0
     adapters: AdapterLimits = NO_ADAPTERS
     weight_transfer: str = ""

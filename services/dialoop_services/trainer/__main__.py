@@ -31,6 +31,7 @@ from dialoop_learning.parallel.group_commands import RankGroup
 
 from dialoop_services.hosting.hosts import Host, OwnProcess
 from dialoop_services.hosting.server import GrpcServer
+from dialoop_services.runtime.cores import let_others_go_first, threads_of
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.process import run_blocking
 from dialoop_services.runtime.settings import load
@@ -243,7 +244,9 @@ def with_steps_of(
 
 async def _compute_first(settings: TrainerSettings) -> None:
     # Before a worker computes anything: it keeps the number of threads with which it begins.
-    torch.set_num_threads(settings.num_threads)
+    torch.set_num_threads(threads_of(settings.num_threads))
+    if not settings.num_threads and settings.device == "cpu":
+        let_others_go_first()
     await asyncio.to_thread(_make_tiny_model, settings)
 
 

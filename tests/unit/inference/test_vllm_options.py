@@ -57,7 +57,9 @@ def test_a_replica_starts_beside_a_trainer_on_its_gpu(args_of: Any) -> None:
         demand(gpu_memory_utilization=0.92)
 
 
-def test_graphs_are_captured_on_cuda_alone(args_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_captured_on_cuda_alone_and_small_blocks_are_a_cpus(
+    args_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Platform:
         is_sleep_mode_available = staticmethod(lambda: False)
 
@@ -66,9 +68,12 @@ def test_graphs_are_captured_on_cuda_alone(args_of: Any, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "current_platform", Platform(cuda=True))
     assert args_of().enforce_eager is False
+    assert args_of().block_size is None, "vLLM's own"
     assert args_of(enforce_eager=True).enforce_eager is True
     monkeypatch.setattr(module, "current_platform", Platform(cuda=False))
     assert args_of().enforce_eager is True
+    assert args_of().block_size == 32
+    assert args_of(block_size=64).block_size == 64
     with pytest.raises(InvalidConfig, match="only CUDA has graphs"):
         args_of(enforce_eager=False)
 

@@ -63,6 +63,7 @@ from dialoop_services.inference.weights.parameters import (
     model_shapes,
     require_same_parameters,
 )
+from dialoop_services.runtime.cores import threads_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,8 +134,7 @@ class TransformersEngine:
         Raises InvalidConfig: NEEDS_CUDA without the device, and for too few positions.
         """
         require_cuda(options.device)
-        if options.num_threads:
-            torch.set_num_threads(options.num_threads)
+        torch.set_num_threads(1 if options.num_threads is None else threads_of(options.num_threads))
         if options.adapters.max_adapters:
             await asyncio.to_thread(require_peft)
         model = await asyncio.to_thread(

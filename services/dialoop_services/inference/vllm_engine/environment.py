@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+
+from dialoop_services.runtime.cores import threads_of
 
 if TYPE_CHECKING:
     from dialoop_services.inference.engine import Engine, EngineOptions
@@ -37,7 +38,7 @@ class Vllm:
     @classmethod
     async def start(cls, model_dir: Path, options: EngineOptions) -> Engine:
         """Start a VllmEngine; InvalidConfig (VLLM_MISSING) when vLLM cannot be imported."""
-        prepare()
+        prepare(options.num_threads)
         try:
             from dialoop_services.inference.vllm_engine.engine import VllmEngine
         except Exception as error:  # a torch of another build raises RuntimeError or OSError
@@ -49,11 +50,11 @@ class Vllm:
         return await VllmEngine.start(model_dir, options)
 
 
-def prepare() -> None:
+def prepare(num_threads: int | None = None) -> None:
     """Set the variables that vLLM reads; those that are set already stay.
 
     It then asks nothing of the network, needs no compiler on a CPU, forks nothing on a GPU, and
-    warns less.
+    warns less. On a CPU it computes with `num_threads`; absent: one for each core but one.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -67,17 +68,13 @@ def prepare() -> None:
         # each of the two burns a core while it waits for the other (benchmarks/cpu_executors.py).
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+            if num_threads is not None:
+                os.environ["OMP_NUM_THREADS"] = str(threads_of(num_threads))
             # As many as vLLM gives a worker: one core stays for scheduling and for the others.
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() - 1)))
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads_of(0) - 1)))
     if "VLLM_LOGGING_LEVEL" not in os.environ:  # a level that the user sets gets all messages
         os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
         os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(LOGGING))
-
-
-def _num_cores() -> int:
-    """Return how many physical cores this process may use."""
-    num_allowed = len(os.sched_getaffinity(0))
-    return min(num_allowed, psutil.cpu_count(logical=False) or num_allowed)
 
 
 class DropKnownWarnings(logging.Filter):

@@ -58,6 +58,10 @@ def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
         # CUDA graphs save the launches of small kernels; on a CPU there is nothing to capture.
         "enforce_eager": not current_platform.is_cuda(),
     }
+    if not current_platform.is_cuda():
+        # A prompt is computed once for all samples of a group, but for what fills no block. vLLM's
+        # own 128 on a CPU share nothing of most prompts; its attention there takes multiples of 32.
+        named["block_size"] = 32
     return AsyncEngineArgs(
         model=str(model_dir),
         dtype=options.dtype,

@@ -45,6 +45,7 @@ from dialoop_learning.training import (
 
 from dialoop_services.config.memory import LARGE_MODEL
 from dialoop_services.config.tables import ModelSection
+from dialoop_services.runtime.cores import threads_of
 from dialoop_services.runtime.process import set_allocator
 from dialoop_services.trainer.learner.learner_state import LearnerState, move_training
 
@@ -125,9 +126,10 @@ class Learner:
     """
 
     def __init__(self, settings: TrainerSettings, group: RankGroup[Learner] | None = None) -> None:
-        torch.set_num_threads(settings.num_threads)
-        torch.manual_seed(settings.seed)
         self.group = group or RankGroup(Ranks(device=torch.device(settings.device)))
+        num_processes = self.group.ranks.size
+        torch.set_num_threads(threads_of(settings.num_threads, num_processes=num_processes))
+        torch.manual_seed(settings.seed)
         self._settings = settings
         self._ranks = ranks = self.group.ranks
         self.observer = StepObserver()

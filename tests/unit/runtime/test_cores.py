@@ -1,0 +1,40 @@
+"""Threads by cores, and a process that lets others go first."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from dialoop_services.runtime.cores import threads_of
+
+AUTOGROUP = Path("/proc/self/autogroup")
+
+
+def test_zero_is_a_thread_on_each_core_that_the_process_may_use(monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(6), raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8 if logical else 4)
+    assert threads_of(3) == threads_of(3, num_processes=2) == 3
+    assert threads_of(0) == 4, "two threads on one core compute no faster"
+    assert threads_of(0, num_processes=2) == 2
+    assert threads_of(0, num_processes=9) == 1
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="of Linux with autogroups")
+def test_others_go_first_also_where_they_are_in_another_session() -> None:
+    code = (
+        "from dialoop_services.runtime.cores import let_others_go_first\n"
+        "let_others_go_first()\n"
+        f"print(__import__('os').nice(0), open({str(AUTOGROUP)!r}).read())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        start_new_session=True,
+    )
+    niceness, _, _, of_session = done.stdout.split()
+    assert int(niceness) - os.nice(0) == int(of_session) == 15
