@@ -33,7 +33,6 @@ RUNS = {
     "path_of_a_prompt": "",
     "path_of_a_prompt --rest-step": "",
     "publish_pause": "--engines transformers --sizes 3m --times 1",
-    "real": "--set train.num_steps=2 --set evaluation.num_tasks=4",
     "reasoning_race": "--contenders in_process --num-steps 2 --samples 1",
     "rendering": "--turns 2 --words 5 --calls 3",
     "replay_throughput": "--groups 40 --tokens 16",
@@ -53,6 +52,7 @@ LEFT_OUT = {
     "gpu.smoke": "gpu.evidence runs its checks",
     "gpu.train_step": "a check of gpu.smoke",
     "learn": "make learn trains by every algorithm",
+    "real": "tests/benchmarks/test_real_model.py runs it",
     "silent_bugs": "tests/e2e/test_silent_bugs.py runs it",
     "soak": "what grows shows after seven minutes at the earliest",
 }

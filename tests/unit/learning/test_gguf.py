@@ -3,108 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import gguf
-import numpy as np
 import psutil
 import pytest
 import torch
 from dialoop.errors import DialoopError
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_learning.model.gguf import convert_gguf
-from dialoop_learning.model.tiny import tiny_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
+
+from tests.support.samples.gguf_files import llama, tensors, write
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-BLOCK = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-HEADS, KEY_HEADS = 4, 2
-
-
-def llama(*, tied: bool = True) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=tiny_tokenizer().get_vocab_size(),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_HEADS,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def tensors(model: LlamaForCausalLM) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Names and weights as llama.cpp has them: halves of queries and keys are interleaved."""
-    yield "token_embd.weight", model.model.embed_tokens.weight.detach().numpy()
-    yield "output_norm.weight", model.model.norm.weight.detach().numpy()
-    if not model.config.tie_word_embeddings:
-        yield "output.weight", model.lm_head.weight.detach().numpy()
-    for number, layer in enumerate(model.model.layers):
-        for name, weight in layer.state_dict().items():
-            stem = name.removesuffix(".weight")
-            array = weight.numpy()
-            if stem in ("self_attn.q_proj", "self_attn.k_proj"):
-                heads = HEADS if stem.endswith("q_proj") else KEY_HEADS
-                halves = array.reshape(heads, 2, array.shape[0] // heads // 2, array.shape[1])
-                array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
-            yield f"blk.{number}.{BLOCK[stem]}.weight", array
-
-
-def write(
-    path: Path, model: LlamaForCausalLM, *, architecture: str = "llama", splits: str = "gpt-2"
-) -> Path:
-    made = json.loads(tiny_tokenizer().to_str())
-    added = {token["id"]: token["content"] for token in made["added_tokens"]}
-    words = {number: word for word, number in made["model"]["vocab"].items()} | added
-    config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KEY_HEADS)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splits)
-    writer.add_token_list([words[number] for number in range(len(words))])
-    kinds = [3 if number in added else 1 for number in range(len(words))]
-    writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(pair) for pair in made["model"]["merges"]])
-    ends = {text: number for number, text in added.items()}
-    writer.add_eos_token_id(ends["<|im_end|>"])
-    writer.add_bos_token_id(ends["<|im_start|>"])
-    writer.add_chat_template(TEMPLATE)
-    for name, array in tensors(model):
-        writer.add_tensor(name, array.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_tokens_and_template_are_those_of_the_file(tmp_path: Path, tied: bool) -> None:
     model = llama(tied=tied)
-    file, directory = write(tmp_path / "m.gguf", model), tmp_path / "model"
+    file, directory = write(tmp_path / "m.gguf", model, template=TEMPLATE), tmp_path / "model"
     num_weights = sum(weight.size for _, weight in tensors(model))
     assert convert_gguf(file, directory, dtype="float32") == num_weights
     converted = AutoModelForCausalLM.from_pretrained(directory).eval()
@@ -120,7 +37,9 @@ def test_weights_tokens_and_template_are_those_of_the_file(tmp_path: Path, tied:
 
 
 def test_smollms_digits_stand_alone(tmp_path: Path) -> None:
-    convert_gguf(write(tmp_path / "m.gguf", llama(), splits="smollm"), tmp_path / "model")
+    convert_gguf(
+        write(tmp_path / "m.gguf", llama(), template=TEMPLATE, splits="smollm"), tmp_path / "model"
+    )
     made = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     kinds = [part["type"] for part in made["pre_tokenizer"]["pretokenizers"]]
     assert kinds == ["Digits", "ByteLevel"]
@@ -130,13 +49,13 @@ def test_what_cannot_be_converted_is_said_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, directory = llama(), tmp_path / "model"
-    whole = write(tmp_path / "m.gguf", model)
+    whole = write(tmp_path / "m.gguf", model, template=TEMPLATE)
     torn = tmp_path / "torn.gguf"
     torn.write_bytes(whole.read_bytes()[:-5000])
     text = tmp_path / "text.gguf"
     text.write_text("not a model")
-    other = write(tmp_path / "mamba.gguf", model, architecture="mamba")
-    splits = write(tmp_path / "splits.gguf", model, splits="tekken")
+    other = write(tmp_path / "mamba.gguf", model, template=TEMPLATE, architecture="mamba")
+    splits = write(tmp_path / "splits.gguf", model, template=TEMPLATE, splits="tekken")
     for file, words in (
         (tmp_path / "none.gguf", "There is no file"),
         (torn, "no whole GGUF file"),
