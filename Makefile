@@ -8,13 +8,16 @@ KEEP ?=
 PART ?= 1/1
 ENGINE_DIR ?= /var/tmp/dialoop-engine
 
-.PHONY: setup demo learn models up test nightly compose-test silent-bugs chaos gpu-smoke gpu-parts gpu-evidence check proto console bench
+.PHONY: setup demo real learn models up test nightly compose-test silent-bugs chaos gpu-smoke gpu-parts gpu-evidence check proto console bench
 
 setup:  ## make or update .venv
 	@infra/setup.sh
 
 demo: setup  ## the main job: a tiny model learns to use a calculator; SEED=1 for another seed
 	@SEED=$(SEED) $(BIN)/python -m dialoop_ops.stack train infra/configs/demo.toml --fresh
+
+real: setup  ## a real chat model learns to follow instructions, in minutes on a CPU; SEED=1 for another seed
+	@SEED=$(SEED) $(BIN)/python -m benchmarks.real
 
 learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lora takes some
 	@SEED=$(SEED) $(BIN)/python -m benchmarks.learn infra/configs/demo.toml \

