@@ -69,7 +69,7 @@ def test_the_real_model_trains_for_two_steps() -> None:
         pytest.skip(str(why))
     changes = ("--set", "train.num_steps=2", "--set", "evaluation.num_tasks=4")
     ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.real", *changes],
+        [sys.executable, "-m", "benchmarks.real", "--json", *changes],
         cwd=ROOT,
         capture_output=True,
         text=True,
