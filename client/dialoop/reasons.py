@@ -64,6 +64,7 @@ class DropReason(_Named):
     LEASE_EXPIRED = "lease_expired", "The holder of the lease did not come back."
     MEMBER_FAILED = "member_failed", "A member of the group could not be played."
     MEMBER_RETRIED = "member_retried", "Members that were played again; counted in trajectories."
+    NO_FEEDBACK = "no_feedback", "The loss learns from failed checks, and no reward names one."
     NO_ROOM = (
         "no_room",
         "The group was played while max_waiting_groups were waiting, and found no room.",
@@ -346,6 +347,7 @@ class Reason(_Named):
     NO_DEVICE_LOCK = "NO_DEVICE_LOCK", "The device's lock file cannot be locked."
     NO_INFERENCE = "NO_INFERENCE", "The environments have no inference service to sample from."
     NO_EPISODE = "NO_EPISODE", "No tool of an episode is running."
+    NO_FEEDBACK = "NO_FEEDBACK", "The loss learns from failed checks, and no reward names one."
     NO_PARSER = "NO_PARSER", "The chat template has no parser that reads its text back."
     NO_RAY = "NO_RAY", "Ray is not installed, or its cluster does not take the job."
     NO_REDIS = "NO_REDIS", "There is no Redis to use or to start."
@@ -397,6 +399,10 @@ class Reason(_Named):
     PROMPT_AMBIGUOUS = "PROMPT_AMBIGUOUS", "Give exactly one form of the prompt."
     PROMPT_MISSING = "PROMPT_MISSING", "There is no prompt to respond to."
     PROMPT_NOT_PREFIX = "PROMPT_NOT_PREFIX", "The chat template rewrites earlier messages."
+    PROMPT_NOT_RENDERED = (
+        "PROMPT_NOT_RENDERED",
+        "The recorded prompt is not what the chat template makes of its messages.",
+    )
     QUERIES_MISSING = "QUERIES_MISSING", "There is no query."
     QUERY_UNSUPPORTED = "QUERY_UNSUPPORTED", "The environment plays its own tasks only."
     PUBLISH_TIMED_OUT = "PUBLISH_TIMED_OUT", "No replica loaded the policy in time."

@@ -227,6 +227,8 @@ class Reward:
 
     A dense reward has one number per token of the response, and their sum as its value:
     Reward.dense("kl", (-0.5, 0.25)).value == -0.25
+
+    feedback says in words which checks the answer failed; it is empty where none did.
     """
 
     name: str
@@ -234,6 +236,7 @@ class Reward:
     weight: float = 1.0
     success: bool | None = None
     per_token: tuple[float, ...] = ()
+    feedback: str = ""
 
     def __post_init__(self) -> None:
         if not self.per_token:
@@ -344,6 +347,12 @@ class Trajectory:
     def reward(self) -> float:
         """Return the sum of the turns' rewards."""
         return sum(turn.reward for turn in self.turns)
+
+    @property
+    def feedback(self) -> str:
+        """Return the words of its rewards on failed checks, turn by turn, each once."""
+        words = (reward.feedback for turn in self.turns for reward in turn.rewards)
+        return "\n".join(dict.fromkeys(text for text in words if text.strip()))
 
     @property
     def num_model_tokens(self) -> int:

@@ -327,4 +327,6 @@ def require_trainable(rows: Sequence[TokenRow], objective: Objective) -> None:
     nothing = torch.zeros(batch.num_loss_tokens)
     if batch.proximal_logprobs is None and objective.needs_proximal:
         batch = replace(batch, proximal_logprobs=batch.scatter(nothing))
+    if objective.needs_feedback:
+        batch = replace(batch, ref_logprobs=batch.scatter(nothing))
     objective(loss_inputs(batch, nothing, entropy=nothing))

@@ -26,6 +26,7 @@ from dialoop.reasons import Reason
 from dialoop.sandbox.killable import KillableFunction
 from dialoop.tasks.files import file_tasks
 from dialoop.tasks.ifeval_checks import CHECKS, IN_A_LANGUAGE, require_langdetect
+from dialoop.tasks.ifeval_words import words_of
 from dialoop.trajectory import Reward
 
 SYSTEM_PROMPT = "Think between <think> and </think>, then answer between <answer> and </answer>."
@@ -108,6 +109,8 @@ MIN_WORDS = 10
 class IfEvalReward(Transform):
     """One reward by the aggregator, and the mean strict and loose scores with weight 0.
 
+    The reward's feedback names the instructions that were not followed strictly, and the topic that
+    the answer is beside.
     in_blocks: the answer stands between <answer> and </answer>; else it is the whole message.
     """
 
@@ -141,10 +144,14 @@ class IfEvalReward(Transform):
         text, data = episode.answer_text, episode.task.metadata
         blocks = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
         answers = blocks if self.in_blocks else [text]
+        instructions, arguments = (
+            json.loads(data["instruction_id_list"]),
+            json.loads(data["kwargs"]),
+        )
         results = await self.check(
             {
-                "instructions": json.loads(data["instruction_id_list"]),
-                "arguments": json.loads(data["kwargs"]),
+                "instructions": instructions,
+                "arguments": arguments,
                 "prompt": episode.task.question,
                 "response": answers[0] if answers else "",
             },
@@ -161,9 +168,13 @@ class IfEvalReward(Transform):
         success = all(followed.strict)
         value = AGGREGATORS[self.aggregator](followed)
         means = {"strict": fmean(followed.strict), "loose": fmean(followed.loose)}
+        failed = zip(instructions, arguments, followed.strict, strict=True)
+        words = [words_of(name, given) for name, given, is_followed in failed if not is_followed]
+        if not followed.is_about_topic:
+            words.append(f"Write at least {MIN_WORDS} words about {data['topic']}.")
         return Score(
             rewards=(
-                Reward(name="ifeval", value=value, success=success),
+                Reward(name="ifeval", value=value, success=success, feedback="\n".join(words)),
                 *(Reward(name=n, value=v, weight=0.0, success=success) for n, v in means.items()),
             )
         )

@@ -39,6 +39,8 @@ class LossFacts:
     options: arguments of that function. whiten: normalise advantages over the train step.
     needs_advantages: false where the loss trains tokens whatever their advantage.
     needs_reference, needs_proximal: the loss reads `ref_logprobs`, `proximal_logprobs`.
+    needs_feedback: the loss trains trajectories with words on failed checks alone; `ref_logprobs`
+    are the policy's own, which has read these words.
     imitates: the loss trains whole sequences, and an advantage only says whether the scorer chose
     the sequence (`top_k`). Such a loss also trains on demonstrations.
     divide_by_std, leave_one_out, drop_uniform: how the scorer should prepare the groups.
@@ -51,6 +53,7 @@ class LossFacts:
     needs_advantages: bool = True
     needs_reference: bool = False
     needs_proximal: bool = False
+    needs_feedback: bool = False
     imitates: bool = False
     divide_by_std: bool = True
     leave_one_out: bool = False
@@ -77,6 +80,7 @@ LOSSES: Mapping[str, LossFacts] = MappingProxyType(
         "dppo_mask": LossFacts(divide_by_std=False),
         "decoupled_ppo": LossFacts(needs_proximal=True),
         "distill": LossFacts(needs_advantages=False, needs_reference=True),
+        "self_distillation": LossFacts(needs_advantages=False, needs_feedback=True),
         "sft": LossFacts(imitates=True),
         "minor_sft": LossFacts(aggregation="sequence", imitates=True, needs_reference=True),
     }

@@ -47,6 +47,7 @@ def load_objective(
         asks_for_proximal=facts.needs_proximal,
         needs_advantages=facts.needs_advantages,
         imitates=facts.imitates,
+        needs_feedback=facts.needs_feedback,
     )
     fields = {key: value for key, value in surroundings.items() if value is not None}
     if fields.get("correction") is not None and (facts.imitates or not facts.needs_advantages):

@@ -292,6 +292,19 @@ def distill(inputs: LossInputs) -> LossOutput:
     return LossOutput(inputs.mean(-ratio * gain), {"teacher_log_ratio": inputs.token_mean(gain)})
 
 
+def self_distillation(inputs: LossInputs) -> LossOutput:
+    """Return `distill`'s term with the policy as its own teacher: -r sg(log teacher - log policy).
+
+    The teacher is the policy at the start of the train step. Its prompt also says which checks the
+    answer failed, and shows a successful answer of the group. ref_logprobs are its log-probs [M].
+    Source: SDPO (arXiv 2601.20802), which minimises sum_t KL(policy(. | x, y_<t) ||
+    sg(policy(. | x, feedback, y_<t))). It sums over the likeliest tokens and averages the teacher's
+    weights over steps. Here the sampled token stands for the sum, as with "sampled_token" in TRL's
+    SDPOTrainer, whose teacher "live" is this one.
+    """
+    return distill(inputs)
+
+
 def sft(inputs: LossInputs) -> LossOutput:
     """Return -log policy of the demonstrated tokens: their negative log-likelihood in nats.
 

@@ -61,6 +61,7 @@ class Objective:
     entropy_coeff: factor of the entropy, which is subtracted (0: none).
     whiten: normalise advantages over the train step (REINFORCE++, arXiv 2501.03262).
     imitates: the loss learns the tokens of every sequence whose advantage is not 0.
+    needs_feedback: the loss learns from the policy's own log-probs behind a prompt with feedback.
     KL and entropy are aggregated as the loss is. TRL's entropy bonus is always a mean over tokens.
     The metrics loss_objective, loss_kl, loss_kl_to_inference and loss_entropy add up to the loss.
     """
@@ -78,6 +79,7 @@ class Objective:
     asks_for_proximal: bool = False
     needs_advantages: bool = True
     imitates: bool = False
+    needs_feedback: bool = False
 
     @property
     def needs_proximal(self) -> bool:

@@ -40,7 +40,8 @@ class TokenRow:
     float32 [M]. routed_experts: int16 [L, layers, k], those that an engine chose, NO_EXPERT where
     the model shall choose. group_index: the sequence's group in the train step. trajectory_index:
     its trajectory in that group, None for a row that is no part of a trajectory. temperature: the
-    one that its tokens were sampled with.
+    one that its tokens were sampled with. teacher_prompt: int64 ids that a teacher reads in place
+    of the tokens before the first sampled one.
     """
 
     token_ids: Tensor
@@ -54,6 +55,7 @@ class TokenRow:
     group_index: int = 0
     trajectory_index: int | None = None
     temperature: float = 1.0
+    teacher_prompt: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) or bool(self.response_mask[0]):
@@ -105,6 +107,18 @@ class TokenRow:
             trajectory_index=trajectory_index,
             temperature=temperature,
             **logprobs,
+        )
+
+    def behind_teacher_prompt(self) -> TokenRow:
+        """Return the same sampled tokens behind the teacher's prompt, without other values."""
+        prompt = self.teacher_prompt
+        assert prompt is not None
+        start = int(self.response_mask.int().argmax())
+        no_response = torch.zeros(len(prompt), dtype=torch.bool)
+        return TokenRow(
+            token_ids=torch.cat([prompt, self.token_ids[start:]]),
+            response_mask=torch.cat([no_response, self.response_mask[start:]]),
+            temperature=self.temperature,
         )
 
     @classmethod

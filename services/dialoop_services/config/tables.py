@@ -392,6 +392,9 @@ class ObjectiveSettings(Section):
     scorer's reference model."""
     proximal: bool = False
     """Whether to clip around the policy at the start of the train step, not around the engine's."""
+    sibling_answer: bool = True
+    """Whether the prompt of a teacher that reads feedback shows a successful answer of the same
+    group too, one of candidates.success_reward or more, where there is one."""
     num_epochs: int = Field(default=1, ge=1)
     """Number of times that a train step goes over its batch."""
     max_fresh_mismatch_kl: float = Field(default=1e-2, gt=0)
@@ -570,6 +573,12 @@ class TrainFields(Section):
             raise ValueError(
                 'kl_inference_coeff and kl_to = "inference" are the same KL: set kl_coeff alone, '
                 'or kl_to to "ref"'
+            )
+        kl_to_ref = self.objective.kl_coeff and self.objective.kl_to == "ref"
+        if kl_to_ref and facts_of(self.loss).needs_feedback:
+            raise ValueError(
+                f"kl_coeff {self.objective.kl_coeff:g} is to the reference, and that of loss "
+                f'{self.loss} is the policy itself: set kl_to = "inference", or kl_coeff = 0'
             )
         if self.logprob_kernel == "cut" and self.objective.entropy_coeff:
             raise ValueError(

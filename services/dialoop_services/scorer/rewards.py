@@ -195,7 +195,8 @@ def _with(trajectory: Trajectory, reward: Reward) -> Trajectory:
             start += count
             if part:
                 rewards[number] = (Reward.dense(reward.name, part, weight=reward.weight),)
-        rewards[-1] = tuple(replace(own, success=reward.success) for own in rewards[-1])
+        whole = {"success": reward.success, "feedback": reward.feedback}
+        rewards[-1] = tuple(replace(own, **whole) for own in rewards[-1])
     pairs = zip(trajectory.turns, rewards, strict=True)
     turns = tuple(replace(turn, rewards=(*turn.rewards, *own)) for turn, own in pairs)
     return replace(trajectory, turns=turns)

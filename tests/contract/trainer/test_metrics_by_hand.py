@@ -56,6 +56,7 @@ from tests.support.metrics.plain_steps import (
     mean,
     table,
 )
+from tests.support.metrics.self_teaching import Class, batch_of
 from tests.support.trainer_world import worlds
 from tests.support.waiting import until
 
@@ -621,6 +622,26 @@ def test_a_mixture_of_experts_that_learns_from_a_teacher(tmp_path: Path) -> Pair
     probed = tokens[:12]  # of two answers: they have an eighth of the 160 tokens
     yield row, {"replayed_mismatch_kl": mean(k3(engine, now) for now, _, engine, _ in probed)}
     yield row, {"own_routing_mismatch_kl": mean(k3(engine, own) for _, own, engine, _ in probed)}
+    job.world.records.close()
+
+
+@by_hand("train", "num_with_feedback")
+def test_a_policy_that_learns_from_itself_behind_feedback(directory: Path, tmp_path: Path) -> Pairs:
+    room = Class(directory)
+    groups = room.groups()
+    named = {**ONE_UPDATE, "loss": "self_distillation"}
+    job = real_job(tmp_path, directory, batch_of(*groups), **named)
+    job.run()
+    (row,), (update,) = job.rows("train"), job.recorder.updates
+    model, tokens = PlainModel(directory).load(update.weights), []
+    for own, taught in room.by_hand(*groups):
+        columns = (model.logprobs(own), model.logprobs(taught), own.engine)
+        tokens += zip(*columns, strict=True)
+    loss = -mean(math.exp(now - engine) * (teacher - now) for now, teacher, engine in tokens)
+    yield row, {"teacher_log_ratio": mean(teacher - now for now, teacher, _ in tokens)}
+    yield row, {"loss_objective": loss, "loss": loss}
+    # Of four trajectories one has passed; 5, 4 + 6 and 8 tokens were sampled.
+    yield row, {"num_with_feedback": 3, "num_trained_tokens": 23}
     job.world.records.close()
 
 

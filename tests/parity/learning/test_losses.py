@@ -166,6 +166,21 @@ def test_sft_golden_number() -> None:
     assert sft(inputs_of([-1.0, -2.0, -6.0])).loss.item() == pytest.approx(3.0)
 
 
+def test_self_distillation_by_hand() -> None:
+    """-r (log teacher - log policy), with r 2 and 0.5, whatever the advantages."""
+    inputs = inputs_of(
+        log(0.5, 0.2), log(0.25, 0.4), ref_logprobs=log(1.0, 0.1), advantages=[9.0, -9.0]
+    )
+    output = losses.self_distillation(inputs)
+    gains = (math.log(2), math.log(0.5))
+    assert output.loss.item() == pytest.approx(-(2 * gains[0] + 0.5 * gains[1]) / 2, abs=1e-6)
+    assert output.metrics["teacher_log_ratio"].item() == pytest.approx(0.0, abs=1e-6)
+    output.loss.backward()  # type: ignore[no-untyped-call]
+    assert inputs.policy_logprobs.grad is not None
+    expected = [-2 * gains[0] / 2, -0.5 * gains[1] / 2]  # the teacher and the gain have none
+    assert inputs.policy_logprobs.grad.tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_minor_sft_golden_number() -> None:
     # mean gain of the sequence: (1 + 3) / 2 = 2; -log sigmoid(0.5 * 2) = log(1 + e^-1) = 0.313262
     inputs = inputs_of([-1.0, -2.0], ref_logprobs=[-2.0, -5.0], aggregation="sequence")
@@ -248,7 +263,7 @@ def test_a_loss_reads_what_the_table_says_it_needs(name: str) -> None:
     facts, objective = facts_of(name), load_objective(name)
     needs = {
         "advantages": facts.needs_advantages and not facts.imitates,
-        "ref_logprobs": facts.needs_reference,
+        "ref_logprobs": facts.needs_reference or facts.needs_feedback,
         "proximal_logprobs": facts.needs_proximal,
     }
     fields: dict[str, Any] = {column: [-1.0] for column, needed in needs.items() if needed}
@@ -274,7 +289,7 @@ def test_wrong_loss_setting_is_named(name: str, options: dict[str, Any], reason:
     assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize("name", ["distill", "sft", "minor_sft"])
+@pytest.mark.parametrize("name", ["distill", "self_distillation", "sft", "minor_sft"])
 def test_a_correction_is_refused_for_a_loss_that_would_not_feel_it(name: str) -> None:
     with pytest.raises(InvalidConfig, match=f"loss {name} reads none") as caught:
         load_objective(name, correction=Correction(kind="tis"))

@@ -70,7 +70,7 @@ def losses_of_groups() -> Iterator[Any]:
     """All that read what the queue holds; the default run takes one."""
     others = pytest.mark.heavy(reason="ten losses")
     for name, facts in LOSSES.items():
-        if not facts.imitates:
+        if not (facts.imitates or facts.needs_feedback):  # the others need more than numbers
             yield name if name == "grpo" else pytest.param(name, marks=others)
 
 

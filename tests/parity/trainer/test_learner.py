@@ -129,7 +129,9 @@ def test_entropy_is_measured_by_staleness_unless_it_is_not_wanted(
 
 
 OF_ADVANTAGES = [
-    name for name, facts in LOSSES.items() if not (facts.imitates or facts.needs_reference)
+    name
+    for name, facts in LOSSES.items()
+    if not (facts.imitates or facts.needs_reference or facts.needs_feedback)
 ]
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop.chat import Message
+from dialoop.chat import History, Message
+from dialoop.environments import Episode, TaskData
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.tasks.ifeval import (
     Followed,
@@ -19,6 +20,7 @@ from dialoop.tasks.ifeval import (
 )
 from dialoop.tasks.ifeval_checks import CHECKS, check_all, follows
 from dialoop.tasks.ifeval_text import count_words, sentences, words
+from dialoop.tasks.ifeval_words import WORDS, words_of
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "ifeval_checks.json"
 
@@ -117,6 +119,39 @@ def test_each_instruction_is_told_from_its_violation(
 
 def test_every_instruction_has_a_case() -> None:
     assert {name for name, *_ in CASES} | {"language:response_language"} == set(CHECKS)
+
+
+def test_every_instruction_has_words_with_its_arguments() -> None:
+    assert set(WORDS) == set(CHECKS)
+    for name, arguments, *_ in CASES:
+        told = words_of(name, arguments)
+        assert "{" not in told, told
+        of_prompt = {} if name == "combination:repeat_prompt" else arguments
+        for value in of_prompt.values():
+            for part in value if isinstance(value, list) else [value]:
+                assert str(part) in told, (name, told)
+    most = {"num_words": 3, "relation": None}
+    assert words_of("length_constraints:number_words", most) == "Write at least 3 words."
+    words = {"keywords": ["always", "remember"]}
+    assert words_of("keywords:existence", words) == "Use these words: always, remember."
+
+
+async def test_the_reward_tells_which_instructions_failed() -> None:
+    """The same words each time, in the order of the row; none where all were followed."""
+    names = ["punctuation:no_comma", "startend:quotation", "length_constraints:number_words"]
+    kwargs = [{}, {}, {"num_words": 3, "relation": "less than"}]
+    row = {"instruction_id_list": json.dumps(names), "kwargs": json.dumps(kwargs)}
+    reward, told = IfEvalReward(in_blocks=False), []
+    for text in ("One, and no more", "One, and no more", '"Two words"'):
+        said = Message(role="assistant", content=text)
+        task = TaskData(key="0", question="Write.", metadata=row)
+        episode = Episode(task=task, seed=0, history=History((said,)), answer=said, terminated=True)
+        score = await reward.score(episode)
+        assert [r.feedback for r in score.rewards[1:]] == ["", ""]
+        told.append(score.rewards[0].feedback)
+    await reward.release()
+    first = ("Do not use any commas.", "Put the whole answer in double quotation marks.")
+    assert told == ["\n".join((*first, "Write less than 3 words."))] * 2 + [""]
 
 
 def test_languages_are_told_apart() -> None:

@@ -58,6 +58,12 @@ async def test_an_answer_that_is_short_or_beside_its_topic_earns_a_fifth(
     episode = Episode(task=task, seed=0, history=History((said,)), answer=said, terminated=True)
     score = await reward.score(episode)
     assert score.rewards[0].value == pytest.approx(value)
+    told = score.rewards[0].feedback.split("\n")
+    follows = answer.endswith("That is all.")
+    assert ("End with exactly this phrase: That is all." in told) is not follows
+    is_beside = value == 0.2 or not answer
+    assert ("Write at least 10 words about the sea." in told) is is_beside
+    assert (score.rewards[0].feedback == "") is (value == 1.0)
     await reward.release()
 
 

@@ -112,6 +112,18 @@ def test_an_entropy_bonus_and_the_kernel_that_has_no_entropy_are_refused_togethe
         parse_config({"train": train}, source="t")
 
 
+def test_a_loss_that_is_its_own_reference_refuses_what_it_has_no_place_for() -> None:
+    train = {"loss": "self_distillation", "objective": {"kl_coeff": 0.1}}
+    with pytest.raises(InvalidConfig, match="the policy itself: set kl_to"):
+        load(TrainerSettings, **train)
+    with pytest.raises(InvalidConfig, match="the policy itself: set kl_to"):
+        parse_config({"train": train, "scorer": {"reference_logprobs": True}}, source="t")
+    fits = {"kl_coeff": 0.1, "kl_to": "inference", "sibling_answer": False}
+    parse_config({"train": train | {"objective": fits}}, source="t")
+    with pytest.raises(ValidationError, match="takes only sft or minor_sft"):
+        TrainerSettings(mode="sft", loss="self_distillation")
+
+
 class Enough(Exception):
     """Ends the trainer after its first work."""
 

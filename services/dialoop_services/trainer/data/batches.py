@@ -36,12 +36,23 @@ _CUT_OFF = (StopReason.LENGTH, StopReason.CONTEXT_FULL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSequence:
-    """One token row to train, with its group in the batch, trajectory in the group, temperature."""
+    """One token row to train, with its group in the batch, trajectory in the group, temperature.
+
+    group: the group itself, for a loss that reads more of it than tokens.
+    """
 
     sequence: Sequence
     group_index: int
     trajectory_index: int | None = None
     temperature: float = 1.0
+    group: Group | None = None
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """Return its trajectory, where the group is known."""
+        if self.group is None or self.trajectory_index is None:
+            return None
+        return self.group.trajectories[self.trajectory_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +125,7 @@ def sequences_of(groups: Rows[Group]) -> tuple[TrainedSequence, ...]:
             group_index=index,
             trajectory_index=number,
             temperature=_temperature_of(trajectory),
+            group=group,
         )
         for index, group in enumerate(groups)
         for number, trajectory in enumerate(group.trajectories)
@@ -206,18 +218,20 @@ def metrics_of(trajectories: Rows[TrajectoryFigures]) -> dict[str, float]:
     return metrics
 
 
-def sort_batch(
+def sort_batch(  # noqa: PLR0913 - two of them are facts of the loss
     leases: Rows[GroupLease],
     *,
     current: PolicyVersion,
     max_staleness: int,
     consumed_group_ids: Collection[str],
     needs_advantages: bool = True,
+    needs_feedback: bool = False,
     candidates: CandidateSettings | None = None,
 ) -> Batch:
     """Split leased groups into train, drop and already consumed.
 
-    A loss that needs no advantages trains groups of uniform reward too. A group that was trained is
+    A loss that needs no advantages trains groups of uniform reward too, and one that needs feedback
+    only groups with some. A group that was trained is
     consumed and never stale: it may come again from a queue that lost its last second.
     """
     train: list[GroupLease] = []
@@ -225,6 +239,8 @@ def sort_batch(
     dropped: dict[str, list[GroupLease]] = {}
     for lease in leases:
         reason = _reason_to_drop(lease.group, current, max_staleness, needs_advantages)
+        if reason is None and needs_feedback and not num_with_feedback([lease.group]):
+            reason = DropReason.NO_FEEDBACK
         if reason is None and candidates is not None and not _is_in_bounds(lease.group, candidates):
             reason = DropReason.SUCCESS_RATE
         if lease.group.group_id in consumed_group_ids:
@@ -255,6 +271,12 @@ def _reason_to_drop(
     sequences = (s for trajectory in group.trajectories for s in trajectory.sequences)
     has_signal = any(_has_signal(sequence, needs_advantages) for sequence in sequences)
     return None if has_signal else DropReason.UNIFORM_REWARD
+
+
+def num_with_feedback(groups: Rows[Group]) -> int:
+    """Return how many trajectories have sampled tokens and words on what they failed."""
+    trajectories = (t for group in groups for t in group.trajectories)
+    return sum(bool(t.num_model_tokens and t.feedback) for t in trajectories)
 
 
 def _is_in_bounds(group: Group, candidates: CandidateSettings) -> bool:

@@ -18,6 +18,7 @@ from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Group, Stage
 from dialoop.waits import OpenWait, waiting_for
+from dialoop_learning.loss.facts import facts_of
 from dialoop_learning.rl.buckets import first_above, length_bin
 
 from dialoop_services.config.tables import turns_spent
@@ -113,6 +114,9 @@ class TrainSteps:
         # batches of such groups in a row.
         self._num_without_signal = 0
         self._num_empty = 0
+        self._needs_feedback = facts_of(settings.loss).needs_feedback
+        # Groups without feedback, before the first train step.
+        self._num_without_feedback = 0
 
     async def next_step(self) -> Callable[[], Awaitable[None]] | None:
         """Wait for a whole batch; return the step that trains it, or None when the job stops.
@@ -252,6 +256,21 @@ class TrainSteps:
             in_a_row = (self._num_without_signal, self._num_empty)
             await self._checkpointer.record_dropped(batch, in_a_row)
             await self.drop(batch)
+            self._require_some_feedback(batch)
+
+    def _require_some_feedback(self, batch: Batch) -> None:
+        """Raise InvalidConfig if no reward of the first groups says what an answer failed."""
+        self._num_without_feedback += len(batch.dropped.get(DropReason.NO_FEEDBACK, ()))
+        if self._kept or self._state.num_train_steps:
+            return
+        if self._num_without_feedback >= self._settings.max_refused_groups:
+            raise InvalidConfig(
+                f"Loss {self._settings.loss} learns from what answers failed, and no reward of the "
+                f"first {self._num_without_feedback} groups says that in words.",
+                reason=Reason.NO_FEEDBACK,
+                remedy="Give feedback in the environment's rewards, as Reward(..., feedback="
+                '"Use no commas."), or take another loss. Answers that fail nothing have none.',
+            )
 
     def count_dropped(self, entry: JournalEntry) -> None:
         """Count groups that a killed trainer dropped before the train step that comes next."""
@@ -345,6 +364,7 @@ class TrainSteps:
             max_staleness=self._settings.max_staleness,
             consumed_group_ids=self._state.consumed_group_ids,
             needs_advantages=self._learner.needs_advantages,
+            needs_feedback=self._needs_feedback,
             candidates=self._settings.candidates,
         )
 
@@ -402,6 +422,8 @@ class TrainSteps:
             "staleness_mean": sum(staleness) / len(staleness),
             "staleness_max": max(staleness),
         }
+        if self._needs_feedback:
+            row["num_with_feedback"] = len({(r.group_index, r.trajectory_index) for r in rows})
         row |= row_of_oversize([entry.sequence for entry in batch.sequences], self._settings)
         row |= self._check_mismatch(report, version)
         return row | {"train_s": time.perf_counter() - started}

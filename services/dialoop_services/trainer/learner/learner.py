@@ -47,6 +47,7 @@ from dialoop_services.config.memory import LARGE_MODEL
 from dialoop_services.config.tables import ModelSection
 from dialoop_services.runtime.cores import threads_of
 from dialoop_services.runtime.process import set_allocator
+from dialoop_services.trainer.data.self_teacher import SelfTeacher, taught_rows
 from dialoop_services.trainer.learner.learner_state import LearnerState, move_training
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ class Learner:
             "rl": replace(objective, whiten=False),
         }
         self._reference = reference_of(settings, ranks)
+        teaches = objective.needs_feedback and ranks.is_first
+        self._teacher = SelfTeacher.of(settings) if teaches else None
         self.state = LearnerState(
             policy,
             {
@@ -197,7 +200,8 @@ class Learner:
         """Return sequences as rows; raise a DialoopError where one cannot be trained.
 
         `current` is the policy's version, from which staleness is counted. For a loss that
-        imitates, sequences without an advantage other than 0 are left out.
+        imitates, sequences without an advantage other than 0 are left out; for one that needs
+        feedback, those without.
         """
         for row in sequences:
             _require_known_tokens(row, self.vocab_size)
@@ -218,6 +222,8 @@ class Learner:
         objective = self._objectives["rl"]
         if objective.imitates:
             rows = [row for row in rows if row.advantages is not None and row.advantages.any()]
+        if self._teacher is not None:
+            rows = taught_rows(self._teacher, sequences, rows)
         rows = keep_common_values(self._fit(rows))
         require_trainable(rows, objective)
         return rows
@@ -233,7 +239,8 @@ class Learner:
         """Add the values that are computed once for a whole step, before it is cut into updates.
 
         For RL these are the current policy's log-probs, where the loss or the config needs them,
-        and whitened advantages. For SFT they are the reference's log-probs, where it has one.
+        those behind the teacher's prompt, and whitened advantages. For SFT they are the reference's
+        log-probs, where it has one.
         """
         if kind == "sft" and self._reference is not None:
             scores = self._scores(rows, policy=self._reference)
@@ -244,6 +251,10 @@ class Learner:
         if self._objectives["rl"].needs_proximal or self._settings.objective.proximal:
             pairs = zip(rows, self._scores(rows), strict=True)
             rows = [replace(row, proximal_logprobs=logprobs) for row, logprobs in pairs]
+        if self._objectives["rl"].needs_feedback:
+            scores = self._scores([row.behind_teacher_prompt() for row in rows])
+            pairs = zip(rows, scores, strict=True)
+            rows = [replace(row, ref_logprobs=logprobs) for row, logprobs in pairs]
         return whiten_sequences(rows) if self._whitens else list(rows)
 
     @collective(computes=True)
