@@ -412,7 +412,11 @@ def of_two_processes(folder: Path) -> Names:
     return {"log": LogStream(Console(quiet=True), folder / "logs"), **specs}
 
 
-@context("dialoop_services.trainer.data.demonstrations", "dialoop_services.trainer.learner.learner")
+@context(
+    "dialoop_services.trainer.data.demonstrations",
+    "dialoop_services.trainer.data.self_teacher",
+    "dialoop_services.trainer.learner.learner",
+)
 def of_a_learner(folder: Path) -> Names:
     from dialoop_services.trainer.data.batches import TrainedSequence
     from dialoop_services.trainer.learner.learner import Learner
@@ -430,6 +434,7 @@ def of_a_learner(folder: Path) -> Names:
         "render": lambda _: (make_sequence(),),
         "learner": Learner(settings),
         "sequences": [TrainedSequence(sequence=sequence, group_index=0)],
+        "row": TrainedSequence(sequence=sequence, group_index=0),
         "version": MAIN_0,
         "directory": folder / "checkpoint",
     }
