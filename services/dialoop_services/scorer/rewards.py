@@ -195,8 +195,9 @@ def _with(trajectory: Trajectory, reward: Reward) -> Trajectory:
             start += count
             if part:
                 rewards[number] = (Reward.dense(reward.name, part, weight=reward.weight),)
-        whole = {"success": reward.success, "feedback": reward.feedback}
-        rewards[-1] = tuple(replace(own, **whole) for own in rewards[-1])
+        rewards[-1] = tuple(
+            replace(own, success=reward.success, feedback=reward.feedback) for own in rewards[-1]
+        )
     pairs = zip(trajectory.turns, rewards, strict=True)
     turns = tuple(replace(turn, rewards=(*turn.rewards, *own)) for turn, own in pairs)
     return replace(trajectory, turns=turns)

@@ -83,11 +83,11 @@ def test_an_extra_reward_counts_with_its_weight_on_the_last_turn():
     assert advantages(scored) == pytest.approx([0.25, -0.25])
 
 
-def test_an_extra_reward_may_say_whether_it_is_a_success():
+def test_an_extra_reward_may_say_whether_it_is_a_success_and_what_failed():
     def grade(_):
         return [
             Reward(name="own", value=0.5, weight=2.0, success=False),
-            Reward.dense("own", (0.25, 0.75)),
+            replace(Reward.dense("own", (0.25, 0.75)), feedback="Be brief."),
         ]
 
     extra = GroupReward(name="graded", function=grade, weight=0.1)
@@ -95,7 +95,7 @@ def test_an_extra_reward_may_say_whether_it_is_a_success():
     rewards = [t.turns[-1].rewards[-1] for t in scored.trajectories]
     assert rewards == [
         Reward(name="graded", value=0.5, weight=0.2, success=False),
-        Reward(name="graded", value=1.0, weight=0.1, per_token=(0.25, 0.75)),
+        Reward(name="graded", value=1.0, weight=0.1, per_token=(0.25, 0.75), feedback="Be brief."),
     ]
 
 
