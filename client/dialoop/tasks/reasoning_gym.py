@@ -22,6 +22,7 @@ from dialoop.reasons import Reason
 from dialoop.trajectory import Reward
 
 SYSTEM_PROMPT = "Solve the task. Give the answer alone between <answer> and </answer>."
+PLAIN_PROMPT = "Solve the task. Give the answer alone, in as few words as possible."
 
 
 class GymTasks(ListedTasks):
@@ -57,9 +58,10 @@ class GymTasks(ListedTasks):
 
 @dataclass(frozen=True, slots=True)
 class GymReward(Transform):
-    """The package's own score of the answer block, from 0 to 1."""
+    """The package's own score of the answer block, from 0 to 1; else of the whole message."""
 
     tasks: GymTasks
+    in_blocks: bool = True
 
     @property
     def traits(self) -> Traits:
@@ -72,7 +74,8 @@ class GymReward(Transform):
             return Score()
         task = episode.task
         dataset = self.tasks.datasets[task.metadata["split"]]
-        answer = tag_text(episode.answer_text, "answer")
+        text = episode.answer_text
+        answer = tag_text(text, "answer") if self.in_blocks else text.strip()
         value = float(dataset.score_answer(answer=answer, entry=dataset[int(task.key)]))
         reward = Reward(name="reasoning_gym", value=value, success=value >= 1.0)
         return Score(rewards=(reward,))
@@ -84,16 +87,28 @@ def reasoning_gym(
     num_tasks: int = 1000,
     num_heldout: int = 100,
     seed: int = 0,
-    system_prompt: str = SYSTEM_PROMPT,
+    system_prompt: str | None = None,
+    in_blocks: bool = True,
     **options: Any,
 ) -> ChatEnv:
-    """Return the environment of one reasoning-gym task; `options` are the task's own."""
+    """Return the environment of one reasoning-gym task; `options` are the task's own.
+
+    in_blocks: the answer stands between <answer> and </answer>; else it is the whole message, which
+    a small model can learn that never writes such a block.
+    """
+    if system_prompt is None:
+        system_prompt = SYSTEM_PROMPT if in_blocks else PLAIN_PROMPT
     tasks = GymTasks(task, num_tasks=num_tasks, num_heldout=num_heldout, seed=seed, options=options)
     return ChatEnv(
         name=f"reasoning_gym_{task}",
         description=f"reasoning-gym's {task}.",
         tasks=tasks,
-        transforms=(EndOnTag(), EndWhenIncomplete(), OneTurn(), GymReward(tasks)),
+        transforms=(
+            *((EndOnTag(),) if in_blocks else ()),
+            EndWhenIncomplete(),
+            OneTurn(),
+            GymReward(tasks, in_blocks=in_blocks),
+        ),
         system_prompt=system_prompt,
     )
 

@@ -204,6 +204,17 @@ async def test_a_reasoning_gym_task_is_scored_by_the_package() -> None:
     assert caught.value.reason == "TASK_NOT_FOUND"
 
 
+async def test_a_reasoning_gym_answer_without_blocks_is_the_whole_message() -> None:
+    pytest.importorskip("reasoning_gym")
+    environment = reasoning_gym(task="leg_counting", num_tasks=3, num_heldout=2, in_blocks=False)
+    assert "<answer>" not in environment.system_prompt
+    task = environment.tasks.get("train", "1")
+    right = await _answer(environment, f" {task.answer}\n", "1")
+    wrong = await _answer(environment, f"<answer>{task.answer}</answer>", "1")
+    assert _rewards(right) == {"reasoning_gym": 1.0}
+    assert _rewards(wrong)["reasoning_gym"] < 1.0
+
+
 def test_tasks_load_by_import_path_as_a_config_names_them(jsonl: Path) -> None:
     environment = load_environment("dialoop.tasks.gsm8k:gsm8k", {"path": str(jsonl)})
     assert environment.name == "gsm8k"
