@@ -103,7 +103,7 @@ def report(run_dir: Path) -> dict[str, Any]:
     before, after = answers["before_sampled"], answers["after_sampled"]
     gains = [after[key]["reward"] - before[key]["reward"] for key in sorted(before)]
     job = tomllib.loads((run_dir / "job.toml").read_text("utf-8"))["environment"]
-    tasks = load_environment(job["use"], job.get("arguments", {})).tasks
+    tasks = load_environment(job["use"], job.get("options", {})).tasks
     summary = json.loads((run_dir / "summary.json").read_text("utf-8"))
     training = summary["seconds_by_phase"]["training"]
     cores = len(os.sched_getaffinity(0))
