@@ -23,6 +23,7 @@ MODULES = sorted(
 PEERS = {
     "benchmarks.servers.openenv_echo": "openenv",
     "benchmarks.servers.trl_grpo": "trl",
+    "benchmarks.servers.trl_instructions": "trl",
     "benchmarks.servers.trl_rollouts": "trl",
 }
 
@@ -81,6 +82,7 @@ CASES = {
     "path_of_a_prompt": Case(returns={"trace": ({}, [])}),
     "publish_pause": Case(returns={"_measure": {}}),
     "real.__main__": Case(("--json",), {"fetch_model": None, "train": 0.0, "report": {}}),
+    "real.race": Case(("report", "--target", "0.5"), {"results_in": []}),
     "reasoning_race": Case(returns={"race": {}, "ratios": {}}),
     "rendering": Case(
         returns={

@@ -53,6 +53,7 @@ LEFT_OUT = {
     "gpu.train_step": "a check of gpu.smoke",
     "learn": "make learn trains by every algorithm",
     "real": "tests/benchmarks/test_real_model.py runs it",
+    "real.race": "it needs TRL; tests/benchmarks/test_real_race.py reads its clocks and results",
     "silent_bugs": "tests/e2e/test_silent_bugs.py runs it",
     "soak": "what grows shows after seven minutes at the earliest",
 }
