@@ -25,7 +25,7 @@ import tomllib
 import webbrowser
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -35,6 +35,7 @@ import torch
 from dialoop.environments.loading import load_environment
 from dialoop.tasks.ifeval_checks import follows
 from dialoop_learning.model.gguf import convert_gguf
+from dialoop_ops.audit.audit import audit
 from transformers import AutoModelForCausalLM
 
 from benchmarks.servers.figures import print_figures
@@ -49,6 +50,7 @@ MODEL = ROOT / "runs" / "models" / "smollm2-135m-instruct"
 NUM_RESAMPLES = 10_000
 _SHARE = 0.95
 _STARTS_WITHIN_S = 300.0
+_ROW_TOKENS = 1024
 Row = dict[str, Any]
 
 
@@ -133,18 +135,78 @@ def report(run_dir: Path) -> dict[str, Any]:
         "max_logprob_difference": summary["max_logprob_difference"],
         "rescoring": summary["rescoring"],
         "accounting": summary["accounting"],
+        "audit": [finding.fault for finding in audit(run_dir).findings],
+        "arithmetic": _arithmetic(run_dir, training["wall_s"]),
         "steps": _steps(run_dir),
     }
+
+
+def _arithmetic(run_dir: Path, training_s: float) -> dict[str, float]:
+    """Return what a train step takes, and what its matrix products alone would take.
+
+    A trained token takes 6 operations a parameter and a sampled or prompt token 2, at the rate at
+    which all cores multiply the model's weights with the states of a packed row.
+    """
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    weights = [p.detach() for p in model.parameters() if p.ndim == 2]
+    num_parameters = sum(weight.numel() for weight in weights)
+    rate = _product_rate(weights)
+    steps = _steps(run_dir)
+    num_trained = fmean(step["num_forwarded_tokens"] for step in steps)
+    prompts: dict[str, int] = {}
+    num_sampled = 0
+    for row in _trajectories(run_dir):
+        if row["label"] == "training":
+            of_model = sum(len(s["inference_logprobs"]) for s in row["sequences"])
+            prompts[row["group_id"]] = sum(len(s["token_ids"]) for s in row["sequences"]) - of_model
+            num_sampled += of_model
+    num_played = (num_sampled + sum(prompts.values())) / len(steps)
+    train_s = 6 * num_trained * num_parameters / rate
+    play_s = 2 * num_played * num_parameters / rate
+    step_s = training_s / len(steps)
+    return {
+        "product_gflops": round(rate / 1e9, 1),
+        "forwarded_tokens_of_a_step": round(num_trained, 1),
+        "played_tokens_of_a_step": round(num_played, 1),
+        "step_s": round(step_s, 2),
+        "products_s": round(train_s + play_s, 2),
+        "of_training_s": round(train_s, 2),
+        "step_over_products": round(step_s / (train_s + play_s), 3),
+        "forward_backward_over_products": round(
+            fmean(step["forward_backward_s"] for step in steps) / train_s, 3
+        ),
+    }
+
+
+@torch.no_grad()
+def _product_rate(weights: Sequence[torch.Tensor]) -> float:
+    """Return operations a second of the weights' products with the states of a row, the best of 5.
+
+    Each weight comes once a round, so that it is read from memory as in a forward pass.
+    """
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    states = {weight.shape[1]: torch.randn(_ROW_TOKENS, weight.shape[1]) for weight in weights}
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for weight in weights:
+            torch.mm(states[weight.shape[1]], weight.T)
+        seconds.append(time.perf_counter() - start)
+    return 2 * _ROW_TOKENS * sum(weight.numel() for weight in weights) / min(seconds)
+
+
+def _trajectories(run_dir: Path) -> Iterator[Row]:
+    for path in sorted(run_dir.glob("trajectories*.jsonl")):
+        with path.open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
 
 
 def _answers(run_dir: Path) -> dict[str, dict[str, Row]]:
     """Return the held-out trajectories by label and task."""
     found: dict[str, dict[str, Row]] = defaultdict(dict)
-    for path in sorted(run_dir.glob("trajectories*.jsonl")):
-        with path.open(encoding="utf-8") as lines:
-            for row in map(json.loads, lines):
-                if row["outcome"] == "evaluation":
-                    found[row["label"]][row["task_key"]] = row
+    for row in _trajectories(run_dir):
+        if row["outcome"] == "evaluation":
+            found[row["label"]][row["task_key"]] = row
     return dict(found)
 
 
@@ -219,7 +281,8 @@ def _kl_to_start(rows: Iterable[Row]) -> float:
 def _steps(run_dir: Path) -> list[dict[str, Any]]:
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
     keys = ("train_step", "reward", "response_tokens_mean", "num_trained_tokens")
-    keys += ("train_s", "lease_s", "publish_s", "entropy")
+    keys += ("num_forwarded_tokens", "num_groups_dropped", "lease_s", "rows_s", "train_s")
+    keys += ("forward_backward_s", "optim_s", "wait_s", "capture_s", "publish_s", "entropy")
     return [
         {"time": round(row["time"], 1)} | {key: row.get(key) for key in keys}
         for row in rows
@@ -245,6 +308,7 @@ def in_words(figures: Row) -> str:
         f"{'trainer and engine differ by':30}{figures['max_logprob_difference']:8.1g}    nats",
         f"{'train steps':30}{figures['num_train_steps']:8}    in "
         f"{figures['training_wall_s']:.0f} s, the cores {figures['training_cores_used']:.2f} busy",
+        f"{'audit':30}{', '.join(figures['audit']) or 'finds nothing':>21}",
         "",
         f"{'instruction':46}{'tasks':>6}{'before':>8}{'after':>8}",
     ]

@@ -82,10 +82,14 @@ def num_trained(row: PackedBatch) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardReport:
-    """The loss and the token-mean metrics of one forward and backward pass."""
+    """The loss and the token-mean metrics of one forward and backward pass.
+
+    num_forwarded_tokens: that the model computed, those of shared beginnings once for each row.
+    """
 
     loss: float
     metrics: dict[str, Any]
+    num_forwarded_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,7 @@ class UpdateReport:
     loss: float
     metrics: dict[str, Any]
     step: StepReport
+    num_forwarded_tokens: int
 
 
 def loss_inputs(
@@ -164,7 +169,7 @@ def forward_backward(  # noqa: PLR0913 - a model, its data, its loss and who loo
     objective = loss if isinstance(loss, Objective) else Objective(loss=loss)
     counts, num_behind = StepCounts.of(rows, ranks), rows_behind(len(rows), ranks)
     rows = whiten_rows(rows, ranks=ranks) if objective.whiten else rows
-    total, metrics = 0.0, []
+    total, metrics, num_forwarded = 0.0, [], 0
     resident: list[int] = []
     for row in rows:
         scores = policy(
@@ -172,6 +177,7 @@ def forward_backward(  # noqa: PLR0913 - a model, its data, its loss and who loo
             temperature=row.temperature if temperature is None else temperature,
             with_entropy=with_entropy or objective.needs_entropy,
         )
+        num_forwarded += scores.num_forwarded
         inputs = loss_inputs(row, scores.logprobs, entropy=scores.entropy, counts=counts)
         output = objective(inputs)
         loss_of_row, own_metrics = output.loss, dict(output.metrics)
@@ -193,11 +199,12 @@ def forward_backward(  # noqa: PLR0913 - a model, its data, its loss and who loo
         metrics.append({name: float(value) for name, value in own_metrics.items()})
     keep_pace(policy, num_behind, ranks)
     return_free_memory(above=_GROWTH)
-    of_ranks = ranks.gather([total, metrics])
+    of_ranks = ranks.gather([total, metrics, num_forwarded])
     # Every rank gets the same sum, so all ranks apply the step or all refuse it.
     return BackwardReport(
-        loss=sum(loss for loss, _ in of_ranks),
-        metrics=combine_metrics([row for _, of_rank in of_ranks for row in of_rank]),
+        loss=sum(loss for loss, _, _ in of_ranks),
+        metrics=combine_metrics([row for _, of_rank, _ in of_ranks for row in of_rank]),
+        num_forwarded_tokens=sum(number for _, _, number in of_ranks),
     )
 
 
@@ -216,7 +223,12 @@ def update(  # noqa: PLR0913 - a model, its step, its data and how to look at th
         policy, rows, loss, temperature=temperature, with_entropy=with_entropy, ranks=ranks
     )
     step = optimizer.step(backward.loss)
-    return UpdateReport(loss=backward.loss, metrics=backward.metrics, step=step)
+    return UpdateReport(
+        loss=backward.loss,
+        metrics=backward.metrics,
+        step=step,
+        num_forwarded_tokens=backward.num_forwarded_tokens,
+    )
 
 
 def whiten_rows(rows: Sequence[PackedBatch], *, ranks: Ranks = ALONE) -> list[PackedBatch]:

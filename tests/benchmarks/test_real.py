@@ -35,6 +35,7 @@ def test_a_person_reads_what_was_learned() -> None:
             "kl_to_start": 0.3,
             "max_logprob_difference": 4e-5,
             "num_train_steps": 20,
+            "audit": [],
             "training_wall_s": 600.0,
             "training_cores_used": 0.9,
             "by_kind": {"detectable_format:title": {"tasks": 17, "before": 0.1, "after": 0.9}},

@@ -127,7 +127,7 @@ class FakeLearner:
             fresh_by_depth=self.fresh_by_depth,
         )
 
-    def export(self, path: Path) -> ExportedWeights:
+    def export(self, path: Path, first: Path | None = None) -> ExportedWeights:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(str(self.weights), "utf-8")
         return ExportedWeights(path=path, sha256="", num_bytes=1)

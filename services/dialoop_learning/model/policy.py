@@ -106,6 +106,7 @@ class PolicyModel(nn.Module):
         return scores._replace(
             balance=balance_of(routed) if routed else None,
             replayed=None if replay is None else replay.counts,
+            num_forwarded=len(shared.kept),
         )
 
     def _begin_replay(self, batch: PackedBatch, shared: SharedPrefixes) -> ExpertReplay | None:

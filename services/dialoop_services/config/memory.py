@@ -52,7 +52,7 @@ PROCESS_BYTES = 560 << 20
 """What Python, torch and transformers take in one process before it has a model."""
 VLLM_BYTES = 1460 << 20
 """What vLLM takes in its two processes before it has a model, on a CPU."""
-_KEPT_BYTES = 64 << 20  # learning.model.logprobs keeps so many bytes of probabilities
+_KEPT_BYTES = 256 << 20  # learning.model.logprobs keeps so many bytes of probabilities
 _CACHED_LOGITS, _LEAST_ROWS = 1 << 20, 128  # of its chunks on a CPU
 _LOGITS_AT_ONCE = 2
 _MATRICES_AT_ONCE = 3

@@ -249,7 +249,8 @@ def test_rewards_lengths_and_shares_of_a_step_s_trajectories(ran: Ran) -> Pairs:
 
 @by_hand(
     "train",
-    *("num_trained_tokens", "num_oversize", "num_updates", "num_refused", "learning_rate"),
+    *("num_trained_tokens", "num_forwarded_tokens", "num_oversize", "num_updates"),
+    *("num_refused", "learning_rate"),
 )
 def test_counts_and_the_learning_rate_of_a_step(ran: Ran, steps: list[StepByHand]) -> Pairs:
     # Four updates a batch; refused ones do not move the schedule on, which knows of eight.
@@ -259,6 +260,8 @@ def test_counts_and_the_learning_rate_of_a_step(ran: Ran, steps: list[StepByHand
             row,
             {
                 "num_trained_tokens": sum(len(answer.sampled) for answer in step.answers),
+                # No two of them begin alike, and there are two epochs.
+                "num_forwarded_tokens": 2 * sum(len(answer.ids) for answer in step.answers),
                 "num_oversize": 1 if batch.place == 0 else 0,  # 160 tokens in rows of 150
                 "num_updates": applied,
                 "num_refused": 4 - applied,
@@ -334,7 +337,7 @@ def test_tokens_by_age_and_depth(ran: Ran, steps: list[StepByHand]) -> Pairs:
     yield last, {"staleness_mean": 0.5, "staleness_max": 1}
 
 
-@by_hand("train", "lease_s", "train_s", "publish_s")
+@by_hand("train", "lease_s", "rows_s", "train_s", "wait_s", "capture_s", "publish_s")
 def test_the_times_of_a_step_lie_between_moments_of_the_test_s_clock(ran: Ran) -> Pairs:
     recorder, loads = ran.recorder, ran.replicas[0].loads[1:]
     for row, batch in rows_of(ran):
@@ -345,8 +348,28 @@ def test_the_times_of_a_step_lie_between_moments_of_the_test_s_clock(ran: Ran) -
         loaded = loads[batch.place]
         yield row, {"lease_s": Between(sum(e - b for b, e in waits), began - before)}
         yield row, {"train_s": Between(ended - began, loaded[0] - waits[-1][1])}
+        # Read again after a group that cannot be trained.
+        yield row, {"rows_s": Between(0.0, began - waits[0][1])}
+        yield row, {"wait_s": Between(0.0, loaded[0] - ended), "capture_s": 0.0}
         yield row, {"publish_s": Between(loaded[1] - loaded[0], after - ended)}
         assert loaded[1] - loaded[0] >= SLEEP_S
+
+
+@by_hand("train", "prepare_s", "forward_backward_s", "optim_s")
+def test_the_times_of_a_step_s_parts_lie_between_moments_of_its_updates(ran: Ran) -> Pairs:
+    recorder = ran.recorder
+    for row, batch in rows_of(ran):
+        began, ended = recorder.began[batch.place], recorder.ended[batch.place]
+        own = [n for n, moment in enumerate(recorder.updating) if began <= moment <= ended]
+        assert len(own) == 4
+        computing = sum(recorder.differentiated[n] - recorder.updating[n] for n in own)
+        stepping = sum(recorder.updated[n] - recorder.differentiated[n] for n in own)
+        prepared = row["prepare_s"]
+        yield row, {"prepare_s": Between(0.0, recorder.updating[own[0]] - began)}
+        yield row, {"forward_backward_s": Between(computing, ended - began - prepared)}
+        taken = row["forward_backward_s"]
+        least, most = computing + stepping - taken, row["train_s"] - prepared - taken
+        yield row, {"optim_s": Between(least, most)}
 
 
 @by_hand("publish", "publish_s", "max_logprob_difference", "num_replicas", "num_bytes")

@@ -78,9 +78,9 @@ def test_model_computes_a_shared_prompt_once(
 ) -> None:
     seen = _watch_lengths(monkeypatch, policy)
     batch = pack_rows([_row(PROMPT, [20 + i, 1]) for i in range(8)])
-    policy(batch)
+    num_forwarded = policy(batch).num_forwarded
     assert batch.num_tokens == 8 * 7
-    assert seen == [5 + 8 * 2]
+    assert seen == [5 + 8 * 2] == [num_forwarded]
 
 
 def test_shared_prompts_change_no_logprob_and_no_gradient(policy: PolicyModel) -> None:

@@ -126,8 +126,9 @@ class Recorder(StepObserver):
         self.ended: list[float] = []
         """When each train step began, and when its last update ended."""
         self.updating: list[float] = []
+        self.differentiated: list[float] = []
         self.updated: list[float] = []
-        """When each update began, and when it ended."""
+        """When each update began, had its gradients, and ended."""
         self.after_backward: Callable[[Any], None] = lambda _: None
         learner.observer = self
 
@@ -149,6 +150,7 @@ class Recorder(StepObserver):
             self.steps[-1].append(update)
 
     def end_backward(self, loss: float, policy: Any) -> None:
+        self.differentiated.append(self._clock())
         self.after_backward(policy)
 
     def end_update(self, step: Any) -> None:

@@ -42,6 +42,8 @@ def weights() -> dict[str, torch.Tensor]:
 def test_the_bytes_are_those_of_safetensors_with_their_digest(tmp_path: Path) -> None:
     tensors, path, copy = weights(), tmp_path / "own" / "w", tmp_path / "memory" / "w"
     exported = CapturedWeights(path=path, tensors=tensors, metadata={"format": "pt"}).write(copy)
+    assert not path.exists()  # whoever waits for the policy does not wait for the disk
+    exported.keep()
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(plain, tmp_path / "theirs", metadata={"format": "pt"})
     readable = tmp_path / "readable"
@@ -55,12 +57,16 @@ def test_the_bytes_are_those_of_safetensors_with_their_digest(tmp_path: Path) ->
     assert torch.equal(load_file(path)["turned"], tensors["turned"])
 
 
-def test_a_copy_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "blocked").write_text("a file where a folder is needed")
-    captured = CapturedWeights(path=tmp_path / "own" / "w", tensors=weights(), metadata={})
+    blocked, free = tmp_path / "blocked" / "w", tmp_path / "own" / "w"
+    captured = CapturedWeights(path=free, tensors=weights(), metadata={})
     with pytest.raises(PreconditionFailed, match="could not be written"):
-        captured.write(tmp_path / "blocked" / "w")
-    assert not (tmp_path / "own" / "w").exists()
+        captured.write(blocked)
+    assert not free.exists()
+    captured = CapturedWeights(path=blocked, tensors=weights(), metadata={})
+    with pytest.raises(PreconditionFailed, match="could not be written"):
+        captured.write(free).keep()
 
 
 async def test_the_next_step_trains_while_a_publish_waits_for_replicas(
@@ -90,6 +96,7 @@ async def test_the_next_step_trains_while_a_publish_waits_for_replicas(
         await running
     assert here.publisher.published == [(f"main-{n + 1}", n) for n in range(4)]
     trained = [row for row in here.rows if row["kind"] == "train"]
+    assert trained[1]["wait_s"] > trained[0]["wait_s"]
     assert [(row["train_step"], row["policy_version"]) for row in trained] == [
         (1, 2),
         (2, 3),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.replay import ReplayClient
@@ -22,12 +25,14 @@ from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, U
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop_services.trainer.learner.learner import Learner
-from dialoop_services.trainer.learner.learner_state import ExportedWeights
+from dialoop_services.trainer.learner.learner_state import CapturedWeights, ExportedWeights
 from dialoop_services.trainer.publish import publisher as module
 from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.settings import TrainerSettings
 
 from tests.support.waiting import PATIENCE_S, until
+
+CAPTURE_S = 0.01
 
 
 class FakeLearner:
@@ -35,10 +40,12 @@ class FakeLearner:
 
     vocab_size = 64
 
-    def export(self, path: Path) -> ExportedWeights:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"w")
-        return ExportedWeights(path=path, sha256="0", num_bytes=1)
+    def export(self, path: Path, first: Path | None = None) -> ExportedWeights:
+        return self.capture(path).write(first)
+
+    def capture(self, path: Path) -> CapturedWeights:
+        time.sleep(CAPTURE_S)
+        return CapturedWeights(path=path, tensors={"w": torch.zeros(1)}, metadata={})
 
     def logprobs(self, rows: list[list[int]]) -> list[Any]:
         return [np.full(len(row) - 1, -1.0, dtype=np.float32) for row in rows]
@@ -136,6 +143,51 @@ async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 def version(number: int, lineage: str = "main") -> PolicyVersion:
     return PolicyVersion(lineage=lineage, number=number)
+
+
+async def test_a_policy_sent_from_memory_is_live_before_its_file_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, replay, memory = FakeReplica(-1.0), FakeReplay(), tmp_path / "memory"
+    made = publisher(tmp_path, replica, replay=replay, shared_memory_dir=memory, **CREDITS)
+    in_memory, on_disk = (
+        folder / "main-1" / "model.safetensors" for folder in (memory, tmp_path / "policies")
+    )
+    when: list[tuple[bool, bool, int]] = []
+    keep = ExportedWeights.keep
+
+    def note() -> None:
+        when.append((in_memory.exists(), on_disk.exists(), len(replay.announced)))
+
+    def keep_noted(weights: ExportedWeights) -> None:
+        note()
+        keep(weights)
+
+    replica.on_load = note
+    monkeypatch.setattr(ExportedWeights, "keep", keep_noted)
+    captured = await made.capture(version(1))
+    published = await made.publish(version(1), captured=captured)
+    # The queue has the credits of the live policy before the disk is waited for.
+    assert when == [(True, False, 1), (True, False, 2)]
+    kept = on_disk.read_bytes()
+    assert kept == in_memory.read_bytes()
+    assert hashlib.sha256(kept).hexdigest() == replica.manifests[0].sha256
+    assert published.capture_s >= CAPTURE_S
+    assert (await made.publish(version(2))).capture_s == 0
+
+
+async def test_a_disk_that_is_full_fails_the_publish_of_a_policy_that_is_live(
+    tmp_path: Path,
+) -> None:
+    """The job ends then: no group of that policy may be acknowledged without its weights."""
+    replica, memory = FakeReplica(-1.0), tmp_path / "memory"
+    made = publisher(tmp_path, replica, shared_memory_dir=memory)
+    (tmp_path / "policies").mkdir()
+    (tmp_path / "policies" / "main-1").write_text("a file where a folder is needed")
+    with pytest.raises(PreconditionFailed, match="could not be written") as caught:
+        await made.publish(version(1))
+    assert caught.value.reason is Reason.WRITE_FAILED
+    assert replica.version == version(1)
 
 
 @pytest.mark.parametrize("answer", [-5.6, -1.1, math.nan])

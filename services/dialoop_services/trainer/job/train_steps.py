@@ -106,8 +106,9 @@ class TrainSteps:
         self._num_refused = 0
         # Groups leased for the next train step.
         self._kept: list[GroupLease] = []
-        # Seconds waited for it so far, also for groups that turned out to be stale.
-        self._lease_s = 0.0
+        # Seconds waited for it so far, also for groups that turned out to be stale, and spent on
+        # reading them.
+        self._lease_s = self._rows_s = 0.0
         # Why the last wait for a batch ended: trained groups fill the queue.
         self._is_queue_full = False
         # Groups in a row of which none can be trained, less than a batch of them; and the whole
@@ -123,10 +124,10 @@ class TrainSteps:
 
         If the queue is full meanwhile, return the step that frees memory there.
         """
-        started = time.perf_counter()
+        started, rows_s = time.perf_counter(), self._rows_s
         with waiting_for("replay", "groups to train") as wait:
             leased = await self._lease(wait)
-        self._lease_s += time.perf_counter() - started
+        self._lease_s += time.perf_counter() - started - (self._rows_s - rows_s)
         if leased is not None:
             return partial(self._train_step, leased)
         return self._free_queue if self._is_queue_full else None
@@ -312,7 +313,9 @@ class TrainSteps:
         leases = tuple(self._kept)
         version, batch = self._state.policy_version, self._sort(leases)
         to_rows = partial(self._learner.rows_to_train, current=version)
+        started = time.perf_counter()
         rows, untrainable = await asyncio.to_thread(read_rows, batch, to_rows)
+        self._rows_s += time.perf_counter() - started
         if not untrainable:
             return LeasedBatch(
                 leases=leases,
@@ -382,11 +385,15 @@ class TrainSteps:
         candidates = metrics_of_candidates(batch.groups, self._state.dropped_candidates)
         batch, self._kept = replace(batch, candidates=candidates), []
         rows = leased.rows_of(batch, self._state.policy_version)
-        lease_s, self._lease_s = self._lease_s, 0.0
-        row = await self.learn(batch, rows) | {"lease_s": lease_s}
+        row = {"lease_s": self._lease_s, "rows_s": self._rows_s}
+        self._lease_s = self._rows_s = 0.0
+        row |= await self.learn(batch, rows)
+        started = time.perf_counter()
+        await self._versions.wait_for_publish()
+        row["wait_s"] = time.perf_counter() - started
 
         async def record(published: Published, step: int, version: PolicyVersion) -> None:
-            row["publish_s"] = published.publish_s
+            row["capture_s"], row["publish_s"] = published.capture_s, published.publish_s
             await self.record(batch, row, step, version)
 
         await self._versions.publish_trained(batch, record)
@@ -552,10 +559,12 @@ def row_of_oversize(rows: Iterable[TokenSequence], settings: TrainerSettings) ->
 def _row_of_report(report: TrainStepReport) -> dict[str, Any]:
     return {
         "num_trained_tokens": report.num_trained_tokens,
+        "num_forwarded_tokens": report.num_forwarded_tokens,
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "learning_rate": report.learning_rate,
         "num_updates": report.num_updates,
         "num_refused": report.num_refused,
+        **report.seconds,
         **report.metrics,
     }

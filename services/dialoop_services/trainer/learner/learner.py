@@ -13,6 +13,8 @@ method blocks on the CPU or GPU; one runs at a time.
 from __future__ import annotations
 
 import random
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +53,7 @@ from dialoop_services.trainer.data.self_teacher import SelfTeacher, taught_rows
 from dialoop_services.trainer.learner.learner_state import LearnerState, move_training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from collections.abc import Sequence as Rows
     from pathlib import Path
 
@@ -73,6 +75,7 @@ MAPPED_BYTES = 8 << 20
 back. glibc would raise its bound to 32 MiB, and the hidden states of 4,000 tokens at a width of
 1,024 have 16: with recomputed activations a step at Qwen3-0.6B's shape took half as much again.
 Each page is touched anew, which is little beside what a large model computes on it."""
+_PARTS_OF_A_STEP = ("prepare_s", "forward_backward_s", "optim_s")
 _OPTIMIZERS: dict[Kind, str] = {"warm_start": "warm_start", "sft": "train", "rl": "train"}
 
 
@@ -81,9 +84,11 @@ class TrainStepReport:
     """The result of one train step: loss and gradient norm are means over its updates.
 
     metrics: as `mean_metrics` describes them. num_trained_tokens: of one epoch. learning_rate: that
-    of the last update. fresh_mismatch_kl: KL in nats between engine and trainer on the first
-    update's tokens of the current policy, before that update. None without such tokens.
-    fresh_by_depth: the same tokens by bucket of depth, as `combine_metrics` describes by_depth.
+    of the last update. num_forwarded_tokens: what the updates' forward passes computed. seconds: of
+    the step's parts on this rank, by their names in docs/metrics.md. fresh_mismatch_kl: KL in nats
+    between engine and trainer on the first update's tokens of the current policy, before that
+    update. None without such tokens. fresh_by_depth: the same tokens by bucket of depth, as
+    `combine_metrics` describes by_depth.
     """
 
     loss: float
@@ -93,6 +98,8 @@ class TrainStepReport:
     num_refused: int
     num_trained_tokens: int
     learning_rate: float = 0.0
+    num_forwarded_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
     fresh_mismatch_kl: float | None = None
     fresh_by_depth: dict[int, dict[str, float]] = field(default_factory=dict)
 
@@ -149,6 +156,7 @@ class Learner:
         self._reference = reference_of(settings, ranks)
         teaches = objective.needs_feedback and ranks.is_first
         self._teacher = SelfTeacher.of(settings) if teaches else None
+        self._seconds = dict.fromkeys(_PARTS_OF_A_STEP, 0.0)
         self.state = LearnerState(
             policy,
             {
@@ -302,7 +310,9 @@ class Learner:
         An update trains whole trajectories, however many sequences they have.
         """
         self.observer.begin(rows, self.state.orders)
-        ready = self.prepare(rows)
+        seconds = self._seconds = dict.fromkeys(_PARTS_OF_A_STEP, 0.0)
+        with _adding_to(seconds, "prepare_s"):
+            ready = self.prepare(rows)
         self.observer.end_prepare(ready)
         mismatch = self._replay_mismatch(ready)
         trajectories = _by_trajectory(ready)
@@ -324,6 +334,8 @@ class Learner:
             num_refused=sum(not r.step.applied for r in reports),
             num_trained_tokens=_num_trained(ready),
             learning_rate=reports[-1].step.learning_rate,
+            num_forwarded_tokens=sum(r.num_forwarded_tokens for r in reports),
+            seconds=seconds,
             fresh_mismatch_kl=fresh.get("mismatch_kl"),
             fresh_by_depth=dict(reports[0].metrics.get("by_depth", {})),
         )
@@ -362,9 +374,12 @@ class Learner:
             move_training(self._reference, (), device)
 
     @collective()
-    def export(self, path: Path, *copies: Path) -> ExportedWeights:
-        """Write the weights as they are now, also to `copies`; each appears whole or not at all."""
-        return self.state.write_weights(path, *copies)
+    def export(self, path: Path, first: Path | None = None) -> ExportedWeights:
+        """Write the weights as they are now at `path`; it appears whole or not at all.
+
+        first: where to write it instead, until `ExportedWeights.keep` brings it to `path`.
+        """
+        return self.state.write_weights(path, first)
 
     @collective()
     def capture(self, path: Path) -> CapturedWeights:
@@ -393,9 +408,16 @@ class Learner:
         self.state.read(directory)
 
     def _update(self, rows: Rows[TokenRow], kind: Kind) -> UpdateReport:
-        backward = self.forward_backward(rows, kind)
-        step = self.optim_step(backward.loss, kind)
-        return UpdateReport(loss=backward.loss, metrics=backward.metrics, step=step)
+        with _adding_to(self._seconds, "forward_backward_s"):
+            backward = self.forward_backward(rows, kind)
+        with _adding_to(self._seconds, "optim_s"):
+            step = self.optim_step(backward.loss, kind)
+        return UpdateReport(
+            loss=backward.loss,
+            metrics=backward.metrics,
+            step=step,
+            num_forwarded_tokens=backward.num_forwarded_tokens,
+        )
 
     def _scores(
         self, rows: Rows[TokenRow], longest: int = 0, *, policy: PolicyModel | None = None
@@ -432,6 +454,13 @@ class Learner:
     def _fit(self, rows: Rows[TokenRow]) -> list[TokenRow]:
         settings = self._settings
         return fit_rows(rows, max_tokens=settings.packed_row_tokens, oversize=settings.oversize)
+
+
+@contextmanager
+def _adding_to(seconds: dict[str, float], part: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[part] += time.perf_counter() - started
 
 
 def _num_trained(rows: Rows[TokenRow]) -> int:

@@ -14,7 +14,6 @@ import gc
 import hashlib
 import json
 import shutil
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +48,7 @@ from safetensors.torch import load_file, save_file
 from dialoop_services.runtime.durable import (
     named_failures,
     read_failed,
+    sync_tree,
     whole_file,
     why_unread,
 )
@@ -65,7 +65,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """A safetensors file of the whole policy, or of the adapter to add to the base."""
+    """A safetensors file of the whole policy, or of the adapter to add to the base.
+
+    first: where it was written, until `keep` brings it to `path`; None: to `path` at once.
+    """
 
     path: Path
     sha256: str
@@ -73,6 +76,17 @@ class ExportedWeights:
     kind: WeightsKind = WeightsKind.WHOLE
     adapter_config_json: str = ""
     base_digest: str = ""
+    first: Path | None = None
+
+    def keep(self) -> None:
+        """Bring the file to its path, where it appears whole, and to the disk.
+
+        Raise PreconditionFailed (WRITE_FAILED) if it cannot be written.
+        """
+        if self.first is not None:
+            with whole_file(self.path, sync=False) as temporary:
+                shutil.copy(self.first, temporary)
+        sync_tree(self.path.parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,26 +103,26 @@ class CapturedWeights:
     kind: WeightsKind = WeightsKind.WHOLE
     adapter: Mapping[str, str] = field(default_factory=dict)
 
-    def write(self, *copies: Path) -> ExportedWeights:
-        """Write the file, and the same bytes to `copies`; each appears whole or not at all.
+    def write(self, first: Path | None = None) -> ExportedWeights:
+        """Write the file at its path, or at `first`; it appears whole or not at all.
 
-        The caller brings the file to the disk, where something relies on that. Raise
-        PreconditionFailed (WRITE_FAILED) if one of them cannot be written.
+        `ExportedWeights.keep` brings it to its path and to the disk, where something relies on
+        that. Raise PreconditionFailed (WRITE_FAILED) if it cannot be written.
         """
         tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}
-        with ExitStack() as whole:
-            temporaries = [whole.enter_context(whole_file(p, sync=False)) for p in copies]
-            # Left first: a reader of a copy may rely on the file, so it appears before the copies.
-            file = whole.enter_context(whole_file(self.path, sync=False, errors=(SafetensorError,)))
+        with whole_file(first or self.path, sync=False, errors=(SafetensorError,)) as file:
             file.touch()
             mode = file.stat().st_mode  # safetensors makes its files with mode 600
             save_file(tensors, file, dict(self.metadata))
             file.chmod(mode)
-            for copy in temporaries:
-                shutil.copy(file, copy)
             sha256, num_bytes = _sha256(file), file.stat().st_size
         return ExportedWeights(
-            path=self.path, sha256=sha256, num_bytes=num_bytes, kind=self.kind, **self.adapter
+            path=self.path,
+            first=first,
+            sha256=sha256,
+            num_bytes=num_bytes,
+            kind=self.kind,
+            **self.adapter,
         )
 
 
@@ -140,19 +154,24 @@ class LearnerState:
         # The names of the weights in the model's directory, once they have been read.
         self._names: frozenset[str] = frozenset()
 
-    def write_weights(self, path: Path, *copies: Path) -> ExportedWeights:
-        """Write the weights as they are now, also to `copies`; a file appears whole or not at all.
+    def write_weights(self, path: Path, first: Path | None = None) -> ExportedWeights:
+        """Write the weights as they are now for `path`, as `CapturedWeights.write` does.
 
         With LoRA, a path with PEFT's file name gets the adapter alone, in a directory for PEFT.
         """
         captured = self.capture(path, copy=False)
         facts = b""
         if self._ranks.is_first:
-            exported = captured.write(*copies)
+            exported = captured.write(first)
             facts = json.dumps([exported.sha256, exported.num_bytes]).encode()
         sha256, num_bytes = json.loads(self._ranks.broadcast(facts))
         return ExportedWeights(
-            path=path, sha256=sha256, num_bytes=num_bytes, kind=captured.kind, **captured.adapter
+            path=path,
+            first=first,
+            sha256=sha256,
+            num_bytes=num_bytes,
+            kind=captured.kind,
+            **captured.adapter,
         )
 
     def capture(self, path: Path, *, copy: bool = True) -> CapturedWeights:

@@ -7,8 +7,9 @@
 | module:Class | a class of the user's own moves the file | `config.own_data_plane` |
 | nccl, ipc | vLLM's own weight transfer, between GPUs | CUDA, see `vllm_transfer` |
 
-The trainer always writes the file under `policies/` first. Export, re-scoring and probes use that
-file. The first three ways also send a LoRA adapter alone.
+The trainer keeps each file under `policies/`, for export and re-scoring, and is done with a publish
+only when it lies there. A file in memory is written and sent first. The first three ways also send
+a LoRA adapter alone.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class WeightsSender:
     is_fetched = False
     """Whether a replica that missed a publish can fetch it by itself."""
 
-    def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
-        """Return where the exported file of that name is to be written as well."""
-        return ()
+    def first_place(self, version: PolicyVersion, name: str) -> Path | None:
+        """Return where the file of that name is written before it is kept; None: where it stays."""
+        return None
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
         """Prepare a publish once, before replicas are called to load it."""
@@ -75,22 +76,22 @@ class WeightsSender:
 
 
 class FileSender(WeightsSender):
-    """Sends the path of a file that the replica opens: under `policies/`, or a copy in memory."""
+    """Sends the path of a file that the replica opens: under `policies/`, or in memory."""
 
     name = "shared_memory"
     is_fetched = True
 
     def __init__(self, policies: Path, memory: Path | None) -> None:
         self._root = memory or policies
-        self._is_copied = memory is not None
+        self._is_in_memory = memory is not None
 
-    def copies(self, version: PolicyVersion, name: str) -> tuple[Path, ...]:
-        """Return the file's place in memory, if there is one: the export writes both at once."""
-        return (self._root / str(version) / name,) if self._is_copied else ()
+    def first_place(self, version: PolicyVersion, name: str) -> Path | None:
+        """Return the file's place in memory, if there is one."""
+        return self._root / str(version) / name if self._is_in_memory else None
 
     async def offer(self, manifest: WeightsManifest, weights: ExportedWeights) -> None:
-        """Name the copy in latest.json for replicas that start later, and delete old copies."""
-        if self._is_copied:
+        """Name a file in memory in latest.json for replicas that start later; delete old ones."""
+        if self._is_in_memory:
             await asyncio.to_thread(self._point_to, manifest, weights)
 
     def manifest_of(self, manifest: WeightsManifest, weights: ExportedWeights) -> WeightsManifest:

@@ -21,7 +21,7 @@ from dialoop_learning.lora.layers import ADAPTER
 from dialoop_learning.rl.staleness import publish_order, version_of_name
 
 from dialoop_services.config.own_data_plane import load_data_plane
-from dialoop_services.runtime.durable import sync_tree, write_json
+from dialoop_services.runtime.durable import write_json
 from dialoop_services.trainer.learner.learner_state import WEIGHTS, CapturedWeights, ExportedWeights
 from dialoop_services.trainer.publish.data_planes import (
     ChunkSender,
@@ -62,6 +62,7 @@ KEPT = "kept"
 class Published:
     """One publish. max_logprob_difference is in nats, over all replicas and probe tokens.
 
+    capture_s: for how long training stood still before it; 0 where it stood still throughout.
     num_behind: replicas that missed this publish or an earlier one and have not caught up.
     """
 
@@ -71,6 +72,7 @@ class Published:
     max_logprob_difference: float
     num_replicas: int
     num_behind: int = 0
+    capture_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ class CapturedPolicy:
 
     weights: CapturedWeights
     probes: Sequence[Floats]
+    capture_s: float
 
 
 class Publisher:
@@ -121,11 +124,11 @@ class Publisher:
 
     async def capture(self, version: PolicyVersion) -> CapturedPolicy:
         """Copy the learner's weights and take its probes, for a publish beside the next step."""
-        path = self._path(version)
-        return CapturedPolicy(
-            weights=await asyncio.to_thread(self._learner.capture, path),
-            probes=await asyncio.to_thread(self._learner.logprobs, self._probes),
-        )
+        started = time.perf_counter()
+        weights = await asyncio.to_thread(self._learner.capture, self._path(version))
+        probes = await asyncio.to_thread(self._learner.logprobs, self._probes)
+        taken_s = time.perf_counter() - started
+        return CapturedPolicy(weights=weights, probes=probes, capture_s=taken_s)
 
     def _path(self, version: PolicyVersion) -> Path:
         return self._root / str(version) / self._file
@@ -139,21 +142,21 @@ class Publisher:
     ) -> Published:
         """Publish the learner's current weights, or captured ones, as the policy `version`.
 
-        It returns when every replica has the policy and answered the probes, or failed, or took
-        longer than `publish_deadline_s`. Later publishes do not wait for those that failed, until
-        they have loaded the newest policy. Raise DeadlineExceeded (PUBLISH_TIMED_OUT) when no
-        replica has the policy in that time; a call with the same version continues. Raise
-        PreconditionFailed (OTHER_WEIGHTS) where a replica that the config names has loaded
-        something else under the policy's version; nothing is announced then.
+        It is live when every replica has it and answered the probes, or failed, or took longer than
+        `publish_deadline_s`. This returns when its file is on the disk, too. Later publishes do not
+        wait for those that failed, until they have loaded the newest policy. Raise DeadlineExceeded
+        (PUBLISH_TIMED_OUT) when no replica has the policy in that time; a call with the same
+        version continues. Raise PreconditionFailed (OTHER_WEIGHTS) where a replica that the config
+        names has loaded something else under the policy's version; nothing is announced then.
         """
         started = time.perf_counter()
         path = self._path(version)
-        copies = self._sender.copies(version, self._file)
+        first = self._sender.first_place(version, self._file)
         if captured is None:
-            weights = await asyncio.to_thread(self._learner.export, path, *copies)
+            weights = await asyncio.to_thread(self._learner.export, path, first)
             own: Sequence[Floats] = await asyncio.to_thread(self._learner.logprobs, self._probes)
         else:
-            weights = await asyncio.to_thread(captured.weights.write, *copies)
+            weights = await asyncio.to_thread(captured.weights.write, first)
             own = captured.probes
         await self._placement.leave()  # replicas wake on the device that the trainer used
         # Announced first: its tokens may reach the queue before all replicas have loaded it. Before
@@ -164,22 +167,22 @@ class Publisher:
             manifest = self._manifest(version, weights)
             await self._sender.offer(manifest, weights)
             self._point_to(version, weights)
-            # On the disk meanwhile: a later evaluation or export relies on the file.
-            (num_replicas, difference), _ = await asyncio.gather(
-                self._load_and_prove(manifest, weights, own),
-                asyncio.to_thread(sync_tree, path.parent),
-            )
+            num_replicas, difference = await self._load_and_prove(manifest, weights, own)
             self._newest = manifest, weights, own
         # The policy is live now, so the queue may return the credits of the trained groups.
         await self.announce(version, trained_lease_ids)
+        publish_s = time.perf_counter() - started
+        # Before this ends no group is acknowledged whose tokens this policy sampled.
+        await asyncio.to_thread(weights.keep)
         self._delete_old()
         return Published(
             policy_version=version,
             weights=weights,
-            publish_s=time.perf_counter() - started,
+            publish_s=publish_s,
             max_logprob_difference=difference,
             num_replicas=num_replicas,
             num_behind=len(self._missed),
+            capture_s=0.0 if captured is None else captured.capture_s,
         )
 
     async def announce(
