@@ -1,7 +1,7 @@
 // What the stack of a run does at this moment: services, training, queue, and who waits for whom.
 
 import { useState } from "preact/hooks";
-import type { Now, Run } from "./answers";
+import type { Now, Run, Value } from "./answers";
 import { post } from "./api";
 import { useEvents, useKeys } from "./hooks";
 import { moment, number, plain, Problem } from "./texts";
@@ -138,6 +138,7 @@ function Training({ now }: { now: Now }) {
         ["reward", number(trainer.metrics["train/reward"])],
         ["staleness, mean", number(trainer.metrics["train/staleness_mean"])],
         ["trainer computes", `${share(trainer.busy_share)} of the step`],
+        ["last step", parts(trainer.metrics)],
       ]
     : [["trainer", "does not answer"]];
   const rate = now.sampled_tokens_per_s;
@@ -217,6 +218,24 @@ function Facts({ id, facts }: { id: string; facts: [string, string][] }) {
         </div>
       ))}
     </dl>
+  );
+}
+
+/** What the newest train step spent its time on. */
+function parts(metrics: Record<string, Value>): string {
+  const names: [string, string][] = [
+    ["lease_s", "waited for groups"],
+    ["rows_s", "read them"],
+    ["prepare_s", "prepared"],
+    ["forward_backward_s", "forward and backward"],
+    ["optim_s", "optimiser"],
+    ["wait_s", "waited for the publish before"],
+    ["capture_s", "copied the weights"],
+    ["publish_s", metrics["train/capture_s"] ? "published beside the next" : "published"],
+  ];
+  const told = names.filter(([name]) => metrics[`train/${name}`] !== undefined);
+  return (
+    told.map(([name, what]) => `${what} ${number(metrics[`train/${name}`], 2)} s`).join(", ") || "–"
   );
 }
 

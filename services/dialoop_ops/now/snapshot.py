@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dialoop_ops.now.blocked import Blocked
 
 SERVING = "serving"
+_PARTS_OF_A_STEP = ("lease", "rows", "train", "wait", "capture", "publish")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,12 @@ class Now:
     def trainer_busy(self) -> float | None:
         """Return the share of the newest train step's time in which the trainer computed."""
         metrics = self.trainer.metrics if self.trainer else {}
-        parts = [metrics.get(f"train/{part}_s", 0.0) for part in ("train", "lease", "publish")]
-        return parts[0] / sum(parts) if sum(parts) else None
+        seconds = {part: metrics.get(f"train/{part}_s", 0.0) for part in _PARTS_OF_A_STEP}
+        if seconds["capture"]:  # it publishes beside the next step
+            seconds["publish"] = 0.0
+        computing = seconds["rows"] + seconds["train"] + seconds["capture"]
+        total = sum(seconds.values())
+        return computing / total if total else None
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as values of JSON, as `dialoop watch --json` prints it."""
