@@ -57,7 +57,7 @@ def test_the_trainers_memory_is_that_of_the_formula_by_hand() -> None:
     assert parts["process"] == PROCESS_BYTES
     assert (parts["weights"], parts["optimiser"]) == (4000, 8000)
     of_layer = 5 * (6 * 4 + 5 * 8 + 4 * 2 + 4 * 16) * 4
-    head = 2 * 5 * 10 * 4 + (64 << 20) + 2 * 5 * 4 * 4 + 10 * 4 * 8
+    head = 2 * 5 * 10 * 4 + (256 << 20) + 2 * 5 * 4 * 4 + 10 * 4 * 8
     on_the_way = 3 * 5 * 16 * 4
     assert parts["backward"] == 3 * of_layer + on_the_way + head
     thrifty = training_memory(SHAPE, Training(num_tokens=5, recomputes=True)).parts
@@ -70,7 +70,7 @@ def test_adapters_have_no_gradients_of_the_whole_model() -> None:
     parts = training_memory(SHAPE, Training(num_tokens=5, num_trained=10)).parts
     assert parts["optimiser"] == 80
     of_layer = 5 * (6 * 4 + 5 * 8 + 4 * 2 + 4 * 16) * 4
-    head = 2 * 5 * 10 * 4 + (64 << 20) + 2 * 5 * 4 * 4
+    head = 2 * 5 * 10 * 4 + (256 << 20) + 2 * 5 * 4 * 4
     on_the_way, ordered = 3 * 5 * 16 * 4, 10 * 4 * 4
     assert parts["backward"] == 3 * of_layer + on_the_way + ordered + head
     large = replace(SHAPE, num_parameters=LARGE_MODEL)
