@@ -99,7 +99,7 @@ class TrainStepReport:
     num_trained_tokens: int
     learning_rate: float = 0.0
     num_forwarded_tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
     fresh_mismatch_kl: float | None = None
     fresh_by_depth: dict[int, dict[str, float]] = field(default_factory=dict)
 
