@@ -78,8 +78,8 @@ _ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 title="Time of a step",
-                text="Waiting for a batch, training, publishing.",
-                curves=newest("train/lease_s", "train/train_s", "train/publish_s"),
+                text="Waiting for a batch, training, waiting for the publish before, publishing.",
+                curves=newest("train/lease_s", "train/train_s", "train/wait_s", "train/publish_s"),
                 unit="s",
             ),
             Panel(

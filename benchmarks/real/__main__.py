@@ -142,10 +142,11 @@ def report(run_dir: Path) -> dict[str, Any]:
 
 
 def _arithmetic(run_dir: Path, training_s: float) -> dict[str, float]:
-    """Return what a train step takes, and what its matrix products alone would take.
+    """Return what a train step takes, and what its matrix products alone would take at the most.
 
     A trained token takes 6 operations a parameter and a sampled or prompt token 2, at the rate at
-    which all cores multiply the model's weights with the states of a packed row.
+    which all cores multiply the model's weights with the states of a packed row. The head counts
+    for every token, though tokens of a prompt need none.
     """
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     weights = [p.detach() for p in model.parameters() if p.ndim == 2]

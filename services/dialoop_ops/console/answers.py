@@ -101,7 +101,7 @@ def points_of(index: RunIndex, name: str) -> Sequence[Point]:
 
 def _throughput_of(index: RunIndex) -> list[Point]:
     seconds: dict[int, float] = defaultdict(float)
-    for part in ("lease", "train", "publish"):
+    for part in ("lease", "rows", "train", "wait", "capture", "publish", "keep"):
         for point in index.points(f"train/{part}_s"):
             seconds[point.row] += point.value
     points = index.points("train/num_trained_tokens")

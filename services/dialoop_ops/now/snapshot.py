@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dialoop_ops.now.blocked import Blocked
 
 SERVING = "serving"
-_PARTS_OF_A_STEP = ("lease", "rows", "train", "wait", "capture", "publish")
+_PARTS_OF_A_STEP = ("lease", "rows", "train", "wait", "capture", "publish", "keep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Now:
         metrics = self.trainer.metrics if self.trainer else {}
         seconds = {part: metrics.get(f"train/{part}_s", 0.0) for part in _PARTS_OF_A_STEP}
         if seconds["capture"]:  # it publishes beside the next step
-            seconds["publish"] = 0.0
+            seconds["publish"] = seconds["keep"] = 0.0
         computing = seconds["rows"] + seconds["train"] + seconds["capture"]
         total = sum(seconds.values())
         return computing / total if total else None

@@ -288,14 +288,14 @@ def fill_with_latest(folder: Path | None, policies: Path) -> Iterator[None]:
 
 
 def _copy_latest(policies: Path, folder: Path) -> None:
-    pointer = policies / "latest.json"
-    if not pointer.is_file():
-        return
-    try:
-        weights = Path(json.loads(pointer.read_text("utf-8"))["path"])
-    except (ValueError, KeyError):  # a disk damaged it; the trainer publishes again at its start
-        return
-    if (policies / weights).is_file():
-        (folder / weights).parent.mkdir(parents=True)
-        shutil.copyfile(policies / weights, folder / weights)
-        shutil.copyfile(pointer, folder / pointer.name)
+    # Whoever killed the stack may have done so before the newest policy was on the disk.
+    for name in ("latest.json", "kept.json"):
+        try:
+            weights = Path(json.loads((policies / name).read_text("utf-8"))["path"])
+        except (OSError, ValueError, KeyError):  # none, or a disk damaged it
+            continue
+        if (policies / weights).is_file():
+            (folder / weights).parent.mkdir(parents=True)
+            shutil.copyfile(policies / weights, folder / weights)
+            shutil.copyfile(policies / name, folder / "latest.json")
+            return

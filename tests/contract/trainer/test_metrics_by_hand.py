@@ -54,6 +54,7 @@ from tests.support.metrics.plain_steps import (
     grpo_update,
     k3,
     mean,
+    rate,
     table,
 )
 from tests.support.metrics.self_teaching import Class, batch_of
@@ -194,13 +195,6 @@ def steps(ran: Ran, directory: Path) -> list[StepByHand]:
     return by_hand
 
 
-def rate(update: int, *, peak: float, warmup: int, total: int) -> float:
-    """A learning rate that rises, then falls linearly to a tenth."""
-    if update < warmup:
-        return peak * (update + 1) / warmup
-    return peak * (1 - 0.9 * min(1.0, (update - warmup) / (total - warmup)))
-
-
 @by_hand(
     "train",
     *("reward", "reward_std", "rewards/<name>/mean", "rewards/<name>/std"),
@@ -337,7 +331,10 @@ def test_tokens_by_age_and_depth(ran: Ran, steps: list[StepByHand]) -> Pairs:
     yield last, {"staleness_mean": 0.5, "staleness_max": 1}
 
 
-@by_hand("train", "lease_s", "rows_s", "train_s", "wait_s", "capture_s", "publish_s")
+@by_hand(
+    "train",
+    *("lease_s", "rows_s", "train_s", "wait_s", "capture_s", "publish_s", "keep_s"),
+)
 def test_the_times_of_a_step_lie_between_moments_of_the_test_s_clock(ran: Ran) -> Pairs:
     recorder, loads = ran.recorder, ran.replicas[0].loads[1:]
     for row, batch in rows_of(ran):
@@ -348,9 +345,8 @@ def test_the_times_of_a_step_lie_between_moments_of_the_test_s_clock(ran: Ran) -
         loaded = loads[batch.place]
         yield row, {"lease_s": Between(sum(e - b for b, e in waits), began - before)}
         yield row, {"train_s": Between(ended - began, loaded[0] - waits[-1][1])}
-        # Read again after a group that cannot be trained.
         yield row, {"rows_s": Between(0.0, began - waits[0][1])}
-        yield row, {"wait_s": Between(0.0, loaded[0] - ended), "capture_s": 0.0}
+        yield row, {"wait_s": Between(0.0, loaded[0] - ended), "capture_s": 0.0, "keep_s": 0.0}
         yield row, {"publish_s": Between(loaded[1] - loaded[0], after - ended)}
         assert loaded[1] - loaded[0] >= SLEEP_S
 
@@ -364,10 +360,9 @@ def test_the_times_of_a_step_s_parts_lie_between_moments_of_its_updates(ran: Ran
         assert len(own) == 4
         computing = sum(recorder.differentiated[n] - recorder.updating[n] for n in own)
         stepping = sum(recorder.updated[n] - recorder.differentiated[n] for n in own)
-        prepared = row["prepare_s"]
+        prepared, taken = row["prepare_s"], row["forward_backward_s"]
         yield row, {"prepare_s": Between(0.0, recorder.updating[own[0]] - began)}
         yield row, {"forward_backward_s": Between(computing, ended - began - prepared)}
-        taken = row["forward_backward_s"]
         least, most = computing + stepping - taken, row["train_s"] - prepared - taken
         yield row, {"optim_s": Between(least, most)}
 

@@ -164,6 +164,13 @@ def mean(values: Iterable[float]) -> float:
     return sum(kept) / len(kept)
 
 
+def rate(update: int, *, peak: float, warmup: int, total: int) -> float:
+    """A learning rate that rises, then falls linearly to a tenth."""
+    if update < warmup:
+        return peak * (update + 1) / warmup
+    return peak * (1 - 0.9 * min(1.0, (update - warmup) / (total - warmup)))
+
+
 def k3(sampler: float, policy: float) -> float:
     """KL(sampler, policy) by the sampler's token: r - 1 - log r."""
     return math.exp(policy - sampler) - 1 - (policy - sampler)

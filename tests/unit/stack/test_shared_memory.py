@@ -61,6 +61,20 @@ def test_the_folder_starts_with_the_newest_policy_alone_and_ends_gone(tmp_path: 
         pass
 
 
+def test_the_newest_policy_on_the_disk_is_taken_where_a_kill_was_faster_than_the_disk(
+    tmp_path: Path,
+) -> None:
+    policies, memory = tmp_path / "policies", tmp_path / "memory"
+    (policies / "main-2").mkdir(parents=True)
+    (policies / "main-2" / "model.safetensors").write_text("main-2")
+    kept = json.dumps({"number": 2, "path": "main-2/model.safetensors"})
+    (policies / "kept.json").write_text(kept)
+    (policies / "latest.json").write_text(json.dumps({"path": "main-3/model.safetensors"}))
+    with fill_with_latest(memory, policies):
+        assert (memory / "latest.json").read_text() == kept
+        assert (memory / "main-2" / "model.safetensors").read_text() == "main-2"
+
+
 @pytest.mark.parametrize(
     ("plane", "transfer"),
     [("shared_memory", ""), ("chunks", ""), ("nccl", "nccl"), ("ipc", "ipc")],

@@ -27,7 +27,7 @@ from dialoop.sequences import PolicyVersion
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.learner_state import CapturedWeights, ExportedWeights
 from dialoop_services.trainer.publish import publisher as module
-from dialoop_services.trainer.publish.publisher import Publisher
+from dialoop_services.trainer.publish.publisher import PolicyNotKept, Publisher
 from dialoop_services.trainer.settings import TrainerSettings
 
 from tests.support.waiting import PATIENCE_S, until
@@ -163,17 +163,25 @@ async def test_a_policy_sent_from_memory_is_live_before_its_file_is_on_the_disk(
         note()
         keep(weights)
 
-    replica.on_load = note
+    def look() -> None:
+        note()
+        made.keep(version(1))  # an evaluation that it played ends just now
+
+    replica.on_load = look
     monkeypatch.setattr(ExportedWeights, "keep", keep_noted)
     captured = await made.capture(version(1))
     published = await made.publish(version(1), captured=captured)
     # The queue has the credits of the live policy before the disk is waited for.
     assert when == [(True, False, 1), (True, False, 2)]
+    assert (on_disk.parent / module.KEPT).is_file()
     kept = on_disk.read_bytes()
     assert kept == in_memory.read_bytes()
     assert hashlib.sha256(kept).hexdigest() == replica.manifests[0].sha256
     assert published.capture_s >= CAPTURE_S
+    assert published.keep_s > 0
     assert (await made.publish(version(2))).capture_s == 0
+    on_disk_first = publisher(tmp_path / "other", FakeReplica(-1.0))
+    assert (await on_disk_first.publish(version(1))).keep_s == 0
 
 
 async def test_a_disk_that_is_full_fails_the_publish_of_a_policy_that_is_live(
@@ -182,9 +190,8 @@ async def test_a_disk_that_is_full_fails_the_publish_of_a_policy_that_is_live(
     """The job ends then: no group of that policy may be acknowledged without its weights."""
     replica, memory = FakeReplica(-1.0), tmp_path / "memory"
     made = publisher(tmp_path, replica, shared_memory_dir=memory)
-    (tmp_path / "policies").mkdir()
-    (tmp_path / "policies" / "main-1").write_text("a file where a folder is needed")
-    with pytest.raises(PreconditionFailed, match="could not be written") as caught:
+    (tmp_path / "policies" / "main-1" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(PolicyNotKept, match="could not be written") as caught:
         await made.publish(version(1))
     assert caught.value.reason is Reason.WRITE_FAILED
     assert replica.version == version(1)

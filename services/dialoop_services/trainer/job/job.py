@@ -32,6 +32,7 @@ from dialoop_services.trainer.job.evaluation_schedule import EvaluationSchedule
 from dialoop_services.trainer.job.policy_versions import VersionedPublisher
 from dialoop_services.trainer.job.supervised import SupervisedSteps, WarmStart
 from dialoop_services.trainer.job.train_steps import TrainSteps
+from dialoop_services.trainer.publish.publisher import PolicyNotKept
 from dialoop_services.trainer.recovery.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -123,6 +124,10 @@ class TrainingJob:
             async with self._between_steps:
                 try:
                     return await act()
+                except PolicyNotKept as error:
+                    if not self.broken.done():
+                        self.broken.set_exception(error)
+                    raise
                 except DialoopError:
                     raise  # it has changed nothing
                 except Exception as error:

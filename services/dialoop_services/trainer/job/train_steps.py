@@ -394,6 +394,7 @@ class TrainSteps:
 
         async def record(published: Published, step: int, version: PolicyVersion) -> None:
             row["capture_s"], row["publish_s"] = published.capture_s, published.publish_s
+            row["keep_s"] = published.keep_s
             await self.record(batch, row, step, version)
 
         await self._versions.publish_trained(batch, record)

@@ -313,8 +313,8 @@ class Learner:
         seconds = self._seconds = dict.fromkeys(_PARTS_OF_A_STEP, 0.0)
         with _adding_to(seconds, "prepare_s"):
             ready = self.prepare(rows)
-        self.observer.end_prepare(ready)
-        mismatch = self._replay_mismatch(ready)
+            self.observer.end_prepare(ready)
+            mismatch = self._replay_mismatch(ready)
         trajectories = _by_trajectory(ready)
         num = min(self._settings.num_minibatches, len(trajectories))
         num_epochs, reports, num_tokens = self._settings.objective.num_epochs, [], []

@@ -86,7 +86,8 @@ class ExportedWeights:
         if self.first is not None:
             with whole_file(self.path, sync=False) as temporary:
                 shutil.copy(self.first, temporary)
-        sync_tree(self.path.parent)
+        with named_failures(self.path):
+            sync_tree(self.path.parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

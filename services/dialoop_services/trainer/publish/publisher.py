@@ -21,7 +21,7 @@ from dialoop_learning.lora.layers import ADAPTER
 from dialoop_learning.rl.staleness import publish_order, version_of_name
 
 from dialoop_services.config.own_data_plane import load_data_plane
-from dialoop_services.runtime.durable import write_json
+from dialoop_services.runtime.durable import named_failures, write_json
 from dialoop_services.trainer.learner.learner_state import WEIGHTS, CapturedWeights, ExportedWeights
 from dialoop_services.trainer.publish.data_planes import (
     ChunkSender,
@@ -54,6 +54,8 @@ _MOST_OF_ROUNDING = 0.05, 0.5
 """How far apart log-probs of the same weights lie in the mean, in nats: products in TF32 at most
 the first, in 16 bits at most the second. Other weights are further away."""
 _OF_ANOTHER_MODEL = frozenset({Reason.UNKNOWN_PARAMETERS, Reason.BASE_MISMATCH})
+KEPT_POINTER = "kept.json"
+"""latest.json of the newest policy whose file is on the disk."""
 KEPT = "kept"
 """Empty file in the folder of a policy that is never deleted."""
 
@@ -63,6 +65,7 @@ class Published:
     """One publish. max_logprob_difference is in nats, over all replicas and probe tokens.
 
     capture_s: for how long training stood still before it; 0 where it stood still throughout.
+    keep_s: from then on until its file was on the disk; 0 where the file was there before.
     num_behind: replicas that missed this publish or an earlier one and have not caught up.
     """
 
@@ -73,6 +76,14 @@ class Published:
     num_replicas: int
     num_behind: int = 0
     capture_s: float = 0.0
+    keep_s: float = 0.0
+
+
+class PolicyNotKept(PreconditionFailed):
+    """A live policy whose file cannot be brought to the disk: this process must not go on.
+
+    The next one publishes it again, before a group of it is acknowledged.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +162,8 @@ class Publisher:
         """
         started = time.perf_counter()
         path = self._path(version)
+        with named_failures(path):
+            path.parent.mkdir(parents=True, exist_ok=True)  # `keep` may mark it from now on
         first = self._sender.first_place(version, self._file)
         if captured is None:
             weights = await asyncio.to_thread(self._learner.export, path, first)
@@ -167,18 +180,26 @@ class Publisher:
             manifest = self._manifest(version, weights)
             await self._sender.offer(manifest, weights)
             self._point_to(version, weights)
-            num_replicas, difference = await self._load_and_prove(manifest, weights, own)
+            loading = self._load_and_prove(manifest, weights, own)
+            if first is None:  # on the disk meanwhile
+                (num_replicas, difference), _ = await asyncio.gather(
+                    loading, asyncio.to_thread(weights.keep)
+                )
+            else:
+                num_replicas, difference = await loading
             self._newest = manifest, weights, own
         # The policy is live now, so the queue may return the credits of the trained groups.
         await self.announce(version, trained_lease_ids)
-        publish_s = time.perf_counter() - started
-        # Before this ends no group is acknowledged whose tokens this policy sampled.
-        await asyncio.to_thread(weights.keep)
+        lived = time.perf_counter()
+        if first is not None:
+            await self._keep_live(weights)
+        write_json(self._root / KEPT_POINTER, pointer_of(version, self._relative(weights), weights))
         self._delete_old()
         return Published(
             policy_version=version,
             weights=weights,
-            publish_s=publish_s,
+            publish_s=lived - started,
+            keep_s=0.0 if first is None else time.perf_counter() - lived,
             max_logprob_difference=difference,
             num_replicas=num_replicas,
             num_behind=len(self._missed),
@@ -203,10 +224,28 @@ class Publisher:
             max_outstanding_groups=self._settings.max_outstanding_groups if has_credits else 0,
         )
 
+    async def _keep_live(self, weights: ExportedWeights) -> None:
+        """Bring a live policy's file to the disk.
+
+        Until then no group is acknowledged whose tokens this policy sampled.
+        """
+        try:
+            await asyncio.to_thread(weights.keep)
+        except PreconditionFailed as error:
+            raise PolicyNotKept(
+                error.message, reason=Reason(error.reason), remedy=error.remedy
+            ) from error
+
+    def _relative(self, weights: ExportedWeights) -> str:
+        return str(weights.path.relative_to(self._root))
+
     def _point_to(self, version: PolicyVersion, weights: ExportedWeights) -> None:
-        """Write latest.json, from which a replica that starts later loads the policy."""
-        path = str(weights.path.relative_to(self._root))
-        write_json(self._root / "latest.json", pointer_of(version, path, weights))
+        """Write latest.json, from which a replica that starts later loads the policy.
+
+        A recovery compares its digest, so it comes before the policy is live.
+        """
+        pointer = pointer_of(version, self._relative(weights), weights)
+        write_json(self._root / "latest.json", pointer)
 
     async def _load_and_prove(
         self, manifest: WeightsManifest, weights: ExportedWeights, own: Sequence[Floats]
