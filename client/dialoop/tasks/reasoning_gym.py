@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dialoop.environments.chat_env import ChatEnv
@@ -25,18 +26,26 @@ SYSTEM_PROMPT = "Solve the task. Give the answer alone between <answer> and </an
 PLAIN_PROMPT = "Solve the task. Give the answer alone, in as few words as possible."
 
 
+_TRIES = 100
+
+
 class GymTasks(ListedTasks):
-    """A procedural data set: "train" has one seed, and "heldout" the next one."""
+    """A procedural data set, of which "train" has no question that "heldout" has.
+
+    The package makes item i of the seed s from the number s + i, so the splits have numbers of
+    their own. A question of "train" that came up in "heldout" by chance is replaced by a later one.
+    """
 
     def __init__(
         self, task: str, *, num_tasks: int, num_heldout: int, seed: int, options: Mapping[str, Any]
     ) -> None:
         package = _package()
         datasets = {}
-        for offset, (split, size) in enumerate((("train", num_tasks), ("heldout", num_heldout))):
+        sizes = {"heldout": num_heldout, "train": num_tasks}
+        for split, first in (("heldout", seed), ("train", seed + num_heldout)):
             try:
                 datasets[split] = package.create_dataset(
-                    task, size=size, seed=seed + offset, **dict(options)
+                    task, size=_TRIES * sizes[split], seed=first, **dict(options)
                 )
             except (ValueError, TypeError, AssertionError, KeyError) as error:
                 raise InvalidConfig(
@@ -45,15 +54,35 @@ class GymTasks(ListedTasks):
                     reason=Reason.TASK_NOT_FOUND,
                     remedy="See reasoning_gym.factory.DATASETS for names and their options.",
                 ) from error
-        super().__init__({split: [str(i) for i in range(len(d))] for split, d in datasets.items()})
+        super().__init__({split: [str(i) for i in range(size)] for split, size in sizes.items()})
         self.datasets = datasets
+        self._sizes = sizes
 
     def task(self, split: str, key: str) -> TaskData:
         """Return the item as a task, with the scorer's data as metadata."""
-        item = self.datasets[split][int(key)]
+        index, item = self._item(split, int(key))
         metadata = {"split": split, "item": json.dumps(item.get("metadata", {}), default=str)}
+        metadata["index"] = str(index)
         answer = "" if item["answer"] is None else str(item["answer"])
         return TaskData(key=key, question=item["question"], answer=answer, metadata=metadata)
+
+    @cached_property
+    def _heldout(self) -> frozenset[str]:
+        dataset = self.datasets["heldout"]
+        return frozenset(dataset[index]["question"] for index in range(self._sizes["heldout"]))
+
+    def _item(self, split: str, number: int) -> tuple[int, Any]:
+        if split == "heldout":
+            return number, self.datasets[split][number]
+        for index in range(number, _TRIES * self._sizes[split], self._sizes[split]):
+            item = self.datasets[split][index]
+            if item["question"] not in self._heldout:
+                return index, item
+        raise InvalidConfig(
+            "This task has hardly a question that its held-out tasks do not have.",
+            reason=Reason.TASK_NOT_FOUND,
+            remedy="Lower num_heldout, or choose options that make more questions.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +105,8 @@ class GymReward(Transform):
         dataset = self.tasks.datasets[task.metadata["split"]]
         text = episode.answer_text
         answer = tag_text(text, "answer") if self.in_blocks else text.strip()
-        value = float(dataset.score_answer(answer=answer, entry=dataset[int(task.key)]))
+        entry = dataset[int(task.metadata["index"])]
+        value = float(dataset.score_answer(answer=answer, entry=entry))
         reward = Reward(name="reasoning_gym", value=value, success=value >= 1.0)
         return Score(rewards=(reward,))
 

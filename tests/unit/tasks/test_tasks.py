@@ -204,6 +204,31 @@ async def test_a_reasoning_gym_task_is_scored_by_the_package() -> None:
     assert caught.value.reason == "TASK_NOT_FOUND"
 
 
+async def test_no_question_of_reasoning_gyms_training_is_held_out() -> None:
+    """The package makes item i of the seed s from s + i: two seeds in a row are nearly alike."""
+    pytest.importorskip("reasoning_gym")
+    digits: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    environment = reasoning_gym(task="chain_sum", num_tasks=200, num_heldout=60, **digits)
+    tasks = environment.tasks
+    train, heldout = (
+        [tasks.get(split, key) for key in tasks.keys(split)] for split in ("train", "heldout")
+    )
+    assert (len(train), len(heldout)) == (200, 60)
+    assert not {task.question for task in train} & {task.question for task in heldout}
+    replaced = [task for task in train if int(task.metadata["index"]) >= 200]
+    assert replaced, "some came up in both, by chance"
+    right = await _answer(environment, f"<answer>{replaced[0].answer}</answer>", replaced[0].key)
+    assert _rewards(right) == {"reasoning_gym": 1.0}
+
+
+async def test_a_split_that_nothing_could_be_held_out_of_is_refused() -> None:
+    pytest.importorskip("reasoning_gym")
+    digits: dict[str, Any] = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    environment = reasoning_gym(task="chain_sum", num_tasks=1, num_heldout=2000, **digits)
+    with pytest.raises(InvalidConfig, match="hardly a question"):
+        environment.tasks.get("train", "0")
+
+
 async def test_a_reasoning_gym_answer_without_blocks_is_the_whole_message() -> None:
     pytest.importorskip("reasoning_gym")
     environment = reasoning_gym(task="leg_counting", num_tasks=3, num_heldout=2, in_blocks=False)
