@@ -155,10 +155,10 @@ class Publisher:
 
         It is live when every replica has it and answered the probes, or failed, or took longer than
         `publish_deadline_s`. This returns when its file is on the disk, too. Later publishes do not
-        wait for those that failed, until they have loaded the newest policy. Raise DeadlineExceeded
-        (PUBLISH_TIMED_OUT) when no replica has the policy in that time; a call with the same
-        version continues. Raise PreconditionFailed (OTHER_WEIGHTS) where a replica that the config
-        names has loaded something else under the policy's version; nothing is announced then.
+        wait for those that failed, until they have loaded the newest one. Raise DeadlineExceeded
+        (PUBLISH_TIMED_OUT) when no replica has it in that time; a call with the same version goes
+        on. Raise PreconditionFailed (OTHER_WEIGHTS), before it is announced, where a replica of the
+        config has loaded something else under its version.
         """
         started = time.perf_counter()
         path = self._path(version)
@@ -181,15 +181,14 @@ class Publisher:
             await self._sender.offer(manifest, weights)
             self._point_to(version, weights)
             loading = self._load_and_prove(manifest, weights, own)
-            if first is None:  # on the disk meanwhile
+            if first is None:  # the disk writes meanwhile
                 (num_replicas, difference), _ = await asyncio.gather(
                     loading, asyncio.to_thread(weights.keep)
                 )
             else:
                 num_replicas, difference = await loading
             self._newest = manifest, weights, own
-        # The policy is live now, so the queue may return the credits of the trained groups.
-        await self.announce(version, trained_lease_ids)
+        await self.announce(version, trained_lease_ids)  # live: their credits may return
         lived = time.perf_counter()
         if first is not None:
             await self._keep_live(weights)
