@@ -25,61 +25,71 @@ from dialoop.trajectory import Reward
 SYSTEM_PROMPT = "Solve the task. Give the answer alone between <answer> and </answer>."
 PLAIN_PROMPT = "Solve the task. Give the answer alone, in as few words as possible."
 
-
-_TRIES = 100
+_MOST_ROUNDS = 100
 
 
 class GymTasks(ListedTasks):
     """A procedural data set, of which "train" has no question that "heldout" has.
 
     The package makes item i of the seed s from the number s + i, so the splits have numbers of
-    their own. A question of "train" that came up in "heldout" by chance is replaced by a later one.
+    their own. A question of "train" that came up in "heldout" by chance is replaced by that of the
+    same key in another round, whose numbers come after.
     """
 
     def __init__(
         self, task: str, *, num_tasks: int, num_heldout: int, seed: int, options: Mapping[str, Any]
     ) -> None:
-        package = _package()
-        datasets = {}
-        sizes = {"heldout": num_heldout, "train": num_tasks}
-        for split, first in (("heldout", seed), ("train", seed + num_heldout)):
+        self._sizes = {"train": num_tasks, "heldout": num_heldout}
+        super().__init__({split: [str(i) for i in range(n)] for split, n in self._sizes.items()})
+        self._task, self._seed, self._options = task, seed, options
+        self._datasets: dict[tuple[str, int], Any] = {}
+        for split in self._sizes:
+            self.dataset(split)
+
+    def dataset(self, split: str, round_number: int = 0) -> Any:
+        """Return the package's data set of a split in a round; InvalidConfig where it has none."""
+        if (split, round_number) not in self._datasets:
+            first, size = self._seed, self._sizes[split]
+            if split == "train":
+                first += self._sizes["heldout"] + round_number * size
             try:
-                datasets[split] = package.create_dataset(
-                    task, size=_TRIES * sizes[split], seed=first, **dict(options)
+                self._datasets[split, round_number] = _package().create_dataset(
+                    self._task, size=size, seed=first, **dict(self._options)
                 )
             except (ValueError, TypeError, AssertionError, KeyError) as error:
                 raise InvalidConfig(
-                    f"reasoning-gym cannot make the task {task!r} from these options "
+                    f"reasoning-gym cannot make the task {self._task!r} from these options "
                     f"({type(error).__name__}).",
                     reason=Reason.TASK_NOT_FOUND,
                     remedy="See reasoning_gym.factory.DATASETS for names and their options.",
                 ) from error
-        super().__init__({split: [str(i) for i in range(size)] for split, size in sizes.items()})
-        self.datasets = datasets
-        self._sizes = sizes
+        return self._datasets[split, round_number]
 
     def task(self, split: str, key: str) -> TaskData:
         """Return the item as a task, with the scorer's data as metadata."""
-        index, item = self._item(split, int(key))
-        metadata = {"split": split, "item": json.dumps(item.get("metadata", {}), default=str)}
-        metadata["index"] = str(index)
+        round_number, item = self._item(split, int(key))
+        metadata = {
+            "split": split,
+            "round": str(round_number),
+            "item": json.dumps(item.get("metadata", {}), default=str),
+        }
         answer = "" if item["answer"] is None else str(item["answer"])
         return TaskData(key=key, question=item["question"], answer=answer, metadata=metadata)
 
     @cached_property
-    def _heldout(self) -> frozenset[str]:
-        dataset = self.datasets["heldout"]
+    def _heldout_questions(self) -> frozenset[str]:
+        dataset = self.dataset("heldout")
         return frozenset(dataset[index]["question"] for index in range(self._sizes["heldout"]))
 
-    def _item(self, split: str, number: int) -> tuple[int, Any]:
+    def _item(self, split: str, index: int) -> tuple[int, Any]:
         if split == "heldout":
-            return number, self.datasets[split][number]
-        for index in range(number, _TRIES * self._sizes[split], self._sizes[split]):
-            item = self.datasets[split][index]
-            if item["question"] not in self._heldout:
-                return index, item
+            return 0, self.dataset(split)[index]
+        for round_number in range(_MOST_ROUNDS):
+            item = self.dataset(split, round_number)[index]
+            if item["question"] not in self._heldout_questions:
+                return round_number, item
         raise InvalidConfig(
-            "This task has hardly a question that its held-out tasks do not have.",
+            f"The task {self._task!r} has hardly a question that its held-out tasks do not have.",
             reason=Reason.TASK_NOT_FOUND,
             remedy="Lower num_heldout, or choose options that make more questions.",
         )
@@ -102,11 +112,10 @@ class GymReward(Transform):
         if not episode.done:
             return Score()
         task = episode.task
-        dataset = self.tasks.datasets[task.metadata["split"]]
+        dataset = self.tasks.dataset(task.metadata["split"], int(task.metadata["round"]))
         text = episode.answer_text
         answer = tag_text(text, "answer") if self.in_blocks else text.strip()
-        entry = dataset[int(task.metadata["index"])]
-        value = float(dataset.score_answer(answer=answer, entry=entry))
+        value = float(dataset.score_answer(answer=answer, entry=dataset[int(task.key)]))
         reward = Reward(name="reasoning_gym", value=value, success=value >= 1.0)
         return Score(rewards=(reward,))
 

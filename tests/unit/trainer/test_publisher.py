@@ -177,6 +177,8 @@ async def test_a_policy_sent_from_memory_is_live_before_its_file_is_on_the_disk(
     kept = on_disk.read_bytes()
     assert kept == in_memory.read_bytes()
     assert hashlib.sha256(kept).hexdigest() == replica.manifests[0].sha256
+    pointers = (tmp_path / "policies" / name for name in ("latest.json", "kept.json"))
+    assert len({pointer.read_text() for pointer in pointers}) == 1
     assert published.capture_s >= CAPTURE_S
     assert published.keep_s > 0
     assert (await made.publish(version(2))).capture_s == 0

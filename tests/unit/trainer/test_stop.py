@@ -21,6 +21,7 @@ from dialoop_services.trainer.job.checkpointer import DEAD_LETTERS_FORGOTTEN
 from dialoop_services.trainer.job.policy_versions import PUBLISH_WAITS, REPLICA_BEHIND
 from dialoop_services.trainer.job.status import StatusBoard
 from dialoop_services.trainer.job.train_steps import FRESH_MISMATCH, GROUPS_SET_ASIDE
+from dialoop_services.trainer.publish.publisher import PolicyNotKept
 
 from tests.support.trainer_world import World, lease, worlds
 from tests.support.waiting import PATIENCE_S, until
@@ -464,6 +465,25 @@ async def test_an_unforeseen_error_of_a_request_ends_a_job_that_is_done(
     with pytest.raises(ZeroDivisionError):
         await here.job.checkpoint()
     with pytest.raises(ZeroDivisionError):
+        await running
+    assert here.board.phase is Phase.FAILED
+
+
+async def test_a_requested_policy_that_is_live_and_not_on_the_disk_ends_a_job_that_is_done(
+    world: Callable[..., World],
+) -> None:
+    here, server = world(num_steps=0), FakeServer()
+    broken = asyncio.wrap_future(here.job.broken)
+    running = asyncio.create_task(run_until_stopped(here, server, failures=(broken,)))
+    await until(lambda: here.board.phase is Phase.DONE)
+
+    async def publish(version: PolicyVersion, **named: Any) -> Any:
+        raise PolicyNotKept("The disk is full.", reason=Reason.WRITE_FAILED)
+
+    here.publisher.publish = publish  # type: ignore[method-assign]
+    with pytest.raises(PolicyNotKept):
+        await here.job.publish()
+    with pytest.raises(PolicyNotKept):
         await running
     assert here.board.phase is Phase.FAILED
 

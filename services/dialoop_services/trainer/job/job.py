@@ -124,14 +124,11 @@ class TrainingJob:
             async with self._between_steps:
                 try:
                     return await act()
-                except PolicyNotKept as error:
-                    if not self.broken.done():
-                        self.broken.set_exception(error)
-                    raise
-                except DialoopError:
-                    raise  # it has changed nothing
                 except Exception as error:
-                    if not self.broken.done():
+                    # Other refusals have changed nothing; a policy that is not kept is live.
+                    is_refused = isinstance(error, DialoopError)
+                    is_broken = not is_refused or isinstance(error, PolicyNotKept)
+                    if is_broken and not self.broken.done():
                         self.broken.set_exception(error)
                     raise
 

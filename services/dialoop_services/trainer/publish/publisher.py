@@ -54,8 +54,10 @@ _MOST_OF_ROUNDING = 0.05, 0.5
 """How far apart log-probs of the same weights lie in the mean, in nats: products in TF32 at most
 the first, in 16 bits at most the second. Other weights are further away."""
 _OF_ANOTHER_MODEL = frozenset({Reason.UNKNOWN_PARAMETERS, Reason.BASE_MISMATCH})
-KEPT_POINTER = "kept.json"
-"""latest.json of the newest policy whose file is on the disk."""
+LATEST_POINTER, KEPT_POINTER = "latest.json", "kept.json"
+"""Files that name the newest policy, and the newest one sent from memory whose file is on the disk.
+A recovery compares the digest of the first, which is written before the policy is live. A replica
+that starts later loads what it names."""
 KEPT = "kept"
 """Empty file in the folder of a policy that is never deleted."""
 
@@ -157,8 +159,8 @@ class Publisher:
         `publish_deadline_s`. This returns when its file is on the disk, too. Later publishes do not
         wait for those that failed, until they have loaded the newest one. Raise DeadlineExceeded
         (PUBLISH_TIMED_OUT) when no replica has it in that time; a call with the same version goes
-        on. Raise PreconditionFailed (OTHER_WEIGHTS), before it is announced, where a replica of the
-        config has loaded something else under its version.
+        on. Raise PreconditionFailed (OTHER_WEIGHTS), before it is live, where a replica of the
+        config has loaded something else under its version. Raise PolicyNotKept once it is live.
         """
         started = time.perf_counter()
         path = self._path(version)
@@ -179,7 +181,7 @@ class Publisher:
         async with self._publishing:
             manifest = self._manifest(version, weights)
             await self._sender.offer(manifest, weights)
-            self._point_to(version, weights)
+            self._point_to(version, weights, LATEST_POINTER)
             loading = self._load_and_prove(manifest, weights, own)
             if first is None:  # the disk writes meanwhile
                 (num_replicas, difference), _ = await asyncio.gather(
@@ -191,8 +193,7 @@ class Publisher:
         await self.announce(version, trained_lease_ids)  # live: their credits may return
         lived = time.perf_counter()
         if first is not None:
-            await self._keep_live(weights)
-        write_json(self._root / KEPT_POINTER, pointer_of(version, self._relative(weights), weights))
+            await self._keep_live(version, weights)
         self._delete_old()
         return Published(
             policy_version=version,
@@ -223,28 +224,22 @@ class Publisher:
             max_outstanding_groups=self._settings.max_outstanding_groups if has_credits else 0,
         )
 
-    async def _keep_live(self, weights: ExportedWeights) -> None:
-        """Bring a live policy's file to the disk.
+    async def _keep_live(self, version: PolicyVersion, weights: ExportedWeights) -> None:
+        """Bring a live policy's file to the disk, and write that it is there.
 
         Until then no group is acknowledged whose tokens this policy sampled.
         """
         try:
             await asyncio.to_thread(weights.keep)
+            self._point_to(version, weights, KEPT_POINTER)
         except PreconditionFailed as error:
             raise PolicyNotKept(
                 error.message, reason=Reason(error.reason), remedy=error.remedy
             ) from error
 
-    def _relative(self, weights: ExportedWeights) -> str:
-        return str(weights.path.relative_to(self._root))
-
-    def _point_to(self, version: PolicyVersion, weights: ExportedWeights) -> None:
-        """Write latest.json, from which a replica that starts later loads the policy.
-
-        A recovery compares its digest, so it comes before the policy is live.
-        """
-        pointer = pointer_of(version, self._relative(weights), weights)
-        write_json(self._root / "latest.json", pointer)
+    def _point_to(self, version: PolicyVersion, weights: ExportedWeights, name: str) -> None:
+        path = str(weights.path.relative_to(self._root))
+        write_json(self._root / name, pointer_of(version, path, weights))
 
     async def _load_and_prove(
         self, manifest: WeightsManifest, weights: ExportedWeights, own: Sequence[Floats]
