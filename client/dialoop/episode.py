@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import uuid
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Reward, SamplingParams, StopReason
 
 if TYPE_CHECKING:
@@ -52,6 +55,12 @@ class StepResult:
     def done(self) -> bool:
         """Return whether the episode ended."""
         return self.terminated or self.truncated
+
+    def agrees_with(self, other: StepResult | None) -> bool:
+        """Return whether the other answer is the same, but for facts for people."""
+        if other is None:
+            return False
+        return replace(self, info={}, replayed=False) == replace(other, info={}, replayed=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +148,75 @@ class Sample:
     sample_index: int = 0
     warnings: tuple[str, ...] = ()
     top_logprobs: tuple[Mapping[int, float], ...] = ()
+
+
+class Redo(IntEnum):
+    """What becomes of an episode whose session was lost, with the process that had it.
+
+    A session that lives on gives the answers that it gave before, whatever its environment says.
+    """
+
+    NEVER = 1
+    """It is played again from the start: a step taken again might do again what a tool did."""
+    SAFE = 2
+    """Its steps are taken again: they do no harm twice, and give the same answers."""
+
+    @classmethod
+    def parse(cls, redo: Redo | str) -> Redo:
+        """Return the one with this name; InvalidConfig (UNKNOWN_REDO) lists the names."""
+        names = {member.name.lower(): member for member in cls}
+        if isinstance(redo, cls):
+            return redo
+        if str(redo) not in names:
+            raise InvalidConfig(
+                f"There is no redo '{str(redo)[:40]}'.",
+                reason=Reason.UNKNOWN_REDO,
+                remedy=f"Choose one of: {', '.join(names)}.",
+            )
+        return names[str(redo)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTurn:
+    """A turn of an episode in play: `sample` is what the policy sampled.
+
+    `answer` is what the environment answered to the turn before; None at the first, number 0.
+    """
+
+    trajectory_id: str
+    session_id: str
+    turn: int
+    sample: Sample
+    answer: StepResult | None = None
+
+
+class TurnLog:
+    """The turns of one episode in play; this one keeps them in memory alone.
+
+    Each is appended before the environment sees it. An episode that has some begins with them: they
+    are not sampled again.
+    """
+
+    is_durable = False
+
+    def __init__(self, turns: Iterable[RecordedTurn] = (), *, redo: Redo = Redo.NEVER) -> None:
+        self.turns = list(turns)
+        self.redo = redo
+        first = self.turns[0] if self.turns else None
+        self.trajectory_id = first.trajectory_id if first else uuid.uuid4().hex
+        self.session_id = first.session_id if first else uuid.uuid4().hex
+
+    async def append(self, sample: Sample, answer: StepResult | None) -> None:
+        """Keep a turn; return once it is as durable as this log makes it."""
+        self.turns.append(
+            RecordedTurn(
+                trajectory_id=self.trajectory_id,
+                session_id=self.session_id,
+                turn=len(self.turns),
+                sample=sample,
+                answer=answer,
+            )
+        )
 
 
 class Policy(Protocol):

@@ -419,6 +419,10 @@ class Reason(_Named):
     RECORDING_NOT_FOUND = "RECORDING_NOT_FOUND", "The replica has no such recording (any more)."
     REDIS_EVICTS = "REDIS_EVICTS", "Redis would delete the ledger when its memory is full."
     REDIS_TOO_OLD = "REDIS_TOO_OLD", "Redis is older than 6.2."
+    REDO_DIFFERS = (
+        "REDO_DIFFERS",
+        "A step that was taken again got another answer than the first time.",
+    )
     REQUEST_TOO_SLOW = "REQUEST_TOO_SLOW", "The request did not come in time."
     RESPONSE_MISSING = "RESPONSE_MISSING", "The response has no message of the policy's role."
     REWARD_BEFORE_END = (
@@ -579,6 +583,7 @@ class Reason(_Named):
     UNKNOWN_ROLE = "UNKNOWN_ROLE", "A message's role is a misspelt one."
     UNKNOWN_MODE = "UNKNOWN_MODE", "There is no such input mode."
     UNKNOWN_PARAMETERS = "UNKNOWN_PARAMETERS", "The weights' parameters are not the model's."
+    UNKNOWN_REDO = "UNKNOWN_REDO", "An environment declares a redo that there is not."
     UNKNOWN_TASK = "UNKNOWN_TASK", "No task of that id and purpose was offered."
     UNSCORABLE_TRAJECTORY = "UNSCORABLE_TRAJECTORY", "The trajectory cannot be scored."
     UNSUPPORTED_ENCODING = "UNSUPPORTED_ENCODING", "The body's content-encoding is not read."

@@ -12,13 +12,12 @@ import asyncio
 import contextlib
 import inspect
 import time
-import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import History, ToolDefinition
-from dialoop.episode import UpdateMode, update_mode_label
-from dialoop.errors import InvalidInput, Unsupported
+from dialoop.episode import Redo, TurnLog, UpdateMode, update_mode_label
+from dialoop.errors import DialoopError, InvalidInput, PreconditionFailed, Unsupported
 from dialoop.failures import error_of
 from dialoop.reasons import Reason
 from dialoop.sequences import ForkCause, Sequence
@@ -41,6 +40,10 @@ if TYPE_CHECKING:
 
 
 _CLOSE_S = 2.0
+LOST_SESSIONS = frozenset({Reason.SESSION_LOST, Reason.SESSION_EXPIRED})
+"""Reasons of a session that is gone."""
+# Another play goes on where this one failed so, in the session if that lives.
+_TAKEN_OVER = frozenset({Reason.SERVICE_AWAY, Reason.LEASE_LOST})
 
 
 @dataclass(slots=True)
@@ -150,9 +153,12 @@ class EpisodePlayer:
 
     `trajectory` returns the record at any time. Close the player in any case: that closes its
     session, and cuts the episode off where it was not over.
+
+    Each turn is in the `log` before the environment sees it. The first turn of an episode with a
+    log that has some comes after them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - an episode and who plays it
         self,
         task: Task,
         *,
@@ -161,6 +167,7 @@ class EpisodePlayer:
         group_id: str = "",
         sampling: SamplingParams | None = None,
         max_turns: int = 64,
+        log: TurnLog | None = None,
     ) -> None:
         _require_parts(task, sessions, policy)
         self.task = task
@@ -170,8 +177,8 @@ class EpisodePlayer:
         self._group_id = group_id
         self._sampling = sampling or task.sampling
         self._max_turns = max_turns
-        self._session_id = uuid.uuid4().hex
-        self._trajectory_id = uuid.uuid4().hex
+        self._log = log or TurnLog()
+        self._session_id = self._log.session_id
         self._recorder = _Recorder()
         self._is_open = False
 
@@ -187,16 +194,19 @@ class EpisodePlayer:
         """
         if not self._is_open:
             self._is_open = True
-            self.is_over = not await self._open() or self._max_turns < 1
+            goes_on = await self._open() and await self._redo()
+            self.is_over = not goes_on or self.num_turns >= self._max_turns
         if not self.is_over:
             goes_on = await self._turn()
             self.is_over = not goes_on or self.num_turns >= self._max_turns
         return not self.is_over
 
     async def close(self) -> None:
-        """Close the session; closing twice does no harm."""
-        self.is_over = True
-        if not self._is_open:
+        """Close the session, unless another play goes on in it; closing twice does no harm."""
+        was_over, self.is_over = self.is_over, True
+        failures = self._recorder.failures
+        is_cut = not was_over or any(failure.reason in _TAKEN_OVER for failure in failures)
+        if not self._is_open or (is_cut and self._log.turns and self._log.is_durable):
             return
         self._is_open = False
         # Whatever goes wrong here, the trajectory is whole, and the environment's reaper closes it.
@@ -209,7 +219,7 @@ class EpisodePlayer:
         sample = recorder.sample
         terminated = recorder.outcome is not None and recorder.outcome.terminated
         return Trajectory(
-            trajectory_id=self._trajectory_id,
+            trajectory_id=self._log.trajectory_id,
             group_id=self._group_id,
             task_key=task.key,
             seed=task.seed,
@@ -231,22 +241,63 @@ class EpisodePlayer:
 
     async def _open(self) -> bool:
         """Open the episode; return False where it did not begin."""
-        task = self.task
         try:
-            await call(self._sessions.create_session, self._session_id, task.environment)
-            opening = await call(
-                self._sessions.reset,
-                self._session_id,
-                episode=1,
-                split=task.split,
-                task_key=task.key,
-                seed=task.seed,
-            )
-            self._recorder.begin(opening)
+            self._recorder.begin(await self._opening())
         except Exception as error:
             self._recorder.add_failure(Owner.ENVIRONMENT, error)
             return False
         return True
+
+    async def _opening(self) -> ResetResult:
+        """Reset the session of recorded turns if it lives or they may be taken again, or a new one.
+
+        A session that lives on answers what it answered before, and does nothing twice.
+        """
+        if self._log.turns:
+            try:
+                return await self._reset()
+            except DialoopError as error:
+                if error.reason not in LOST_SESSIONS or self._log.redo is Redo.NEVER:
+                    raise
+        await call(self._sessions.create_session, self._session_id, self.task.environment)
+        return await self._reset()
+
+    async def _reset(self) -> ResetResult:
+        opening: ResetResult = await call(
+            self._sessions.reset,
+            self._session_id,
+            episode=1,
+            split=self.task.split,
+            task_key=self.task.key,
+            seed=self.task.seed,
+        )
+        return opening
+
+    async def _redo(self) -> bool:
+        """Take the recorded turns again; return whether the episode goes on after them.
+
+        What the policy saw before each of them has to be what it saw the first time.
+        """
+        goes_on, recorder = True, self._recorder
+        for recorded in self._log.turns:
+            is_same = recorded.sample.history.prompt == recorder.history
+            if recorded.answer is not None:
+                is_same = goes_on and recorded.answer.agrees_with(recorder.outcome)
+            if not is_same:
+                error = PreconditionFailed(
+                    f"Before turn {recorded.turn} the environment answered otherwise than the "
+                    "first time.",
+                    reason=Reason.REDO_DIFFERS,
+                    remedy='Declare redo = "never", or make its steps depend on task, seed and '
+                    "messages alone.",
+                )
+                recorder.add_failure(Owner.ENVIRONMENT, error)
+                return False
+            recorder.add_sample(recorded.sample)
+            goes_on = await self._step(recorded.sample)
+            if recorder.is_lost:
+                return False
+        return goes_on
 
     async def _turn(self) -> bool:
         """Play one turn (generate, then step); return whether the environment goes on."""
@@ -278,13 +329,22 @@ class EpisodePlayer:
                 )
             )
             return False
-        started = time.perf_counter()
+        try:
+            await self._log.append(sample, recorder.outcome)
+        except Exception as error:
+            recorder.add_failure(Owner.REPLAY, error)
+            return False
+        return await self._step(sample)
+
+    async def _step(self, sample: Sample) -> bool:
+        """Take a sampled turn's step; return whether the environment goes on."""
+        recorder, started = self._recorder, time.perf_counter()
         try:
             outcome = await call(
                 self._sessions.step,
                 self._session_id,
                 episode=1,
-                step_index=turn,
+                step_index=self.num_turns,
                 history=sample.history,
             )
             recorder.add_step(outcome, time.perf_counter() - started)
@@ -294,7 +354,7 @@ class EpisodePlayer:
         return not (outcome.done or recorder.is_lost)
 
 
-async def play(
+async def play(  # noqa: PLR0913 - an episode and who plays it
     task: Task,
     *,
     sessions: Sessions,
@@ -302,11 +362,12 @@ async def play(
     group_id: str = "",
     sampling: SamplingParams | None = None,
     max_turns: int = 64,
+    log: TurnLog | None = None,
 ) -> Trajectory:
     """Play one episode of the task and return its record, whatever happens on the way.
 
     Only cancellation escapes, and InvalidInput for an argument of another type. `max_turns` bounds
-    an environment that never ends its episodes.
+    an environment that never ends its episodes. The episode goes on after the turns of its `log`.
     """
     player = EpisodePlayer(
         task,
@@ -315,6 +376,7 @@ async def play(
         group_id=group_id,
         sampling=sampling,
         max_turns=max_turns,
+        log=log,
     )
     try:
         while await player.play_turn():

@@ -67,6 +67,8 @@ class Schedule:
             (self.list_dead_letters, 1),
             (self.requeue, 1),
             (self.peek, 1),
+            (self.append_turns, 6),
+            (self.get_turns, 3),
         )
         names, weights = zip(*moves, strict=True)
         drawn: Callable[[], Any] = self.random.choices(names, weights)[0]
@@ -140,6 +142,24 @@ class Schedule:
             if self.random.random() < 0.05:
                 item.member = self.random.choice((-1, 0, 1, 9))
         return pb.AppendMembersRequest(run=self.run, items=kept)
+
+    def append_turns(self) -> pb.AppendTurnsRequest:
+        """Turns in order, mostly; of few trajectories, so that some are kept already."""
+        request = pb.AppendTurnsRequest(run=self.run)
+        for lease_id in [lease_id for _, lease_id in self.tasks[-3:]]:
+            trajectory_id = self.random.choice("ttttu")
+            for number in range(self.random.choice((0, 0, 0, 1)), self.random.randint(1, 4)):
+                turn = pb.RecordedTurn(trajectory_id=trajectory_id, turn=number)
+                turn.sampled.samples.add(stop_string=self.random.choice("aaaaaaaab"))
+                request.items.add(lease_id=lease_id, member=number % 2, turn=turn)
+                request.items.add(lease_id=lease_id, member=0, turn=turn)
+        return request
+
+    def get_turns(self) -> pb.GetTurnsRequest:
+        lease_id = self.random.choice([lease_id for _, lease_id in self.tasks[-4:]])
+        return pb.GetTurnsRequest(
+            run=self.run, lease_id=lease_id, member=self.random.choice((0, 1))
+        )
 
     def lease_groups(self) -> pb.LeaseGroupsRequest:
         num = self.random.randint(1, 4)

@@ -13,7 +13,7 @@ from dialoop.environments.sessions.records import full_of
 from dialoop.environments.spec import EnvironmentSpec, FieldSpec, spec_of
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage, TaskRef
-from dialoop.episode import ResetResult, SessionState, StepResult
+from dialoop.episode import Redo, ResetResult, SessionState, StepResult
 from dialoop.trajectory import DoneReason
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage
@@ -107,6 +107,7 @@ INFO = Codec(
             pb.EnvironmentSpec,
             input_mode=enum(InputMode, unspecified=InputMode.HISTORY),
             reward_shape=enum(RewardShape, unspecified=RewardShape.SPARSE),
+            redo=enum(Redo, unspecified=Redo.NEVER),
             observation=_FIELDS,
             action=_FIELDS,
             reward=_FIELDS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,13 @@ from dialoop.sequences import Sequence
 from dialoop.trajectory import SamplingParams, StopReason
 from dialoop.v1 import inference_service_pb2 as pb
 from dialoop.v1 import trajectory_pb2
-from dialoop.wire.messages import CHAT_HISTORY, HISTORY, token_ids_to_proto, tool_to_proto
+from dialoop.wire.messages import (
+    CHAT_HISTORY,
+    HISTORY,
+    TEXT,
+    token_ids_to_proto,
+    tool_to_proto,
+)
 from dialoop.wire.records import SAMPLING
 from dialoop.wire.sequences import sequence_from_proto, sequence_to_proto
 
@@ -113,3 +120,43 @@ def sample_from_proto(sample: pb.Sample, shared: Mapping[str, Any]) -> Sample:
 def top_logprobs_from_proto(rows: Iterable[pb.TopLogprobs]) -> tuple[dict[int, float], ...]:
     """Return each position's likeliest tokens with their log-probs."""
     return tuple(dict(zip(row.token_ids, row.logprobs, strict=True)) for row in rows)
+
+
+def generated_to_proto(samples: AnySequence[Sample]) -> pb.GenerateResponse:
+    """Encode all samples of one request, which share its prompt and sampling."""
+    first = samples[0]
+    return pb.GenerateResponse(
+        samples=map(sample_to_proto, samples),
+        tokenizer_digest=first.tokenizer_digest,
+        template_digest=first.template_digest,
+        sampling=SAMPLING.to_proto(first.sampling),
+        queue_s=first.queue_s,
+        generate_s=first.generate_s,
+        update_mode=int(first.update_mode),  # type: ignore[arg-type]  # enums are ints
+        num_truncated_tokens=first.num_truncated_tokens,
+        warnings=first.warnings,
+        distribution=int(first.sampling.distribution),  # type: ignore[arg-type]  # enums are ints
+    )
+
+
+def sample_to_proto(sample: Sample) -> pb.Sample:
+    """Encode one answer: a history, or text where the request gave text or token ids."""
+    proto = pb.Sample(
+        sequence=sequence_to_proto(sample.sequence),
+        stop_reason=int(sample.stop_reason),  # type: ignore[arg-type]  # enums are ints
+        stop_string=sample.stop_string,
+        prompt_id=sample.prompt_id,
+        sample_index=sample.sample_index,
+        top_logprobs=top_logprobs_to_proto(sample.top_logprobs),
+        model_digest=sample.model_digest,
+    )
+    if sample.text is None:
+        proto.history.CopyFrom(CHAT_HISTORY.to_proto(sample.history))
+    else:
+        proto.text.CopyFrom(TEXT.to_proto(sample.text))  # type: ignore[arg-type]  # same fields
+    return proto
+
+
+def top_logprobs_to_proto(rows: Iterable[Mapping[int, float]]) -> list[pb.TopLogprobs]:
+    """Encode each position's likeliest tokens with their log-probs."""
+    return [pb.TopLogprobs(token_ids=row, logprobs=row.values()) for row in rows]

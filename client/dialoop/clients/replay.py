@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 from dialoop.clients.channel import Channel, rpc_of
+from dialoop.clients.turns import TurnItem, turn_item_to_proto, turns_from_proto
+from dialoop.episode import RecordedTurn
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import Group, Stage, Task, Trajectory
 from dialoop.v1 import replay_service_pb2 as pb
@@ -48,13 +50,17 @@ class Offered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskLease:
-    """A task to play: those of its `members` that are not in the queue yet, by index from 0."""
+    """A task to play: those of its `members` that are not in the queue yet, by index from 0.
+
+    Of the `recorded_members` the queue keeps turns.
+    """
 
     lease_id: str
     task: Task
     attempt: int
     expires_in_s: float
     members: tuple[int, ...]
+    recorded_members: tuple[int, ...] = ()
 
     @property
     def group_id(self) -> str:
@@ -252,6 +258,8 @@ _rpc = partial(rpc_of, pb, "ReplayService", is_retried=True)
 OFFER_TASKS = _rpc("OfferTasks", is_retried=False)
 LEASE_TASKS = _rpc("LeaseTasks", is_poll=True)
 APPEND_MEMBERS = _rpc("AppendMembers")
+APPEND_TURNS = _rpc("AppendTurns")
+GET_TURNS = _rpc("GetTurns")
 APPEND_GROUPS = _rpc("AppendGroups")
 LEASE_GROUPS = _rpc("LeaseGroups", is_poll=True)
 ACKNOWLEDGE = _rpc("Acknowledge")
@@ -308,6 +316,16 @@ class ReplayClient:
         """Keep finished members, each with its own outcome; repeating it does no harm."""
         request = pb.AppendMembersRequest(run=run, items=map(_MEMBER_ITEM.to_proto, items))
         return _append_outcomes((await self._channel.call(APPEND_MEMBERS, request)).outcomes)
+
+    async def append_turns(self, run: str, items: Sequence[TurnItem]) -> tuple[Appended, ...]:
+        """Keep turns of episodes in play, each with its own outcome; repeating it does no harm."""
+        request = pb.AppendTurnsRequest(run=run, items=map(turn_item_to_proto, items))
+        return _append_outcomes((await self._channel.call(APPEND_TURNS, request)).outcomes)
+
+    async def get_turns(self, run: str, lease_id: str, *, member: int) -> tuple[RecordedTurn, ...]:
+        """Return the turns that are kept of a leased task's member, the first one first."""
+        request = pb.GetTurnsRequest(run=run, lease_id=lease_id, member=member)
+        return turns_from_proto((await self._channel.call(GET_TURNS, request)).turns)
 
     async def append_groups(
         self, run: str, stage: Stage, items: Sequence[AppendItem]

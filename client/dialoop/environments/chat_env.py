@@ -26,6 +26,7 @@ from dialoop.environments.rewards.rescoring import episodes_of
 from dialoop.environments.tasks.data_loading import DataLoadingPrimer
 from dialoop.environments.tasks.source import NoTasks, TaskSource
 from dialoop.environments.transform import Traits, Transform
+from dialoop.episode import Redo
 from dialoop.errors import (
     DialoopError,
     InvalidConfig,
@@ -70,6 +71,9 @@ class ChatEnv:
     # Accept a `full` that does not begin with the prompt (the trajectory then forks).
     allow_rewrite: bool = False
     demonstrate: Demonstrate | None = None
+    # What becomes of an episode whose session was lost: "safe" if its steps depend on task, seed
+    # and messages alone and may be taken twice, else "never": it is played from the start.
+    redo: Redo | str = Redo.NEVER
     # Whether the chat template shows the policy the tools that it calls in its own syntax.
     tools_in_prompt: bool = True
     _viewer: Any = field(init=False, repr=False, compare=False, default=None)
@@ -102,6 +106,7 @@ class ChatEnv:
             )
         set_ = object.__setattr__
         set_(self, "input_mode", mode)
+        set_(self, "redo", Redo.parse(self.redo))
         set_(self, "_viewer", _viewer(self, mode))
         set_(self, "_stops", traits.stop)
         if isinstance(self.tasks, NoTasks) and self.primer is not None:

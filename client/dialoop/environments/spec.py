@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dialoop.chat import ToolDefinition
 from dialoop.environments.environment import Environment, Stateless
 from dialoop.environments.modes import InputMode, RewardShape
+from dialoop.episode import Redo
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.trajectory import Reward
@@ -49,6 +50,7 @@ class EnvironmentSpec:
     data_key: str = "query"
     tool_definitions: tuple[ToolDefinition, ...] = ()
     is_stateless: bool = False
+    redo: Redo = Redo.NEVER
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -80,6 +82,7 @@ def spec_of(environment: Environment) -> EnvironmentSpec:
         data_key=getattr(environment, "data_key", "query"),
         tool_definitions=traits.tool_definitions,
         is_stateless=is_stateless,
+        redo=Redo.parse(getattr(environment, "redo", Redo.NEVER)),
         facts=traits.facts,
     )
 

@@ -28,6 +28,7 @@ from dialoop.environments.tools.calculator import Calculator
 from dialoop.environments.tools.mcp_tools import McpTools
 from dialoop.environments.tools.text_tools import CallSyntax, ToolCalls, ToolFunction
 from dialoop.environments.transform import Transform
+from dialoop.episode import Redo
 from dialoop.errors import InvalidConfig
 from dialoop.tokens.tokenizer import Tokenizer
 
@@ -77,6 +78,7 @@ def tool_environment(  # noqa: PLR0913 - the options are the interface
     max_tool_response: int = 100,
     tool_timeout_s: float = 10.0,
     demonstrate: Demonstrate | None = None,
+    redo: Redo | str = "never",
 ) -> ChatEnv:
     """Return a chat environment with tools, rewards, a submit marker and a turn limit."""
     transforms = tool_transforms(
@@ -94,6 +96,7 @@ def tool_environment(  # noqa: PLR0913 - the options are the interface
         transforms=transforms,
         system_prompt=system_prompt,
         demonstrate=demonstrate,
+        redo=redo,
     )
 
 
@@ -119,6 +122,7 @@ def arithmetic(
         rewards=[ExactResult()],
         max_turns=max_turns,
         demonstrate=ArithmeticDemonstrations(direct=direct),
+        redo="safe",
     )
 
 

@@ -90,4 +90,5 @@ def column_addition(*, num_heldout: int = 256, direct: float = 0.6) -> ChatEnv:
         tasks=ArithmeticTasks(num_heldout=num_heldout),
         transforms=(EndWhenIncomplete(), OneTurn(), FinalNumber()),
         demonstrate=ColumnDemonstrations(direct=direct),
+        redo="safe",
     )

@@ -128,4 +128,5 @@ def countdown(
         description="Reach a target with given numbers.",
         tasks=CountdownTasks(num_tasks=num_tasks, num_numbers=num_numbers, high=high),
         transforms=(EndOnTag(), EndWhenIncomplete(), OneTurn(), CountdownReward(form=form)),
+        redo="safe",
     )

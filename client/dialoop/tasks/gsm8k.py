@@ -109,4 +109,5 @@ def gsm8k(  # noqa: PLR0913 - the options are the interface
             Gsm8kReward(think=think, contained=contained),
         ),
         system_prompt=system_prompt,
+        redo="safe",
     )

@@ -224,6 +224,7 @@ def ifeval(  # noqa: PLR0913 - the options are the interface
             IfEvalReward(aggregator=aggregator, in_blocks=in_blocks),
         ),
         system_prompt=system_prompt,
+        redo="safe",
     )
 
 

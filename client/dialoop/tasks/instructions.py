@@ -130,4 +130,5 @@ def instructions(*, num_train: int = 2000, num_heldout: int = 96, seed: int = 0)
             OneTurn(),
             IfEvalReward(aggregator="about_topic", in_blocks=False),
         ),
+        redo="safe",
     )

@@ -99,6 +99,7 @@ def maths(
             MathReward(timeout_s=timeout_s),
         ),
         system_prompt=system_prompt,
+        redo="safe",
     )
 
 

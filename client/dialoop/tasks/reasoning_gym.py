@@ -149,6 +149,7 @@ def reasoning_gym(
             GymReward(tasks, in_blocks=in_blocks),
         ),
         system_prompt=system_prompt,
+        redo="safe",
     )
 
 

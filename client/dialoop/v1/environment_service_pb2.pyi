@@ -24,6 +24,12 @@ class RewardShape(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REWARD_SHAPE_SPARSE: _ClassVar[RewardShape]
     REWARD_SHAPE_TURN: _ClassVar[RewardShape]
     REWARD_SHAPE_DENSE: _ClassVar[RewardShape]
+
+class Redo(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REDO_UNSPECIFIED: _ClassVar[Redo]
+    REDO_NEVER: _ClassVar[Redo]
+    REDO_SAFE: _ClassVar[Redo]
 INPUT_MODE_UNSPECIFIED: InputMode
 INPUT_MODE_HISTORY: InputMode
 INPUT_MODE_TEXT: InputMode
@@ -32,6 +38,9 @@ REWARD_SHAPE_UNSPECIFIED: RewardShape
 REWARD_SHAPE_SPARSE: RewardShape
 REWARD_SHAPE_TURN: RewardShape
 REWARD_SHAPE_DENSE: RewardShape
+REDO_UNSPECIFIED: Redo
+REDO_NEVER: Redo
+REDO_SAFE: Redo
 
 class ListEnvironmentsRequest(_message.Message):
     __slots__ = ()
@@ -88,7 +97,7 @@ class FieldSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EnvironmentSpec(_message.Message):
-    __slots__ = ("input_mode", "reward_shape", "observation", "action", "reward", "policy_role", "data_key", "tool_definitions", "is_stateless", "facts")
+    __slots__ = ("input_mode", "reward_shape", "observation", "action", "reward", "policy_role", "data_key", "tool_definitions", "is_stateless", "facts", "redo")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +115,7 @@ class EnvironmentSpec(_message.Message):
     TOOL_DEFINITIONS_FIELD_NUMBER: _ClassVar[int]
     IS_STATELESS_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
+    REDO_FIELD_NUMBER: _ClassVar[int]
     input_mode: InputMode
     reward_shape: RewardShape
     observation: _containers.RepeatedCompositeFieldContainer[FieldSpec]
@@ -116,7 +126,8 @@ class EnvironmentSpec(_message.Message):
     tool_definitions: _containers.RepeatedCompositeFieldContainer[_chat_pb2.ToolDefinition]
     is_stateless: bool
     facts: _containers.ScalarMap[str, str]
-    def __init__(self, input_mode: _Optional[_Union[InputMode, str]] = ..., reward_shape: _Optional[_Union[RewardShape, str]] = ..., observation: _Optional[_Iterable[_Union[FieldSpec, _Mapping]]] = ..., action: _Optional[_Iterable[_Union[FieldSpec, _Mapping]]] = ..., reward: _Optional[_Iterable[_Union[FieldSpec, _Mapping]]] = ..., policy_role: _Optional[str] = ..., data_key: _Optional[str] = ..., tool_definitions: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., is_stateless: bool = ..., facts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    redo: Redo
+    def __init__(self, input_mode: _Optional[_Union[InputMode, str]] = ..., reward_shape: _Optional[_Union[RewardShape, str]] = ..., observation: _Optional[_Iterable[_Union[FieldSpec, _Mapping]]] = ..., action: _Optional[_Iterable[_Union[FieldSpec, _Mapping]]] = ..., reward: _Optional[_Iterable[_Union[FieldSpec, _Mapping]]] = ..., policy_role: _Optional[str] = ..., data_key: _Optional[str] = ..., tool_definitions: _Optional[_Iterable[_Union[_chat_pb2.ToolDefinition, _Mapping]]] = ..., is_stateless: bool = ..., facts: _Optional[_Mapping[str, str]] = ..., redo: _Optional[_Union[Redo, str]] = ...) -> None: ...
 
 class SplitInfo(_message.Message):
     __slots__ = ("name", "num_tasks")

@@ -1,3 +1,5 @@
+from dialoop.v1 import environment_service_pb2 as _environment_service_pb2
+from dialoop.v1 import inference_service_pb2 as _inference_service_pb2
 from dialoop.v1 import scope_pb2 as _scope_pb2
 from dialoop.v1 import trajectory_pb2 as _trajectory_pb2
 from google.protobuf.internal import containers as _containers
@@ -94,18 +96,20 @@ class LeaseTasksRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., worker: _Optional[str] = ..., max_tasks: _Optional[int] = ..., lease_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class TaskLease(_message.Message):
-    __slots__ = ("lease_id", "task", "attempt", "expires_in_s", "members")
+    __slots__ = ("lease_id", "task", "attempt", "expires_in_s", "members", "recorded_members")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    RECORDED_MEMBERS_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     task: _trajectory_pb2.Task
     attempt: int
     expires_in_s: float
     members: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, lease_id: _Optional[str] = ..., task: _Optional[_Union[_trajectory_pb2.Task, _Mapping]] = ..., attempt: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
+    recorded_members: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_id: _Optional[str] = ..., task: _Optional[_Union[_trajectory_pb2.Task, _Mapping]] = ..., attempt: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., members: _Optional[_Iterable[int]] = ..., recorded_members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaseTasksResponse(_message.Message):
     __slots__ = ("leases", "empty_reason", "credits", "cursor")
@@ -153,6 +157,60 @@ class AppendMembersResponse(_message.Message):
     outcomes: _containers.RepeatedCompositeFieldContainer[AppendOutcome]
     num_overflowed: _containers.ScalarMap[str, int]
     def __init__(self, outcomes: _Optional[_Iterable[_Union[AppendOutcome, _Mapping]]] = ..., num_overflowed: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class RecordedTurn(_message.Message):
+    __slots__ = ("trajectory_id", "session_id", "turn", "sampled", "answer")
+    TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    trajectory_id: str
+    session_id: str
+    turn: int
+    sampled: _inference_service_pb2.GenerateResponse
+    answer: _environment_service_pb2.StepResponse
+    def __init__(self, trajectory_id: _Optional[str] = ..., session_id: _Optional[str] = ..., turn: _Optional[int] = ..., sampled: _Optional[_Union[_inference_service_pb2.GenerateResponse, _Mapping]] = ..., answer: _Optional[_Union[_environment_service_pb2.StepResponse, _Mapping]] = ...) -> None: ...
+
+class TurnItem(_message.Message):
+    __slots__ = ("lease_id", "member", "turn")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    member: int
+    turn: RecordedTurn
+    def __init__(self, lease_id: _Optional[str] = ..., member: _Optional[int] = ..., turn: _Optional[_Union[RecordedTurn, _Mapping]] = ...) -> None: ...
+
+class AppendTurnsRequest(_message.Message):
+    __slots__ = ("run", "items")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    items: _containers.RepeatedCompositeFieldContainer[TurnItem]
+    def __init__(self, run: _Optional[str] = ..., items: _Optional[_Iterable[_Union[TurnItem, _Mapping]]] = ...) -> None: ...
+
+class AppendTurnsResponse(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedCompositeFieldContainer[AppendOutcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[AppendOutcome, _Mapping]]] = ...) -> None: ...
+
+class GetTurnsRequest(_message.Message):
+    __slots__ = ("run", "lease_id", "member")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    lease_id: str
+    member: int
+    def __init__(self, run: _Optional[str] = ..., lease_id: _Optional[str] = ..., member: _Optional[int] = ...) -> None: ...
+
+class GetTurnsResponse(_message.Message):
+    __slots__ = ("turns",)
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    turns: _containers.RepeatedCompositeFieldContainer[RecordedTurn]
+    def __init__(self, turns: _Optional[_Iterable[_Union[RecordedTurn, _Mapping]]] = ...) -> None: ...
 
 class AppendGroupsRequest(_message.Message):
     __slots__ = ("run", "stage", "items")

@@ -52,6 +52,16 @@ class ReplayServiceStub(object):
                 request_serializer=dialoop_dot_v1_dot_replay__service__pb2.AppendMembersRequest.SerializeToString,
                 response_deserializer=dialoop_dot_v1_dot_replay__service__pb2.AppendMembersResponse.FromString,
                 _registered_method=True)
+        self.AppendTurns = channel.unary_unary(
+                '/dialoop.v1.ReplayService/AppendTurns',
+                request_serializer=dialoop_dot_v1_dot_replay__service__pb2.AppendTurnsRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_replay__service__pb2.AppendTurnsResponse.FromString,
+                _registered_method=True)
+        self.GetTurns = channel.unary_unary(
+                '/dialoop.v1.ReplayService/GetTurns',
+                request_serializer=dialoop_dot_v1_dot_replay__service__pb2.GetTurnsRequest.SerializeToString,
+                response_deserializer=dialoop_dot_v1_dot_replay__service__pb2.GetTurnsResponse.FromString,
+                _registered_method=True)
         self.AppendGroups = channel.unary_unary(
                 '/dialoop.v1.ReplayService/AppendGroups',
                 request_serializer=dialoop_dot_v1_dot_replay__service__pb2.AppendGroupsRequest.SerializeToString,
@@ -157,6 +167,23 @@ class ReplayServiceServicer(object):
         A bound on the unscored and scored training groups ([replay] max_waiting_groups) holds by the
         setting `overflow`: no task is leased that might exceed it, or the group that would is dropped
         as no_room, or the group that waits longest as dropped_oldest. Either frees a credit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AppendTurns(self, request, context):
+        """Keep turns of episodes in play, each before the environment sees it; whoever leases the task next
+        goes on after them. The turns of a member follow each other from 0, and turn 0 of another
+        trajectory takes the place of all that were kept. They are deleted once the member is appended, is
+        returned as failed, or is given up. Idempotent; one status per item. OK.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTurns(self, request, context):
+        """The turns that are kept of a leased task's member, in order; none under another lease. OK.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -295,6 +322,16 @@ def add_ReplayServiceServicer_to_server(servicer, server):
                     servicer.AppendMembers,
                     request_deserializer=dialoop_dot_v1_dot_replay__service__pb2.AppendMembersRequest.FromString,
                     response_serializer=dialoop_dot_v1_dot_replay__service__pb2.AppendMembersResponse.SerializeToString,
+            ),
+            'AppendTurns': grpc.unary_unary_rpc_method_handler(
+                    servicer.AppendTurns,
+                    request_deserializer=dialoop_dot_v1_dot_replay__service__pb2.AppendTurnsRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_replay__service__pb2.AppendTurnsResponse.SerializeToString,
+            ),
+            'GetTurns': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTurns,
+                    request_deserializer=dialoop_dot_v1_dot_replay__service__pb2.GetTurnsRequest.FromString,
+                    response_serializer=dialoop_dot_v1_dot_replay__service__pb2.GetTurnsResponse.SerializeToString,
             ),
             'AppendGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.AppendGroups,
@@ -451,6 +488,60 @@ class ReplayService(object):
             '/dialoop.v1.ReplayService/AppendMembers',
             dialoop_dot_v1_dot_replay__service__pb2.AppendMembersRequest.SerializeToString,
             dialoop_dot_v1_dot_replay__service__pb2.AppendMembersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AppendTurns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.ReplayService/AppendTurns',
+            dialoop_dot_v1_dot_replay__service__pb2.AppendTurnsRequest.SerializeToString,
+            dialoop_dot_v1_dot_replay__service__pb2.AppendTurnsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTurns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dialoop.v1.ReplayService/GetTurns',
+            dialoop_dot_v1_dot_replay__service__pb2.GetTurnsRequest.SerializeToString,
+            dialoop_dot_v1_dot_replay__service__pb2.GetTurnsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class Counters:
         self._lengths: dict[Purpose, Counter[int]] = {purpose: Counter() for purpose in Purpose}
         self._returned: Counter[str] = Counter()
         self._num_leases_lost = 0
+        self._num_continued = 0
+        self._restarted: Counter[str] = Counter()
 
     def count_trajectory(self, trajectory: Trajectory, purpose: Purpose) -> None:
         """Count a finished trajectory, whether it is appended later or not."""
@@ -72,6 +74,14 @@ class Counters:
     def count_return(self, reason: str) -> None:
         """Count a task that was given back."""
         self._returned[reason] += 1
+
+    def count_continued(self) -> None:
+        """Count an episode that goes on after turns that were sampled before a process died."""
+        self._num_continued += 1
+
+    def count_restarted(self, reason: str) -> None:
+        """Count an episode whose kept turns were thrown away, to play it from the start."""
+        self._restarted[reason.lower()] += 1
 
     def count_lost_lease(self, purpose: Purpose, *, num_trajectories: int) -> None:
         """Count a task that went to another collector, with its now useless trajectories."""
@@ -130,6 +140,8 @@ class Counters:
             "num_failures": dict(self._failures),
             "num_tasks_returned": dict(self._returned),
             "num_leases_lost": self._num_leases_lost,
+            "num_episodes_continued": self._num_continued,
+            "num_episodes_restarted": dict(self._restarted),
         }
 
 

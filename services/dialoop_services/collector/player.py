@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from dialoop.clients.errors import DEATHS
 from dialoop.clients.retry import SERVICE_AWAY, RetryPolicy
+from dialoop.episode import Redo, TurnLog
 from dialoop.reasons import DropReason, Reason
-from dialoop.rollout import play, sampling_of_member
+from dialoop.rollout import LOST_SESSIONS, sampling_of_member
+from dialoop.rollout import play as play_chat
 from dialoop.trajectory import Failure, Owner, SamplingParams, Task, Trajectory
 
 from dialoop_services.collector.replicas import policy_of_group
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from dialoop_services.collector.settings import CollectorSettings
     from dialoop_services.config.tables import EnvironmentSection
 
+# Reasons for which the turns of an earlier play are of no use.
+_RESTARTS = frozenset({Reason.REDO_DIFFERS, *LOST_SESSIONS})
+# So many sessions of an episode may be lost at one turn; then it is played from the start.
+_MAX_LOST = 2
 _NAMED = frozenset({Reason.ANSWER_TIMED_OUT, Reason.DEADLINE_EXCEEDED, *DEATHS})
 
 
@@ -93,6 +99,18 @@ class TaskPlayer(Protocol):
         """Play a task once; what goes wrong is a failure of the trajectory."""
 
 
+class LogOf(Protocol):
+    """Gives a member's log, with the turns of an earlier play unless it is played `anew`."""
+
+    async def __call__(self, member: int, *, anew: bool) -> TurnLog:
+        """Return the log."""
+
+
+async def log_in_memory(member: int, *, anew: bool) -> TurnLog:
+    """Return an empty log that outlives no process."""
+    return TurnLog()
+
+
 MakePlayer: TypeAlias = Callable[["EnvironmentSection", "CollectorSettings"], TaskPlayer]
 """A function that makes the player of an environment's section."""
 
@@ -124,6 +142,8 @@ class GroupPlayer:
         play: GroupPlay,
         sampling: SamplingParams,
         deliver: Callable[[PlayedMember], Awaitable[FailedMember | None]],
+        *,
+        log_of: LogOf = log_in_memory,
     ) -> dict[int, FailedMember]:
         """Play all members of the lease and deliver each as soon as it is finished.
 
@@ -133,14 +153,14 @@ class GroupPlayer:
         members = play.lease.members
         # Only the members of a chat begin with the same question.
         is_chat = play.task.environment not in self._players
-        num_alike = len(members) if is_chat else 0
+        num_alike = len(members) - len(play.lease.recorded_members) if is_chat else 0
         policy = policy_of_group(self._policy, play.group_id, num_members=num_alike)
         num_playing, failed = len(members), dict[int, FailedMember]()
 
         async def play_one(member: int) -> None:
             nonlocal num_playing
             own_sampling = sampling_of_member(sampling, member)
-            ended = await self._play_member(play, member, own_sampling, policy)
+            ended = await self._play_member(play, member, own_sampling, policy, log_of)
             num_playing -= 1
             play.is_ending = not num_playing
             failure = await deliver(ended) if isinstance(ended, PlayedMember) else ended
@@ -161,37 +181,66 @@ class GroupPlayer:
         member: int,
         sampling: SamplingParams,
         policy: Policy,
+        log_of: LogOf,
     ) -> PlayedMember | FailedMember:
-        for attempt in range(1, self._member_retries + 2):
-            trajectory = await self._play_episode(play.task, sampling, policy, play.group_id)
+        attempt, num_discarded = 1, 0
+        log = await log_of(member, anew=False)
+        while True:
+            is_restart = bool(log.turns)
+            trajectory = await self._play_episode(play, sampling, policy, log)
+            failure = _blameless_failure(trajectory)
+            if is_restart and failure is not None and failure.reason in _RESTARTS:
+                self._counters.count_restarted(failure.reason)
+                log = await log_of(member, anew=True)
+                continue
             play.num_played += 1
             self._counters.count_trajectory(trajectory, play.task.purpose)
-            failure = _blameless_failure(trajectory)
             if failure is None:
-                return PlayedMember(member=member, trajectory=trajectory, num_discarded=attempt - 1)
-            is_outage = failure.reason == SERVICE_AWAY
+                return PlayedMember(
+                    member=member, trajectory=trajectory, num_discarded=num_discarded
+                )
+            is_outage = failure.reason in (SERVICE_AWAY, Reason.LEASE_LOST)
             # What a service died under was tried again already: a third time only as a new attempt.
             is_last = is_outage or failure.reason in DEATHS or attempt > self._member_retries
             if is_last:
                 return _failed_member(failure, is_outage=is_outage)
             await asyncio.sleep(self._retry_policy.wait_s(attempt))
-        raise AssertionError("unreachable: the last attempt returns")
+            attempt, num_discarded = attempt + 1, num_discarded + 1
+            log = await log_of(member, anew=True)
 
     async def _play_episode(
-        self, task: Task, sampling: SamplingParams, policy: Policy, group_id: str
+        self, play: GroupPlay, sampling: SamplingParams, policy: Policy, log: TurnLog
     ) -> Trajectory:
-        """Play one episode with the environment's player, or else as a chat with the policy."""
-        player = self._players.get(task.environment)
+        """Play one episode with the environment's player, or else as a chat with the policy.
+
+        A chat goes on in a new session where its own is lost and its steps may be taken again.
+        """
+        task, player = play.task, self._players.get(play.task.environment)
         if player is not None:
-            return await player.play(task, policy=policy, group_id=group_id, sampling=sampling)
-        return await play(
-            task,
-            sessions=self._sessions,
-            policy=policy,
-            group_id=group_id,
-            sampling=sampling,
-            max_turns=self._max_turns,
-        )
+            return await player.play(task, policy=policy, group_id=play.group_id, sampling=sampling)
+        num_lost, num_turns = 0, len(log.turns)
+        while True:
+            is_continued = bool(log.turns)
+            trajectory = await play_chat(
+                task,
+                sessions=self._sessions,
+                policy=policy,
+                group_id=play.group_id,
+                sampling=sampling,
+                max_turns=self._max_turns,
+                log=log,
+            )
+            failure = _blameless_failure(trajectory)
+            if is_continued and (failure is None or failure.reason not in _RESTARTS):
+                self._counters.count_continued()
+            is_lost = failure is not None and failure.reason in LOST_SESSIONS
+            if not (is_lost and log.turns and log.redo is not Redo.NEVER):
+                return trajectory
+            # The next turn may be what ends the environment's service.
+            num_lost = num_lost + 1 if len(log.turns) == num_turns else 1
+            num_turns = len(log.turns)
+            if num_lost > _MAX_LOST:
+                return trajectory
 
 
 def _failed_member(failure: Failure, *, is_outage: bool) -> FailedMember:

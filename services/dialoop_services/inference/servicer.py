@@ -8,6 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dialoop.clients.inference_messages import (
+    generated_to_proto,
+    sample_to_proto,
+    top_logprobs_to_proto,
+)
 from dialoop.tokens.tokenizer import RunningText
 from dialoop.trajectory import SamplingParams
 from dialoop.v1 import chat_pb2
@@ -17,12 +22,6 @@ from dialoop.wire.messages import HISTORY, logprobs_to_proto
 from dialoop.wire.records import FAILURE, REWARD, SAMPLING, TASK, TRAJECTORY
 from dialoop.wire.sequences import POLICY_VERSION, sequence_to_proto
 
-from dialoop_services.inference.answers import (
-    chunk_to_proto,
-    gather_chunks,
-    generated_to_proto,
-    sample_to_proto,
-)
 from dialoop_services.inference.generate import generate, routing_of
 from dialoop_services.inference.recordings.store import (
     CallRecord,
@@ -85,14 +84,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         await announce_start(context)
         # Filled by the engine's callback, drained here; at most one message's tokens wait in it.
         chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-        gathered = gather_chunks(chunks, request.chunk_tokens)
+        gathered = _gather_chunks(chunks, request.chunk_tokens)
         generating = asyncio.ensure_future(self._generate(request.request, chunks))
         generating.add_done_callback(lambda _: chunks.put_nowait(None))
         text = RunningText(self._renderer.tokenizer)
         skips = request.request.skip_special_tokens and not request.request.HasField("history")
         try:
             async for chunk in gathered:
-                yield chunk_to_proto(chunk, text, self._visible_ids(chunk, skips_special=skips))
+                yield _chunk_to_proto(chunk, text, self._visible_ids(chunk, skips_special=skips))
             yield pb.GenerateStreamResponse(completed=await generating)
         finally:
             generating.cancel()  # free the engine's slot when the caller leaves
@@ -269,4 +268,45 @@ def _call(call: CallRecord, recording: Recording) -> pb.RecordedCall:
         sampling=SAMPLING.to_proto(call.sampling),
         sequence_indices=recording.sequence_indices.get(call.call_id, ()),
         failure=None if call.failure is None else FAILURE.to_proto(call.failure),
+    )
+
+
+async def _gather_chunks(
+    chunks: asyncio.Queue[TokenChunk | None], num_tokens: int
+) -> AsyncIterator[TokenChunk]:
+    """Yield what comes before None, in chunks of `num_tokens` or more, each of one version.
+
+    The end of a version and of the answer give less. What was sampled is given out also where the
+    answer fails, so that another replica can go on after it.
+    """
+    gathered: TokenChunk | None = None
+    while (chunk := await chunks.get()) is not None:
+        if gathered is not None and gathered.policy_version != chunk.policy_version:
+            yield gathered
+            gathered = None
+        if gathered is not None:
+            chunk = replace(
+                gathered,
+                token_ids=gathered.token_ids + chunk.token_ids,
+                logprobs=gathered.logprobs + chunk.logprobs,
+                top_logprobs=(*gathered.top_logprobs, *chunk.top_logprobs),
+            )
+        gathered = chunk
+        if len(chunk.token_ids) >= num_tokens:
+            yield chunk
+            gathered = None
+    if gathered is not None:
+        yield gathered
+
+
+def _chunk_to_proto(
+    chunk: TokenChunk, text: RunningText, shown: Iterable[int]
+) -> pb.GenerateStreamResponse:
+    """Encode tokens of a stream, and the text that the `shown` ones add in whole characters."""
+    return pb.GenerateStreamResponse(
+        token_ids=chunk.token_ids,
+        inference_logprobs=chunk.logprobs,
+        policy_version=POLICY_VERSION.to_proto(chunk.policy_version),
+        text=text.add(shown),
+        top_logprobs=top_logprobs_to_proto(chunk.top_logprobs),
     )

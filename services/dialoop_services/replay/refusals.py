@@ -20,9 +20,10 @@ APPEND_MESSAGES: Mapping[Reason, str] = MappingProxyType(
         Reason.UNKNOWN_TASK: "No task of that id and purpose was offered in this run.",
         Reason.LEASE_LOST: "The lease was lost: another worker has its work, or the group closed.",
         Reason.WRONG_SIZE: "The group does not have as many trajectories as its task asks for.",
-        Reason.DIGEST_MISMATCH: "The queue keeps that member, or group, with other content.",
+        Reason.DIGEST_MISMATCH: "The queue keeps that member, turn or group with other content.",
         Reason.TRAJECTORY_REPEATED: "Another member of the group has that trajectory_id.",
-        Reason.TOO_LARGE: "With this member its group would not fit one message.",
+        Reason.TOO_LARGE: "With this its group, or episode, would not fit one message.",
+        Reason.STEP_GAP: "The turn before it is not kept.",
         Reason.NO_ROOM: "As many groups wait as max_waiting_groups allows: it was dropped.",
         Reason.FUTURE_VERSION: "Tokens have a policy version that was never announced.",
     }

@@ -119,6 +119,17 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         self.num_overflowed.update(appended.num_overflowed)
         return appended
 
+    async def AppendTurns(
+        self, request: pb.AppendTurnsRequest, context: _Context
+    ) -> pb.AppendTurnsResponse:
+        for item in request.items:
+            _check_turn(item.turn)
+        answer = await self._apply(request, pb.AppendTurnsResponse)
+        return pb.AppendTurnsResponse(outcomes=map(_explained, answer.outcomes))
+
+    async def GetTurns(self, request: pb.GetTurnsRequest, context: _Context) -> pb.GetTurnsResponse:
+        return await self._apply(request, pb.GetTurnsResponse)
+
     async def AppendGroups(
         self, request: pb.AppendGroupsRequest, context: _Context
     ) -> pb.AppendGroupsResponse:
@@ -153,11 +164,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         if num_rejected := len(rejections) - rejections.count(None):
             await self.store.count_rejected(run, num_rejected)
         rest = iter(appended)
-        outcomes = [next(rest) if r is None else r for r in rejections]
-        for outcome in outcomes:
-            if outcome.reason and not outcome.message:
-                outcome.message = APPEND_MESSAGES[Reason(outcome.reason)]
-        return outcomes
+        return [_explained(next(rest) if r is None else r) for r in rejections]
 
     async def LeaseGroups(
         self, request: pb.LeaseGroupsRequest, context: _Context
@@ -390,6 +397,23 @@ def _check_played(item: pb.AppendItem, stage: Stage) -> pb.AppendOutcome | None:
     else:
         return None
     return _rejection(reason)
+
+
+def _explained(outcome: pb.AppendOutcome) -> pb.AppendOutcome:
+    """Give an outcome with a reason its message, unless it has one."""
+    if outcome.reason and not outcome.message:
+        outcome.message = APPEND_MESSAGES[Reason(outcome.reason)]
+    return outcome
+
+
+def _check_turn(turn: pb.RecordedTurn) -> None:
+    _check_count("turn", turn.turn, least=0)
+    if not 0 < len(turn.trajectory_id) <= _MAX_TASK_ID or len(turn.sampled.samples) != 1:
+        raise InvalidInput(
+            f"Turn {turn.turn} has {len(turn.sampled.samples)} samples, and a trajectory_id of "
+            f"{len(turn.trajectory_id)} characters.",
+            remedy=f"Give one sample, and an id of 1 to {_MAX_TASK_ID} characters.",
+        )
 
 
 def _rejection(reason: Reason) -> pb.AppendOutcome:

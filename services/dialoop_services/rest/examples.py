@@ -112,6 +112,19 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "ReplayService.AppendMembers": {
             "items": [{"lease_id": _LEASE, "member": 0, "trajectory": _TRAJECTORY}]
         },
+        "ReplayService.AppendTurns": {
+            "items": [
+                {
+                    "lease_id": _LEASE,
+                    "member": 0,
+                    "turn": {
+                        "trajectory_id": "t-1",
+                        "session_id": "s-1",
+                        "sampled": {"samples": [{"stop_reason": "STOP_REASON_STOP"}]},
+                    },
+                }
+            ]
+        },
         "ReplayService.AppendGroups": {
             "stage": "STAGE_UNSCORED",
             "items": [{"group": _GROUP, "lease_id": _LEASE}],

@@ -50,6 +50,8 @@ TABLE: Mapping[str, str] = MappingProxyType(
         "ReplayService.OfferTasks": f"POST {_RUN}/tasks",
         "ReplayService.LeaseTasks": f"POST {_RUN}/tasks/lease",
         "ReplayService.AppendMembers": f"POST {_RUN}/members",
+        "ReplayService.AppendTurns": f"POST {_RUN}/turns",
+        "ReplayService.GetTurns": f"GET {_RUN}/turns",
         "ReplayService.AppendGroups": f"POST {_RUN}/groups",
         "ReplayService.LeaseGroups": f"POST {_RUN}/groups/lease",
         "ReplayService.Peek": f"GET {_RUN}/groups",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import DeadlineExceeded
-from dialoop_services.collector.collector import Outbox
+from dialoop_services.collector.outbox import Outbox
 
 ONCE = RetryPolicy(max_attempts=1)
 
@@ -21,7 +21,7 @@ class Queue:
         self.bad, self.error = bad, error or ValueError("no such member")
         self.taken, self.num_calls = [], 0
 
-    async def append_members(self, run, items):
+    async def append_members(self, items):
         self.num_calls += 1
         await self.open.wait()
         if set(items) & set(self.bad):
@@ -32,7 +32,7 @@ class Queue:
 
 async def test_a_cancelled_waiter_stops_no_member_that_is_being_sent():
     queue = Queue()
-    outbox = Outbox("r", queue, ONCE)
+    outbox = Outbox(queue.append_members, ONCE)
     first, second = outbox.put("a"), outbox.put("b")
     waiter = asyncio.create_task(outbox.flush())
     await asyncio.sleep(0)
@@ -46,7 +46,7 @@ async def test_a_cancelled_waiter_stops_no_member_that_is_being_sent():
 async def test_an_unforeseen_error_of_one_member_reaches_its_waiter_alone():
     queue = Queue("bad")
     queue.open.set()
-    outbox = Outbox("r", queue, ONCE)
+    outbox = Outbox(queue.append_members, ONCE)
     good, bad, late = outbox.put("good"), outbox.put("bad"), outbox.put("late")
     with pytest.raises(ValueError, match="no such member"):
         await bad
@@ -58,7 +58,7 @@ async def test_an_unforeseen_error_of_one_member_reaches_its_waiter_alone():
 async def test_a_queue_that_does_not_answer_is_asked_once_for_the_batch():
     queue = Queue("a", error=DeadlineExceeded("No answer."))
     queue.open.set()
-    outbox = Outbox("r", queue, ONCE)
+    outbox = Outbox(queue.append_members, ONCE)
     for sent in [outbox.put("a"), outbox.put("b")]:
         with pytest.raises(DeadlineExceeded):
             await sent

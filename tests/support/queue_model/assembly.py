@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from dialoop.v1 import replay_service_pb2 as pb
 from dialoop_services.replay.store import MemberFacts
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class GroupMember:
     facts: MemberFacts | None = None
     payload: bytes = b""
     num_failures: int = 0
+    turns: list[pb.RecordedTurn] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -97,11 +99,13 @@ class Assembly:
         is_enough = 0 < self.min_trajectories <= num_finished
         return GroupClosing.SHORT if is_enough else GroupClosing.HOPELESS
 
-    def fail(self, indices: Collection[int]) -> None:
+    def fail(self, indices: Collection[int], *, keeps_turns: bool) -> None:
         """Count a failed attempt at these open members, or at all open ones where none is named."""
         for index in self.open_members:
             if not indices or index in indices:
                 self.members[index].num_failures += 1
+                if not keeps_turns:
+                    self.members[index].turns = []
 
     def take_payload(self) -> bytes:
         """Return the serialised trajectories as the end of a serialised Group, and forget them."""

@@ -268,7 +268,7 @@ class Ledger:
     def finish_member(self, record: Record, index: int, facts: MemberFacts, payload: bytes) -> None:
         """Keep a finished member, and close its group if no other is to be played."""
         member, counts = record.assembly.members[index], self.counts_of(record)
-        member.facts, member.payload = facts, payload
+        member.facts, member.payload, member.turns = facts, payload, []
         record.has_progress = True
         counts.num_trajectories_generated += 1
         counts.num_trajectories_live += 1
@@ -285,7 +285,8 @@ class Ledger:
         """
         self.deadlines.pop(record.lease_id, None)
         if failed:
-            record.assembly.fail(members)
+            is_expired = reason == DropReason.LEASE_EXPIRED
+            record.assembly.fail(members, keeps_turns=is_expired)
         if self.close(record, reason):
             return record.state is GroupState.DROPPED
         record.attempt += 1

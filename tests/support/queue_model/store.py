@@ -121,6 +121,11 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
                 attempt=record.attempt,
                 expires_in_s=request.lease_s,
                 members=record.assembly.open_members,
+                recorded_members=[
+                    member
+                    for member in record.assembly.open_members
+                    if record.assembly.members[member].turns
+                ],
             )
     if not answer.leases:
         if not ledger.offered[Purpose.TRAINING]:
@@ -137,6 +142,65 @@ def _append_members(ledger: Ledger, request: pb.AppendMembersRequest) -> pb.Appe
     ledger.num_overflowed.clear()
     outcomes = [_outcome(ledger, _append_member(ledger, item)) for item in request.items]
     return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=ledger.num_overflowed)
+
+
+def _append_turns(ledger: Ledger, request: pb.AppendTurnsRequest) -> pb.AppendTurnsResponse:
+    answer = pb.AppendTurnsResponse()
+    for item in request.items:
+        reason = _append_turn(ledger, item)
+        status = pb.APPEND_STATUS_REJECTED if reason else pb.APPEND_STATUS_APPENDED
+        if reason == "DUPLICATE":
+            reason, status = "", pb.APPEND_STATUS_DUPLICATE
+        answer.outcomes.add(status=status, reason=reason)
+    return answer
+
+
+def _append_turn(ledger: Ledger, item: pb.TurnItem) -> str:
+    """Keep a turn; return an empty string, or why it is not kept."""
+    record, reason = _played_task(ledger, item.lease_id)
+    if record is None:
+        return reason
+    members, turn = record.assembly.members, item.turn
+    if not 0 <= item.member < len(members):
+        return Reason.WRONG_SIZE
+    member = members[item.member]
+    if member.facts:
+        return Reason.LEASE_LOST
+    is_other = bool(member.turns) and member.turns[0].trajectory_id != turn.trajectory_id
+    if turn.turn == 0 and is_other:
+        member.turns, is_other = [], False
+    if is_other or turn.turn > len(member.turns):
+        return Reason.STEP_GAP
+    if turn.turn < len(member.turns):
+        is_same = member.turns[turn.turn] == turn
+        return "DUPLICATE" if is_same else Reason.DIGEST_MISMATCH
+    sizes = (pb.GetTurnsResponse(turns=[each]).ByteSize() for each in (*member.turns, turn))
+    if sum(sizes) > ledger.limits.max_lease_bytes:
+        member.turns = []
+        return Reason.TOO_LARGE
+    member.turns.append(turn)
+    record.has_progress = True
+    return ""
+
+
+def _played_task(ledger: Ledger, lease_id: str) -> tuple[Record | None, str]:
+    """Return the open task whose last lease this is, or why there is none."""
+    name = parse_lease(lease_id)
+    if name is None or name.kind is not Kind.TASK:
+        return None, Reason.LEASE_LOST
+    record = ledger.records.get(name.task_id)
+    if record is None:
+        return None, Reason.UNKNOWN_TASK
+    is_open = record.state in (GroupState.LEASED, GroupState.OFFERED)
+    is_held = record.lease_id == lease_id and is_open
+    return (record, "") if is_held else (None, Reason.LEASE_LOST)
+
+
+def _get_turns(ledger: Ledger, request: pb.GetTurnsRequest) -> pb.GetTurnsResponse:
+    record, _ = _played_task(ledger, request.lease_id)
+    members = record.assembly.members if record else []
+    is_known = 0 <= request.member < len(members)
+    return pb.GetTurnsResponse(turns=members[request.member].turns if is_known else ())
 
 
 def _append_groups(ledger: Ledger, request: pb.AppendGroupsRequest) -> pb.AppendGroupsResponse:
@@ -441,6 +505,8 @@ _TRANSITIONS: Mapping[type[Message], Callable[[Ledger, Any], Message]] = Mapping
         pb.OfferTasksRequest: _offer_tasks,
         pb.LeaseTasksRequest: _lease_tasks,
         pb.AppendMembersRequest: _append_members,
+        pb.AppendTurnsRequest: _append_turns,
+        pb.GetTurnsRequest: _get_turns,
         pb.AppendGroupsRequest: _append_groups,
         pb.LeaseGroupsRequest: _lease_groups,
         pb.AcknowledgeRequest: _acknowledge,

@@ -13,6 +13,7 @@ import dialoop.clients.replay
 import dialoop.clients.scorer
 import dialoop.clients.template
 import dialoop.clients.trainer
+import dialoop.clients.turns
 import dialoop.clients.weights
 import dialoop.environments.environment
 import dialoop.environments.episode
@@ -334,6 +335,16 @@ class BlockingReplayClient:
         self, run: str, items: collections.abc.Sequence[dialoop.clients.replay.MemberItem]
     ) -> tuple[dialoop.clients.replay.Appended, ...]:
         """Keep finished members, each with its own outcome; repeating it does no harm."""
+        ...
+    def append_turns(
+        self, run: str, items: collections.abc.Sequence[dialoop.clients.turns.TurnItem]
+    ) -> tuple[dialoop.clients.replay.Appended, ...]:
+        """Keep turns of episodes in play, each with its own outcome; repeating it does no harm."""
+        ...
+    def get_turns(
+        self, run: str, lease_id: str, *, member: int
+    ) -> tuple[dialoop.episode.RecordedTurn, ...]:
+        """Return the turns that are kept of a leased task's member, the first one first."""
         ...
     def append_groups(
         self,

@@ -190,8 +190,8 @@ def _script_name(request: Message) -> str:
 def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
     """Return the message's fields by name.
 
-    Of a task, trajectory or group return its facts, and append its bytes to `payloads`: a task is
-    the beginning of its serialised group, a trajectory more of it.
+    Of a task, trajectory, turn or group return its facts, and append its bytes to `payloads`: a
+    task is the beginning of its serialised group, a trajectory more of it.
     """
     if isinstance(message, trajectory_pb2.Task):
         payloads.append(group_head(message))
@@ -201,6 +201,10 @@ def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
         member, payload = pack_member(message)
         payloads.append(payload)
         return member._asdict()
+    if isinstance(message, pb.RecordedTurn):
+        turns = pb.GetTurnsResponse(turns=[message])
+        payloads.append(turns.SerializeToString(deterministic=True))
+        return {"trajectory_id": message.trajectory_id, "turn": message.turn}
     if isinstance(message, trajectory_pb2.Group):
         group, payload = pack_group(message)
         payloads.append(payload)
@@ -226,7 +230,13 @@ def _value(field: Any, value: Any, payloads: list[bytes]) -> Any:
 
 
 def _payloads_of(answer: Message) -> Iterator[Message]:
-    """Yield the empty tasks and groups of an answer's leases, dead letters or groups, in order."""
+    """Yield the empty tasks and groups of an answer's leases, dead letters or groups, in order.
+
+    Turns come as one.
+    """
+    if isinstance(answer, pb.GetTurnsResponse):
+        yield answer
+        return
     for field in answer.DESCRIPTOR.fields:
         for item in getattr(answer, field.name) if field.is_repeated else ():
             if isinstance(item, trajectory_pb2.Group):

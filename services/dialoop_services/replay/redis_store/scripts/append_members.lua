@@ -43,6 +43,7 @@ local function append(rec, item, bytes)
   num_open[rec.id] = num_open[rec.id] or #open_members(rec)
   if rec.failures[member] < limits.max_attempts then num_open[rec.id] = num_open[rec.id] - 1 end
   rec.trajectory_ids[played.trajectory_id] = true
+  drop_turns(rec.id, member)
   add_member(rec, member, bytes)
   rec.digests[member], rec.has_progress = played.digest, true
   rec.num_finished, rec.num_bytes = rec.num_finished + 1, rec.num_bytes + #bytes

@@ -11,8 +11,15 @@ local function lease(purpose, allowed)
     move(rec, 'leased')
     rec.lease, rec.has_progress, rec.expired = lease_id, nil, {}
     save(rec)
+    local members, recorded = open_members(rec), nil
+    for _, i in ipairs(rec.attempt > 1 and members or {}) do
+      if redis.call('HEXISTS', key('turns'), member_key(rec.id, i + 1)) == 1 then
+        recorded = recorded or {}
+        recorded[#recorded + 1] = i
+      end
+    end
     leases[#leases + 1] = {lease_id = rec.lease, attempt = rec.attempt, expires_in_s = call.lease_s,
-                            members = open_members(rec)}
+                            members = members, recorded_members = recorded}
     reply[#reply + 1] = redis.call('HGET', key('tasks'), ids[i])
   end
 end

@@ -24,6 +24,8 @@
 -- counts    hash: "<purpose>:<state>", "<purpose>:dropped:<reason>", "<purpose>:trajectories:...", ...
 -- tasks     hash: task id -> beginning of its serialised group, with the task, until it closes
 -- members   hash: "<index>/<task id>" -> serialised group of this trajectory, until it closes
+-- turns     hash: "<turn>.<index>/<task id>" -> serialised GetTurnsResponse of this turn, and
+--           "<index>/<task id>" -> {trajectory_id, num, num_bytes}, of a member that is being played
 -- ledger    hash: task id -> record as JSON (below); small, and kept so that repeats are noticed
 -- played:<purpose>   zset: task id by when it was leased
 -- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
@@ -46,7 +48,7 @@
 --   fewest         members that make a group
 --   offered_at     in ms
 --   attempt, lease    the last ones
---   has_progress   a member was finished under the lease
+--   has_progress   a member or a turn was finished under the lease
 --   failures       of each member
 --   expired        members that failed as the lease ran out
 --   trajectory_ids    of its finished members, as keys
@@ -132,6 +134,21 @@ local function member_key(id, member) return string.format('%d/', member - 1) ..
 local function add_member(rec, member, bytes)
   new_members[rec.id] = new_members[rec.id] or {}
   new_members[rec.id][member] = bytes
+end
+
+-- What is kept of the turns of a member that is being played, or nil.
+local function turns_of(id, member)
+  local raw = redis.call('HGET', key('turns'), member_key(id, member))
+  return raw and cjson.decode(raw) or nil
+end
+
+local function turn_key(id, member, turn) return string.format('%d.', turn) .. member_key(id, member) end
+
+local function drop_turns(id, member)
+  local kept = turns_of(id, member)
+  if not kept then return end
+  redis.call('HDEL', key('turns'), member_key(id, member))
+  for turn = 0, kept.num - 1 do redis.call('HDEL', key('turns'), turn_key(id, member, turn)) end
 end
 
 local function write_pairs(name, values)
@@ -354,6 +371,9 @@ end
 -- Close the group if the rule says so, or drop it; return whether it ended.
 local function close(rec, reason)
   if has_open_member(rec) then return false end
+  for i = 1, rec.num_members do
+    if rec.digests[i] == '' then drop_turns(rec.id, i) end
+  end
   if rec.state == 'offered' then pull_task(rec) end -- the lease had run out, and nobody took over
   end_lease(rec.lease)
   count(rec.purpose .. ':trajectories:waiting', -rec.num_finished)
@@ -388,7 +408,11 @@ local function release(rec, reason, failed, members)
     local named = {}
     for _, i in ipairs(members) do named[i] = true end
     for _, i in ipairs(open_members(rec)) do
-      if #members == 0 or named[i] then rec.failures[i + 1] = rec.failures[i + 1] + 1 end
+      if #members == 0 or named[i] then
+        rec.failures[i + 1] = rec.failures[i + 1] + 1
+        -- Who did not come back may have been killed; what failed is played anew.
+        if reason ~= 'lease_expired' then drop_turns(rec.id, i + 1) end
+      end
     end
   end
   if close(rec, reason) then return rec.state == 'dropped' end
@@ -511,6 +535,17 @@ local function redeliver(rec, stage, reason, failed, aside)
   return false
 end
 
+-- Return the open task whose last lease this is, even if it expired, or why there is none.
+local function played_task(lease)
+  local kind, id = parse_lease(lease)
+  if kind ~= 'task' then return nil, 'LEASE_LOST' end
+  local rec = load(id)
+  if not rec then return nil, 'UNKNOWN_TASK' end
+  local is_open = rec.state == 'leased' or rec.state == 'offered'
+  if rec.lease ~= lease or not is_open then return nil, 'LEASE_LOST' end
+  return rec
+end
+
 local function held_task(lease)
   local kind, id = parse_lease(lease)
   local rec = kind == 'task' and load(id)
@@ -574,8 +609,8 @@ local function is_ready(rec, stage)
 end
 
 -- Append every item of the call, whose bytes begin at ARGV[3]; `append` returns why one is not
--- appended, or ''. Return the outcomes.
-local function append_all(append)
+-- appended, or ''. Return the outcomes, which are counted unless the items are turns.
+local function append_all(append, is_counted)
   local outcomes = {}
   for i, item in ipairs(call.items) do
     local reason, status = append(item, ARGV[2 + i]), 'REJECTED'
@@ -583,9 +618,9 @@ local function append_all(append)
       status = 'APPENDED'
     elseif reason == 'DUPLICATE' then
       reason, status = '', 'DUPLICATE'
-      count('duplicates', 1)
-    else
-      count('rejected', 1)
+    end
+    if is_counted ~= false and status ~= 'APPENDED' then
+      count(status == 'DUPLICATE' and 'duplicates' or 'rejected', 1)
     end
     outcomes[i] = {status = 'APPEND_STATUS_' .. status, reason = reason}
   end
@@ -595,7 +630,7 @@ end
 for _, lease in ipairs(redis.call('ZRANGEBYSCORE', key('deadlines'), '-inf', now)) do
   local rec = held_task(lease)
   if rec then
-    -- Who finished a member under the lease did not die of the task at once.
+    -- Who finished a member or a turn under the lease did not die of the task at once.
     rec.expired = rec.has_progress and {} or open_members(rec)
     release(rec, 'lease_expired', not rec.has_progress, {})
     save(rec)
