@@ -44,6 +44,7 @@ LOST_SESSIONS = frozenset({Reason.SESSION_LOST, Reason.SESSION_EXPIRED})
 """Reasons of a session that is gone."""
 # Another play goes on where this one failed so, in the session if that lives.
 _TAKEN_OVER = frozenset({Reason.SERVICE_AWAY, Reason.LEASE_LOST})
+_TURN_SEEDS = 1_000_003  # more than a group has members
 
 
 @dataclass(slots=True)
@@ -458,3 +459,10 @@ def sampling_of_member(sampling: SamplingParams, member: int) -> SamplingParams:
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=sampling.seed + member)
+
+
+def sampling_of_turn(sampling: SamplingParams, turn: int) -> SamplingParams:
+    """Return one turn's sampling: with the same seed each turn would draw the same noise again."""
+    if sampling.seed is None or not turn:
+        return sampling
+    return replace(sampling, seed=sampling.seed + _TURN_SEEDS * turn)

@@ -122,6 +122,8 @@ class SamplingParams:
     "json_schema", "schema": {...}}, or {"type": "tagged", "is_single": false, "tags": [...]} for
     JSON between two texts, each tag as {"begin": "<a>", "schema": {...}, "end": "</a>"}.
     top_logprobs: how many of the likeliest tokens a sample names at each position, at most 20.
+    seed: of a group's first member in its first turn. Member m draws turn t of its episode with the
+    seed + m + 1,000,003 t.
     stop_in_reasoning: whether a stop string ends an answer inside a thought too, where the model's
     template has a form of thoughts; by default it ends what comes after them.
     """

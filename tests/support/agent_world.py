@@ -102,6 +102,7 @@ class Sampling:
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...] = ()
+    seed: int | None = None
 
 
 @dataclass
@@ -162,7 +163,7 @@ class ScriptedEngine:
         return [*self._tokenizer.encode(answer).ids, self._tokenizer.end_of_turn_ids[0]]
 
     async def _answer(self, prompt_ids, answer, sampling, stop, on_tokens, error) -> Sampled:
-        logged = Sampling(prompt_ids)
+        logged = Sampling(prompt_ids, seed=sampling.seed)
         self.log.append(logged)
         ids = self._ids(answer)
         taken: list[int] = []

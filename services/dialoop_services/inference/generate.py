@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from dialoop.chat import as_history
 from dialoop.episode import Sample, UpdateMode
+from dialoop.rollout import sampling_of_turn
 from dialoop.trajectory import SamplingParams
 from dialoop_learning.rl.routed_experts import COLUMN, Routing, experts_column
 
@@ -45,10 +46,9 @@ async def generate(
 
     routing: what the engine's routers choose from, if it records that.
     """
-    started = time.perf_counter()
+    started, room = time.perf_counter(), request.sampling.max_new_tokens or 0
     if request.context is not None:  # columns of the tokens before are with the caller
         request = replace(request, context=replace(request.context, columns={}))
-    room = request.sampling.max_new_tokens or 0
 
     def prepare() -> tuple[Prompt | RawPrompt, AnswerForm]:
         prompt = renderer.prompt(request, room=room, max_model_len=max_model_len)
@@ -57,7 +57,8 @@ async def generate(
         )
 
     prompt, form = await renderer.run_with(request.template_name, prepare)
-    prompt_ids, sampling = prompt.sequence.token_ids.tolist(), request.sampling
+    prompt_ids = prompt.sequence.token_ids.tolist()
+    sampling = sampling_of_turn(request.sampling, request.turn)
     named = "" if request.history is None else request.template_name
     stop = await renderer.find_stop_tokens(
         sampling.stop, form, in_reasoning=sampling.stop_in_reasoning, template_name=named

@@ -118,6 +118,15 @@ async def test_a_call_with_a_repetition_penalty_marks_the_whole_trajectory(direc
     assert trajectory.sampling.alters  # the trainer drops it
 
 
+async def test_the_seed_of_a_recording_draws_other_noise_in_each_call(directory):
+    engine = ScriptedEngine(directory, [])
+    async with agent_world(directory, engine) as world:
+        client = await world.start_recording(sampling=SamplingParams(seed=5))
+        for own in ({}, {}, {"seed": 5}):
+            await answer_to(client, [USER], **own)
+    assert [sample.seed for sample in engine.log] == [5, 1_000_008, 5]
+
+
 async def test_tool_call_ids_are_given_out_once(directory):
     engine = ScriptedEngine(directory, [call_text("add", a=1)] * 3)
     async with agent_world(directory, engine) as world:

@@ -68,6 +68,16 @@ async def test_samples_say_what_they_were_asked_with():
     assert samples[0].sequence.policy_versions == (VERSION,)
 
 
+async def test_a_seed_draws_other_noise_in_each_turn_and_the_trajectory_says_the_seed():
+    """Two turns with the same noise were nearly the same answer."""
+    engine, policy = policy_of("<request><Calculator>35+40<call>", "Result=75<submit>")
+    task = Task(task_id="t", environment="arithmetic", split="train", key="35+40")
+    sessions, sampling = LocalEnvironmentClient(arithmetic()), SamplingParams(seed=5)
+    played = await play(task, sessions=sessions, policy=policy, sampling=sampling)
+    assert [request.sampling.seed for request in engine.requests] == [5, 1_000_008]
+    assert played.sampling.seed == 5
+
+
 async def test_answers_end_as_the_template_that_was_named_ends_turns():
     tokenizer, registry = byte_tokenizer(), TemplateRegistry()
     source = "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}<|im_start|>"

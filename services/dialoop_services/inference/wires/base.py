@@ -24,6 +24,7 @@ from dialoop.answers import AnswerForm, AnswerReader
 from dialoop.chat import Message, ToolCall, ToolDefinition
 from dialoop.errors import DialoopError, InvalidInput, Unavailable
 from dialoop.reasons import Reason
+from dialoop.rollout import sampling_of_turn
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Failure, Owner, SamplingParams, StopReason
 
@@ -335,7 +336,9 @@ class WireHost:
 
         A field that is None is absent.
         """
-        default = SamplingParams() if recording is None else recording.spec.sampling
+        default = SamplingParams()
+        if recording is not None:
+            default = sampling_of_turn(recording.spec.sampling, len(recording.calls))
         own = {name: value for name, value in fields.items() if value is not None}
         sampling = replace(default, stop=stop or default.stop, **own)
         return with_defaults(sampling, max_new_tokens=self.max_new_tokens)
