@@ -5,7 +5,8 @@
                                        +<------ checkpoint, then acknowledge <-----+
 
 With `pipeline_depth` above 0 a publish runs beside the lease and the train step that follow. A
-checkpoint, an evaluation and the next publish wait for its end.
+checkpoint, an evaluation and the next publish wait for its end. With 0 all take turns: a train step
+waits for the end of an evaluation, too.
 
 The queue leases tasks as soon as the first publish announced a policy, so collectors already play
 while the first evaluation runs. SFT takes its batches from demonstrations instead, and publishes
@@ -258,8 +259,9 @@ class TrainingJob:
     async def _begin_evaluating(self, background: asyncio.TaskGroup, *due: int) -> None:
         """Start the due evaluations, also those that a killed trainer did not end."""
         evaluating = background.create_task(self._evaluate_all(due))
-        if self._parts.placement.is_shared:
-            await evaluating  # the engines have the device until it ends
+        takes_turns = self._settings.mode == "rl" and not self._settings.pipeline_depth
+        if takes_turns or self._parts.placement.is_shared:
+            await evaluating  # nothing is trained or published meanwhile
 
     async def _evaluate_all(self, due: tuple[int, ...]) -> None:
         for train_step in due:
