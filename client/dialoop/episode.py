@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
@@ -50,6 +50,7 @@ class StepResult:
     info: dict[str, str] = field(default_factory=dict)
     text: Text | None = None
     tokens: Tokens | None = None
+    snapshot: bytes = b""
 
     @property
     def done(self) -> bool:
@@ -57,10 +58,18 @@ class StepResult:
         return self.terminated or self.truncated
 
     def agrees_with(self, other: StepResult | None) -> bool:
-        """Return whether the other answer is the same, but for facts for people."""
-        if other is None:
-            return False
-        return replace(self, info={}, replayed=False) == replace(other, info={}, replayed=False)
+        """Return whether the other answer is the same, but for facts for people and snapshots."""
+        beside: dict[str, Any] = {"info": {}, "replayed": False, "snapshot": b""}
+        return other is not None and replace(self, **beside) == replace(other, **beside)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """An episode before a step, as its lost session left it: the messages so far and the rest."""
+
+    snapshot: bytes
+    messages: History
+    step_index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +169,8 @@ class Redo(IntEnum):
     """It is played again from the start: a step taken again might do again what a tool did."""
     SAFE = 2
     """Its steps are taken again: they do no harm twice, and give the same answers."""
+    SNAPSHOT = 3
+    """It goes on from the snapshot of its last answer; the step after that is taken again."""
 
     @classmethod
     def parse(cls, redo: Redo | str) -> Redo:
@@ -208,6 +219,9 @@ class TurnLog:
 
     async def append(self, sample: Sample, answer: StepResult | None) -> None:
         """Keep a turn; return once it is as durable as this log makes it."""
+        before = self.turns[-1] if self.turns else None
+        if before is not None and before.answer is not None:  # the last snapshot alone is of use
+            self.turns[-1] = replace(before, answer=replace(before.answer, snapshot=b""))
         self.turns.append(
             RecordedTurn(
                 trajectory_id=self.trajectory_id,

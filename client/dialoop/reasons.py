@@ -469,6 +469,10 @@ class Reason(_Named):
     SEVERAL_AGENTS = "SEVERAL_AGENTS", "The foreign environment has several agents."
     SHARED_DEVICE = "SHARED_DEVICE", "Processes that have devices of their own cannot share one."
     SLEEP_DISABLED = "SLEEP_DISABLED", "The replica does not sleep."
+    SNAPSHOT_TORN = (
+        "SNAPSHOT_TORN",
+        "An episode has no snapshot, or none that its environment can go on from.",
+    )
     SPECIAL_TOKEN_SPELLED = (
         "SPECIAL_TOKEN_SPELLED",
         "A message or a tool spells out a special token.",

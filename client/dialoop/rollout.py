@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dialoop.chat import History, ToolDefinition
-from dialoop.episode import Redo, TurnLog, UpdateMode, update_mode_label
+from dialoop.episode import Redo, Resumed, TurnLog, UpdateMode, update_mode_label
 from dialoop.errors import DialoopError, InvalidInput, PreconditionFailed, Unsupported
 from dialoop.failures import error_of
 from dialoop.reasons import Reason
@@ -252,7 +252,8 @@ class EpisodePlayer:
     async def _opening(self) -> ResetResult:
         """Reset the session of recorded turns if it lives or they may be taken again, or a new one.
 
-        A session that lives on answers what it answered before, and does nothing twice.
+        A session that lives on answers what it answered before, and does nothing twice. A new one
+        goes on from the last snapshot, if the environment takes some.
         """
         if self._log.turns:
             try:
@@ -261,9 +262,24 @@ class EpisodePlayer:
                 if error.reason not in LOST_SESSIONS or self._log.redo is Redo.NEVER:
                     raise
         await call(self._sessions.create_session, self._session_id, self.task.environment)
-        return await self._reset()
+        last = self._log.turns[-1] if self._log.turns else None
+        if self._log.redo is not Redo.SNAPSHOT or last is None or last.answer is None:
+            return await self._reset()
+        if not last.answer.snapshot:
+            raise PreconditionFailed(
+                f"There is no snapshot before turn {last.turn}.",
+                reason=Reason.SNAPSHOT_TORN,
+                remedy="See the environment's log: it failed, or was too large.",
+            )
+        return await self._reset(
+            resumed=Resumed(
+                snapshot=last.answer.snapshot,
+                messages=last.sample.history.require_prompt(),
+                step_index=last.turn,
+            )
+        )
 
-    async def _reset(self) -> ResetResult:
+    async def _reset(self, **resumed: Any) -> ResetResult:
         opening: ResetResult = await call(
             self._sessions.reset,
             self._session_id,
@@ -271,18 +287,22 @@ class EpisodePlayer:
             split=self.task.split,
             task_key=self.task.key,
             seed=self.task.seed,
+            **resumed,
         )
         return opening
 
     async def _redo(self) -> bool:
         """Take the recorded turns again; return whether the episode goes on after them.
 
-        What the policy saw before each of them has to be what it saw the first time.
+        What the policy saw before each of them has to be what it saw the first time. The session
+        may begin in their midst, with a snapshot.
         """
-        goes_on, recorder = True, self._recorder
-        for recorded in self._log.turns:
-            is_same = recorded.sample.history.prompt == recorder.history
-            if recorded.answer is not None:
+        goes_on, recorder, turns = True, self._recorder, self._log.turns
+        prompts = [recorded.sample.history.prompt for recorded in turns]
+        start = prompts.index(recorder.history) if recorder.history in prompts else -1
+        for number, recorded in enumerate(turns):
+            is_same = start >= 0
+            if number > max(start, 0) and recorded.answer is not None:
                 is_same = goes_on and recorded.answer.agrees_with(recorder.outcome)
             if not is_same:
                 error = PreconditionFailed(
@@ -295,6 +315,10 @@ class EpisodePlayer:
                 recorder.add_failure(Owner.ENVIRONMENT, error)
                 return False
             recorder.add_sample(recorded.sample)
+            answer = turns[number + 1].answer if number < start else None
+            if answer is not None:
+                recorder.add_step(answer, 0.0)
+                continue
             goes_on = await self._step(recorded.sample)
             if recorder.is_lost:
                 return False

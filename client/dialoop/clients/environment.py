@@ -29,7 +29,7 @@ from dialoop.environments.episode import Score
 from dialoop.environments.modes import Answered
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage, TaskRef
-from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
+from dialoop.episode import GroupOpening, ResetResult, Resumed, SessionState, StepResult
 from dialoop.errors import DialoopError
 from dialoop.trajectory import Trajectory
 from dialoop.v1 import environment_service_pb2 as pb
@@ -118,7 +118,7 @@ class EnvironmentClient:
         )
         return float((await self._call(CREATE_SESSION, request)).ttl_s)
 
-    async def reset(
+    async def reset(  # noqa: PLR0913 - the request has as many fields
         self,
         session_id: str,
         *,
@@ -127,8 +127,12 @@ class EnvironmentClient:
         task_key: str = "",
         seed: int = 0,
         question: Given | None = None,
+        resumed: Resumed | None = None,
     ) -> ResetResult:
-        """Start an episode of the session: with a task, or with the caller's `question`."""
+        """Start an episode of the session: with a task, or with the caller's `question`.
+
+        One that is `resumed` goes on from a snapshot; PreconditionFailed (SNAPSHOT_TORN).
+        """
         item = ResetItem(
             session_id=session_id,
             episode=episode,
@@ -136,6 +140,7 @@ class EnvironmentClient:
             task_key=task_key,
             seed=seed,
             question=question or Given(),
+            resumed=resumed,
         )
         return RESET_RESULT.from_proto(await self._call(RESET, RESET_ITEM.to_proto(item)))
 

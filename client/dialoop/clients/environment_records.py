@@ -13,7 +13,7 @@ from dialoop.environments.sessions.records import full_of
 from dialoop.environments.spec import EnvironmentSpec, FieldSpec, spec_of
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage, TaskRef
-from dialoop.episode import Redo, ResetResult, SessionState, StepResult
+from dialoop.episode import Redo, ResetResult, Resumed, SessionState, StepResult
 from dialoop.trajectory import DoneReason
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage
@@ -54,6 +54,7 @@ class ResetItem:
     task_key: str = ""
     seed: int = 0
     question: Given = field(default_factory=Given)
+    resumed: Resumed | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,8 @@ def _given(request: pb.TaskChoice | pb.ResetRequest) -> Given:
 _QUESTION = FieldRow(_given_fields, _given, spreads=True)
 # A reset has the same fields, so this reads its request too.
 CHOICE: Codec[TaskChoice, Any] = Codec(TaskChoice, pb.TaskChoice, question=_QUESTION)
-RESET_ITEM = Codec(ResetItem, pb.ResetRequest, question=_QUESTION)
+RESUMED = Codec(Resumed, pb.Resumed, messages=submessage(HISTORY))
+RESET_ITEM = Codec(ResetItem, pb.ResetRequest, question=_QUESTION, resumed=submessage(RESUMED))
 _FIELDS = many(Codec(FieldSpec, pb.FieldSpec))
 INFO = Codec(
     EnvironmentInfo,

@@ -325,7 +325,8 @@ class ReplayClient:
     async def get_turns(self, run: str, lease_id: str, *, member: int) -> tuple[RecordedTurn, ...]:
         """Return the turns that are kept of a leased task's member, the first one first."""
         request = pb.GetTurnsRequest(run=run, lease_id=lease_id, member=member)
-        return turns_from_proto((await self._channel.call(GET_TURNS, request)).turns)
+        answer = await self._channel.call(GET_TURNS, request)
+        return turns_from_proto(answer.turns, answer.snapshot)
 
     async def append_groups(
         self, run: str, stage: Stage, items: Sequence[AppendItem]

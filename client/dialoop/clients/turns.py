@@ -45,14 +45,18 @@ def turn_item_to_proto(item: TurnItem) -> replay_service_pb2.TurnItem:
             turn=turn.turn,
             sampled=generated_to_proto([sample]),
             answer=answer,
+            snapshot=turn.answer.snapshot if turn.answer else b"",
         ),
     )
 
 
 def turns_from_proto(
-    protos: Iterable[replay_service_pb2.RecordedTurn],
+    protos: Iterable[replay_service_pb2.RecordedTurn], snapshot: bytes = b""
 ) -> tuple[RecordedTurn, ...]:
-    """Return an episode's turns, the first one first; InvalidInput where one is missing."""
+    """Return an episode's turns, the first one first; InvalidInput where one is missing.
+
+    The `snapshot` is that of the last one.
+    """
     turns: list[RecordedTurn] = []
     for proto in protos:
         before = turns[-1].sample.history if turns else None
@@ -77,6 +81,8 @@ def turns_from_proto(
                 answer=answer,
             )
         )
+    if turns and turns[-1].answer is not None:
+        turns[-1] = replace(turns[-1], answer=replace(turns[-1].answer, snapshot=snapshot))
     return tuple(turns)
 
 
@@ -84,6 +90,7 @@ def _answer_to_proto(
     answer: StepResult, before: RecordedTurn
 ) -> environment_service_pb2.StepResponse:
     """Return an answer with the messages that it added, or the whole prompt where it changed."""
+    answer = replace(answer, snapshot=b"")  # it goes beside, since only the last one is kept
     full, after = before.sample.history.require_full(), answer.history.require_prompt()
     if not after.starts_with(full):
         return STEP_RESULT.to_proto(answer)

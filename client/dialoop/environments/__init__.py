@@ -31,6 +31,7 @@ from dialoop.environments.episode import Opening as Opening
 from dialoop.environments.episode import Outcome as Outcome
 from dialoop.environments.episode import Score as Score
 from dialoop.environments.episode import TaskData as TaskData
+from dialoop.environments.episode import current_call_id as current_call_id
 from dialoop.environments.episode import current_episode as current_episode
 from dialoop.environments.loading import load_environment as load_environment
 from dialoop.environments.modes import Answered as Answered

@@ -10,6 +10,7 @@ Without transforms it gives no reward and never ends an episode: the next prompt
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -71,8 +72,9 @@ class ChatEnv:
     # Accept a `full` that does not begin with the prompt (the trajectory then forks).
     allow_rewrite: bool = False
     demonstrate: Demonstrate | None = None
-    # What becomes of an episode whose session was lost: "safe" if its steps depend on task, seed
-    # and messages alone and may be taken twice, else "never": it is played from the start.
+    # What becomes of an episode whose session was lost. "safe": its steps are taken again, since
+    # they depend on task, seed and messages alone and do no harm twice. "snapshot": it goes on from
+    # what the transforms put down. "never": it is played from the start.
     redo: Redo | str = Redo.NEVER
     # Whether the chat template shows the policy the tools that it calls in its own syntax.
     tools_in_prompt: bool = True
@@ -229,6 +231,23 @@ class ChatEnv:
             )
         shown = call_now(self.demonstrate, task, rng)
         return self.reset(task, 0).episode.history.extend(shown)
+
+    async def snapshot(self, episode: Episode) -> bytes:
+        """Return the episode's state and what the transforms hold of it; TypeError if not JSON."""
+        held = [await resolve(transform.snapshot(episode)) for transform in self.transforms]
+        state = dict(episode.state)
+        text = json.dumps({"state": state, "held": [part.hex() for part in held]})
+        if json.loads(text)["state"] != state:
+            raise TypeError("Transforms remember what JSON would change, such as tuples.")
+        return text.encode()
+
+    async def restore(self, episode: Episode, snapshot: bytes) -> Episode:
+        """Return the episode with the state of the snapshot."""
+        kept = json.loads(snapshot)
+        episode = replace(episode, state=kept["state"])
+        for transform, held in zip(self.transforms, kept["held"], strict=True):
+            episode = await resolve(transform.restore(episode, bytes.fromhex(held)))
+        return episode
 
     async def acquire(self) -> None:
         """Start the transforms in order; when one fails, stop those that have started."""

@@ -2,8 +2,8 @@
 
 Every environment follows Environment; ChatEnv is the one to start from. Callers look for the other
 protocols with isinstance: Managed (holds resources), OpensSlowly (an episode begins elsewhere),
-Stateless (can go on from a history alone), TakesQuestions (plays a question the caller brings).
-Demonstrations is for supervised training.
+Stateless (can go on from a history alone), Snapshots (goes on elsewhere), TakesQuestions (plays a
+question the caller brings). Demonstrations is for supervised training.
 """
 
 from __future__ import annotations
@@ -109,6 +109,20 @@ class Given:
     def is_empty(self) -> bool:
         """Return whether the caller brought nothing."""
         return not self.query and self.messages is None and not self.data
+
+
+@runtime_checkable
+class Snapshots(Protocol):
+    """An environment with `redo` Redo.SNAPSHOT: its episodes go on in another process.
+
+    Both methods may be async.
+    """
+
+    def snapshot(self, episode: Episode) -> bytes | Awaitable[bytes]:
+        """Return what `restore` needs besides the messages; called after each step but the last."""
+
+    def restore(self, episode: Episode, snapshot: bytes) -> Episode | Awaitable[Episode]:
+        """Return the episode, which has its messages again, with all that it had; or raise."""
 
 
 @runtime_checkable

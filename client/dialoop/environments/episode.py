@@ -8,12 +8,14 @@ outcome.episode.done          # what the transforms decided
 
 from __future__ import annotations
 
+import itertools
 import random
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.modes import Text, Tokens
@@ -23,6 +25,8 @@ from dialoop.trajectory import DoneReason, Failure, Owner, Reward
 
 if TYPE_CHECKING:
     from dialoop.environments.views import TextView, TokensView
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,9 @@ class Episode:
 
 
 _CURRENT: ContextVar[Episode] = ContextVar("dialoop_episode")
+_CALL_ID: ContextVar[str] = ContextVar("dialoop_call_id")
+# Gives the ids of the calls in one step, which run one after the other.
+_CALL_IDS: ContextVar[Iterator[str]] = ContextVar("dialoop_call_ids")
 
 
 def current_episode() -> Episode:
@@ -87,8 +94,22 @@ def current_episode() -> Episode:
 
     Its `state` holds what the transforms remember.
     """
+    return _of_tool(_CURRENT)
+
+
+def current_call_id() -> str:
+    """Return the id of the running call of a tool, or else of the step; PreconditionFailed.
+
+    A step that is taken again, after a process died, gives its calls the ids of the first time: a
+    tool that does nothing for an id it has seen does everything once. A step without a session is
+    never taken again, and its calls have ids of their own.
+    """
+    return _of_tool(_CALL_ID)
+
+
+def _of_tool(running: ContextVar[T]) -> T:
     try:
-        return _CURRENT.get()
+        return running.get()
     except LookupError:
         raise PreconditionFailed(
             "No tool of an episode is running here.",
@@ -98,13 +119,27 @@ def current_episode() -> Episode:
 
 
 @contextmanager
-def playing(episode: Episode) -> Iterator[None]:
-    """Make it the current episode, for the tools that run inside."""
-    token = _CURRENT.set(episode)
+def stepping(step_id: str) -> Iterator[None]:
+    """Number the calls of the step's tools, under its id."""
+    ids = (f"{step_id}/{number}" for number in itertools.count())
+    tokens = _CALL_ID.set(step_id), _CALL_IDS.set(ids)
     try:
         yield
     finally:
-        _CURRENT.reset(token)
+        _CALL_ID.reset(tokens[0])
+        _CALL_IDS.reset(tokens[1])
+
+
+@contextmanager
+def playing(episode: Episode) -> Iterator[None]:
+    """Make it the current episode, for the one call of a tool that runs inside."""
+    call_id = next(_CALL_IDS.get(iter(())), "") or uuid.uuid4().hex
+    tokens = _CURRENT.set(episode), _CALL_ID.set(call_id)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(tokens[0])
+        _CALL_ID.reset(tokens[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +205,8 @@ class Outcome(_Shown):
     num_tool_calls: int = 0
     # False: no reward function is called at this step.
     is_rewarded: bool = True
+    # What `restore` needs to go on after this step elsewhere, with a digest; see `seal`.
+    snapshot: bytes = b""
 
     def tell(self, **info: str) -> Outcome:
         """Return the outcome with more facts for the caller; the policy never sees them."""

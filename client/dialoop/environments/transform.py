@@ -9,7 +9,7 @@ class Hint(Transform):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 
 from dialoop.answers import AnswerForm
@@ -115,6 +115,14 @@ class Transform:
 
     async def release(self) -> None:
         """Give back what `acquire` took, after the last episode."""
+
+    def snapshot(self, episode: Episode) -> bytes | Awaitable[bytes]:
+        """Return what it holds of the episode beside the `state`, for redo = "snapshot"."""
+        return b""
+
+    def restore(self, episode: Episode, snapshot: bytes) -> Episode | Awaitable[Episode]:
+        """Return the episode, perhaps changed, holding for it what the snapshot says."""
+        return episode
 
     async def close(self, episode: Episode) -> None:
         """Free what this episode holds; called once, when it or its session is over."""

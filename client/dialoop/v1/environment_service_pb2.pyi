@@ -30,6 +30,7 @@ class Redo(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REDO_UNSPECIFIED: _ClassVar[Redo]
     REDO_NEVER: _ClassVar[Redo]
     REDO_SAFE: _ClassVar[Redo]
+    REDO_SNAPSHOT: _ClassVar[Redo]
 INPUT_MODE_UNSPECIFIED: InputMode
 INPUT_MODE_HISTORY: InputMode
 INPUT_MODE_TEXT: InputMode
@@ -41,6 +42,7 @@ REWARD_SHAPE_DENSE: RewardShape
 REDO_UNSPECIFIED: Redo
 REDO_NEVER: Redo
 REDO_SAFE: Redo
+REDO_SNAPSHOT: Redo
 
 class ListEnvironmentsRequest(_message.Message):
     __slots__ = ()
@@ -190,7 +192,7 @@ class CreateSessionResponse(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class ResetRequest(_message.Message):
-    __slots__ = ("session_id", "episode", "split", "task_key", "seed", "query", "messages", "data")
+    __slots__ = ("session_id", "episode", "split", "task_key", "seed", "query", "messages", "data", "resumed")
     class DataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +208,7 @@ class ResetRequest(_message.Message):
     QUERY_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     episode: int
     split: str
@@ -214,7 +217,18 @@ class ResetRequest(_message.Message):
     query: str
     messages: _chat_pb2.History
     data: _containers.ScalarMap[str, str]
-    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ..., query: _Optional[str] = ..., messages: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., data: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    resumed: Resumed
+    def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., split: _Optional[str] = ..., task_key: _Optional[str] = ..., seed: _Optional[int] = ..., query: _Optional[str] = ..., messages: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., data: _Optional[_Mapping[str, str]] = ..., resumed: _Optional[_Union[Resumed, _Mapping]] = ...) -> None: ...
+
+class Resumed(_message.Message):
+    __slots__ = ("snapshot", "messages", "step_index")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    STEP_INDEX_FIELD_NUMBER: _ClassVar[int]
+    snapshot: bytes
+    messages: _chat_pb2.History
+    step_index: int
+    def __init__(self, snapshot: _Optional[bytes] = ..., messages: _Optional[_Union[_chat_pb2.History, _Mapping]] = ..., step_index: _Optional[int] = ...) -> None: ...
 
 class ResetResponse(_message.Message):
     __slots__ = ("history", "info", "environment_version", "text", "tokens", "warnings", "tools")
@@ -270,7 +284,7 @@ class StepRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., episode: _Optional[int] = ..., step_index: _Optional[int] = ..., history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., whole_prompt: bool = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed", "info", "text", "tokens", "warnings", "added")
+    __slots__ = ("history", "rewards", "terminated", "truncated", "done_reason", "failures", "num_tool_calls", "replayed", "info", "text", "tokens", "warnings", "added", "snapshot")
     class InfoEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +305,7 @@ class StepResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     history: _chat_pb2.ChatHistory
     rewards: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Reward]
     terminated: bool
@@ -304,7 +319,8 @@ class StepResponse(_message.Message):
     tokens: _chat_pb2.Tokens
     warnings: _containers.RepeatedScalarFieldContainer[str]
     added: Added
-    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., added: _Optional[_Union[Added, _Mapping]] = ...) -> None: ...
+    snapshot: bytes
+    def __init__(self, history: _Optional[_Union[_chat_pb2.ChatHistory, _Mapping]] = ..., rewards: _Optional[_Iterable[_Union[_trajectory_pb2.Reward, _Mapping]]] = ..., terminated: bool = ..., truncated: bool = ..., done_reason: _Optional[_Union[_trajectory_pb2.DoneReason, str]] = ..., failures: _Optional[_Iterable[_Union[_trajectory_pb2.Failure, _Mapping]]] = ..., num_tool_calls: _Optional[int] = ..., replayed: bool = ..., info: _Optional[_Mapping[str, str]] = ..., text: _Optional[_Union[_chat_pb2.Text, _Mapping]] = ..., tokens: _Optional[_Union[_chat_pb2.Tokens, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., added: _Optional[_Union[Added, _Mapping]] = ..., snapshot: _Optional[bytes] = ...) -> None: ...
 
 class TaskChoice(_message.Message):
     __slots__ = ("split", "task_key", "seed", "query", "messages", "data")

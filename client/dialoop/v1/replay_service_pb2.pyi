@@ -159,18 +159,20 @@ class AppendMembersResponse(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[AppendOutcome, _Mapping]]] = ..., num_overflowed: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class RecordedTurn(_message.Message):
-    __slots__ = ("trajectory_id", "session_id", "turn", "sampled", "answer")
+    __slots__ = ("trajectory_id", "session_id", "turn", "sampled", "answer", "snapshot")
     TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     trajectory_id: str
     session_id: str
     turn: int
     sampled: _inference_service_pb2.GenerateResponse
     answer: _environment_service_pb2.StepResponse
-    def __init__(self, trajectory_id: _Optional[str] = ..., session_id: _Optional[str] = ..., turn: _Optional[int] = ..., sampled: _Optional[_Union[_inference_service_pb2.GenerateResponse, _Mapping]] = ..., answer: _Optional[_Union[_environment_service_pb2.StepResponse, _Mapping]] = ...) -> None: ...
+    snapshot: bytes
+    def __init__(self, trajectory_id: _Optional[str] = ..., session_id: _Optional[str] = ..., turn: _Optional[int] = ..., sampled: _Optional[_Union[_inference_service_pb2.GenerateResponse, _Mapping]] = ..., answer: _Optional[_Union[_environment_service_pb2.StepResponse, _Mapping]] = ..., snapshot: _Optional[bytes] = ...) -> None: ...
 
 class TurnItem(_message.Message):
     __slots__ = ("lease_id", "member", "turn")
@@ -207,10 +209,12 @@ class GetTurnsRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., lease_id: _Optional[str] = ..., member: _Optional[int] = ...) -> None: ...
 
 class GetTurnsResponse(_message.Message):
-    __slots__ = ("turns",)
+    __slots__ = ("turns", "snapshot")
     TURNS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     turns: _containers.RepeatedCompositeFieldContainer[RecordedTurn]
-    def __init__(self, turns: _Optional[_Iterable[_Union[RecordedTurn, _Mapping]]] = ...) -> None: ...
+    snapshot: bytes
+    def __init__(self, turns: _Optional[_Iterable[_Union[RecordedTurn, _Mapping]]] = ..., snapshot: _Optional[bytes] = ...) -> None: ...
 
 class AppendGroupsRequest(_message.Message):
     __slots__ = ("run", "stage", "items")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dialoop_services.config.tables import EnvironmentSection
 
 # Reasons for which the turns of an earlier play are of no use.
-_RESTARTS = frozenset({Reason.REDO_DIFFERS, *LOST_SESSIONS})
+_RESTARTS = frozenset({Reason.REDO_DIFFERS, Reason.SNAPSHOT_TORN, *LOST_SESSIONS})
 # So many sessions of an episode may be lost at one turn; then it is played from the start.
 _MAX_LOST = 2
 _NAMED = frozenset({Reason.ANSWER_TIMED_OUT, Reason.DEADLINE_EXCEEDED, *DEATHS})

@@ -476,9 +476,16 @@ class RetryingSessions:
         return await self._retry("CreateSession", creating)
 
     async def reset(
-        self, session_id: str, *, episode: int, split: str, task_key: str, seed: int = 0
+        self,
+        session_id: str,
+        *,
+        episode: int,
+        split: str,
+        task_key: str,
+        seed: int = 0,
+        **resumed: Any,
     ) -> ResetResult:
-        """Start an episode."""
+        """Start an episode, or go on with one that is `resumed`."""
         resetting = partial(
             self._sessions.reset,
             session_id,
@@ -486,6 +493,7 @@ class RetryingSessions:
             split=split,
             task_key=task_key,
             seed=seed,
+            **resumed,
         )
         task = (self._environment_of.get(session_id), split, task_key, seed)
         return await self._retry("Reset", resetting, work=task)

@@ -13,6 +13,7 @@ from dialoop.clients.environment_records import (
     CHOICE,
     INFO,
     RESET_RESULT,
+    RESUMED,
     SESSION_STATE,
     STEP_RESULT,
     TASK_PAGE,
@@ -228,8 +229,12 @@ class EnvironmentServicer(EnvironmentServiceServicer):
 
 def _reset_call(request: pb.ResetRequest) -> ResetCall:
     """Return the call for a reset."""
+    has_snapshot = request.HasField("resumed")
     return ResetCall(
-        session_id=request.session_id, episode=request.episode, choice=CHOICE.from_proto(request)
+        session_id=request.session_id,
+        episode=request.episode,
+        choice=CHOICE.from_proto(request),
+        resumed=RESUMED.from_proto(request.resumed) if has_snapshot else None,
     )
 
 

@@ -11,7 +11,7 @@ from dialoop.clients.channel import Channel
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.replay import Appended, ReplayClient
 from dialoop.clients.retry import RetryPolicy
-from dialoop.environments import arithmetic
+from dialoop.environments import Transform, arithmetic, current_call_id, current_episode
 from dialoop.environments.sessions.catalogue import Catalogue
 from dialoop.environments.standard import tool_environment
 from dialoop.sequences import PolicyVersion
@@ -34,26 +34,42 @@ NUM_TURNS = 3
 
 
 class Looks:
-    """A tool that counts, and answers the same each time unless it `drifts`."""
+    """A tool that notes its calls, and answers the same each time unless it `drifts`."""
 
     name = "look"
 
     def __init__(self, *, drifts: bool = False) -> None:
-        self.num_calls = 0
+        self.call_ids: list[str] = []
         self.drifts = drifts
 
+    @property
+    def num_calls(self) -> int:
+        return len(self.call_ids)
+
     def __call__(self, query: str) -> str:
-        self.num_calls += 1
-        return f"{query}: {self.num_calls if self.drifts else 'same'}"
+        self.call_ids.append(current_call_id())
+        number = self.num_calls if self.drifts else current_episode().state["num_steps"]
+        return f"{query}: {number}"
+
+
+class Steps(Transform):
+    """Counts steps: a snapshot has to hold the count."""
+
+    async def step(self, outcome):
+        return outcome.remember(num_steps=outcome.episode.state.get("num_steps", 0) + 1)
 
 
 def environment_with(tool: Looks, redo: str):
     """Arithmetic with another tool, and as many turns as it takes."""
-    built_in = arithmetic()
     made = tool_environment(
-        name="arithmetic", tasks=built_in.tasks, tools=[tool], rewards=[], max_turns=9, redo=redo
+        name="arithmetic",
+        tasks=arithmetic().tasks,
+        tools=[tool],
+        rewards=[],
+        max_turns=9,
+        redo=redo,
     )
-    return replace(made, tasks=built_in.tasks)
+    return replace(made, transforms=(Steps(), *made.transforms))
 
 
 @asynccontextmanager
@@ -104,7 +120,7 @@ async def members(w: World, num: int = 1):
     return [member for lease in leased.leases for member in lease.group.trajectories]
 
 
-@pytest.mark.parametrize("redo", ["safe", "never"])
+@pytest.mark.parametrize("redo", ["safe", "never", "snapshot"])
 @pytest.mark.parametrize("loses_sessions", [False, True])
 async def test_the_next_collector_goes_on_where_the_environment_can(redo, loses_sessions):
     """A session that lives on goes on under any `redo`, and runs no tool twice."""
@@ -128,7 +144,12 @@ async def test_the_next_collector_goes_on_where_the_environment_can(redo, loses_
     counts = counters.to_json()
     is_restart = loses_sessions and redo == "never"
     assert fresh.turns == ([0, 1, 2] if is_restart else [2])
-    assert tool.num_calls == (4 if loses_sessions else 2)
+    num_again = {"safe": 2, "never": 2, "snapshot": 1}[redo] if loses_sessions else 0
+    assert tool.num_calls == 2 + num_again
+    num_effects = 4 if is_restart else 2
+    assert len(set(tool.call_ids)) == num_effects, "a call that is made again has its first id"
+    answers = [message.text for message in member.history if message.role == "tool"]
+    assert answers == ["1+1: 1<response>", "1+1: 2<response>"]
     assert counts["num_episodes_continued"] == (0 if is_restart else 1)
     assert counts["num_episodes_restarted"] == ({"session_lost": 1} if is_restart else {})
     assert counts["num_failures"] == {}
@@ -141,10 +162,11 @@ async def test_the_next_collector_goes_on_where_the_environment_can(redo, loses_
     assert sequence.inference_logprobs.tolist() == [-0.5, -1.5] * 3
 
 
-async def test_an_environment_that_is_started_again_loses_no_turn():
+@pytest.mark.parametrize("redo", ["safe", "snapshot"])
+async def test_an_environment_that_is_started_again_loses_no_turn(redo):
     tool = Looks()
     async with AsyncExitStack() as exits:
-        server = await exits.enter_async_context(playing_on(environment_with(tool, "safe")))
+        server = await exits.enter_async_context(playing_on(environment_with(tool, redo)))
         w = await exits.enter_async_context(world_of(server.address))
         await w.allow(1)
         policy = Script()
@@ -154,7 +176,7 @@ async def test_an_environment_that_is_started_again_loses_no_turn():
             samples = await generate(history, turn=turn, **question)
             if turn == 1 and len(policy.turns) == 2:
                 await server.__aexit__(None, None, None)
-                await exits.enter_async_context(playing_on(environment_with(tool, "safe"), port))
+                await exits.enter_async_context(playing_on(environment_with(tool, redo), port))
             return samples
 
         policy.generate = while_it_restarts
@@ -186,6 +208,55 @@ async def test_an_environment_that_claims_a_safe_redo_and_differs_is_played_from
     assert counts["num_episodes_restarted"] == {"redo_differs": 1}
     assert counts["training"]["num_trajectories"] == 1, "what was not sampled is no trajectory"
     assert (len(member.turns), member.failures) == (NUM_TURNS, ())
+
+
+@pytest.mark.parametrize("snapshot", [b"", b"x" * 40])
+async def test_a_snapshot_that_is_torn_is_played_from_the_start(snapshot):
+    tool = Looks()
+    async with AsyncExitStack() as exits:
+        server = await exits.enter_async_context(playing_on(environment_with(tool, "snapshot")))
+        w = await exits.enter_async_context(world_of(server.address))
+        await w.allow(1)
+        stuck = Script(stuck_at=2)
+        async with w.collecting(stuck, group_size=1):
+            await until(lambda: len(stuck.turns) == 3)
+        port, get_turns = server.port, w.replay.get_turns
+        await server.__aexit__(None, None, None)
+        await exits.enter_async_context(playing_on(environment_with(tool, "snapshot"), port))
+
+        async def torn(*arguments, **options):
+            *turns, last = await get_turns(*arguments, **options)
+            assert last.answer.snapshot
+            return (*turns, replace(last, answer=replace(last.answer, snapshot=snapshot)))
+
+        w.replay.get_turns = torn
+        fresh = Script()
+        async with w.collecting(fresh, group_size=1) as counters:
+            (member,) = await members(w)
+    assert fresh.turns == [0, 1, 2]
+    assert counters.to_json()["num_episodes_restarted"] == {"snapshot_torn": 1}
+    assert (len(member.turns), member.failures) == (NUM_TURNS, ())
+
+
+async def test_a_session_that_began_with_a_snapshot_lives_on_like_any_other():
+    tool = Looks()
+    async with AsyncExitStack() as exits:
+        server = await exits.enter_async_context(playing_on(environment_with(tool, "snapshot")))
+        w = await exits.enter_async_context(world_of(server.address))
+        await w.allow(1)
+        first, second, third = Script(stuck_at=2), Script(stuck_at=0), Script()
+        async with w.collecting(first, group_size=1):
+            await until(lambda: len(first.turns) == 3)
+        port = server.port
+        await server.__aexit__(None, None, None)
+        await exits.enter_async_context(playing_on(environment_with(tool, "snapshot"), port))
+        async with w.collecting(second, group_size=1):
+            await until(lambda: second.turns == [2])
+        async with w.collecting(third, group_size=1):
+            (member,) = await members(w)
+    assert third.turns == [2]
+    assert (tool.num_calls, len(set(tool.call_ids))) == (3, 2)
+    assert len(member.turns) == NUM_TURNS
 
 
 async def test_a_queue_that_lost_turns_with_its_disk_gets_them_all_once_more():

@@ -154,6 +154,19 @@ async def test_an_episode_that_grows_too_long_for_a_message_is_no_longer_kept(
     assert await kept(store, run, held) == []
 
 
+async def test_of_snapshots_the_last_turns_alone_is_kept(store: QueueStore, run: str) -> None:
+    held = await begin(store, run)
+    size = store.limits.max_lease_bytes // 2
+    for number in range(3):
+        turn = turn_of(number)
+        turn.snapshot = bytes([number]) * size
+        assert await keep(store, run, held, turn, turn) == ["APPENDED", "DUPLICATE"]
+    request = pb.GetTurnsRequest(run=run, lease_id=held, member=0)
+    answer = await store.apply(request, pb.GetTurnsResponse)
+    assert answer.snapshot == bytes([2]) * size
+    assert [turn.snapshot for turn in answer.turns] == [b""] * 3
+
+
 async def test_a_name_that_looks_like_a_turns_of_another_task_is_none(
     store: QueueStore, run: str
 ) -> None:

@@ -38,6 +38,7 @@ class GroupMember:
     payload: bytes = b""
     num_failures: int = 0
     turns: list[pb.RecordedTurn] = field(default_factory=list)
+    snapshot: bytes = b""
 
 
 @dataclass(slots=True)

@@ -171,14 +171,18 @@ def _append_turn(ledger: Ledger, item: pb.TurnItem) -> str:
         member.turns, is_other = [], False
     if is_other or turn.turn > len(member.turns):
         return Reason.STEP_GAP
+    bare = pb.RecordedTurn()
+    bare.CopyFrom(turn)
+    bare.ClearField("snapshot")
     if turn.turn < len(member.turns):
-        is_same = member.turns[turn.turn] == turn
+        is_same = member.turns[turn.turn] == bare
         return "DUPLICATE" if is_same else Reason.DIGEST_MISMATCH
-    sizes = (pb.GetTurnsResponse(turns=[each]).ByteSize() for each in (*member.turns, turn))
-    if sum(sizes) > ledger.limits.max_lease_bytes:
+    kept = pb.GetTurnsResponse(turns=[*member.turns, bare], snapshot=turn.snapshot)
+    if kept.ByteSize() > ledger.limits.max_lease_bytes:
         member.turns = []
         return Reason.TOO_LARGE
-    member.turns.append(turn)
+    member.turns.append(bare)
+    member.snapshot = turn.snapshot
     record.has_progress = True
     return ""
 
@@ -199,8 +203,11 @@ def _played_task(ledger: Ledger, lease_id: str) -> tuple[Record | None, str]:
 def _get_turns(ledger: Ledger, request: pb.GetTurnsRequest) -> pb.GetTurnsResponse:
     record, _ = _played_task(ledger, request.lease_id)
     members = record.assembly.members if record else []
-    is_known = 0 <= request.member < len(members)
-    return pb.GetTurnsResponse(turns=members[request.member].turns if is_known else ())
+    if not 0 <= request.member < len(members):
+        return pb.GetTurnsResponse()
+    member = members[request.member]
+    snapshot = member.snapshot if member.turns else b""
+    return pb.GetTurnsResponse(turns=member.turns, snapshot=snapshot)
 
 
 def _append_groups(ledger: Ledger, request: pb.AppendGroupsRequest) -> pb.AppendGroupsResponse:

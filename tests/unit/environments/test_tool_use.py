@@ -27,8 +27,10 @@ from dialoop.environments import (
     ToolUse,
     Transform,
     XmlCalls,
+    current_call_id,
     current_episode,
 )
+from dialoop.environments.episode import stepping
 from dialoop.environments.tools.tool_use import EndWithoutCalls
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.trajectory import DoneReason, Owner
@@ -348,6 +350,31 @@ async def test_a_tool_reads_the_state_of_its_episode():
         assert list(json.loads(definition.parameters_json)["properties"]) == ["name"]
     with pytest.raises(PreconditionFailed, match="No tool"):
         current_episode()
+
+
+async def test_each_call_of_a_tool_has_an_id_which_a_step_taken_again_gives_again():
+    ids = []
+
+    def note(query: str) -> str:
+        ids.append(current_call_id())
+        return "noted"
+
+    async def step() -> list[str]:
+        ids.clear()
+        await environment.step(opening.episode, opening.history.respond(asks))
+        return list(ids)
+
+    asks = Message(role="assistant", content="<request><note>a<call><request><note>b<call>")
+    environment = ChatEnv(name="e", transforms=(ToolCalls([note]),))
+    opening = environment.reset(TaskData(key="k", question="q"), 0)
+    with stepping("s/1/0"):
+        assert current_call_id() == "s/1/0"
+        assert await step() == ["s/1/0/0", "s/1/0/1"]
+    with stepping("s/1/0"):
+        assert await step() == ["s/1/0/0", "s/1/0/1"]
+    assert len({*await step(), *await step()}) == 4, "without a session no step is taken again"
+    with pytest.raises(PreconditionFailed, match="No tool"):
+        current_call_id()
 
 
 class Size(enum.Enum):

@@ -68,8 +68,12 @@ class BlockingEnvironmentClient:
         task_key: str = "",
         seed: int = 0,
         question: dialoop.environments.environment.Given | None = None,
+        resumed: dialoop.episode.Resumed | None = None,
     ) -> dialoop.episode.ResetResult:
-        """Start an episode of the session: with a task, or with the caller's `question`."""
+        """Start an episode of the session: with a task, or with the caller's `question`.
+
+        One that is `resumed` goes on from a snapshot; PreconditionFailed (SNAPSHOT_TORN).
+        """
         ...
     def step(
         self,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dialoop.chat import ChatHistory, History
 from dialoop.environments import refusals
 from dialoop.environments.environment import Environment, Managed, OpensSlowly, Stateless
-from dialoop.environments.episode import Episode, Opening, Outcome, TaskData
+from dialoop.environments.episode import Episode, Opening, Outcome, TaskData, stepping
 from dialoop.environments.sessions.records import (
     AnsweredStep,
     EpisodeRecord,
@@ -31,6 +31,7 @@ from dialoop.environments.sessions.records import (
     StepCall,
     StoredStep,
 )
+from dialoop.environments.sessions.snapshots import restore, take_snapshot
 from dialoop.environments.tasks.choosing import (
     choose_task,
     prompt_of,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from dialoop.environments.modes import Answered
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.tasks.choosing import TaskChoice
-    from dialoop.episode import SessionState
+    from dialoop.episode import Resumed, SessionState
 
 _MAX_ID = 200
 
@@ -160,7 +161,7 @@ class SessionEngine:
         if session.slow_reset is None:
             session.require_next_episode(call.episode)
             task, seed = choose_task(environment, call.choice)
-            if not isinstance(environment, OpensSlowly):
+            if not isinstance(environment, OpensSlowly) and call.resumed is None:
                 opening = environment.reset(task, seed)
                 self._begin(session, call, opening)
                 return opening
@@ -365,14 +366,16 @@ class SessionEngine:
     async def _open(
         self,
         session: Session,
-        environment: OpensSlowly,
+        environment: Environment,
         call: ResetCall,
         task: TaskData,
         seed: int,
     ) -> Opening | DialoopError:
         """Do the work of a slow reset; closing the session cancels it."""
         try:
-            opening = await _open_within(self._limits.step_timeout_s, environment, task, seed)
+            opening = await _open_within(
+                self._limits.step_timeout_s, environment, task, seed, call.resumed
+            )
             if not isinstance(opening, DialoopError):
                 self._begin(session, call, opening)
             return opening
@@ -386,7 +389,9 @@ class SessionEngine:
         environment = session.environment
         stored = record.steps[call.step_index]
         try:
-            outcome = await _try_step(environment, record.episode, call.answered)
+            with stepping(f"{call.session_id}/{call.episode}/{call.step_index}"):
+                outcome = await _try_step(environment, record.episode, call.answered)
+            outcome = await take_snapshot(environment, outcome, self._limits.max_snapshot_bytes)
         except DialoopError as error:
             del record.steps[call.step_index]
             return error
@@ -404,6 +409,9 @@ class SessionEngine:
             )
         stored.outcome = outcome
         record.episode = outcome.episode
+        before = record.steps.get(call.step_index - 1)
+        if before is not None and before.outcome is not None and before.outcome.snapshot:
+            before.outcome = replace(before.outcome, snapshot=b"")
         if outcome.episode.done:
             self._close_episode(environment, record)
         self._touch(session)
@@ -442,12 +450,16 @@ def _result_of(work: asyncio.Task[T | DialoopError], session: Session) -> T:
 
 
 async def _open_within(
-    timeout_s: float, environment: OpensSlowly, task: TaskData, seed: int
+    timeout_s: float, environment: Environment, task: TaskData, seed: int, resumed: Resumed | None
 ) -> Opening | DialoopError:
     """Return the opening, or the error: OPEN_TIMEOUT, OPEN_FAILED or the environment's own."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await environment.open(task, seed)
+            if isinstance(environment, OpensSlowly):
+                opening = await environment.open(task, seed)
+            else:
+                opening = environment.reset(task, seed)
+            return opening if resumed is None else await restore(environment, opening, resumed)
     except DialoopError as error:
         return error
     except (Exception, asyncio.CancelledError) as error:

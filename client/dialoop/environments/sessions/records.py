@@ -12,7 +12,7 @@ from dialoop.environments.environment import Environment
 from dialoop.environments.episode import Episode, Opening, Outcome
 from dialoop.environments.modes import Answered
 from dialoop.environments.tasks.choosing import TaskChoice
-from dialoop.episode import ResetResult, SessionState, StepResult
+from dialoop.episode import ResetResult, Resumed, SessionState, StepResult
 from dialoop.errors import DialoopError
 from dialoop.reasons import Reason
 
@@ -31,16 +31,18 @@ class SessionLimits:
     # How long a step runs on after all its callers disconnected; then it is cancelled.
     abandon_s: float = 10.0
     max_working: int = 1024
+    max_snapshot_bytes: int = 4 * 1024 * 1024
     reap_interval_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetCall:
-    """The arguments of a reset; the same call twice is a retry."""
+    """The arguments of a reset; the same call twice is a retry, with a snapshot or without."""
 
     session_id: str
     episode: int
     choice: TaskChoice
+    resumed: Resumed | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +128,14 @@ class EpisodeRecord:
         return self.reset_call.episode
 
     @property
+    def num_steps(self) -> int:
+        """Return how many steps were taken, here or before the snapshot that it began with."""
+        return self.opening.episode.step_index + len(self.steps)
+
+    @property
     def running(self) -> StoredStep | None:
         """Return the step under way, which is the last one, or None."""
-        last = self.steps.get(len(self.steps) - 1)
+        last = self.steps.get(self.num_steps - 1)
         return last if last is not None and last.is_running else None
 
     def episode_before(self, step_index: int) -> Episode:
@@ -217,8 +224,8 @@ class Session:
             raise refusals.step_conflict(f"Step {call.step_index}")
         if record.episode.done or record is not self.current:
             raise refusals.episode_done(call.episode)
-        if call.step_index != len(record.steps):
-            raise refusals.step_gap(f"Step {call.step_index}", len(record.steps))
+        if call.step_index != record.num_steps:
+            raise refusals.step_gap(f"Step {call.step_index}", record.num_steps)
         return record
 
     def state(self, *, expires_in_s: float) -> SessionState:
@@ -279,6 +286,7 @@ def step_result(outcome: Outcome, *, replayed: bool = False) -> StepResult:
         info=dict(outcome.info),
         text=outcome.text,
         tokens=outcome.tokens,
+        snapshot=outcome.snapshot,
     )
 
 

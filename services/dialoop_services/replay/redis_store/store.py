@@ -202,9 +202,17 @@ def _fields(message: Message, payloads: list[bytes]) -> dict[str, Any]:
         payloads.append(payload)
         return member._asdict()
     if isinstance(message, pb.RecordedTurn):
-        turns = pb.GetTurnsResponse(turns=[message])
-        payloads.append(turns.SerializeToString(deterministic=True))
-        return {"trajectory_id": message.trajectory_id, "turn": message.turn}
+        bare = pb.RecordedTurn()
+        bare.CopyFrom(message)
+        bare.ClearField("snapshot")
+        turns = pb.GetTurnsResponse(turns=[bare]).SerializeToString(deterministic=True)
+        snapshot = pb.GetTurnsResponse(snapshot=message.snapshot).SerializeToString()
+        payloads.append(turns + snapshot)
+        return {
+            "trajectory_id": message.trajectory_id,
+            "turn": message.turn,
+            "num_snapshot_bytes": len(snapshot),
+        }
     if isinstance(message, trajectory_pb2.Group):
         group, payload = pack_group(message)
         payloads.append(payload)

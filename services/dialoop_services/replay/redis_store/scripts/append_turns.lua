@@ -1,5 +1,6 @@
--- Keep turns of episodes in play.
+-- Keep turns of episodes in play; the last bytes of a turn are its snapshot's.
 local function append(item, bytes)
+  local num_bytes = #bytes
   local rec, reason = played_task(item.lease_id)
   if not rec then return reason end
   local member, turn = item.member + 1, item.turn
@@ -13,15 +14,18 @@ local function append(item, bytes)
   kept = kept or {trajectory_id = turn.trajectory_id, num = 0, num_bytes = 0}
   if kept.trajectory_id ~= turn.trajectory_id or turn.turn > kept.num then return 'STEP_GAP' end
   local name = turn_key(rec.id, member, turn.turn)
+  local snapshot = string.sub(bytes, #bytes - turn.num_snapshot_bytes + 1)
+  bytes = string.sub(bytes, 1, #bytes - turn.num_snapshot_bytes)
   if turn.turn < kept.num then
     return redis.call('HGET', key('turns'), name) == bytes and 'DUPLICATE' or 'DIGEST_MISMATCH'
   end
-  if kept.num_bytes + #bytes > limits.max_lease_bytes then
+  if kept.num_bytes + num_bytes > limits.max_lease_bytes then
     drop_turns(rec.id, member)
     return 'TOO_LARGE'
   end
   kept.num, kept.num_bytes = kept.num + 1, kept.num_bytes + #bytes
-  redis.call('HSET', key('turns'), name, bytes, member_key(rec.id, member), cjson.encode(kept))
+  redis.call('HSET', key('turns'), name, bytes, member_key(rec.id, member), cjson.encode(kept),
+             snapshot_key(rec.id, member), snapshot)
   if not rec.has_progress then
     rec.has_progress = true
     save(rec)

@@ -25,7 +25,8 @@
 -- tasks     hash: task id -> beginning of its serialised group, with the task, until it closes
 -- members   hash: "<index>/<task id>" -> serialised group of this trajectory, until it closes
 -- turns     hash: "<turn>.<index>/<task id>" -> serialised GetTurnsResponse of this turn, and
---           "<index>/<task id>" -> {trajectory_id, num, num_bytes}, of a member that is being played
+--           "<index>/<task id>" -> {trajectory_id, num, num_bytes}, of a member that is being played;
+--           "s.<index>/<task id>" -> the same message with the last turn's snapshot
 -- ledger    hash: task id -> record as JSON (below); small, and kept so that repeats are noticed
 -- played:<purpose>   zset: task id by when it was leased
 -- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
@@ -144,10 +145,12 @@ end
 
 local function turn_key(id, member, turn) return string.format('%d.', turn) .. member_key(id, member) end
 
+local function snapshot_key(id, member) return 's.' .. member_key(id, member) end
+
 local function drop_turns(id, member)
   local kept = turns_of(id, member)
   if not kept then return end
-  redis.call('HDEL', key('turns'), member_key(id, member))
+  redis.call('HDEL', key('turns'), member_key(id, member), snapshot_key(id, member))
   for turn = 0, kept.num - 1 do redis.call('HDEL', key('turns'), turn_key(id, member, turn)) end
 end
 
