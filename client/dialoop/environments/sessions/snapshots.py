@@ -30,7 +30,8 @@ async def take_snapshot(environment: Environment, outcome: Outcome, max_bytes: i
 
     One that fails or is too large is left out: the episode cannot be resumed after this step.
     """
-    if getattr(environment, "redo", None) is not Redo.SNAPSHOT or outcome.episode.done:
+    redo = Redo.parse(getattr(environment, "redo", Redo.NEVER))
+    if redo is not Redo.SNAPSHOT or outcome.episode.done:
         return outcome
     what = f"A snapshot of {environment.name}"
     try:
