@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,11 @@ def report(run_dir: Path) -> dict[str, Any]:
         "gain": round(fmean(gains), 4),
         "gain_interval": [round(edge, 4) for edge in _interval(gains)],
         "by_kind": _by_kind(tasks, before, after),
+        "right_numbers": {
+            label: round(fmean(_is_right(tasks, row) for row in rows.values()), 4)
+            for label, rows in answers.items()
+            if CONFIGS["reasoning"] == run_dir.name
+        },
         "before": _of_texts([_text(row) for row in before.values()]),
         "after": _of_texts([_text(row) for row in after.values()]),
         "kl_to_start": round(_kl_to_start(list(after.values())), 4),
@@ -213,6 +219,12 @@ def _answers(run_dir: Path) -> dict[str, dict[str, Row]]:
 
 def _text(row: Row) -> str:
     return str(row["messages"][-1]["content"])
+
+
+def _is_right(tasks: Any, row: Row) -> bool:
+    """Return whether the answer's last number is the task's result, whatever stands before it."""
+    numbers = re.findall(r"-?\d+", _text(row))
+    return numbers[-1:] == [tasks.get("heldout", row["task_key"]).answer]
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
