@@ -218,11 +218,12 @@ def _problems_of_steps(
 def check_run(run_dir: Path, redis_folder: Path, program: str) -> list[str]:
     """Return the problems of a run that has ended."""
     config = json.loads((run_dir / "run.json").read_text())["config"]
+    bound = config["train"]["max_staleness"]
     return problems_of(
         read_queue(redis_folder, program),
         read_lines(run_dir, "trajectories.jsonl"),
         read_lines(run_dir, "metrics.jsonl"),
-        max_staleness=config["train"]["max_staleness"],
+        max_staleness=sys.maxsize if bound == "auto" else bound,
     )
 
 

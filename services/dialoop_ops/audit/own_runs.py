@@ -144,7 +144,7 @@ def _claims(run_dir: Path, dump: Dump) -> Claims:
     return Claims(
         temperature=finite(value("collector", "temperature")),
         max_new_tokens=value("collector", "max_new_tokens"),
-        max_staleness=value("train", "max_staleness"),
+        max_staleness=bound if isinstance(bound := value("train", "max_staleness"), int) else None,
         probe_bound=finite(value("gates", "logprob_difference_at_most")),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
     )

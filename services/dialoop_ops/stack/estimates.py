@@ -137,7 +137,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     sent = training.num_trained if adapts else None
     publish = (shape.num_parameters if sent is None else sent) * BYTES_OF[config.dtype]
     trainer = training_memory(shape, training)
-    copied = publish if train.pipeline_depth else 0  # then a publish runs beside the next step
+    copied = publish if train.first_depth else 0  # then a publish runs beside the next step
     capture = Parts(parts={**trainer.parts, "publish": copied})
     processes = {"trainer": capture}
     processes |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}
@@ -240,8 +240,10 @@ def _memory_of_replica(config: JobConfig, shape: ModelShape, *, is_tied: bool) -
     """Return the memory of one inference replica."""
     inference, is_vllm = config.inference, config.engine == "vllm"
     dtype = inference.dtype or config.dtype
-    concurrent = config.collector.max_groups_in_flight * config.collector.group_size
-    num_tokens = inference.max_model_len * min(inference.max_num_seqs, concurrent)
+    num_groups, concurrent = config.collector.max_groups_in_flight, inference.max_num_seqs
+    if num_groups != "auto":
+        concurrent = min(concurrent, num_groups * config.collector.group_size)
+    num_tokens = inference.max_model_len * concurrent
     keys = key_bytes(shape, dtype=dtype, num_tokens=num_tokens)
     memory = engine_memory(
         shape,

@@ -31,6 +31,7 @@ from dialoop_services.collector.replicas import Replicas, RetryingSessions
 from dialoop_services.collector.routing import RoutingCounts
 from dialoop_services.collector.settings import CollectorSettings
 from dialoop_services.collector.task_supply import TaskSupply
+from dialoop_services.collector.window import Window
 from dialoop_services.hosting import Connect, Host, OwnProcess
 from dialoop_services.runtime import load, run
 from dialoop_services.runtime.fleet import Fleet, follow, membership, reachable_address
@@ -84,7 +85,8 @@ async def make_collector(
     once = RetryPolicy(max_attempts=1)
     tried_once = EnvironmentClient(await channel(settings.environment_address, ENVIRONMENT, once))
     sessions = RetryingSessions(tried_once, retry_policy)
-    policy = Replicas((), retry_policy, routing)
+    window = Window(settings.max_groups_in_flight)
+    policy = Replicas((), retry_policy, routing, window)
     recordings = RecordingReplicas((), retry_policy)
     registry = RegistryClient(await channel(settings.replay_address, REPLAY))
     beside = await _follow_replicas(settings, policy, recordings, registry, connect, exits)
@@ -111,6 +113,7 @@ async def make_collector(
         task_supply=TaskSupply(settings, replay, environment, retry_policy),
         counters=counters,
         beside=beside,
+        window=window,
     )
 
 

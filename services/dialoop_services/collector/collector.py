@@ -24,6 +24,7 @@ from dialoop.waits import OpenWait, waiting_for
 
 from dialoop_services.collector.outbox import KeptTurns, Outbox, is_away
 from dialoop_services.collector.player import FailedMember, GroupPlay, GroupPlayer, PlayedMember
+from dialoop_services.collector.window import LOOK_S, Window
 from dialoop_services.config.tables import turns_spent
 
 if TYPE_CHECKING:
@@ -57,8 +58,10 @@ class Collector:
         task_supply: TaskSupply,
         counters: Counters,
         beside: tuple[Beside, ...] = (),
+        window: Window | None = None,
     ) -> None:
         self._settings = settings
+        self._window = window or Window(settings.max_groups_in_flight)
         self._replay = replay
         self._environment = environment
         self._player = player
@@ -100,10 +103,12 @@ class Collector:
         """Lease tasks for the free slots. Wait for a slot, for tasks, and while replay is away."""
         attempt = 0
         while True:
-            while (free := self._settings.max_groups_in_flight - len(self._plays)) <= 0:
+            while (free := self._window.room(len(self._plays))) <= 0:
                 self._slot_freed.clear()
-                await self._slot_freed.wait()
-                wait.restart()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._slot_freed.wait()
+                        wait.restart()
             try:
                 answer = await self._ask_for_tasks(free)
             except DialoopError as error:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from dialoop.episode import Policy, ResetResult, Sample, Sessions, StepResult
     from dialoop.trajectory import SamplingParams
 
+    from dialoop_services.collector.window import Window
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 P = TypeVar("P")
@@ -203,7 +205,9 @@ class Replicas:
         policies: Mapping[str, Policy] | Iterable[Policy],
         retry_policy: RetryPolicy,
         counts: RoutingCounts | None = None,
+        window: Window | None = None,
     ) -> None:
+        self._window = window
         self._replicas: list[_Replica] = []
         self._joined = asyncio.Event()
         self._numbers = itertools.count()
@@ -239,6 +243,7 @@ class Replicas:
             replica = await self._next_replica(asker, question["num_samples"])
             self._counts.num_samples[replica.name] += question["num_samples"]
             replica.num_running += question["num_samples"]
+            begun = time.monotonic()
             try:
                 samples = await self._answer(replica, prompt, question, answer)
             except DialoopError as error:
@@ -248,6 +253,8 @@ class Replicas:
             finally:
                 replica.num_running -= question["num_samples"]
             replica.num_failures, replica.back_at = 0, 0.0
+            if self._window is not None and samples:
+                self._window.saw(samples[0].queue_s, time.monotonic() - begun)
             return samples
 
         with waiting_for("inference", "Generate"):

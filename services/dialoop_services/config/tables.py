@@ -40,6 +40,7 @@ DEVICE_PLANES = ("nccl", "ipc")
 """Data planes that copy whole tensors between devices, with both sides on them at once."""
 
 _MIN_BAD_BATCHES, _MIN_ROW_TOKENS = 3, 1024
+_FIRST_DEPTH = 2
 _STAGES, _MEMORY_SHARE = "pipeline_parallel_size", "gpu_memory_utilization"
 
 
@@ -305,8 +306,10 @@ class CollectorSection(Section):
     """Fewest trajectories of a group that is used though others cannot be played; 0: all."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of training tasks that set none themselves."""
-    max_groups_in_flight: int = Field(default=16, ge=1)
-    """Largest number of groups played at the same time."""
+    max_groups_in_flight: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Largest number of groups that a collector plays at the same time; "auto": more while answers
+    do not wait in the engines' queues, fewer while they do, from 16 on. pipeline_depth says how
+    many there are to play."""
     max_new_tokens: int = Field(default=24, ge=1)
     """Largest number of tokens sampled in one turn, for tasks that set none themselves."""
     stop: tuple[str, ...] | None = None
@@ -457,11 +460,13 @@ class TrainFields(Section):
     """Options of the loss, as {clip_low = 0.2, clip_high = 0.28}."""
     objective: ObjectiveSettings = ObjectiveSettings()
     """What goes with any loss: aggregation, KL, entropy, corrections, epochs."""
-    pipeline_depth: int = Field(default=2, ge=0)
+    pipeline_depth: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Number of train steps that generation may run ahead, while policies are published beside
-    train steps; 0: all take turns."""
-    max_staleness: int = Field(default=4, ge=0)
-    """Number of policy versions that the oldest trained token may lag behind."""
+    train steps; 0: all take turns; "auto": as many as the trainer needs so as not to wait, by the
+    times of play and of training, and 0 on a shared device."""
+    max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Number of policy versions that the oldest trained token may lag behind; "auto": as long as
+    tokens of an age have an effective sample size of 0.3 or more."""
     selection: Literal["fifo", "uniform", "priority"] = "fifo"
     """Which scored groups are trained first: the oldest ("fifo"), any with the same chance
     ("uniform"), or those with the largest advantages ("priority")."""
@@ -519,14 +524,23 @@ class TrainFields(Section):
 
     @property
     def max_outstanding_groups(self) -> int:
-        """Return how many groups may be outstanding: (pipeline_depth + 1) batches.
+        """Return how many groups may be outstanding when training begins."""
+        return self.outstanding_groups(self.first_depth)
+
+    @property
+    def first_depth(self) -> int:
+        """Return the pipeline's depth until a train step has been measured."""
+        return _FIRST_DEPTH if self.pipeline_depth == "auto" else self.pipeline_depth
+
+    def outstanding_groups(self, depth: int) -> int:
+        """Return how many groups may be outstanding at a depth: depth + 1 batches.
 
         Oversampling allows so many times more. None where nothing trains on them: for SFT, and
         without train steps.
         """
         if self.mode == "sft" or not self.num_steps:
             return 0
-        num_groups = (self.pipeline_depth + 1) * self.groups_per_train_step
+        num_groups = (depth + 1) * self.groups_per_train_step
         return math.ceil(num_groups * self.candidates.oversampling)
 
     def row_tokens(self, max_model_len: int) -> int:
@@ -537,7 +551,7 @@ class TrainFields(Section):
 
     def require_turns(self, data_plane: DataPlane) -> None:
         """Raise ValueError where trainer and replica could not take turns on one device."""
-        if self.mode == "rl" and self.pipeline_depth:
+        if self.mode == "rl" and self.pipeline_depth not in (0, "auto"):
             raise ValueError(
                 f"pipeline_depth is {self.pipeline_depth} on a shared device, where nothing can be "
                 "generated during training: set pipeline_depth = 0 in [train]"
@@ -558,7 +572,11 @@ class TrainFields(Section):
 
     @model_validator(mode="after")
     def _require_keys_that_fit(self) -> Self:
-        if self.max_staleness < self.pipeline_depth:
+        if (
+            isinstance(self.max_staleness, int)
+            and isinstance(self.pipeline_depth, int)
+            and self.max_staleness < self.pipeline_depth
+        ):
             raise ValueError(
                 f"max_staleness is {self.max_staleness}, below pipeline_depth "
                 f"{self.pipeline_depth}: all data would become too stale to train; set "

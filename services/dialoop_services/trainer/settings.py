@@ -143,6 +143,12 @@ class TrainerSettings(JobSettings, TrainFields):
         return self.model.publishes_adapters(self.data_plane)
 
     @property
+    def first_depth(self) -> int:
+        """Return the pipeline's depth until a train step has been measured."""
+        is_shared = self.device_lock is not None  # then nothing can be sampled during training
+        return 0 if is_shared and self.pipeline_depth == "auto" else super().first_depth
+
+    @property
     def packed_row_tokens(self) -> int:
         """Return the largest number of tokens in a packed row."""
         return self.row_tokens(self.max_model_len)

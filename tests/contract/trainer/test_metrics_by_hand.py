@@ -26,6 +26,8 @@ from dialoop_services.trainer.data.demonstrations import Demonstration, Demonstr
 
 from benchmarks.servers.families import make_family
 from tests.support.metrics.job import (
+    CALL_S,
+    GENERATE_S,
     OFF,
     ROW_TOKENS,
     SETTINGS,
@@ -349,6 +351,24 @@ def test_the_times_of_a_step_lie_between_moments_of_the_test_s_clock(ran: Ran) -
         yield row, {"wait_s": Between(0.0, loaded[0] - ended), "capture_s": 0.0, "keep_s": 0.0}
         yield row, {"publish_s": Between(loaded[1] - loaded[0], after - ended)}
         assert loaded[1] - loaded[0] >= SLEEP_S
+
+
+@by_hand("train", "pipeline_depth", "max_staleness", "play_s_mean", "play_s_p99", "group_play_s")
+def test_the_pace_of_a_step_and_the_times_of_its_episodes(ran: Ran) -> Pairs:
+    for row, batch in rows_of(ran):
+        times = [
+            [
+                sum(GENERATE_S + CALL_S * turn.num_tool_calls for turn in t.turns)
+                for t in g.trajectories
+            ]
+            for g in (ran.author.groups[name] for name in batch.trained)
+        ]
+        every = [seconds for own in times for seconds in own]
+        yield row, {"pipeline_depth": 0, "max_staleness": 1}
+        yield row, {"play_s_mean": mean(every), "play_s_p99": max(every)}
+        yield row, {"group_play_s": mean(max(own) for own in times)}
+    # The first batch: 2 turns and 2 calls, 1 turn; 1 turn, 1 turn and 1 call, 1 turn.
+    yield ran.rows("train")[0], {"play_s_mean": 9.0 / 5, "group_play_s": (5.0 + 2.5) / 2}
 
 
 @by_hand("train", "prepare_s", "forward_backward_s", "optim_s")

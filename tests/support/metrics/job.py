@@ -31,6 +31,8 @@ LENGTH = StopReason.LENGTH
 ROW_TOKENS = 150
 SLEEP_S = 0.02
 """How long the queue and a replica take at least."""
+GENERATE_S, CALL_S = 0.5, 2.0
+"""How long an answer took to sample, and a tool call to run."""
 OFF = 0.125
 """Nats by which the second replica answers one probe token otherwise."""
 SETTINGS: dict[str, Any] = {
@@ -137,7 +139,13 @@ class Author:
 
 def turn(*rewards: Reward, calls: int = 0, stop: StopReason = StopReason.STOP) -> Turn:
     return Turn(
-        message_start=1, num_messages=1, rewards=rewards, num_tool_calls=calls, stop_reason=stop
+        message_start=1,
+        num_messages=1,
+        rewards=rewards,
+        num_tool_calls=calls,
+        stop_reason=stop,
+        generate_s=GENERATE_S,
+        step_s=CALL_S * calls,
     )
 
 

@@ -23,16 +23,18 @@ from dialoop_ops.stack.report.summary import (
     gates_of,
     group_counts,
     lengths,
+    pace_of,
     rescoring_options,
 )
 from dialoop_ops.stack.run_dir import open_run
 from dialoop_services.config.file import parse_config
 from dialoop_services.config.job import JobConfig
+from dialoop_services.config.tables import TrainSection
 from rich.console import Console
 
 ROOT = Path(__file__).parents[3]
 
-CONFIG = JobConfig(run="r")
+CONFIG = JobConfig(run="r", train=TrainSection(max_staleness=4))
 
 
 def test_ports_are_distinct_and_fixed_ones_are_kept() -> None:
@@ -240,6 +242,15 @@ def test_the_end_of_a_run_shows_lengths_played_and_trained_and_empty_batches(
     shown |= {"run": "r", "num_train_steps": 4, "num_policy_versions": 5, "gates": {}}
     shown |= {"tokens_per_s_generated": 1.0, "tokens_per_s_trained": 1.0, "wall_s": 1, "cpu_s": 1}
     shown |= {"share_of_train_steps_with_older_data": 0.5, "lengths": lengths(findings)}
+    times = ((9.0, 40.0), (1.0, 41.0), (1.0, 42.0))
+    rows = [
+        {"kind": "train", "pipeline_depth": depth, "play_s_p99": play_s, "lease_s": waited_s}
+        | {"rows_s": 1.0, "train_s": 7.0, "wait_s": 1.0}
+        for depth, (waited_s, play_s) in enumerate(times, start=1)
+    ]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in [{"kind": "publish"}, *rows]))
+    shown["pace"] = pace_of(metrics)
     signal = {"num_trained": 8, "num_candidates": 40, "share": 0.2, "num_empty_batches": 3}
     trajectories = {"generated": 16, "trained": 4, "dropped": {"stale": 12}, "left": 0}
     output = StringIO()
@@ -250,6 +261,8 @@ def test_the_end_of_a_run_shows_lengths_played_and_trained_and_empty_batches(
         Console(file=output, width=120),
     )
     lines = [" ".join(line.split()) for line in output.getvalue().splitlines()]
+    waits = "waiting for groups 10%"
+    assert f"pipeline depth 3: play 41.0 s at p99, train 9.0 s, {waits}" in lines
     assert "groups with a signal 8 of 40 (20%); 3 empty batches" in lines
     assert {"up to 8 37.5% 100.0%", "up to 16 62.5% 0.0%"} <= set(lines)
 

@@ -27,7 +27,7 @@ SHARED: dict[str, Any] = {"placement": "shared", "train": {"pipeline_depth": 0}}
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"placement": "shared"}, "set pipeline_depth = 0"),
+        ({"placement": "shared", "train": {"pipeline_depth": 2}}, "set pipeline_depth = 0"),
         ({**SHARED, "inference": {"data_plane": "nccl"}}, "set data_plane to shared_memory"),
         (
             {

@@ -78,6 +78,7 @@ def _figures(summary: Mapping[str, Any]) -> Table:
         f"{summary['signal']['num_candidates']} ({summary['signal']['share']:.0%}); "
         f"{summary['signal']['num_empty_batches']} empty batches",
         "policy versions": str(summary["num_policy_versions"]),
+        "pipeline": _text_of_pace(summary["pace"]),
         "staleness of trained trajectories": str(summary["staleness_histogram"]),
         "trajectories": f"{trajectories['generated']} generated = {trajectories['trained']} trained"
         f" + {sum(trajectories['dropped'].values())} dropped ({dropped or 'none'})"
@@ -91,6 +92,16 @@ def _figures(summary: Mapping[str, Any]) -> Table:
     for name, value in rows.items():
         table.add_row(Text(name, style="dim"), value)
     return table
+
+
+def _text_of_pace(pace: Mapping[str, float]) -> str:
+    """Return how far sampling ran ahead, and what that depends on."""
+    if not pace:
+        return "-"
+    return (
+        f"depth {pace['pipeline_depth']:.0f}: play {pace['play_s_p99']:.1f} s at p99, "
+        f"train {pace['train_s']:.1f} s, waiting for groups {pace['waiting_share']:.0%}"
+    )
 
 
 def _lengths(lengths: Mapping[str, Mapping[int, int]]) -> Table:

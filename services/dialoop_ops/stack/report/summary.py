@@ -7,6 +7,8 @@ import platform
 from collections import Counter
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +57,7 @@ class Findings:
     num_sampled_tokens: int
     redis_version: str = ""
     num_restarts: Mapping[str, int] = field(default_factory=dict)
+    pace: Mapping[str, float] = field(default_factory=dict)
     is_resumed: bool = False
 
 
@@ -68,6 +71,7 @@ def conclude(run_dir: RunDir, config: JobConfig, **others: Any) -> dict[str, Any
         trainer=json.loads((run_dir.path / "trainer.json").read_text("utf-8")),
         collectors=read_collectors(run_dir.path),
         rows_by_outcome=count_outcomes(run_dir.path),
+        pace=pace_of(run_dir.path / "metrics.jsonl"),
         is_resumed=run_dir.is_resumed,
         **others,
     )
@@ -100,6 +104,7 @@ def summarise(findings: Findings) -> dict[str, Any]:
         "turns": turns(findings),
         "lengths": lengths(findings),
         "accounting": accounting(findings),
+        "pace": dict(findings.pace),
         "staleness_histogram": trainer["staleness_histogram"],
         "share_of_train_steps_with_older_data": trainer["share_of_train_steps_with_older_data"],
         "max_logprob_difference": trainer["max_logprob_difference"],
@@ -110,6 +115,26 @@ def summarise(findings: Findings) -> dict[str, Any]:
         "num_redelivered": stats.num_redelivered,
         "num_dead_letters": stats.num_dead_letters,
         "num_restarts": dict(findings.num_restarts),
+    }
+
+
+def pace_of(metrics: Path) -> dict[str, float]:
+    """Return what the trainer waited for, from the rows of its train steps; empty without any.
+
+    pipeline_depth: the last one. The others are medians over the steps: play_s_p99, train_s (a
+    step's seconds without waiting for groups), and waiting_share, that of those seconds.
+    """
+    lines = metrics.read_text("utf-8").splitlines() if metrics.is_file() else []
+    steps = [row for row in map(json.loads, lines) if "play_s_p99" in row]
+    if not steps:
+        return {}
+    busy = [row["rows_s"] + row["train_s"] + row["wait_s"] for row in steps]
+    waited = [row["lease_s"] for row in steps]
+    return {
+        "pipeline_depth": steps[-1]["pipeline_depth"],
+        "play_s_p99": median(row["play_s_p99"] for row in steps),
+        "train_s": median(busy),
+        "waiting_share": median(w / (w + b) for w, b in zip(waited, busy, strict=True) if w + b),
     }
 
 
@@ -293,13 +318,18 @@ def gates_of(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
 def _exactness(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
     bound = config.logprob_bound
     accounting = summary["accounting"]
-    staleness = [int(age) for age in summary["staleness_histogram"]]
+    oldest = max((int(age) for age in summary["staleness_histogram"]), default=0)
+    allowed = config.train.max_staleness
+    fresh = (
+        {}
+        if allowed == "auto"
+        else {f"nothing trained was staler than {allowed}": oldest <= allowed}
+    )
     return {
         "every trajectory is accounted for": accounting["ledger_adds_up"]
         and accounting["collectors_agree"]
         and accounting["trainer_agrees"],
-        f"nothing trained was staler than {config.train.max_staleness}": max(staleness, default=0)
-        <= config.train.max_staleness,
+        **fresh,
         f"log-probs after every publish within {bound:g}": summary["max_logprob_difference"]
         <= bound,
         **_gates_of_rescoring(summary["rescoring"], config),

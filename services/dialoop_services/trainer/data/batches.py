@@ -222,7 +222,7 @@ def sort_batch(  # noqa: PLR0913 - two of them are facts of the loss
     leases: Rows[GroupLease],
     *,
     current: PolicyVersion,
-    max_staleness: int,
+    max_staleness: int | None,
     consumed_group_ids: Collection[str],
     needs_advantages: bool = True,
     needs_feedback: bool = False,
@@ -257,7 +257,7 @@ def sort_batch(  # noqa: PLR0913 - two of them are facts of the loss
 
 
 def _reason_to_drop(
-    group: Group, current: PolicyVersion, max_staleness: int, needs_advantages: bool
+    group: Group, current: PolicyVersion, max_staleness: int | None, needs_advantages: bool
 ) -> DropReason | None:
     versions = group.policy_versions
     if not versions:

@@ -92,6 +92,8 @@ class Checkpointer:
                 trained=() if batch is None else batch.trained_lease_ids,
                 dropped={} if batch is None else batch.dropped_lease_ids,
                 candidates={} if batch is None else batch.candidates,
+                depth=self.state.depth,
+                oldest=self.state.oldest,
                 evaluated=evaluated,
                 judged=judged,
             )
@@ -131,7 +133,8 @@ class Checkpointer:
         self.held.release(state.consumed_lease_ids)
         state.consumed_lease_ids.clear()
         # Not the groups: Redis can lose the last second of what it acknowledged.
-        state.forget_consumed(self._settings.max_staleness)
+        bound = self._settings.max_staleness
+        state.forget_consumed(state.oldest if bound == "auto" else bound)
         return path
 
     async def restore_cursor(self) -> None:

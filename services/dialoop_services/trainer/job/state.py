@@ -34,6 +34,7 @@ class JobState:
     stopped_early: why training ended before its last step. A resumed job decides that again, by the
     settings that it has.
     due_evaluations: train steps after which an evaluation is due that has no result yet.
+    depth, oldest: what the job chose itself of pipeline_depth and max_staleness; None: nothing yet.
     dropped_candidates: figures of the groups dropped since the last train step, for the metrics of
     the next; a list of trajectories for each group.
     """
@@ -60,6 +61,8 @@ class JobState:
     trained_lengths: Counter[int] = field(default_factory=Counter)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     due_evaluations: list[int] = field(default_factory=list)
+    depth: int | None = None
+    oldest: int | None = None
     dropped_candidates: list[list[dict[str, Any]]] = field(default_factory=list)
     heldout_losses: dict[str, float] = field(default_factory=dict)
     phase_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -69,12 +72,13 @@ class JobState:
         for own in fields(self):
             setattr(self, own.name, getattr(other, own.name))
 
-    def forget_consumed(self, max_staleness: int) -> None:
+    def forget_consumed(self, max_staleness: int | None) -> None:
         """Forget consumed groups that cannot return: they would be stale.
 
-        Their tasks, played again, would not be. Those return at once, so a margin covers them.
+        Their tasks, played again, would not be. Those return at once, so a margin covers them; it
+        covers all where there is no bound.
         """
-        oldest = self.num_policy_versions - max_staleness - _MARGIN_VERSIONS
+        oldest = self.num_policy_versions - (max_staleness or 0) - _MARGIN_VERSIONS
         for group_id, number in tuple(self.consumed_group_ids.items()):
             if number < oldest:
                 del self.consumed_group_ids[group_id]

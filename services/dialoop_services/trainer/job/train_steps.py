@@ -30,6 +30,7 @@ from dialoop_services.trainer.data.batches import (
 )
 from dialoop_services.trainer.data.debug_table import write_debug_table
 from dialoop_services.trainer.data.queue_client import WORKER
+from dialoop_services.trainer.job.pace import Pace
 from dialoop_services.trainer.learner.learner import StepObserver, TrainStepReport
 from dialoop_services.trainer.step_replay.keeping import keep_step
 from dialoop_services.trainer.step_replay.trace import StepTrace
@@ -102,6 +103,7 @@ class TrainSteps:
         self._held = checkpointer.held
         self._state = checkpointer.state
         self._versions = versions
+        self._pace = Pace(settings, parts.board.state)
         # Groups refused since the last batch with a group that can be trained.
         self._num_refused = 0
         # Groups leased for the next train step.
@@ -364,7 +366,7 @@ class TrainSteps:
         return sort_batch(
             leases,
             current=self._state.policy_version,
-            max_staleness=self._settings.max_staleness,
+            max_staleness=self._pace.max_staleness,
             consumed_group_ids=self._state.consumed_group_ids,
             needs_advantages=self._learner.needs_advantages,
             needs_feedback=self._needs_feedback,
@@ -391,6 +393,8 @@ class TrainSteps:
         started = time.perf_counter()
         await self._versions.wait_for_publish()
         row["wait_s"] = time.perf_counter() - started
+        row |= self._pace.after_step(row, [lease.group for lease in batch.train])
+        self._publisher.max_outstanding_groups = self._pace.max_outstanding_groups
 
         async def record(published: Published, step: int, version: PolicyVersion) -> None:
             row["capture_s"], row["publish_s"] = published.capture_s, published.publish_s

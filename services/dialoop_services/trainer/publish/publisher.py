@@ -112,6 +112,8 @@ class Publisher:
     ) -> None:
         self._tokenizer_digest = tokenizer_digest
         self._settings = settings
+        self.max_outstanding_groups = settings.max_outstanding_groups
+        """How many groups may be outstanding once the next policy is announced."""
         self._learner = learner
         self._replicas = tuple(replicas)
         self._replay = replay
@@ -221,7 +223,7 @@ class Publisher:
             self._settings.run,
             version,
             trained_lease_ids=tuple(trained_lease_ids),
-            max_outstanding_groups=self._settings.max_outstanding_groups if has_credits else 0,
+            max_outstanding_groups=self.max_outstanding_groups if has_credits else 0,
         )
 
     async def _keep_live(self, version: PolicyVersion, weights: ExportedWeights) -> None:

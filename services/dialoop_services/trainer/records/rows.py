@@ -37,6 +37,8 @@ def as_row(trajectory: Trajectory) -> dict[str, Any]:
                 "num_messages": turn.num_messages,
                 "rewards": {r.name: r.value * r.weight for r in turn.rewards},
                 "stop_reason": turn.stop_reason.name,
+                "generate_s": turn.generate_s,
+                "step_s": turn.step_s,
             }
             for turn in trajectory.turns
         ],

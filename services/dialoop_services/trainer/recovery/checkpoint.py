@@ -261,8 +261,8 @@ class JournalEntry:
     candidates: metrics of the groups that were leased for the step, since the queue keeps only some
     of them. figures: what metrics need of groups dropped before the next step. num_in_a_row: groups
     and batches without a signal in a row by then. num_empty_batches: of the whole job by then.
-    evaluated: the train step after which an evaluation was due. judged: its result, None if it
-    failed.
+    depth, oldest: as JobState has them by then. evaluated: the train step after which an evaluation
+    was due. judged: its result, None if it failed.
     """
 
     train_step: int
@@ -273,6 +273,8 @@ class JournalEntry:
     figures: Sequence[list[dict[str, Any]]] = ()
     num_in_a_row: tuple[int, int] = (0, 0)
     num_empty_batches: int = 0
+    depth: int | None = None
+    oldest: int | None = None
     evaluated: int | None = None
     judged: float | None = None
 

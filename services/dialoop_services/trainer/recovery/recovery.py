@@ -117,6 +117,7 @@ class Recovery:
         batch = await self._batch(entry)
         if batch is None:
             return False
+        state.depth, state.oldest = entry.depth, entry.oldest
         since = state.num_train_steps
         row = await self._steps.learn(batch) if entry.trained else {}
         self._schedule.schedule_evaluation(since=since)
