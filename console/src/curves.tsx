@@ -17,6 +17,11 @@ const AXES: [string, string][] = [
 const FIRST = [
   "train/reward",
   "evaluation/running/mean_reward",
+  "train/lease_s",
+  "train/train_s",
+  "train/wait_s",
+  "train/group_play_s",
+  "train/pipeline_depth",
   "train/staleness_mean",
   "train/fresh_mismatch_kl",
   "train/entropy",
@@ -24,6 +29,12 @@ const FIRST = [
   "lengths/trained",
   "throughput/trained_tokens_per_s",
 ];
+const SECONDS: Record<string, string> = {
+  "train/lease_s": "waited for groups",
+  "train/train_s": "computed",
+  "train/wait_s": "waited for the publish before",
+  "train/group_play_s": "a group's play",
+};
 const BY_DEPTH = /^train\/by_depth\/(\d+)\/(\w+)$/;
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 // Lines differ in their dashes as well, so that no colour has to be told from another.
@@ -134,6 +145,7 @@ function firstOf(names: string[]): string[] {
 /** Return the chart of a metric: what is to be compared with each other has one. */
 function chartOf(name: string): string {
   if (name.startsWith("lengths/")) return "sampled tokens of a trajectory, mean";
+  if (name in SECONDS) return "who waits for whom: seconds of a train step";
   const depth = BY_DEPTH.exec(name);
   return depth ? `train/by_depth/${depth[2]}` : name;
 }
@@ -142,6 +154,7 @@ function chartOf(name: string): string {
 function labelOf(each: Series): string {
   const depth = BY_DEPTH.exec(each.name);
   if (depth) return `${each.run}, from token ${depth[1]}`;
+  if (each.name in SECONDS) return `${each.run}, ${SECONDS[each.name]}`;
   return each.name.startsWith("lengths/") ? `${each.run}, ${each.name.slice(8)}` : each.run;
 }
 
