@@ -8,10 +8,9 @@ The hand is plain Python and the plain logits of transformers' model
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from dialoop.trajectory import StopReason
 from dialoop_services.trainer.data.demonstrations import Demonstration, DemonstrationSet
 
 from benchmarks.servers.families import make_family
+from tests.support.metrics.by_hand import BY_HAND, Between, Pairs, Row, by_hand
 from tests.support.metrics.job import (
     CALL_S,
     GENERATE_S,
@@ -64,49 +64,6 @@ from tests.support.trainer_world import worlds
 from tests.support.waiting import until
 
 COEFFICIENTS = Coefficients(clip=0.01, kl=0.1, kl_inference=0.05, entropy=0.01, band=(0.9, 1.1))
-BY_HAND: dict[str, dict[str, Callable[..., Any]]] = {}
-"""The test that computes each name, by kind of row."""
-Row = Mapping[str, Any]
-Pairs = Iterator[tuple[Row, Row]]
-
-
-class Between(NamedTuple):
-    """Bounds of a time, from moments of the test's own clock."""
-
-    low: float
-    high: float
-
-
-def by_hand(kind: str, *names: str) -> Callable[[Callable[..., Pairs]], Callable[..., None]]:
-    """Compare the pairs of a test, each of these names at least once."""
-
-    def wrap(test: Callable[..., Pairs]) -> Callable[..., None]:
-        @functools.wraps(test)
-        def run(*args: Any, **named: Any) -> None:
-            compared: set[str] = set()
-            for row, expected in test(*args, **named):
-                for name, value in expected.items():
-                    assert_same(name, row[name], value)
-                    compared.add(general(name))
-            assert compared >= set(names), set(names) - compared
-
-        BY_HAND.setdefault(kind, {}).update(dict.fromkeys(names, run))
-        return run
-
-    return wrap
-
-
-def assert_same(name: str, said: Any, expected: Any) -> None:
-    if isinstance(expected, Between):
-        assert expected.low <= said <= expected.high, (name, said, expected)
-    elif isinstance(expected, dict):
-        assert set(said) == set(map(str, expected)), name
-        for key, value in expected.items():
-            assert_same(f"{name}/{key}", said[str(key)], value)
-    elif isinstance(expected, float):
-        assert said == pytest.approx(expected, rel=5e-4, abs=2e-6), name
-    else:
-        assert (said, type(said)) == (expected, type(expected)), name
 
 
 @pytest.fixture(scope="module")

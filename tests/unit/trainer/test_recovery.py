@@ -13,6 +13,7 @@ import pytest
 from dialoop.clients.replay import GroupLease, ReturnItem
 from dialoop.sequences import PolicyVersion
 from dialoop_ops.stack.report.plot import read_metrics
+from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.records.records import BATCH_KINDS
 from dialoop_services.trainer.recovery.checkpoint import JournalEntry
 
@@ -461,3 +462,29 @@ async def test_a_queue_that_still_knows_its_position_keeps_it(
     again.replay.cursor = "page 9"
     await again.run()
     assert again.replay.cursor == "page 9"
+
+
+async def test_a_group_that_returns_after_its_checkpoint_is_acknowledged_and_not_trained_again(
+    world: Callable[..., World],
+) -> None:
+    """From a queue that lost its last seconds."""
+    here = world(num_steps=2, checkpoint_every=1)
+    here.offer("a", "b")
+    here.offer("a", "b", prefix="again-")
+    here.offer("c", "d")
+    await here.run()
+    assert here.learner.trained == [4, 4]
+    acknowledged = here.replay.acknowledged
+    assert {"again-lease-a", "again-lease-b", "lease-c", "lease-d"} <= set(acknowledged)
+
+
+def test_consumed_groups_are_remembered_until_they_would_be_stale_and_longer() -> None:
+    state = JobState(num_policy_versions=3, consumed_group_ids={"a": 3})
+    state.num_policy_versions = 3 + 7
+    state.forget_consumed(max_staleness=7)
+    assert "a" in state.consumed_group_ids
+    state.forget_consumed(max_staleness=None)
+    assert "a" in state.consumed_group_ids
+    state.num_policy_versions = 1000
+    state.forget_consumed(max_staleness=7)
+    assert not state.consumed_group_ids
