@@ -18,18 +18,22 @@ Beginnings that sequences have in common are computed once (`share_prefixes`). T
 prompt, and what a causal model has to compute for them:
 
     packed_tokens   5 8 | 9 1 . 5 8 | 4      the row, as losses see it
-    kept            0 1   2 3         6      tokens computed: the second 5 8 is the first one's
-    places          0 1   2 3   0 1   4      where each of the row's tokens finds its result
+    kept            4 5 6 2 3                tokens computed: the first 5 8 is the second one's
+    places          0 1   3 4   0 1   2      where each of the row's tokens finds its result
 
 A token's hidden state depends only on the tokens before it in its sequence and on the experts that
 are replayed for them, so sharing is exact where both are equal. The gradients of all sequences that
 share a token add up in it. The eight answers of a GRPO group cost one prompt instead of eight.
+
+What attends to a long shared beginning is one block of a forest on a CPU, which
+`dialoop_learning.model.forest_attention` computes. In CUDA's half precision each sequence brings
+its own queries and keys: blocks there need kernels that nobody has tried here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
@@ -38,11 +42,20 @@ import numpy as np
 import torch
 from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from dialoop_learning.model.forest_attention import (
+    ForestAttention,
+    Layout,
+    Part,
+    combine,
+    part_of,
+    plan_segments,
+)
+from dialoop_learning.rl.forest import Run, number_pairs, plant
 
 PACKED_ATTENTION = "dialoop_packed"
 """The `attn_implementation` under which transformers finds `packed_attention`."""
@@ -58,12 +71,46 @@ class AttentionPlan:
 
     buckets: per bucket the computed tokens int64 [n, longest]; padding repeats a real one.
     restore: int64 [K], the place of each computed token's result in the concatenated results.
+    blocks: runs whose keys all that follows them sees beside its bucket's. depths: int64 [K], the
+    position of each computed token in its sequences.
     """
 
     buckets: tuple[Tensor, ...]
     restore: Tensor
+    depths: Tensor
     longest: int
+    blocks: tuple[Run, ...] = ()
     varlen: VarlenPlan | None = None
+    _inside: dict[int | None, tuple[list[Layout], list[Part]]] = field(default_factory=dict)
+
+    def inside(self, window: int | None) -> tuple[list[Layout], list[Part]]:
+        """Return what is computed beside blocks, and the blocks, as a window of a layer cuts them.
+
+        The layers of a model have one or two windows, so both are kept.
+        """
+        if window not in self._inside:
+            total = sum(bucket.numel() for bucket in self.buckets)
+            is_new = torch.zeros(total, dtype=torch.bool, device=self.restore.device)
+            is_new[self.restore] = True
+            new = is_new.split([bucket.numel() for bucket in self.buckets])
+            layouts = [
+                Layout(bucket, own.view(bucket.shape), self._mask(bucket, window))
+                for bucket, own in zip(self.buckets, new, strict=True)
+            ]
+            parts = (part_of(block, self.depths, window) for block in self.blocks)
+            self._inside[window] = layouts, [part for part in parts if part is not None]
+        return self._inside[window]
+
+    def _mask(self, bucket: Tensor, window: int | None) -> Tensor | None:
+        """Return bool [n, 1, L, L], or None where causal is all that a bucket's tokens see.
+
+        Between two tokens of a bucket may lie a block, which counts for the window.
+        """
+        depths = self.depths[bucket]
+        if window is None or int((depths[:, -1] - depths[:, 0]).max()) < window:
+            return None
+        near = depths[:, :, None] - depths[:, None, :] < window
+        return near.tril()[:, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,54 +127,49 @@ class VarlenPlan:
 
 
 def plan_attention(
-    lengths: tuple[int, ...],
-    *,
-    shared: SharedPrefixes | None = None,
-    device: torch.device | str = "cpu",
+    shared: SharedPrefixes, lengths: tuple[int, ...], *, device: torch.device | str = "cpu"
 ) -> AttentionPlan:
-    """Plan buckets of sequences so that at most a quarter of any row is padding.
+    """Plan buckets of runs so that at most a quarter of any row is padding.
 
-    Sequences that share a beginning read its keys and values from the same computed tokens.
+    lengths: of the row's sequences. Runs of a forest are computed behind the beginnings that they
+    share with others, unless these are blocks.
     """
-    starts = [0, *accumulate(lengths)]
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    buckets: list[list[int]] = []
-    for i in order:
-        if not buckets or lengths[i] < (1 - _MOST_PADDING) * lengths[buckets[-1][0]]:
+    kind = torch.device(device).type
+    segments, blocks = plan_segments(shared.runs, with_blocks=kind == "cpu")
+    segments.sort(key=lambda segment: -segment.length)
+    buckets: list[list[Tensor]] = []
+    for tokens in (segment.places() for segment in segments):
+        if not buckets or len(tokens) < (1 - _MOST_PADDING) * len(buckets[-1][0]):
             buckets.append([])
-        buckets[-1].append(i)
-    result_places = torch.empty(starts[-1], dtype=torch.int64)
+        buckets[-1].append(tokens)
+    restore = torch.empty(len(shared.kept), dtype=torch.int64)
     layouts, offset = [], 0
     for bucket in buckets:
-        width = lengths[bucket[0]]
-        first = torch.tensor([starts[i] for i in bucket])[:, None]
-        size = torch.tensor([lengths[i] for i in bucket])[:, None]
-        steps = torch.arange(width)
+        size = torch.tensor([len(tokens) for tokens in bucket])[:, None]
+        steps = torch.arange(len(bucket[0]))
         real = steps < size
-        layout = first + torch.minimum(steps, size - 1)
-        result_places[layout[real]] = offset + real.flatten().nonzero().squeeze(-1)
+        layout = torch.nn.utils.rnn.pad_sequence(bucket, batch_first=True)
+        layout = layout.gather(1, torch.minimum(steps, size - 1))
+        restore[layout[real]] = offset + real.flatten().nonzero().squeeze(-1)
         offset += layout.numel()
-        layouts.append((layout if shared is None else shared.places[layout]).to(device))
-    restore = result_places if shared is None else result_places[shared.kept]
+        layouts.append(layout.to(device))
+    depths = [torch.arange(run.end - run.start) + run.depth for run in shared.runs]
     return AttentionPlan(
         buckets=tuple(layouts),
         restore=restore.to(device),
         longest=max(lengths, default=0),
-        varlen=_plan_varlen(starts, shared, device)
-        if torch.device(device).type == "cuda"
-        else None,
+        varlen=_plan_varlen([0, *accumulate(lengths)], shared, device) if kind == "cuda" else None,
+        blocks=blocks,
+        depths=torch.cat(depths).to(device),
     )
 
 
 def _plan_varlen(
-    starts: list[int], shared: SharedPrefixes | None, device: torch.device | str
+    starts: list[int], shared: SharedPrefixes, device: torch.device | str
 ) -> VarlenPlan:
-    tokens = kept = torch.arange(starts[-1])
-    if shared is not None:
-        tokens, kept = shared.places, shared.kept
     return VarlenPlan(
-        tokens=tokens.to(device),
-        kept=kept.to(device),
+        tokens=shared.places.to(device),
+        kept=shared.kept.to(device),
         cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
     )
 
@@ -158,16 +200,23 @@ def packed_attention(
     # Under autocast values are in half precision, but rotated queries and keys are not.
     if plain and plan.varlen is not None and takes_varlen(value.device, value.dtype):
         return varlen_attention(query, key, value, plan, scale=scale, window=window), None
-    lay_out: Callable[..., tuple[Tensor, ...]] = _LayOut.apply
-    results = []
-    for rows in zip(*(lay_out(x, plan.buckets) for x in (query, key, value)), strict=True):
-        if plain:
-            out = _bucket_attention(*rows, scale=scale, window=window)
-        else:
-            out = _scored_attention(*rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        results.append(out.transpose(1, 2).flatten(0, 1))
-    packed = torch.cat(results) if len(results) > 1 else results[0]
-    return packed.index_select(0, plan.restore)[None], None
+    if plain and not plan.blocks:
+        lay_out: Callable[..., tuple[Tensor, ...]] = _LayOut.apply
+        results = [
+            _bucket_attention(*rows, scale=scale, window=window).transpose(1, 2).flatten(0, 1)
+            for rows in zip(*(lay_out(x, plan.buckets) for x in (query, key, value)), strict=True)
+        ]
+        packed = torch.cat(results) if len(results) > 1 else results[0]
+        return packed.index_select(0, plan.restore)[None], None
+    if plain and query.shape[-1] == value.shape[-1]:
+        forest: Callable[..., Tensor] = ForestAttention.apply
+        layouts, parts = plan.inside(window)
+        heads = (x[0].to(value.dtype) for x in (query, key, value))
+        return forest(*heads, layouts, plan.restore, parts, scale)[None], None
+    out = _scored_attention(
+        query, key, value, plan, scale=scale, window=window, softcap=softcap, sinks=sinks
+    )
+    return out[None], None
 
 
 def varlen_attention(  # noqa: PLR0913 - what a kernel takes, and the kernel
@@ -234,30 +283,61 @@ def _scored_attention(  # noqa: PLR0913 - what attention takes, and three ways t
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    plan: AttentionPlan,
     *,
     scale: float | None,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return causal attention [n, H, L, D] with all scores in memory.
+    """Return causal attention [K, H, D] with all scores in memory; query [1, H, K, D].
 
     softcap: scores s become softcap tanh(s / softcap), as in Gemma 2 (arXiv:2408.00118, 2). sinks:
     [H], a score beside the others whose value is zero, as in gpt-oss (arXiv:2508.10925, 2).
     """
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    packed = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+    layouts, parts = plan.inside(window)
+    lay_out: Callable[..., tuple[Tensor, ...]] = _LayOut.apply
+    found = []
+    for layout, *rows in zip(layouts, *(lay_out(x, plan.buckets) for x in packed), strict=True):
+        visible = layout.visible
+        if visible is None:
+            visible = _visible(layout.tokens.shape[1], None, query.device)
+        found.append(_score(*rows, visible, scale=scale, softcap=softcap))
+    outputs, sums = (
+        torch.cat(own).index_select(0, plan.restore) for own in zip(*found, strict=True)
+    )
+    whole: list[tuple[slice | Tensor, Tensor, Tensor]] = [(slice(None), outputs, sums)]
+    for part in parts:
+        own_keys = (x[:, :, part.keys] for x in packed[1:])
+        own = _score(
+            query[:, :, part.queries], *own_keys, part.visible, scale=scale, softcap=softcap
+        )
+        whole.append((part.queries, *own))
+    return combine(whole, len(plan.restore), sinks)
+
+
+def _score(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    *,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs [n L, H, D] and the logarithms [n L, H] of what softmax divides by."""
     # Rotated queries and keys may be wider than the values under autocast.
     scores = (query @ key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = _visible(query.shape[2], window, query.device)
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        beside = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)
-        scores = torch.cat([scores, beside], dim=-1)
-    probs = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-    return probs[..., : key.shape[2]] @ value
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    sums = scores.logsumexp(-1)
+    outputs = (scores - sums[..., None]).exp().to(value.dtype) @ value
+    return outputs.transpose(1, 2).flatten(0, 1), sums.transpose(1, 2).flatten(0, 1)
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -321,13 +401,15 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedPrefixes:
-    """The K tokens of a packed row of T tokens that the model has to compute.
+    """The K tokens of a packed row of T tokens that the model has to compute, as a forest has them.
 
-    kept: int64 [K], rising positions in the row. places: int64 [T], each token's index among the K.
+    kept: int64 [K], positions in the row. places: int64 [T], each token's index among the K. runs:
+    the forest's, of the K tokens.
     """
 
     kept: Tensor
     places: Tensor
+    runs: tuple[Run, ...]
 
 
 def share_prefixes(
@@ -335,39 +417,21 @@ def share_prefixes(
 ) -> SharedPrefixes:
     """Find the common beginnings of the row's N sequences; tokens int64 [T], T the sum of lengths.
 
-    experts: [T, layers, k] that are replayed. In lexicographic order a sequence shares the longest
-    beginning with a neighbour.
+    experts: [T, layers, k] that are replayed.
     """
-    ids = tokens.cpu().numpy()
-    if experts is not None:
-        ids = _number_pairs(ids, experts.cpu().numpy())
+    ids = number_pairs(tokens.cpu().numpy(), None if experts is None else experts.cpu().numpy())
     starts = [0, *accumulate(lengths)]
-    owners = np.arange(starts[-1])
-    # Big-endian bytes sort in the order of the ids.
-    ordered = sorted(
-        range(len(lengths)), key=lambda i: ids[starts[i] : starts[i + 1]].astype(">i8").tobytes()
-    )
-    for before, after in pairwise(ordered):
-        first, second = starts[before], starts[after]
-        common = _num_common(ids[first : starts[before + 1]], ids[second : starts[after + 1]])
-        owners[second : second + common] = owners[first : first + common]
-    own = owners == np.arange(starts[-1])
-    places = (np.cumsum(own) - 1)[owners]
+    forest = plant([ids[start:end] for start, end in pairwise(starts)])
+    places = np.empty(starts[-1], dtype=np.int64)
+    kept, num, before = [], 0, 0
+    for index, common in zip(forest.order, forest.common, strict=True):
+        start, end = starts[index] + common, starts[index + 1]
+        places[starts[index] : start] = places[before : before + common]
+        places[start:end] = np.arange(num, num + end - start)
+        kept.append(np.arange(start, end))
+        num, before = num + end - start, starts[index]
     return SharedPrefixes(
-        kept=torch.from_numpy(np.flatnonzero(own)), places=torch.from_numpy(places)
+        kept=torch.from_numpy(np.concatenate(kept)),
+        places=torch.from_numpy(places),
+        runs=tuple(forest.runs()),
     )
-
-
-def _number_pairs(ids: NDArray[np.int64], experts: NDArray[np.int16]) -> NDArray[np.int64]:
-    """Return a number for each pair of a token and its experts; equal pairs have the same."""
-    numbers: dict[tuple[int, bytes], int] = {}
-    pairs = zip(ids.tolist(), experts, strict=True)
-    keys = ((token, own.tobytes()) for token, own in pairs)
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
-
-
-def _num_common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
-    """Return how many ids both sequences begin with."""
-    size = min(len(first), len(second))
-    differ = np.flatnonzero(first[:size] != second[:size])
-    return int(differ[0]) if len(differ) else size

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
+from torch import Tensor
 
 from dialoop_learning.model.fused_head import (
     cut_kernel,
@@ -21,8 +22,6 @@ from dialoop_learning.model.fused_head import (
 from dialoop_learning.model.products import product
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from dialoop_learning.model.experts import ReplayCounts
     from dialoop_learning.model.fused_head import LogprobKernel
 
@@ -51,6 +50,42 @@ class TokenScores(NamedTuple):
     balance: Tensor | None = None
     replayed: ReplayCounts | None = None
     num_forwarded: int = 0
+
+
+class DistinctTokens(NamedTuple):
+    """Which of M tokens are scored, where sequences share some that the policy wrote.
+
+    chosen: int64 [D], one of each, None for all. copies: int64 [M], each token's place among the D.
+    """
+
+    chosen: Tensor | None = None
+    copies: Tensor | None = None
+
+    @classmethod
+    def of(cls, places: Tensor, temperature: float | Tensor) -> DistinctTokens:
+        """Tell tokens apart by their places int64 [M] among the computed ones, and temperature."""
+        if isinstance(temperature, Tensor) and temperature.numel() > 1:
+            kinds, kind = temperature.unique(return_inverse=True)
+            places = places * len(kinds) + kind
+        distinct, copies = places.unique(return_inverse=True)
+        if len(distinct) == len(places):
+            return cls()
+        chosen = torch.empty_like(distinct)
+        chosen[copies] = torch.arange(len(places), device=places.device)
+        return cls(chosen, copies)
+
+    def once(self, values: Any) -> Any:
+        """Return values [M] of the scored tokens, [D], and one value as it is."""
+        if self.chosen is None or not isinstance(values, Tensor) or values.numel() == 1:
+            return values
+        return values[self.chosen]
+
+    def expand(self, scores: TokenScores) -> TokenScores:
+        """Return the scores of D tokens as those of all M."""
+        if self.copies is None:
+            return scores
+        entropy = None if scores.entropy is None else scores.entropy[self.copies]
+        return scores._replace(logprobs=scores.logprobs[self.copies], entropy=entropy)
 
 
 def token_logprobs(  # noqa: PLR0913 - what is scored, and three ways to trade memory for time

@@ -39,7 +39,7 @@ from dialoop_learning.model.fused_head import (
     require_half,
     require_plain_head,
 )
-from dialoop_learning.model.logprobs import TokenScores, token_logprobs
+from dialoop_learning.model.logprobs import DistinctTokens, TokenScores, token_logprobs
 from dialoop_learning.model.products import linear_products
 from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows
 from dialoop_learning.rl.routed_experts import Routing
@@ -85,25 +85,28 @@ class PolicyModel(nn.Module):
         """
         positions = batch.trained_positions
         shared = share_prefixes(batch.packed_tokens, batch.attention_lengths, batch.routed_experts)
-        predictors = shared.places.to(positions.device)[positions - 1]
+        places = shared.places.to(positions.device)
+        scale = temperature * self._logits_divisor
+        distinct = DistinctTokens.of(places[positions], scale)
+        positions, scale = distinct.once(positions), distinct.once(scale)
         routers = routers_of(self.causal_lm) if self.balance_coeff else []
         replay = self._begin_replay(batch, shared)
         with (
             nullcontext() if replay is None else replay.running(),
             watch_routers(routers) as routed,
         ):
-            hidden = self._hidden_states(batch, shared).index_select(0, predictors)
+            hidden = self._hidden_states(batch, shared).index_select(0, places[positions - 1])
         scores = token_logprobs(
             hidden,
             self.head_weight,
             batch.packed_tokens[positions],
-            temperature=temperature * self._logits_divisor,
+            temperature=scale,
             with_entropy=with_entropy,
             kernel=self.logprob_kernel,
             bias=self.causal_lm.get_output_embeddings().bias,
             softcap=self._logits_softcap,
         )
-        return scores._replace(
+        return distinct.expand(scores)._replace(
             balance=balance_of(routed) if routed else None,
             replayed=None if replay is None else replay.counts,
             num_forwarded=len(shared.kept),
@@ -173,7 +176,7 @@ class PolicyModel(nn.Module):
     def _hidden_states(self, batch: PackedBatch, shared: SharedPrefixes) -> Tensor:
         """Return the states [K, H] of the computed tokens, after the last layer and its norm."""
         device = batch.packed_tokens.device
-        plan = plan_attention(batch.attention_lengths, shared=shared, device=device)
+        plan = plan_attention(shared, batch.attention_lengths, device=device)
         kept = shared.kept.to(device)
         # Autocast excludes the head, so that log-probs use its weights in their own precision.
         half = torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)

@@ -165,7 +165,7 @@ def test_varlen_attention_is_taken_on_cuda_in_half_precision_only() -> None:
     assert takes_varlen(CUDA, torch.float16)
     assert not takes_varlen(CUDA, torch.float32)
     assert not takes_varlen(CPU, torch.bfloat16)
-    assert plan_attention((3, 2)).varlen is None
+    assert plan_attention(share_prefixes(torch.arange(5), (3, 2)), (3, 2)).varlen is None
 
 
 def _varlen(
@@ -198,11 +198,12 @@ def _one_head_each(query: Any, key: Any, *rest: Any, **options: Any) -> Any:
 def test_varlen_attention_equals_that_of_buckets(key_heads: int, window: int | None) -> None:
     tokens, lengths = torch.tensor([1, 2, 3, 1, 2, 5, 6, 9, 9]), (3, 4, 2)
     shared = share_prefixes(tokens, lengths)
-    plan = plan_attention(lengths, shared=shared)
+    plan = plan_attention(shared, lengths)
     ends = torch.tensor([0, 3, 7, 9], dtype=torch.int32)
     flat = AttentionPlan(
         buckets=(),
         restore=plan.restore,
+        depths=plan.depths,
         longest=plan.longest,
         varlen=VarlenPlan(tokens=shared.places, kept=shared.kept, cu_seqlens=ends),
     )

@@ -13,7 +13,7 @@ from dialoop_extras.collates import (
     as_padded_tensor,
     token_columns,
 )
-from dialoop_learning.model.attention import plan_attention
+from dialoop_learning.model.attention import plan_attention, share_prefixes
 from dialoop_learning.model.policy import PolicyModel, load_policy
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack, pack_rows
@@ -165,7 +165,8 @@ def test_model_called_without_a_plan_is_an_error(policy: PolicyModel) -> None:
 
 
 def test_every_token_is_restored_to_its_place() -> None:
-    plan = plan_attention((3, 40, 4, 38, 1))
+    lengths = (3, 40, 4, 38, 1)
+    plan = plan_attention(share_prefixes(torch.arange(86), lengths), lengths)
     assert torch.cat([b.flatten() for b in plan.buckets])[plan.restore].tolist() == list(range(86))
     assert plan.longest == 40
 
