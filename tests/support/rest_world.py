@@ -132,7 +132,7 @@ class TwinEngine:
 class FlatReference:
     """Finds everything equally likely."""
 
-    def logprobs_of_sampled(self, sequences, temperatures, groups):
+    def logprobs_of_sampled(self, sequences, temperatures):
         return [np.full(s.num_model_tokens, -2.0, dtype=np.float32) for s in sequences]
 
     def logprobs_of_all(self, token_ids, temperatures):

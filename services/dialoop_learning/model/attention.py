@@ -32,7 +32,7 @@ its own queries and keys: blocks there need kernels that nobody has tried here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 from itertools import accumulate, pairwise
@@ -52,6 +52,7 @@ from dialoop_learning.model.forest_attention import (
     Layout,
     Part,
     combine,
+    copies_keys,
     part_of,
     plan_segments,
 )
@@ -92,7 +93,7 @@ class AttentionPlan:
             total = sum(bucket.numel() for bucket in self.buckets)
             is_new = torch.zeros(total, dtype=torch.bool, device=self.restore.device)
             is_new[self.restore] = True
-            new = is_new.split([bucket.numel() for bucket in self.buckets])
+            new = torch.split(is_new, [bucket.numel() for bucket in self.buckets])
             layouts = [
                 Layout(bucket, own.view(bucket.shape), self._mask(bucket, window))
                 for bucket, own in zip(self.buckets, new, strict=True)
@@ -134,8 +135,8 @@ def plan_attention(
     lengths: of the row's sequences. Runs of a forest are computed behind the beginnings that they
     share with others, unless these are blocks.
     """
-    kind = torch.device(device).type
-    segments, blocks = plan_segments(shared.runs, with_blocks=kind == "cpu")
+    device = torch.device(device)
+    segments, blocks = plan_segments(shared.runs, with_blocks=not copies_keys(device))
     segments.sort(key=lambda segment: -segment.length)
     buckets: list[list[Tensor]] = []
     for tokens in (segment.places() for segment in segments):
@@ -158,19 +159,19 @@ def plan_attention(
         buckets=tuple(layouts),
         restore=restore.to(device),
         longest=max(lengths, default=0),
-        varlen=_plan_varlen([0, *accumulate(lengths)], shared, device) if kind == "cuda" else None,
+        varlen=_plan_varlen(lengths, shared, device) if device.type == "cuda" else None,
         blocks=blocks,
         depths=torch.cat(depths).to(device),
     )
 
 
 def _plan_varlen(
-    starts: list[int], shared: SharedPrefixes, device: torch.device | str
+    lengths: tuple[int, ...], shared: SharedPrefixes, device: torch.device
 ) -> VarlenPlan:
     return VarlenPlan(
         tokens=shared.places.to(device),
         kept=shared.kept.to(device),
-        cu_seqlens=torch.tensor(starts, dtype=torch.int32, device=device),
+        cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
     )
 
 
@@ -304,30 +305,23 @@ def _scored_attention(  # noqa: PLR0913 - what attention takes, and three ways t
         visible = layout.visible
         if visible is None:
             visible = _visible(layout.tokens.shape[1], None, query.device)
-        found.append(_score(*rows, visible, scale=scale, softcap=softcap))
+        found.append(_score(rows, visible, scale=scale, softcap=softcap))
     outputs, sums = (
         torch.cat(own).index_select(0, plan.restore) for own in zip(*found, strict=True)
     )
     whole: list[tuple[slice | Tensor, Tensor, Tensor]] = [(slice(None), outputs, sums)]
     for part in parts:
-        own_keys = (x[:, :, part.keys] for x in packed[1:])
-        own = _score(
-            query[:, :, part.queries], *own_keys, part.visible, scale=scale, softcap=softcap
-        )
+        rows = [query[:, :, part.queries], *(x[:, :, part.keys] for x in packed[1:])]
+        own = _score(rows, part.visible, scale=scale, softcap=softcap)
         whole.append((part.queries, *own))
     return combine(whole, len(plan.restore), sinks)
 
 
 def _score(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor | None,
-    *,
-    scale: float | None,
-    softcap: float | None,
+    rows: Sequence[Tensor], visible: Tensor | None, *, scale: float | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [n L, H, D] and the logarithms [n L, H] of what softmax divides by."""
+    query, key, value = rows
     # Rotated queries and keys may be wider than the values under autocast.
     scores = (query @ key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:

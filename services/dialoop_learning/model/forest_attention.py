@@ -35,6 +35,14 @@ _COPY, _MERGE, _CALL = 8, 8, 1000
 together, and of a block."""
 
 
+def copies_keys(device: torch.device) -> bool:
+    """Return whether each sequence brings its own queries and keys, those of what it shares, too.
+
+    Then memory bounds the tokens of a packed row with each of them counted for each sequence.
+    """
+    return device.type != "cpu"
+
+
 class Segment(NamedTuple):
     """Runs of one path, computed together causally; only the last one's results may be new."""
 
@@ -114,8 +122,10 @@ def combine(
     """
     if len(parts) == 1 and sinks is None:
         return parts[0][1]
-    places = torch.cat([torch.arange(num)[own] for own, _, _ in parts]).to(parts[0][1].device)
-    outputs, sums = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+    every = torch.arange(num, device=parts[0][1].device)
+    places = torch.cat([every[own] for own, _, _ in parts])
+    outputs = torch.cat([own for _, own, _ in parts])
+    sums = torch.cat([own for _, _, own in parts])
     greatest = sums.detach().new_full((num, sums.shape[1]), -torch.inf)
     greatest.scatter_reduce_(0, places[:, None].expand_as(sums), sums.detach(), "amax")
     if sinks is not None:
@@ -156,7 +166,7 @@ class ForestAttention(torch.autograd.Function):
         scale: float | None,
     ) -> Tensor:
         """Return the attention, and keep it with the sums for the backward pass."""
-        found = [_attend(*_rows(layout, query, key, value), layout, scale) for layout in layouts]
+        found = [_attend(_rows(layout, query, key, value), layout, scale) for layout in layouts]
         outputs, sums = (
             torch.cat([x.transpose(1, 2).flatten(0, 1) for x in own]).index_select(0, restore)
             for own in zip(*found, strict=True)
@@ -219,16 +229,17 @@ class ForestAttention(torch.autograd.Function):
 
 def _rows(layout: Layout, *packed: Tensor) -> tuple[Tensor, ...]:
     """Return query, key and value [., K, D] as batches [n, H, longest, D]."""
-    taken = (x[:, layout.tokens.flatten()].unflatten(1, layout.tokens.shape) for x in packed)
+    taken = (
+        x[:, layout.tokens.flatten()].view(len(x), *layout.tokens.shape, x.shape[-1])
+        for x in packed
+    )
     return tuple(_spread(x.transpose(0, 1), packed[0]) for x in taken)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    visible = _bias(layout.visible, query)
+def _attend(rows: tuple[Tensor, ...], layout: Layout, scale: float | None) -> tuple[Tensor, Tensor]:
+    visible = _bias(layout.visible, rows[0])
     found: tuple[Tensor, Tensor] = _flash(
-        query, key, value, is_causal=visible is None, attn_mask=visible, scale=scale
+        *rows, is_causal=visible is None, attn_mask=visible, scale=scale
     )
     return found
 
@@ -247,4 +258,5 @@ def _spread(x: Tensor, query: Tensor) -> Tensor:
 
 def _fold(grad: Tensor, like: Tensor) -> Tensor:
     """Return gradients [n, H, L, D] summed over the heads that share one of `like` [G, K, D]."""
-    return grad.unflatten(1, (like.shape[0], -1)).sum(2)
+    num, heads, *rest = grad.shape
+    return grad.reshape(num, len(like), heads // len(like), *rest).sum(2)

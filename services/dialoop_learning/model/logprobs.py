@@ -65,9 +65,9 @@ class DistinctTokens(NamedTuple):
     def of(cls, places: Tensor, temperature: float | Tensor) -> DistinctTokens:
         """Tell tokens apart by their places int64 [M] among the computed ones, and temperature."""
         if isinstance(temperature, Tensor) and temperature.numel() > 1:
-            kinds, kind = temperature.unique(return_inverse=True)
+            kinds, kind = torch.unique(temperature, return_inverse=True)
             places = places * len(kinds) + kind
-        distinct, copies = places.unique(return_inverse=True)
+        distinct, copies = torch.unique(places, return_inverse=True)
         if len(distinct) == len(places):
             return cls()
         chosen = torch.empty_like(distinct)

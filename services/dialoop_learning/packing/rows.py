@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from dialoop.errors import InvalidInput, InvalidSequence
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Sequence
 from torch import Tensor
 
+from dialoop_learning.rl.forest import Forest, number_pairs, plant
 from dialoop_learning.rl.routed_experts import NO_EXPERT
 
 OPTIONAL = ("inference_logprobs", "proximal_logprobs", "ref_logprobs", "advantages", "staleness")
@@ -277,6 +279,16 @@ def pack_rows(
         routed_experts=_join_experts(rows, padding),
         **{name: _scatter_optional(rows, name, response, names) for name in OPTIONAL},
     )
+
+
+def plant_rows(rows: Rows[TokenRow]) -> Forest:
+    """Return the forest of rows, in which they have in common what a packed row computes once."""
+    ids = [row.token_ids.numpy() for row in rows]
+    experts = _join_experts(rows, 0)
+    if experts is not None:
+        numbers = number_pairs(np.concatenate(ids), experts.numpy())
+        ids = np.split(numbers, [*accumulate(map(len, ids))][:-1])
+    return plant(ids)
 
 
 def _join_experts(rows: Rows[TokenRow], padding: int) -> Tensor | None:

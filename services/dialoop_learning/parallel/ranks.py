@@ -29,13 +29,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
 
-from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows
-from dialoop_learning.rl.packing_plan import plan_ranks
+from dialoop_learning.model.forest_attention import copies_keys
+from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows, plant_rows
+from dialoop_learning.rl.packing_plan import RankPlan, plan_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from dialoop_learning.model.policy import PolicyModel
+    from dialoop_learning.rl.forest import Forest
 
 
 RANK_FAILED = Reason.RANK_FAILED
@@ -263,20 +265,24 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 def own_rows(rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
     """Return this rank's share of `rows`, packed, on its device; all ranks pass the same rows."""
-    return pack_own(rows, own_packing(rows, ranks, max_tokens=max_tokens), ranks)
+    return pack_own(rows, own_packing(rows, plant_rows(rows), ranks, max_tokens=max_tokens), ranks)
 
 
 def own_packing(
-    rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int
+    rows: Sequence[TokenRow], forest: Forest, ranks: Ranks, *, max_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return which of `rows` share each packed row of this rank, as indices."""
-    plan = plan_ranks(
+    return _plan(rows, forest, ranks, max_tokens).rows_of(ranks.rank)
+
+
+def _plan(rows: Sequence[TokenRow], forest: Forest, ranks: Ranks, max_tokens: int) -> RankPlan:
+    return plan_ranks(
         [len(r.token_ids) for r in rows],
         max_tokens=max_tokens,
         num_ranks=ranks.size,
-        groups=[r.group_index for r in rows],
+        forest=forest,
+        whole=copies_keys(ranks.device),
     )
-    return plan.rows_of(ranks.rank)
 
 
 def pack_own(
@@ -312,9 +318,7 @@ def score_rows(
 
     Each row is scored by one rank.
     """
-    lengths = [len(row.token_ids) for row in rows]
-    groups = [row.group_index for row in rows]
-    plan = plan_ranks(lengths, max_tokens=max_tokens, num_ranks=ranks.size, groups=groups)
+    plan = _plan(rows, plant_rows(rows), ranks, max_tokens)
     own = plan.rows_of(ranks.rank)
     packed = [pack_rows([rows[i] for i in indices]).to(ranks.device) for indices in own]
     scores = [policy(row, temperature=row.temperature) for row in packed]

@@ -32,7 +32,7 @@ class OutsideReference:
         self._server, self._tokenizer = server, tokenizer
 
     def logprobs_of_sampled(
-        self, sequences: Rows[Sequence], temperatures: Rows[float], groups: Rows[int]
+        self, sequences: Rows[Sequence], temperatures: Rows[float]
     ) -> list[Floats]:
         """Return for each sequence float32 [M], nats, of its sampled tokens."""
         rows = self.logprobs_of_all([s.token_ids.tolist() for s in sequences], temperatures)

@@ -9,8 +9,9 @@ import torch
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.sequences import Floats, Sequence
+from dialoop_learning.model.forest_attention import copies_keys
 from dialoop_learning.model.policy import PolicyModel, load_policy
-from dialoop_learning.packing.rows import TokenRow, pack_rows
+from dialoop_learning.packing.rows import TokenRow, pack_rows, plant_rows
 from dialoop_learning.rl.packing_plan import plan_rows
 
 
@@ -25,15 +26,10 @@ class ReferenceModel:
         self._device = weight.device
 
     def logprobs_of_sampled(
-        self, sequences: Rows[Sequence], temperatures: Rows[float], groups: Rows[int]
+        self, sequences: Rows[Sequence], temperatures: Rows[float]
     ) -> list[Floats]:
-        """Return for each sequence float32 [M], nats, at its sampling temperature.
-
-        Sequences of a group, whose number `groups` says, share packed rows and their beginnings.
-        """
-        pairs = zip(sequences, groups, strict=True)
-        rows = [TokenRow.from_sequence(sequence, group_index=group) for sequence, group in pairs]
-        return self._logprobs(rows, temperatures)
+        """Return for each sequence float32 [M], nats, at its sampling temperature."""
+        return self._logprobs([TokenRow.from_sequence(s) for s in sequences], temperatures)
 
     def logprobs_of_all(
         self, token_ids: Rows[Rows[int]], temperatures: Rows[float]
@@ -57,7 +53,8 @@ class ReferenceModel:
         plan = plan_rows(
             lengths,
             max_tokens=max([self._max_row_tokens, *lengths]),
-            groups=[row.group_index for row in rows],
+            forest=plant_rows(rows),
+            whole=copies_keys(self._device),
         )
         logprobs: dict[int, Floats] = {}
         for indices in plan:

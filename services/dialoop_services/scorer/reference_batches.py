@@ -26,12 +26,9 @@ class Reference(Protocol):
     """
 
     def logprobs_of_sampled(
-        self, sequences: Rows[Sequence], temperatures: Rows[float], groups: Rows[int]
+        self, sequences: Rows[Sequence], temperatures: Rows[float]
     ) -> list[Floats]:
-        """Return for each sequence float32 [M], nats, of its sampled tokens.
-
-        `groups` has one number for each sequence. Sequences of a group begin alike.
-        """
+        """Return for each sequence float32 [M], nats, of its sampled tokens."""
 
     def logprobs_of_all(
         self, token_ids: Rows[Rows[int]], temperatures: Rows[float]
@@ -110,7 +107,6 @@ class ReferenceBatches:
             self.load().logprobs_of_sampled(
                 [sequence for request in batch for sequence in request.sequences],
                 [value for request in batch for value in request.temperatures],
-                [group for group, request in enumerate(batch) for _ in request.sequences],
             )
         )
         return [[next(logprobs) for _ in request.sequences] for request in batch]

@@ -25,7 +25,7 @@ from tests.support.scorer_world import append, scoring, with_names
 class Flat:
     """A reference that finds every token equally likely."""
 
-    def logprobs_of_sampled(self, sequences: Any, temperatures: Any, groups: Any) -> Any:
+    def logprobs_of_sampled(self, sequences: Any, temperatures: Any) -> Any:
         return [sequence.inference_logprobs for sequence in sequences]
 
     def logprobs_of_all(self, token_ids: Any, temperatures: Any) -> Any:

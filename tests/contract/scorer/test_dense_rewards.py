@@ -115,7 +115,7 @@ async def test_a_loss_of_token_advantages_is_the_sum_by_hand_packed_or_not(tmp_p
 class Given:
     """A reference that is 0.5, 1.0, 1.5, ... nats less sure of each next token than the sampler."""
 
-    def logprobs_of_sampled(self, sequences: Any, temperatures: Any, groups: Any) -> Any:
+    def logprobs_of_sampled(self, sequences: Any, temperatures: Any) -> Any:
         return [
             s.inference_logprobs - np.arange(1, s.num_model_tokens + 1, dtype=np.float32) / 2
             for s in sequences

@@ -216,7 +216,7 @@ async def test_a_group_whose_judge_is_slow_holds_up_no_other():
 class Flat:
     """A reference that finds everything equally likely."""
 
-    def logprobs_of_sampled(self, sequences, temperatures, groups):
+    def logprobs_of_sampled(self, sequences, temperatures):
         return [np.full(s.num_model_tokens, -2.0, dtype=np.float32) for s in sequences]
 
     def logprobs_of_all(self, token_ids, temperatures):
@@ -224,18 +224,18 @@ class Flat:
 
 
 class Counted(Flat):
-    """Notes the groups of each call; the first call waits until the others have arrived."""
+    """Counts the sequences of each call; the first call waits until the others have arrived."""
 
     def __init__(self) -> None:
         self.calls = []
         self.may_end = threading.Event()
 
-    def logprobs_of_sampled(self, sequences, temperatures, groups):
-        self.calls.append(list(groups))
+    def logprobs_of_sampled(self, sequences, temperatures):
+        self.calls.append(len(sequences))
         assert self.may_end.wait(PATIENCE_S)
         if any(-7 in sequence.token_ids for sequence in sequences):
             raise InvalidInput("Token id -7 is in no vocabulary.", reason="TOKEN_OUT_OF_RANGE")
-        return super().logprobs_of_sampled(sequences, temperatures, groups)
+        return super().logprobs_of_sampled(sequences, temperatures)
 
 
 async def test_groups_that_wait_for_the_reference_are_its_next_batch():
@@ -251,7 +251,7 @@ async def test_groups_that_wait_for_the_reference_are_its_next_batch():
         while len(batches.waiting) < 3:
             await asyncio.sleep(0.01)
         reference.may_end.set()
-    assert reference.calls == [[0, 0], [0, 0, 1, 1, 2, 2]]
+    assert reference.calls == [2, 6]
     for task in scored:
         assert task.result().trajectories[1].sequences[0].ref_logprobs.tolist() == [-2.0, -2.0]
 
@@ -267,7 +267,7 @@ async def test_a_group_that_the_reference_refuses_spoils_no_other_of_its_batch()
     )
     assert isinstance(outcomes[1], InvalidInput)
     assert [len(o.trajectories) for o in (outcomes[0], outcomes[2])] == [2, 2]
-    assert reference.calls == [[0, 0, 1, 1, 2, 2], [0, 0], [0, 0], [0, 0]]
+    assert reference.calls == [6, 2, 2, 2]
 
 
 async def test_leases_are_extended_while_scoring_takes_long():

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop_learning.loss.facts import LOSSES
 from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.packing.rows import TokenRow
 from dialoop_services.config.tables import ObjectiveSettings
 from dialoop_services.trainer.data.batches import TrainedSequence
 from dialoop_services.trainer.job.state import JobState
@@ -48,6 +50,27 @@ def sequences(count: int, seed: int) -> list[TrainedSequence]:
         row = replace(row, advantage=1.0 if index % 2 else -1.0)
         rows.append(TrainedSequence(sequence=row, group_index=index // 2))
     return rows
+
+
+@pytest.mark.parametrize(("row_tokens", "num_forwarded"), [(16, 64), (20, 40), (28, 28)])
+def test_tokens_that_were_saved_and_those_that_were_computed_twice_are_counted(
+    model_dir: Path, row_tokens: int, num_forwarded: int
+) -> None:
+    # Four answers of 4 tokens to one prompt of 12: 28 distinct prefixes. Rows hold 1, 2, all four.
+    rows = [
+        TokenRow(
+            token_ids=torch.tensor([*range(10, 22), 30 + n, 1, 2, 3]),
+            response_mask=torch.arange(16) >= 12,
+            inference_logprobs=torch.full((4,), -5.5),
+            advantages=torch.full((4,), n - 1.5),
+        )
+        for n in range(4)
+    ]
+    trained = learner(model_dir, max_row_tokens=row_tokens, max_model_len=16, num_minibatches=1)
+    report = trained.train_step(rows)
+    assert report.num_forwarded_tokens == num_forwarded
+    assert report.num_saved_tokens == 64 - num_forwarded
+    assert report.forwarded_per_distinct == num_forwarded / 28
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", f"{OPTIMIZERS}:Smooth", f"{OPTIMIZERS}:momentum"])

@@ -1,24 +1,99 @@
 import random
+from collections.abc import Iterable
 
+import numpy as np
 import pytest
 from dialoop.errors import InvalidInput
+from dialoop_learning.rl.forest import Forest, plant
 from dialoop_learning.rl.packing_plan import RankPlan, plan_ranks, plan_rows, row_cost
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-def test_sequences_of_a_group_share_rows_as_far_as_they_fit() -> None:
-    # Two groups of 4 + 3 + 2 and of 4 + 1: by length alone the two 4s would share the first row.
-    plan = plan_rows([4, 3, 2, 4, 1], max_tokens=9, groups=[0, 0, 0, 1, 1])
-    assert plan == ((0, 1, 2), (3, 4))
-    assert plan_rows([4, 3, 2, 4, 1], max_tokens=9) == ((0, 3, 4), (1, 2))
-    full = plan_rows([4, 3, 2, 4, 1], max_tokens=5, groups=[0, 0, 0, 1, 1])
-    assert full == ((1, 2), (3, 4), (0,))
+def _forest(*rows: list[int]) -> Forest:
+    return plant([np.array(row) for row in rows])
 
 
-def test_groups_of_one_are_planned_as_without_groups() -> None:
+def _num_distinct(rows: Iterable[list[int]]) -> int:
+    return len({tuple(row[: n + 1]) for row in rows for n in range(len(row))})
+
+
+def _traces(draw: random.Random, num: int) -> list[list[int]]:
+    """Sequences of which each goes on where another was, at some place."""
+    known: list[list[int]] = [[]]
+    for _ in range(num):
+        before = draw.choice(known)
+        own = [draw.randrange(3) for _ in range(draw.randint(1, 12))]
+        known.append((before[: draw.randint(0, len(before))] + own)[:40])
+    return known[1:]
+
+
+def test_what_sequences_share_counts_once_for_a_row() -> None:
+    # By length alone 5 and 4 would not share a row of 7 tokens; 2 of them begin alike.
+    forest = _forest([1, 2, 3, 4, 5], [1, 2, 6, 7], [9, 9])
+    assert plan_rows([5, 4, 2], max_tokens=7, forest=forest) == ((0, 1), (2,))
+    assert plan_rows([5, 4, 2], max_tokens=7, forest=forest, whole=True) == ((0, 2), (1,))
+
+
+def test_a_family_is_cut_where_the_least_is_computed_twice() -> None:
+    # Two pairs that share 4 tokens each, and 2 with the other pair.
+    rows = [[1, 1, 2, 2, 3], [1, 1, 2, 2, 4], [1, 1, 5, 5, 6], [1, 1, 5, 5, 7]]
+    forest = _forest(*rows)
+    assert plan_rows([5] * 4, max_tokens=10, forest=forest) == ((0, 1, 2, 3),)
+    assert plan_rows([5] * 4, max_tokens=9, forest=forest) == ((0, 1), (2, 3))
+
+
+def test_a_beginning_that_is_short_beside_its_sequences_holds_nothing_together() -> None:
+    rows = [[1, *[n] * 99] for n in (2, 3)]
+    assert plan_rows([100, 100], max_tokens=150, forest=_forest(*rows)) == ((0,), (1,))
+
+
+def test_sequences_that_share_nothing_are_planned_as_without_a_forest() -> None:
     lengths = [5, 3, 4, 2, 7, 7, 1]
-    assert plan_rows(lengths, max_tokens=8, groups=range(7)) == plan_rows(lengths, max_tokens=8)
+    forest = _forest(*([n] * length for n, length in enumerate(lengths)))
+    for whole in (False, True):
+        plan = plan_rows(lengths, max_tokens=8, forest=forest, whole=whole)
+        assert plan == plan_rows(lengths, max_tokens=8)
+
+
+@given(st.randoms(use_true_random=False), st.integers(0, 25), st.booleans(), st.integers(1, 4))
+def test_every_sequence_is_in_one_row_that_computes_no_more_than_its_budget(
+    draw: random.Random, num: int, whole: bool, num_ranks: int
+) -> None:
+    rows = _traces(draw, num)
+    forest = _forest(*rows)
+    assert forest.num_distinct == _num_distinct(rows)
+    plan = plan_ranks(
+        [len(row) for row in rows], max_tokens=48, num_ranks=num_ranks, forest=forest, whole=whole
+    )
+    every = [row for rank in plan.ranks for row in rank]
+    assert sorted(i for row in every for i in row) == list(range(num))
+    assert len({len(rank) for rank in plan.ranks}) == 1
+    for row in every:
+        own = [rows[i] for i in row]
+        assert (sum(map(len, own)) if whole else _num_distinct(own)) <= 48
+
+
+@given(st.randoms(use_true_random=False), st.integers(0, 25))
+def test_runs_of_a_forest_are_its_unbranched_paths(draw: random.Random, num: int) -> None:
+    rows = _traces(draw, num)
+    forest = _forest(*rows)
+    runs = forest.runs()
+    assert [run.start for run in runs] == [0, *(run.end for run in runs)][: len(runs)]
+    sequences = {tuple(row[: n + 1]) for row in rows for n in range(len(row))}
+    for run in runs:
+        below = [o for o in runs if run.end <= o.start < run.stop]
+        assert sum(o.end - o.start for o in below) == run.stop - run.end
+        assert all(o.depth >= run.depth + run.end - run.start for o in below)
+    assert sum(run.end - run.start for run in runs) == len(sequences)
+
+
+def test_ranks_part_a_family_where_waiting_costs_more_than_its_beginning() -> None:
+    long = [[*range(10), *[20 + n] * 50] for n in range(8)]
+    one = plan_ranks([60] * 8, max_tokens=600, num_ranks=1, forest=_forest(*long))
+    assert one.ranks == ((tuple(range(8)),),)
+    two = plan_ranks([60] * 8, max_tokens=600, num_ranks=2, forest=_forest(*long))
+    assert [len(row) for (row,) in two.ranks] == [4, 4]
 
 
 def test_longest_first_into_the_first_row_with_room() -> None:

@@ -42,7 +42,7 @@ class Halved:
     def __init__(self) -> None:
         self.temperatures = []
 
-    def logprobs_of_sampled(self, sequences, temperatures, groups):
+    def logprobs_of_sampled(self, sequences, temperatures):
         self.temperatures.extend(temperatures)
         return [s.inference_logprobs - np.float32(0.5) for s in sequences]
 

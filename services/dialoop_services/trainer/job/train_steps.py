@@ -565,6 +565,8 @@ def _row_of_report(report: TrainStepReport) -> dict[str, Any]:
     return {
         "num_trained_tokens": report.num_trained_tokens,
         "num_forwarded_tokens": report.num_forwarded_tokens,
+        "num_saved_tokens": report.num_saved_tokens,
+        "forwarded_per_distinct": report.forwarded_per_distinct,
         "loss": report.loss,
         "grad_norm": report.grad_norm,
         "learning_rate": report.learning_rate,

@@ -30,7 +30,7 @@ from dialoop_learning.loss.objective import Objective, k3, mean_metrics
 from dialoop_learning.model.policy import DTYPES, PolicyModel, load_policy
 from dialoop_learning.model.products import library_of
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings, StepReport
-from dialoop_learning.packing.rows import PackedBatch, TokenRow
+from dialoop_learning.packing.rows import PackedBatch, TokenRow, plant_rows
 from dialoop_learning.parallel.group_commands import RankGroup, collective
 from dialoop_learning.parallel.ranks import ALONE, Ranks, own_packing, pack_own, score_rows, shard
 from dialoop_learning.rl.bounds import BOUNDS, MAX_SIZE
@@ -84,8 +84,10 @@ class TrainStepReport:
     """The result of one train step: loss and gradient norm are means over its updates.
 
     metrics: as `mean_metrics` describes them. num_trained_tokens: of one epoch. learning_rate: that
-    of the last update. num_forwarded_tokens: what the updates' forward passes computed. seconds: of
-    the step's parts on this rank, by their names in docs/metrics.md. fresh_mismatch_kl: KL in nats
+    of the last update. num_forwarded_tokens: what the updates' forward passes computed.
+    num_saved_tokens: what they did not, as sequences have it in common. forwarded_per_distinct:
+    forwarded tokens for each distinct prefix of an update. seconds: of the step's parts on this
+    rank, by their names in docs/metrics.md. fresh_mismatch_kl: KL in nats
     between engine and trainer on the first update's tokens of the current policy, before that
     update. None without such tokens. fresh_by_depth: the same tokens by bucket of depth, as
     `combine_metrics` describes by_depth.
@@ -99,6 +101,8 @@ class TrainStepReport:
     num_trained_tokens: int
     learning_rate: float = 0.0
     num_forwarded_tokens: int = 0
+    num_saved_tokens: int = 0
+    forwarded_per_distinct: float = 1.0
     seconds: dict[str, float] = field(default_factory=dict, compare=False)
     fresh_mismatch_kl: float | None = None
     fresh_by_depth: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -157,6 +161,7 @@ class Learner:
         teaches = objective.needs_feedback and ranks.is_first
         self._teacher = SelfTeacher.of(settings) if teaches else None
         self._seconds = dict.fromkeys(_PARTS_OF_A_STEP, 0.0)
+        self._num_given = self._num_distinct = 0  # tokens of a step's updates, and their prefixes
         self.state = LearnerState(
             policy,
             {
@@ -270,7 +275,10 @@ class Learner:
         """Add the gradients of the rows' loss to the present ones; no weight changes."""
         settings = self._settings
         measures_entropy = settings.objective.entropy_metric and settings.logprob_kernel != "cut"
-        packing = own_packing(rows, self._ranks, max_tokens=settings.packed_row_tokens)
+        forest = plant_rows(rows)
+        self._num_given += sum(forest.lengths)
+        self._num_distinct += forest.num_distinct
+        packing = own_packing(rows, forest, self._ranks, max_tokens=settings.packed_row_tokens)
         self.observer.begin_update(rows, packing)
         backward = forward_backward(
             self.state.policy,
@@ -311,6 +319,7 @@ class Learner:
         """
         self.observer.begin(rows, self.state.orders)
         seconds = self._seconds = dict.fromkeys(_PARTS_OF_A_STEP, 0.0)
+        self._num_given = self._num_distinct = 0
         with _adding_to(seconds, "prepare_s"):
             ready = self.prepare(rows)
             self.observer.end_prepare(ready)
@@ -325,6 +334,7 @@ class Learner:
                 num_tokens.append(_num_trained(part))
                 reports.append(self._update(part, "rl"))
         fresh = reports[0].metrics.get("by_staleness", {}).get(0, {})
+        num_forwarded = sum(r.num_forwarded_tokens for r in reports)
         return TrainStepReport(
             loss=float(np.mean([r.loss for r in reports])),
             metrics=mean_metrics([r.metrics for r in reports], num_tokens, num_epochs=num_epochs)
@@ -334,7 +344,9 @@ class Learner:
             num_refused=sum(not r.step.applied for r in reports),
             num_trained_tokens=_num_trained(ready),
             learning_rate=reports[-1].step.learning_rate,
-            num_forwarded_tokens=sum(r.num_forwarded_tokens for r in reports),
+            num_forwarded_tokens=num_forwarded,
+            num_saved_tokens=self._num_given - num_forwarded,
+            forwarded_per_distinct=num_forwarded / max(1, self._num_distinct),
             seconds=seconds,
             fresh_mismatch_kl=fresh.get("mismatch_kl"),
             fresh_by_depth=dict(reports[0].metrics.get("by_depth", {})),
