@@ -51,10 +51,13 @@ class Trace:
         self.sequences.append((context + sampled, mask, group))
 
     def converse(self, context: list[int], num_turns: int, group: int) -> list[int]:
-        """Play turns of a template that drops thoughts: each is a sequence; return the context."""
+        """Play turns of a template that drops thoughts: each is a sequence; return the context.
+
+        A turn reads what a tool returned, thinks, and calls the next tool.
+        """
         for _ in range(num_turns):
-            context = context + self.tokens(60)
-            thought, answer = self.tokens(120), self.tokens(50)
+            context = context + self.tokens(220)
+            thought, answer = self.tokens(100), self.tokens(40)
             self.add(context, thought + answer, group)
             context = context + answer
         return context
@@ -79,7 +82,7 @@ class Trace:
 
 def turns(trace: Trace) -> None:
     """Eight conversations of eight turns behind one domain's policy, as tau-squared's."""
-    policy = trace.tokens(2000)
+    policy = trace.tokens(2400)
     for _ in range(8):
         trace.converse(policy, 8, 0)
 
@@ -87,22 +90,22 @@ def turns(trace: Trace) -> None:
 def forks(trace: Trace) -> None:
     """Conversations of which some turns are sampled eight times; the forks train all they hold."""
     for task in range(2):
-        context = trace.tokens(900)
+        context = trace.tokens(1600)
         for _ in range(4):
-            context = context + trace.tokens(150)
+            context = context + trace.tokens(250)
             sampled = trace.tokens(100)
             for _ in range(8):
-                trace.add(context, sampled + trace.tokens(80), task)
+                trace.add(context, sampled + trace.tokens(200), task)
             context = context + sampled
 
 
 def sub_agents(trace: Trace) -> None:
-    """A conversation that sends eighteen sub-agents, whose instructions are the same."""
-    instructions, context = trace.tokens(2400), trace.tokens(1600)
+    """A conversation that sends twelve sub-agents, whose instructions are the same."""
+    instructions, context = trace.tokens(4000), trace.tokens(2000)
     for _ in range(3):
         context = trace.converse(context, 2, 0)
-        for _ in range(6):
-            trace.converse(instructions + trace.tokens(60), 3, 0)
+        for _ in range(4):
+            trace.converse(instructions, 4, 0)
 
 
 def nothing_shared(trace: Trace) -> None:

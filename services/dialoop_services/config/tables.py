@@ -425,8 +425,8 @@ class TrainFields(Section):
     """Number of CPU threads of each trainer process; 0: one on each core, and what else computes on
     this machine goes first, such as an engine."""
     max_row_tokens: int | None = Field(default=None, ge=16)
-    """Largest number of tokens in a packed row; absent: 1024, or inference.max_model_len if
-    more."""
+    """Largest number of tokens in a packed row, on a CPU without those that its sequences have in
+    common; absent: 1024, or inference.max_model_len if more."""
     groups_per_train_step: int = Field(default=16, ge=1)
     """Number of groups that one train step trains; groups without a signal do not count."""
     # A few bad groups become dead letters and the job goes on. Many in a row, with no good one
