@@ -61,7 +61,7 @@ CASES = {
             "measure": {"one": {"hit_rate": 0.0}, "routed": {"hit_rate": 0.0}},
         }
     ),
-    "forest": Case(returns={"Way": MagicMock(), "figures_of": {}}),
+    "forest.__main__": Case(returns={"Way": MagicMock(), "figures_of": {}}),
     "generate_turns": Case(
         returns={"make_tiny_model": Path(), "measure": {}, "_render_ms": {}},
     ),

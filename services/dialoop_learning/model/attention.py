@@ -48,13 +48,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from dialoop_learning.model.forest_attention import (
+    BucketRows,
     ForestAttention,
-    Layout,
     Part,
     combine,
     copies_keys,
     part_of,
-    plan_segments,
+    plan_paths,
 )
 from dialoop_learning.rl.forest import Run, number_pairs, plant
 
@@ -82,9 +82,9 @@ class AttentionPlan:
     longest: int
     blocks: tuple[Run, ...] = ()
     varlen: VarlenPlan | None = None
-    _inside: dict[int | None, tuple[list[Layout], list[Part]]] = field(default_factory=dict)
+    _inside: dict[int | None, tuple[list[BucketRows], list[Part]]] = field(default_factory=dict)
 
-    def inside(self, window: int | None) -> tuple[list[Layout], list[Part]]:
+    def inside(self, window: int | None) -> tuple[list[BucketRows], list[Part]]:
         """Return what is computed beside blocks, and the blocks, as a window of a layer cuts them.
 
         The layers of a model have one or two windows, so both are kept.
@@ -95,7 +95,7 @@ class AttentionPlan:
             is_new[self.restore] = True
             new = torch.split(is_new, [bucket.numel() for bucket in self.buckets])
             layouts = [
-                Layout(bucket, own.view(bucket.shape), self._mask(bucket, window))
+                BucketRows(bucket, own.view(bucket.shape), self._mask(bucket, window))
                 for bucket, own in zip(self.buckets, new, strict=True)
             ]
             parts = (part_of(block, self.depths, window) for block in self.blocks)
@@ -136,10 +136,10 @@ def plan_attention(
     share with others, unless these are blocks.
     """
     device = torch.device(device)
-    segments, blocks = plan_segments(shared.runs, with_blocks=not copies_keys(device))
-    segments.sort(key=lambda segment: -segment.length)
+    paths, blocks = plan_paths(shared.runs, with_blocks=not copies_keys(device))
+    paths.sort(key=lambda own_path: -own_path.length)
     buckets: list[list[Tensor]] = []
-    for tokens in (segment.places() for segment in segments):
+    for tokens in (own_path.places() for own_path in paths):
         if not buckets or len(tokens) < (1 - _MOST_PADDING) * len(buckets[-1][0]):
             buckets.append([])
         buckets[-1].append(tokens)

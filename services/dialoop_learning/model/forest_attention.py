@@ -30,7 +30,7 @@ from dialoop_learning.rl.forest import Run
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-_COPY, _MERGE, _CALL = 8, 8, 1000
+_COPY, _MERGE, _CALL = 8, 48, 1000
 """Costs in those of a pair of a query and a key: of a copied token, of a query whose parts are put
 together, and of a block."""
 
@@ -43,7 +43,7 @@ def copies_keys(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class Segment(NamedTuple):
+class CausalPath(NamedTuple):
     """Runs of one path, computed together causally; only the last one's results may be new."""
 
     runs: tuple[Run, ...]
@@ -58,34 +58,34 @@ class Segment(NamedTuple):
         return torch.cat([torch.arange(run.start, run.end) for run in self.runs])
 
 
-def plan_segments(
+def plan_paths(
     runs: Sequence[Run], *, with_blocks: bool
-) -> tuple[list[Segment], tuple[Run, ...]]:
+) -> tuple[list[CausalPath], tuple[Run, ...]]:
     """Return what is computed causally, and the runs whose keys are blocks for all that follows."""
     leaves = [run.start for run in runs if run.stop == run.end]
-    segments: list[Segment] = []
+    paths: list[CausalPath] = []
     blocks: list[Run] = []
     path: list[tuple[Run, tuple[Run, ...]]] = []  # open runs, and what lies in front of those below
     for run in runs:
         while path and path[-1][0].stop <= run.start:
             path.pop()
-        segment = Segment((*(path[-1][1] if path else ()), run))
+        own_path = CausalPath((*(path[-1][1] if path else ()), run))
         is_leaf = run.stop == run.end
         num_below = bisect_left(leaves, run.stop) - bisect_left(leaves, run.end)
-        is_block = with_blocks and not is_leaf and _is_worth(segment, num_below)
+        is_block = with_blocks and not is_leaf and _is_worth(own_path, num_below)
         if is_leaf or is_block:
-            segments.append(segment)
+            paths.append(own_path)
         if is_block:
             blocks.append(run)
-        path.append((run, segment.runs[:-1] if is_block else segment.runs))
-    return segments, tuple(blocks)
+        path.append((run, own_path.runs[:-1] if is_block else own_path.runs))
+    return paths, tuple(blocks)
 
 
-def _is_worth(segment: Segment, num_below: int) -> bool:
-    """Return whether a run as a block costs less than in front of each segment below it."""
-    run = segment.runs[-1]
+def _is_worth(own_path: CausalPath, num_below: int) -> bool:
+    """Return whether a run as a block costs less than in front of each path below it."""
+    run = own_path.runs[-1]
     length = run.end - run.start
-    pairs = segment.length - length / 2
+    pairs = own_path.length - length / 2
     block = _MERGE * (run.stop - run.end) + _CALL
     return (num_below - 1) * length * (pairs + _COPY) > block
 
@@ -139,8 +139,8 @@ def combine(
     return whole.index_add(0, places, outputs * weights[..., None])
 
 
-class Layout(NamedTuple):
-    """A bucket of segments.
+class BucketRows(NamedTuple):
+    """A bucket of paths.
 
     tokens: int64 [n, longest]. is_new: bool [n, longest], results that no other place has as well.
     visible: bool [n, 1, longest, longest], None where causal is all.
@@ -160,7 +160,7 @@ class ForestAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        layouts: Sequence[Layout],
+        layouts: Sequence[BucketRows],
         restore: Tensor,
         parts: Sequence[Part],
         scale: float | None,
@@ -182,10 +182,12 @@ class ForestAttention(torch.autograd.Function):
                     scale=scale,
                 )
             )
-            before, at = sums[part.queries], part.queries
-            sums[at] = torch.logaddexp(before, own_sums)
+            at = part.queries
+            sums[at] = torch.logaddexp(sums[at], own_sums)
             weight = (own_sums - sums[at]).exp()[..., None]
-            outputs[at] = outputs[at].lerp(own.to(sums.dtype), weight)
+            merged = outputs[at].lerp_(own.to(sums.dtype), weight)
+            if isinstance(at, Tensor):  # then `merged` is a copy
+                outputs[at] = merged
         outputs = outputs.to(query.dtype)
         ctx.save_for_backward(query, key, value, outputs, sums)
         ctx.plan = layouts, parts, scale
@@ -214,29 +216,33 @@ class ForestAttention(torch.autograd.Function):
         for layout in layouts:
             rows = _rows(layout, *given)
             # Results that were dropped have no gradient.
-            whole = [x[layout.tokens].transpose(1, 2) for x in (grad, outputs, sums)]
-            whole[0] = whole[0] * layout.is_new[:, None, :, None]
+            flat, shape = layout.tokens.flatten(), layout.tokens.shape
+            whole = [
+                x.index_select(0, flat).view(*shape, *x.shape[1:]).transpose(1, 2)
+                for x in (grad, outputs, sums)
+            ]
+            whole[0].mul_(layout.is_new[:, None, :, None])
             visible = _bias(layout.visible, query)
             own = _flash_backward(
                 whole[0], *rows, *whole[1:], 0.0, visible is None, attn_mask=visible, scale=scale
             )
             for total, x in zip(grads, own, strict=True):
-                total.index_add_(
-                    1, layout.tokens.flatten(), _fold(x, total).transpose(0, 1).flatten(1, 2)
-                )
+                total.index_add_(1, flat, _fold(x, total).transpose(0, 1).flatten(1, 2))
         return (*grads, None, None, None, None)
 
 
-def _rows(layout: Layout, *packed: Tensor) -> tuple[Tensor, ...]:
+def _rows(layout: BucketRows, *packed: Tensor) -> tuple[Tensor, ...]:
     """Return query, key and value [., K, D] as batches [n, H, longest, D]."""
     taken = (
-        x[:, layout.tokens.flatten()].view(len(x), *layout.tokens.shape, x.shape[-1])
+        x.index_select(1, layout.tokens.flatten()).view(len(x), *layout.tokens.shape, x.shape[-1])
         for x in packed
     )
     return tuple(_spread(x.transpose(0, 1), packed[0]) for x in taken)
 
 
-def _attend(rows: tuple[Tensor, ...], layout: Layout, scale: float | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    rows: tuple[Tensor, ...], layout: BucketRows, scale: float | None
+) -> tuple[Tensor, Tensor]:
     visible = _bias(layout.visible, rows[0])
     found: tuple[Tensor, Tensor] = _flash(
         *rows, is_causal=visible is None, attn_mask=visible, scale=scale
@@ -258,5 +264,7 @@ def _spread(x: Tensor, query: Tensor) -> Tensor:
 
 def _fold(grad: Tensor, like: Tensor) -> Tensor:
     """Return gradients [n, H, L, D] summed over the heads that share one of `like` [G, K, D]."""
+    if grad.shape[1] == len(like):
+        return grad
     num, heads, *rest = grad.shape
     return grad.reshape(num, len(like), heads // len(like), *rest).sum(2)

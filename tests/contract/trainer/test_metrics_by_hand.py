@@ -202,25 +202,23 @@ def test_rewards_lengths_and_shares_of_a_step_s_trajectories(ran: Ran) -> Pairs:
 
 @by_hand(
     "train",
-    *("num_trained_tokens", "num_forwarded_tokens", "num_saved_tokens", "forwarded_per_distinct"),
-    *("num_oversize", "num_updates", "num_refused", "learning_rate"),
+    *("num_trained_tokens", "num_forwarded_tokens", "num_saved_tokens", "num_oversize"),
+    *("forwarded_per_distinct", "num_updates", "num_refused", "learning_rate"),
 )
 def test_counts_and_the_learning_rate_of_a_step(ran: Ran, steps: list[StepByHand]) -> Pairs:
-    # Four updates a batch; refused ones do not move the schedule on, which knows of eight.
+    # Refused updates do not move the schedule on, which knows of eight.
     for (row, batch), step, applied in zip(rows_of(ran), steps, (4, 0, 4), strict=True):
-        last = {0: 3, 1: 4, 2: 7}[batch.place]
         yield (
             row,
             {
                 "num_trained_tokens": sum(len(answer.sampled) for answer in step.answers),
                 # No two of them begin alike, and there are two epochs.
                 "num_forwarded_tokens": 2 * sum(len(answer.ids) for answer in step.answers),
-                "num_saved_tokens": 0,
-                "forwarded_per_distinct": 1.0,
+                **{"num_saved_tokens": 0, "forwarded_per_distinct": 1.0},
                 "num_oversize": 1 if batch.place == 0 else 0,  # 160 tokens in rows of 150
                 "num_updates": applied,
                 "num_refused": 4 - applied,
-                "learning_rate": rate(last, peak=1e-3, warmup=3, total=8),
+                "learning_rate": rate((3, 4, 7)[batch.place], peak=1e-3, warmup=3, total=8),
             },
         )
 
