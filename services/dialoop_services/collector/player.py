@@ -186,13 +186,14 @@ class GroupPlayer:
         attempt, num_discarded = 1, 0
         log = await log_of(member, anew=False)
         while True:
-            is_restart = bool(log.turns)
+            num_kept = len(log.turns)
             trajectory = await self._play_episode(play, sampling, policy, log)
             failure = _blameless_failure(trajectory)
-            if is_restart and failure is not None and failure.reason in _RESTARTS:
+            if log.turns and failure is not None and failure.reason in _RESTARTS:
                 self._counters.count_restarted(failure.reason)
-                log = await log_of(member, anew=True)
-                continue
+                if len(log.turns) == num_kept:  # nothing was sampled here: this was no play
+                    log = await log_of(member, anew=True)
+                    continue
             play.num_played += 1
             self._counters.count_trajectory(trajectory, play.task.purpose)
             if failure is None:

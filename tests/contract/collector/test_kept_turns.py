@@ -162,8 +162,8 @@ async def test_the_next_collector_goes_on_where_the_environment_can(redo, loses_
     assert sequence.inference_logprobs.tolist() == [-0.5, -1.5] * 3
 
 
-@pytest.mark.parametrize("redo", ["safe", "snapshot"])
-async def test_an_environment_that_is_started_again_loses_no_turn(redo):
+@pytest.mark.parametrize("redo", ["safe", "snapshot", "never"])
+async def test_an_environment_that_is_started_again_loses_no_turn_unless_it_must(redo):
     tool = Looks()
     async with AsyncExitStack() as exits:
         server = await exits.enter_async_context(playing_on(environment_with(tool, redo)))
@@ -174,7 +174,7 @@ async def test_an_environment_that_is_started_again_loses_no_turn(redo):
 
         async def while_it_restarts(history, *, turn=0, **question):
             samples = await generate(history, turn=turn, **question)
-            if turn == 1 and len(policy.turns) == 2:
+            if policy.turns == [0, 1]:
                 await server.__aexit__(None, None, None)
                 await exits.enter_async_context(playing_on(environment_with(tool, redo), port))
             return samples
@@ -182,10 +182,15 @@ async def test_an_environment_that_is_started_again_loses_no_turn(redo):
         policy.generate = while_it_restarts
         async with w.collecting(policy, group_size=1) as counters:
             (member,) = await members(w)
-    assert policy.turns == [0, 1, 2]
-    assert len(member.turns) == NUM_TURNS
     counts = counters.to_json()
-    assert (counts["num_episodes_continued"], counts["num_failures"]) == (1, {})
+    assert len(member.turns) == NUM_TURNS
+    if redo == "never":
+        assert policy.turns == [0, 1, 0, 1, 2]
+        assert counts["num_episodes_restarted"] == {"session_lost": 1}
+        assert counts["training"]["num_trajectories_discarded"] == 1, "its tokens count"
+    else:
+        assert policy.turns == [0, 1, 2]
+        assert (counts["num_episodes_continued"], counts["num_failures"]) == (1, {})
 
 
 async def test_an_environment_that_claims_a_safe_redo_and_differs_is_played_from_the_start():
