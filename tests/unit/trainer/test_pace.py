@@ -81,9 +81,27 @@ def test_where_the_engine_is_full_a_deeper_pipeline_is_tried_once_in_a_while(
     assert depths.count(2) > 40, "most of the time it is as fast without older data"
 
 
-def test_a_depth_that_nobody_needs_goes_down(tmp_path: Path) -> None:
+def test_a_depth_that_nobody_needs_goes_down_to_1_where_turns_would_be_slower(
+    tmp_path: Path,
+) -> None:
+    def beside(depth: int) -> tuple[float, float]:
+        return (0.5, 0.5) if depth == 0 else (0.0, 0.5)
+
+    depths = run(Pace(settings(tmp_path), JobState()), 40, beside)
+    assert depths[-1] == 1
+    assert 0 < depths.count(0) < 10, "it was tried"
+
+
+def test_they_take_turns_where_that_is_as_fast(tmp_path: Path) -> None:
+    """Where trainer and engine share the cores, each is slower beside the other one."""
     pace = Pace(settings(tmp_path), JobState())
-    assert run(pace, 20, asleep(0.5))[-1] == 1
+    depths = []
+    for _ in range(60):
+        slowed = 0.0 if pace.depth == 0 else 1.0
+        train(pace, 1.0 - slowed, 1.0 + slowed, train_s=BUSY_S - 0.2 + slowed)
+        depths.append(pace.depth)
+    assert depths[-1] == 0
+    assert depths.count(0) > 35, "another depth is tried once in a while"
 
 
 def test_no_depth_is_chosen_where_the_job_names_one_or_nothing_can_run_beside(

@@ -7,7 +7,8 @@ A step computes for `busy` seconds, and a group is played for `play` seconds. Ba
 they are wanted if play / busy of them are under way (Little's law, L = X W), and more where groups
 that teach nothing are dropped. Where an engine has more to do than it can, more work makes each
 answer slower and none comes sooner. So a deeper pipeline is on trial: unless steps come faster, the
-depth goes back for a while.
+depth goes back for a while. Where trainer and engine share the cores, taking turns may be as fast,
+and its data is not older. So depth 0 is on trial too: unless steps come slower, it stays.
 
 Data may be as old as it teaches something: the first age whose tokens have an effective sample size
 below `_LEAST_ESS` is too old. A single token with a large ratio makes that small for a step, so the
@@ -38,8 +39,9 @@ _MOST = 32
 _WAITS, _WAITS_NOT = 0.1, 0.02
 """Shares of a step that the trainer waits for groups: above the first it wants more of them, below
 the second fewer."""
-_GAIN = 0.1
-"""By how much faster steps have to come for a greater depth to stay."""
+_GAIN, _LOSS = 0.1, 0.02
+"""By how much faster steps have to come for a greater depth to stay, and by how much slower they
+may come at depth 0."""
 _HOLD = 16
 """Steps without another trial, after one that brought nothing."""
 _PATIENCE = 4
@@ -55,10 +57,10 @@ _OLDER_AGAIN = 5
 
 @dataclass(slots=True)
 class _Trial:
-    """A greater depth that has to pay: what it was before, and the seconds of a step then."""
+    """A depth that has to pay: what it was before, and the seconds that a step may take now."""
 
     before: int
-    step_s: float
+    most_s: float
     settles_at: int
 
 
@@ -147,23 +149,33 @@ class Pace:
             return
         waits = self._lease_s / ((self._lease_s + self._busy_s) or 1.0)
         wanted = min(self._most, max(self._needed, self.depth + 1))
-        if waits > _WAITS and wanted > self.depth and self._num_seen >= self._holds_until:
-            before = self.depth
-            # Batches that are under way now come as they would have come.
-            settles_at = self._num_seen + before + 1
-            self._trial = _Trial(before, statistics.fmean(self._step_times[-2:]), settles_at)
-            self._go_to(wanted)
+        may_try = self._num_seen >= self._holds_until
+        if waits > _WAITS and wanted > self.depth and may_try:
+            self._try(wanted, 1 - _GAIN)
         self._num_below = self._num_below + 1 if waits < _WAITS_NOT else 0
-        if self._num_below >= _PATIENCE and self._needed < self.depth:
+        if self._num_below < _PATIENCE:
+            return
+        if self.depth == 1 and may_try:
+            self._try(0, 1 + _LOSS)
+        elif self.depth > 1 and self._needed < self.depth:
             self._num_below = 0
             self._go_to(self.depth - 1)
 
+    def _try(self, depth: int, factor: float) -> None:
+        """Go to a depth that has to bring steps of at most so many times today's seconds."""
+        # Batches that are under way now come as they would have come.
+        settles_at = self._num_seen + self.depth + 1
+        most_s = factor * statistics.fmean(self._step_times[-2:])
+        self._trial = _Trial(self.depth, most_s, settles_at)
+        self._go_to(depth)
+
     def _judge(self, trial: _Trial) -> None:
-        """Keep a greater depth where steps come faster, once batches come as it lets them."""
+        """Keep the depth where steps come as fast as they have to, once batches come by it."""
         if self._num_seen < trial.settles_at + 2:
             return
         self._trial = None
-        if statistics.fmean(self._step_times[-2:]) > (1 - _GAIN) * trial.step_s:
+        self._num_below = 0
+        if statistics.fmean(self._step_times[-2:]) > trial.most_s:
             self._holds_until = self._num_seen + _HOLD
             self._go_to(trial.before)
 
