@@ -50,9 +50,9 @@ TASKS: dict[str, dict[str, Any]] = {
 WAYS = ("0", "1", "2", "4", "auto", "auto-wait")
 """The pipeline's depth, and whether a publish waits for answers under way."""
 SEEDS = (0, 1, 2)
-NUM_STEPS, NUM_AGENTS, GROUP_SIZE = 24, 64, 8
+NUM_STEPS, NUM_AGENTS, GROUP_SIZE = 16, 64, 8
 MAX_MODEL_LEN = 480
-EVALUATED_EVERY, NUM_HELDOUT = 6, 256
+EVALUATED_EVERY, NUM_HELDOUT = 8, 256
 LONG_SHARE = 0.25
 """The episodes of the longest quarter of all that were played are called long."""
 _LOOK_S = 0.25
@@ -99,7 +99,7 @@ def prepare(task: str) -> None:
     if (folder / "model").is_dir():
         return
     job = job_of(task, way="0", seed=0) | {"run": "warm_start"}
-    job |= {"model": {}, "warm_start": {"num_steps": 300, "batch_size": 32, "learning_rate": 3e-3}}
+    job |= {"model": {}, "warm_start": {"num_steps": 700, "batch_size": 32, "learning_rate": 3e-3}}
     job["train"] = job["train"] | {"num_steps": 0}
     asyncio.run(_train(job, folder, {}))
     command = ["export", str(folder / "warm_start"), "latest", str(folder / "model")]
@@ -233,17 +233,25 @@ def seconds_to(result: Result, target: float) -> float | None:
     return None
 
 
-def report(task: str) -> Result:
-    """Return the runs of a task side by side, to the reward that depth 0 reaches at its end.
-
-    It is the lowest of the seeds' ends, less .02, so that every seed of depth 0 reaches it.
-    """
-    results = {
+def results_of(task: str) -> dict[tuple[str, int], Result]:
+    """Return the results that are there, by way and seed."""
+    return {
         (way, seed): json.loads(path.read_text("utf-8"))
         for way in WAYS
         for seed in SEEDS
         if (path := FOLDER / task / f"{way}_{seed}.json").is_file()
     }
+
+
+def report(task: str) -> Result:
+    """Return the runs of a task side by side, to the reward that depth 0 reaches at its end.
+
+    It is the lowest of the seeds' ends, less .02, so that every seed of depth 0 reaches it.
+    SystemExit where no run of depth 0 is there.
+    """
+    results = results_of(task)
+    if not any(way == "0" for way, _ in results):
+        raise SystemExit(f"Nothing was measured at depth 0 in {FOLDER / task}.")
     last = str(NUM_STEPS)
     at_end = {key: result["rewards"][last] for key, result in results.items()}
     target = min(reward for (way, _), reward in at_end.items() if way == "0") - 0.02

@@ -61,6 +61,7 @@ CASES = {
             "measure": {"one": {"hit_rate": 0.0}, "routed": {"hit_rate": 0.0}},
         }
     ),
+    "dividend.__main__": Case(("report", "slow"), {"results_of": {}}),
     "forest.__main__": Case(returns={"Way": MagicMock(), "figures_of": {}}),
     "generate_turns": Case(
         returns={"make_tiny_model": Path(), "measure": {}, "_render_ms": {}},
@@ -121,7 +122,15 @@ REFUSING = {
 # Run by others, or they print what they made.
 PARTS = {
     *("gpu.engine", "gpu.pack", "gpu.real_model", "gpu.real_shape", "gpu.train_step", "gpu.unpack"),
-    *("gpu", "gpu.fatbin", "gpu.lines", "gpu.place", "learn.report", "silent_bugs.bugs"),
+    *(
+        "dividend.environments",
+        "gpu",
+        "gpu.fatbin",
+        "gpu.lines",
+        "gpu.place",
+        "learn.report",
+        "silent_bugs.bugs",
+    ),
 }
 
 

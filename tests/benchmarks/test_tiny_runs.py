@@ -44,6 +44,7 @@ RUNS = {
     "train_step": "--rounds 1 --prompts 1 --vocabulary 1024 --ways ours",
 }
 LEFT_OUT = {
+    "dividend": "minutes a run; tests/benchmarks/test_dividend.py reads its results",
     "gpu.engine": "a check of gpu.smoke",
     "gpu.evidence": "tests/unit/infra/test_gpu_evidence.py rehearses it",
     "gpu.pack": "it downloads vLLM for a GPU",
