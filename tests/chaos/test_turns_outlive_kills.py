@@ -68,7 +68,9 @@ class Fleet:
         paths = [ROOT, ROOT / "client", ROOT / "services"]
         shared = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PORT": str(self.ports[role])}
         own = {
-            "replay": {"STORE": "redis", "REDIS_URL": self.redis.url},
+            # A task whose lease runs out three times before a new turn is given up; so many kills,
+            # and a loaded machine, blame nobody here.
+            "replay": {"STORE": "redis", "REDIS_URL": self.redis.url, "MAX_ATTEMPTS": "100"},
             "environment": {"ENVIRONMENTS": "tests.support.programs.counting:environment"},
             "inference": {},
             "collector": {
