@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="checkout to compare with")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--row-tokens", type=int, default=32_768)
+    parser.add_argument("--row-tokens", type=int, default=12_288)
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument("--traces", nargs="*", default=list(TRACES), choices=list(TRACES))
     arguments = parser.parse_args()

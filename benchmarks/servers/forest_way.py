@@ -81,31 +81,32 @@ class Trace:
 
 
 def turns(trace: Trace) -> None:
-    """Eight conversations of eight turns behind one domain's policy, as tau-squared's."""
-    policy = trace.tokens(2400)
-    for _ in range(8):
-        trace.converse(policy, 8, 0)
+    """Two tasks, each played twice over eight turns behind a long policy, as tau-squared's are."""
+    for task in range(2):
+        policy = trace.tokens(3600)
+        for _ in range(2):
+            trace.converse(policy, 8, task)
 
 
 def forks(trace: Trace) -> None:
-    """Conversations of which some turns are sampled eight times; the forks train all they hold."""
+    """Two conversations, four of whose turns are sampled six times; forks train all they hold."""
     for task in range(2):
-        context = trace.tokens(1600)
+        context = trace.tokens(3600)
         for _ in range(4):
-            context = context + trace.tokens(250)
-            sampled = trace.tokens(100)
-            for _ in range(8):
-                trace.add(context, sampled + trace.tokens(200), task)
+            context = context + trace.tokens(220)
+            sampled = trace.tokens(60)
+            for _ in range(6):
+                trace.add(context, sampled + trace.tokens(240), task)
             context = context + sampled
 
 
 def sub_agents(trace: Trace) -> None:
-    """A conversation that sends twelve sub-agents, whose instructions are the same."""
-    instructions, context = trace.tokens(4000), trace.tokens(2000)
+    """A conversation that sends six sub-agents, whose instructions are the same."""
+    instructions, context = trace.tokens(5000), trace.tokens(2400)
     for _ in range(3):
         context = trace.converse(context, 2, 0)
-        for _ in range(4):
-            trace.converse(instructions, 4, 0)
+        for _ in range(2):
+            trace.converse(instructions, 3, 0)
 
 
 def nothing_shared(trace: Trace) -> None:
