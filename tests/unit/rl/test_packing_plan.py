@@ -9,6 +9,8 @@ from dialoop_learning.rl.packing_plan import RankPlan, plan_ranks, plan_rows, ro
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.servers.forest_way import make_trace
+
 
 def _forest(*rows: list[int]) -> Forest:
     return plant([np.array(row) for row in rows])
@@ -86,6 +88,18 @@ def test_runs_of_a_forest_are_its_unbranched_paths(draw: random.Random, num: int
         assert sum(o.end - o.start for o in below) == run.stop - run.end
         assert all(o.depth >= run.depth + run.end - run.start for o in below)
     assert sum(run.end - run.start for run in runs) == len(sequences)
+
+
+@pytest.mark.parametrize("name", ["turns", "forks", "sub_agents"])
+def test_conversations_that_reuse_tokens_seven_times_are_forwarded_once(name: str) -> None:
+    trace = make_trace(name, 1.0)
+    rows = [ids for ids, _, _ in trace.sequences]
+    forest = _forest(*rows)
+    assert forest.num_distinct == trace.num_distinct
+    assert trace.num_tokens > 6.9 * forest.num_distinct
+    plan = plan_rows([len(row) for row in rows], max_tokens=12_288, forest=forest)
+    num_forwarded = sum(_forest(*(rows[i] for i in row)).num_distinct for row in plan)
+    assert num_forwarded <= 1.03 * forest.num_distinct
 
 
 def test_ranks_part_a_family_where_waiting_costs_more_than_its_beginning() -> None:
