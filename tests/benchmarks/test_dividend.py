@@ -42,9 +42,9 @@ def test_runs_are_compared_at_the_reward_that_every_seed_of_depth_0_reaches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dividend, "FOLDER", tmp_path)
-    write_json(tmp_path / "slow" / "0_0.json", result(10.0, 0.2, 0.6, 0.82))
+    write_json(tmp_path / "slow" / "0_0.json", result(10.0, 0.2, 0.6, 0.85))
     write_json(tmp_path / "slow" / "0_1.json", result(20.0, 0.2, 0.6, 0.92))
-    write_json(tmp_path / "slow" / "auto_0.json", result(1.0, 0.2, 0.6, 0.82))
+    write_json(tmp_path / "slow" / "auto_0.json", result(1.0, 0.2, 0.6, 0.85))
     write_json(tmp_path / "slow" / "auto_1.json", result(4.0, 0.2, 0.6, 0.92))
     write_json(tmp_path / "slow" / "4_0.json", result(1.0, 0.2, 0.3, 0.4))
     figures = dividend.report("slow")
