@@ -32,7 +32,7 @@ from dialoop.environments.sessions.records import (
 )
 from dialoop.environments.tasks.choosing import TaskChoice
 from dialoop.environments.tasks.source import TaskPage
-from dialoop.episode import GroupOpening, ResetResult, SessionState, StepResult
+from dialoop.episode import GroupOpening, ResetResult, Resumed, SessionState, StepResult
 from dialoop.errors import ERRORS_BY_STATUS, DialoopError, InternalError
 from dialoop.trajectory import Trajectory
 
@@ -131,7 +131,7 @@ class LocalEnvironmentClient:
         return self._sessions.create(session_id, environment, ttl_s).ttl_s
 
     @_as_served
-    async def reset(
+    async def reset(  # noqa: PLR0913 - the request has as many fields
         self,
         session_id: str,
         *,
@@ -140,10 +140,14 @@ class LocalEnvironmentClient:
         task_key: str = "",
         seed: int = 0,
         question: Given | None = None,
+        resumed: Resumed | None = None,
     ) -> ResetResult:
-        """Start an episode of the session; a retry gets the first result."""
+        """Start an episode of the session; a retry gets the first result.
+
+        One that is `resumed` goes on from a snapshot; PreconditionFailed (SNAPSHOT_TORN).
+        """
         choice = TaskChoice(split=split, task_key=task_key, seed=seed, question=question or Given())
-        call = ResetCall(session_id=session_id, episode=episode, choice=choice)
+        call = ResetCall(session_id=session_id, episode=episode, choice=choice, resumed=resumed)
         environment = self._sessions.get(session_id).environment
         return reset_result(await self._sessions.reset(call), environment)
 
@@ -197,6 +201,7 @@ class LocalEnvironmentClient:
                 task_key=item.task_key,
                 seed=item.seed,
                 question=item.question,
+                resumed=item.resumed,
             )
             for item in items
         )

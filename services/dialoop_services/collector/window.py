@@ -1,8 +1,8 @@
 """How many groups are played at once, where a job leaves that to what the engines have room for.
 
     window = Window("auto")
-    window.room(num_playing)             # how many groups may begin
-    window.saw(queue_s, took_s)          # of each answer: time in the engine's queue, and in all
+    window.saw(queue_s=0.0, took_s=1.5)     # of each answer: seconds in an engine's queue, and all
+    window.room(num_playing=3)              # 13 groups may begin
 
 It works as congestion control does for networks (AIMD: Chiu and Jain 1989, with the slow start of
 Jacobson 1988). Answers that wait in an engine's queue say that it has more than it can decode, or

@@ -416,10 +416,10 @@ def test_the_printed_config_is_whole_and_reads_back_as_itself():
     assert first.returncode == 0, first.stderr
     Path("again.toml").write_text(first.stdout)
     assert toml_of(load_config(Path("again.toml"), environment={})) == first.stdout
-    assert "pipeline_depth = 2" in first.stdout
+    assert 'pipeline_depth = "auto"' in first.stdout
     origins = stack("config", "print", "job.toml", "--origins").stdout.splitlines()
     assert 'run = "mine"  # job.toml' in origins
-    assert "pipeline_depth = 2  # default" in origins
+    assert 'pipeline_depth = "auto"  # default' in origins
 
 
 def test_an_unknown_key_is_one_sentence_and_exit_code_2():

@@ -1,8 +1,5 @@
 """How far sampling runs ahead of training, where a job leaves that to what its steps measure.
 
-    pace.depth                      # batches that are under way or wait, beside the one in training
-    pace.after_step(row, groups)    # chooses again; the publish that follows grants it
-
 A step computes for `busy` seconds, and a group is played for `play` seconds. Batches are there when
 they are wanted if play / busy of them are under way (Little's law, L = X W), and more where groups
 that teach nothing are dropped. Where an engine has more to do than it can, more work makes each
