@@ -301,7 +301,7 @@ def main() -> int:
             for way in WAYS:
                 run(arguments.task, way=way, seed=seed)
     else:
-        print_figures({"processor": processor()}, report(arguments.task))
+        print_figures({"processor": processor()}, {arguments.task: report(arguments.task)})
     return 0
 
 

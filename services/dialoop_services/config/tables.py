@@ -530,7 +530,10 @@ class TrainFields(Section):
     @property
     def first_depth(self) -> int:
         """Return the pipeline's depth until a train step has been measured."""
-        return _FIRST_DEPTH if self.pipeline_depth == "auto" else self.pipeline_depth
+        if self.pipeline_depth != "auto":
+            return self.pipeline_depth
+        oldest = self.max_staleness
+        return _FIRST_DEPTH if oldest == "auto" else min(_FIRST_DEPTH, oldest)
 
     def outstanding_groups(self, depth: int) -> int:
         """Return how many groups may be outstanding at a depth: depth + 1 batches.

@@ -121,6 +121,22 @@ def test_the_depth_stays_below_the_age_that_the_job_allows(tmp_path: Path) -> No
     assert pace.max_staleness == 5
 
 
+def test_a_depth_whose_data_would_be_too_old_is_given_up_at_once(tmp_path: Path) -> None:
+    pace = Pace(settings(tmp_path), JobState())
+    assert run(pace, 3, asleep(12.0))[-1] == 12
+    for _ in range(3):
+        train(pace, 9.0, 12.0, by_staleness={4: {"num_tokens": 64, "ess": 0.1}})
+    assert (pace.max_staleness, pace.depth) == (3, 3)
+
+
+@pytest.mark.parametrize(("oldest", "depth"), [(0, 0), (1, 1), (4, 2), ("auto", 2)])
+def test_the_first_depth_is_none_that_the_job_s_bound_of_ages_would_drop(
+    tmp_path: Path, oldest: int | str, depth: int
+) -> None:
+    own = settings(tmp_path, max_staleness=oldest)
+    assert (own.first_depth, Pace(own, JobState()).depth) == (depth, depth)
+
+
 def test_an_age_whose_tokens_teach_next_to_nothing_is_too_old(tmp_path: Path) -> None:
     pace = Pace(settings(tmp_path), JobState())
     assert pace.max_staleness is None

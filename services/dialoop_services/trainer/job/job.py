@@ -259,7 +259,7 @@ class TrainingJob:
     async def _begin_evaluating(self, background: asyncio.TaskGroup, *due: int) -> None:
         """Start the due evaluations, also those that a killed trainer did not end."""
         evaluating = background.create_task(self._evaluate_all(due))
-        takes_turns = self._settings.mode == "rl" and not self._settings.pipeline_depth
+        takes_turns = self._settings.mode == "rl" and not self._settings.first_depth
         if takes_turns or self._parts.placement.is_shared:
             await evaluating  # nothing is trained or published meanwhile
 

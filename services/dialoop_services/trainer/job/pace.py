@@ -39,6 +39,8 @@ the second fewer."""
 _GAIN, _LOSS = 0.1, 0.02
 """By how much faster steps have to come for a greater depth to stay, and by how much slower they
 may come at depth 0."""
+_LAST = 2
+"""Steps whose mean time is compared."""
 _HOLD = 16
 """Steps without another trial, after one that brought nothing."""
 _PATIENCE = 4
@@ -75,7 +77,7 @@ class Pace:
         self._num_seen = 0
         self._num_below = 0
         self._trial: _Trial | None = None
-        self._step_times: list[float] = []
+        self._step_times: deque[float] = deque(maxlen=_LAST)
         self._holds_until = 0
 
     @property
@@ -108,10 +110,10 @@ class Pace:
         if not row["num_updates"]:
             return told
         self._measure(row, told["group_play_s"])
-        if self._settings.pipeline_depth == "auto" and self._settings.first_depth:
-            self._choose_depth()
         if self._settings.max_staleness == "auto":
             self._choose_bound(row.get("by_staleness", {}))
+        if self._settings.pipeline_depth == "auto" and self._settings.first_depth:
+            self._choose_depth()
         return told
 
     def _measure(self, row: Mapping[str, Any], play_s: float) -> None:
@@ -141,6 +143,9 @@ class Pace:
         return _MOST if bound is None else min(_MOST, bound)
 
     def _choose_depth(self) -> None:
+        if self.depth > self._most:  # what lies deeper would be dropped for its age
+            self._trial = None
+            self._go_to(self._most)
         if self._trial is not None:
             self._judge(self._trial)
             return
@@ -162,17 +167,17 @@ class Pace:
         """Go to a depth that has to bring steps of at most so many times today's seconds."""
         # Batches that are under way now come as they would have come.
         settles_at = self._num_seen + self.depth + 1
-        most_s = factor * statistics.fmean(self._step_times[-2:])
+        most_s = factor * statistics.fmean(self._step_times)
         self._trial = _Trial(self.depth, most_s, settles_at)
         self._go_to(depth)
 
     def _judge(self, trial: _Trial) -> None:
         """Keep the depth where steps come as fast as they have to, once batches come by it."""
-        if self._num_seen < trial.settles_at + 2:
+        if self._num_seen < trial.settles_at + _LAST:
             return
         self._trial = None
         self._num_below = 0
-        if statistics.fmean(self._step_times[-2:]) > trial.most_s:
+        if statistics.fmean(self._step_times) > trial.most_s:
             self._holds_until = self._num_seen + _HOLD
             self._go_to(trial.before)
 

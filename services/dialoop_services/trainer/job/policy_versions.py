@@ -51,7 +51,7 @@ class VersionedPublisher:
         self._state = checkpointer.state
         self._runs_behind = (
             settings.mode == "rl"
-            and settings.pipeline_depth != 0
+            and settings.first_depth > 0
             and not parts.placement.is_shared  # the engines have no device before it is given up
         )
         self._pending: asyncio.Task[None] | None = None
