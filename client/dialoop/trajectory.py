@@ -258,6 +258,14 @@ class Reward:
         return cls(name=name, value=sum(values), weight=weight, per_token=values)
 
 
+def sums_by_name(rewards: Iterable[Reward]) -> dict[str, float]:
+    """Return the sum of value * weight of the rewards of each name."""
+    sums: dict[str, float] = {}
+    for reward in rewards:
+        sums[reward.name] = sums.get(reward.name, 0.0) + reward.value * reward.weight
+    return sums
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """An error while the trajectory was made, and whose it is."""

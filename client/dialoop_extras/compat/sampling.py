@@ -210,14 +210,18 @@ class _Reader:
             )
 
 
+_NO_PENALTY = (
+    "It would change what is sampled with every token, and training needs the distribution that "
+    "was sampled. Give repetition_penalty, with which nothing is trained, or leave it out."
+)
 _REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         "include_stop_str_in_output": "Leave it out: a stop string stays, as it was sampled.",
         "prompt_logprobs": "Ask LogProb for the log-probs of a prompt.",
         "return_log_probs": "Leave it out: log-probs always come with the tokens.",
         "stop_token_ids": "Give the tokens' text as stop_sequences.",
-        "presence_penalty": "Give repetition_penalty, or leave it out.",
-        "frequency_penalty": "Give repetition_penalty, or leave it out.",
+        "presence_penalty": _NO_PENALTY,
+        "frequency_penalty": _NO_PENALTY,
     }
 )
 

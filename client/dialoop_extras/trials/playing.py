@@ -7,7 +7,7 @@
 
 The last episode is trained, and its rewards count: each step's reward belongs to its turn, as one
 number or spread over the turn's sampled tokens (`TrialOptions.reward_split`). The episodes before
-it are what the agent learns from within the trial.
+it are what the agent learns from within the trial; the label `trial_rewards` has what each earned.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ async def play_trial(  # noqa: PLR0913 - its parts
     (trial,) = result.trials
     final, facts = trial.final, recorded.facts(sampling)
     sequences = _rows_to_train(recorded.rows, options.mask_scope)
-    rewards = " ".join(f"{episode.reward:g}" for episode in trial.episodes)
+    rewards = " ".join(f"{episode.earned:g}" for episode in trial.episodes)
     return Trajectory(
         trajectory_id=uuid.uuid4().hex,
         group_id=group_id,

@@ -98,6 +98,11 @@ class PlayedEpisode:
     failures: tuple[Failure, ...] = ()
 
     @property
+    def earned(self) -> float:
+        """Return the sum of its steps' rewards, also in a free shot."""
+        return sum(step.reward for step in self.steps)
+
+    @property
     def token_ids(self) -> list[int]:
         """Return the ids of prompts and actions, one after the other."""
         return [i for step in self.steps for i in (*step.prompt_ids, *step.action.token_ids)]

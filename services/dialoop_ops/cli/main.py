@@ -285,8 +285,16 @@ def _add_show(commands: Commands) -> None:
     which.add_argument(
         "--index", type=int, default=-1, help="show the n-th of those (-1, the newest)"
     )
-    which.add_argument("--best", action="store_true", help="show the one with the highest reward")
-    which.add_argument("--worst", action="store_true", help="show the one with the lowest reward")
+    which.add_argument(
+        "--best",
+        action="store_true",
+        help="show the one with the highest reward, of those trained if there are any",
+    )
+    which.add_argument(
+        "--worst",
+        action="store_true",
+        help="show the one with the lowest reward, of those trained if there are any",
+    )
     show.add_argument("--tokens", action="store_true", help="add a line for each token")
     show.add_argument("--list", action="store_true", help="print a line for each that matches")
     show.add_argument("--group", action="store_true", help="print its whole group, a line each")

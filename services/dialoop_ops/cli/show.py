@@ -25,7 +25,7 @@ from dialoop_ops.runs.display import (
 from dialoop_ops.runs.filters import Filters
 from dialoop_ops.runs.metric_rows import METRICS
 from dialoop_ops.runs.run_config import tokenizer_of
-from dialoop_ops.runs.summaries import summary_of, text_of, versions_by_step
+from dialoop_ops.runs.summaries import TRAINED, summary_of, text_of, versions_by_step
 
 if TYPE_CHECKING:
     import argparse
@@ -106,13 +106,17 @@ def _choose(
 ) -> tuple[TrajectorySummary, Row, str]:
     """Return the selected row, and its number among how many; keep no more rows than needed."""
     sign = arguments.best - arguments.worst
+    # What was trained comes first: that is what the policy has learned from.
+    best: tuple[bool, float] = (False, 0.0)
     kept: deque[tuple[int, TrajectorySummary, Row]] = deque(
         maxlen=1 if sign else min(max(1, -arguments.index), sys.maxsize)
     )
     count = 0
     for count, (summary, row) in enumerate(matches, start=1):
         if sign:
-            is_wanted = not kept or sign * row["reward"] > sign * kept[0][2]["reward"]
+            rank = (summary.outcome == TRAINED, sign * row["reward"])
+            is_wanted = not kept or rank > best
+            best = rank if is_wanted else best
         else:
             is_wanted = arguments.index < 0 or count == arguments.index + 1
         if is_wanted:

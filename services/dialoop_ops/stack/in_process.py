@@ -59,7 +59,6 @@ from dialoop_ops.stack.run_dir import RunDir, open_run
 
 if TYPE_CHECKING:
     from dialoop.clients.channel import Channel
-    from dialoop.clients.inference import PolicyStatus
     from dialoop.clients.registry import ServiceInstance
     from dialoop.clients.retry import RetryPolicy
     from dialoop_services.config.job import JobConfig
@@ -102,11 +101,12 @@ async def train_in_process(
 
     `loaded` is from `read_job`. Raise Unavailable (JOB_FAILED) when the trainer fails.
     """
-    job, clock = loaded.config, PhaseClock()
+    job = loaded.config
     with modules_of(loaded.folder), open_run(folder, job, fresh=fresh) as run_dir:
+        clock = PhaseClock(run_dir.path)
         async with _running(job, run_dir) as (services, dialoop):
             clock.record("starting")
-            snapshot = await _until_done(services, dialoop, clock)
+            await _until_done(services, dialoop, clock)
             # Now nothing writes to the queue any more.
             await services.stop("collector", "scorer")
             stats = await dialoop.replay.get_stats(run_dir.run_id)
@@ -119,18 +119,19 @@ async def train_in_process(
             stats=stats,
             rescoring=rescoring,
             seconds_by_phase=clock.seconds,
-            num_sampled_tokens=snapshot.num_sampled_tokens,
+            num_sampled_tokens=clock.num_sampled_tokens,
         )
 
 
-async def _until_done(services: _Services, dialoop: Dialoop, clock: PhaseClock) -> PolicyStatus:
-    """Wait until training is done and return what the replica has sampled with."""
+async def _until_done(services: _Services, dialoop: Dialoop, clock: PhaseClock) -> None:
+    """Wait until training is done."""
     while True:
         status = await dialoop.trainer.get_status()
         services.require_no_failure()
-        clock.record(status.phase.name.lower())
+        policy = await dialoop.inference.get_policy()
+        clock.record(status.phase.name.lower(), policy.num_sampled_tokens)
         if status.phase is Phase.DONE:
-            return await dialoop.inference.get_policy()
+            return
         if status.phase is Phase.FAILED:
             raise Unavailable(f"Training failed: {status.failure}", reason=Reason.JOB_FAILED)
         await asyncio.sleep(_POLL_S)

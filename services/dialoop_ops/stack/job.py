@@ -20,7 +20,7 @@ from dialoop_ops.stack.layout import Layout, service_of
 from dialoop_ops.stack.processes.redis_server import version_of
 from dialoop_ops.stack.report import summary
 from dialoop_ops.stack.report.live import LiveView, PhaseProgress
-from dialoop_ops.stack.report.observer import Observer, PhaseClock, Snapshot, observing
+from dialoop_ops.stack.report.observer import Observer, PhaseClock, observing
 from dialoop_ops.stack.report.plot import draw_learning
 from dialoop_ops.stack.report.report import report
 from dialoop_ops.stack.running import running_stack
@@ -38,15 +38,15 @@ _POLL_S = 1.0
 
 async def train(layout: Layout, log: LogStream, console: Console) -> int:
     """Run the job and return 0 when every gate holds, else 1. The stack has ended by then."""
-    clock = PhaseClock()
     config, run_dir = layout.config, layout.run_dir
+    clock = PhaseClock(run_dir.path)
     log.say("stack", f"run {config.run}, engine {config.engine}")
     for warning in warnings_for(config):
         log.say("stack", warning, style="yellow")
     async with running_stack(layout, log) as supervisor:
         log.say("stack", "all services are ready")
         async with observing(layout) as observer:
-            last = await _until_done(observer, supervisor, clock, LiveView(console, log))
+            await _until_done(observer, supervisor, clock, LiveView(console, log))
             # Now nothing writes to the queue any more.
             names = [service.spec.name for service in supervisor.services]
             collectors = [name for name in names if service_of(name) == "collector"]
@@ -64,7 +64,7 @@ async def train(layout: Layout, log: LogStream, console: Console) -> int:
         stats=stats,
         rescoring=rescoring,
         seconds_by_phase=clock.seconds,
-        num_sampled_tokens=last.num_sampled_tokens,
+        num_sampled_tokens=clock.num_sampled_tokens,
         redis_version=version_of(program) if program else "",
         num_restarts=restarts,
     )
@@ -85,16 +85,16 @@ def warnings_for(config: JobConfig) -> tuple[str, ...]:
 
 async def _until_done(
     observer: Observer, supervisor: Supervisor, clock: PhaseClock, live: LiveView
-) -> Snapshot:
+) -> None:
     """Watch until training is done; a trainer that fails is started again by the supervisor."""
     clock.record("starting")
     with live:
         while True:
             snapshot = replace(await observer.snapshot(), alarms=supervisor.alarms)
-            clock.record(snapshot.phase.name.lower())
+            clock.record(snapshot.phase.name.lower(), snapshot.num_sampled_tokens)
             live.show(snapshot)
             if snapshot.phase is Phase.DONE:
-                return snapshot
+                return
             await asyncio.sleep(_POLL_S)
 
 

@@ -224,4 +224,4 @@ async def collect(collector: Collector, counters: Counters, stopping: asyncio.Ev
 
 
 if __name__ == "__main__":
-    run(serve, name="collector")
+    run(serve, name="collector", settings=CollectorSettings)

@@ -21,4 +21,4 @@ async def serve_in(host: Host, settings: EnvironmentSettings) -> None:
 
 
 if __name__ == "__main__":
-    run(main, name="environment")
+    run(main, name="environment", settings=EnvironmentSettings)

@@ -335,4 +335,4 @@ def _unfit(settings: InferenceSettings, problem: str) -> InvalidConfig:
 
 
 if __name__ == "__main__":
-    run(serve, name="inference")
+    run(serve, name="inference", settings=InferenceSettings)

@@ -119,4 +119,4 @@ def _without_password(url: str) -> str:
 
 
 if __name__ == "__main__":
-    run(serve, name="replay")
+    run(serve, name="replay", settings=ReplaySettings)

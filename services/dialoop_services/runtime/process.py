@@ -1,7 +1,8 @@
 """The life of a service's process: it ends with its parent and reports errors in one line.
 
 if __name__ == "__main__":
-    run(serve, name="environment")        # serve: an async function without arguments
+    # serve: an async function without arguments
+    run(serve, name="environment", settings=EnvironmentSettings)
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from typing import Any, NoReturn
 
 from dialoop.errors import InvalidConfig
 
-from dialoop_services.runtime.exit_reason import ExitReason, known_error
+from dialoop_services.runtime.exit_reason import CONFIG_ERROR, ExitReason, known_error
 from dialoop_services.runtime.listening import raise_descriptor_limit
 from dialoop_services.runtime.logs import configure_logs
+from dialoop_services.runtime.settings import StrictSettings, help_of
 from dialoop_services.runtime.shutdown import owns_process
 
 log = logging.getLogger(__name__)
@@ -41,14 +43,22 @@ _COLLECT_AFTER = 10_000
 _KEPT_BYTES, _MAPPED_BYTES = 64 << 20, 32 << 20
 
 
-def run(service: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> None:
-    """Run a service to its end. Exit with 2 for a wrong setting, with 1 for other known errors."""
+def run(
+    service: Callable[[], Coroutine[Any, Any, None]],
+    *,
+    name: str,
+    settings: type[StrictSettings] | None = None,
+) -> None:
+    """Run a service to its end. Exit with 2 for a wrong setting, with 1 for other known errors.
+
+    With `settings` the process takes no words but `--help`, which explains these.
+    """
 
     def work() -> None:
         with asyncio.Runner(loop_factory=_event_loop_factory()) as runner:
             runner.run(service())
 
-    run_blocking(work, name=name)
+    run_blocking(work, name=name, settings=settings)
 
 
 def _event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -61,8 +71,12 @@ def _event_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-def run_blocking(work: Callable[[], None], *, name: str) -> None:
+def run_blocking(
+    work: Callable[[], None], *, name: str, settings: type[StrictSettings] | None = None
+) -> None:
     """Do the same as `run` for a service that is more than an event loop."""
+    if settings is not None:
+        _answer_words(sys.argv[1:], name, settings)
     try:
         die_with_parent()
         configure_logs(name)
@@ -76,6 +90,25 @@ def run_blocking(work: Callable[[], None], *, name: str) -> None:
             raise
         sys.stderr.write(f"dialoop {name}: {reason.message}\n")
         reason.end()
+
+
+def _answer_words(words: list[str], name: str, settings: type[StrictSettings]) -> None:
+    """Print help and end the process, or refuse words that no service reads."""
+    if {"-h", "--help"} & set(words):
+        about = (sys.modules["__main__"].__doc__ or "").strip()
+        sys.stdout.write(
+            f"{about}\n\nIt takes no options. Its settings are these variables, and what the job\n"
+            "file says that DIALOOP_CONFIG names. A key of a table stands behind the table's name\n"
+            "and __.\n\n"
+            f"{help_of(settings)}\n"
+        )
+        sys.exit(0)
+    if words:
+        sys.stderr.write(
+            f"dialoop {name}: '{words[0]}' is no option of a service. Set variables; "
+            f"`python -m dialoop_services.{name} --help` lists them.\n"
+        )
+        sys.exit(CONFIG_ERROR)
 
 
 def tune_memory() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
+import textwrap
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -179,6 +180,21 @@ def load(kind: type[_S], **arguments: Any) -> _S:
             "; ".join(_sentence(kind, detail) for detail in error.errors()) + ".",
             remedy=f"Correct the settings of {kind.__name__}.",
         ) from error
+
+
+def help_of(kind: type[StrictSettings]) -> str:
+    """Return every variable of the settings with its default and its meaning."""
+    prefix = str(kind.model_config.get("env_prefix", ""))
+    lines = []
+    for name, field in kind.model_fields.items():
+        alias, default = field.validation_alias, field.get_default(call_default_factory=True)
+        variable = alias if isinstance(alias, str) else f"{prefix}{name}".upper()
+        is_plain = isinstance(default, (int, float, str, Path)) and str(default)
+        lines.append(f"{variable} = {default}" if is_plain else variable)
+        lines += textwrap.wrap(
+            field.description or "", 96, initial_indent="    ", subsequent_indent="    "
+        )
+    return "\n".join(lines)
 
 
 def old_import_in(value: Any) -> str:

@@ -88,4 +88,4 @@ def _load_model(
 
 
 if __name__ == "__main__":
-    run(serve, name="scorer")
+    run(serve, name="scorer", settings=ScorerSettings)

@@ -273,4 +273,4 @@ def _builder(settings: TrainerSettings) -> TokenBuilder:
 
 
 if __name__ == "__main__":
-    run_blocking(main, name="trainer")
+    run_blocking(main, name="trainer", settings=TrainerSettings)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from dialoop_services.runtime.settings import help_of
 
 from tests.support.waiting import PATIENCE_S
 
@@ -108,6 +112,36 @@ def test_a_wrong_setting_is_one_sentence_and_exit_code_2(variables, words):
     assert len(complaint.splitlines()) == 1
     assert all(word in complaint for word in words)
     assert "naïve" not in complaint
+
+
+SERVICES = ("collector", "environment", "inference", "replay", "scorer", "trainer")
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_explains_its_settings_and_starts_nothing_for_help(service):
+    """Of a process the start is tested once, since each imports much: see the next test."""
+    main = importlib.import_module(f"dialoop_services.{service}.__main__")
+    (call,) = re.findall(
+        rf'run\w*\(\w+, name="{service}", settings=(\w+)\)', inspect.getsource(main)
+    )
+    text = help_of(getattr(main, call))
+    assert f"DIALOOP_{service.upper()}_PORT = 0" in text
+    assert "DIALOOP_TOKEN\n    Bearer token" in text  # and no value, which may be a secret
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("-h", 0), ("--port", 2)])
+def test_a_service_takes_no_word_but_help(word, code):
+    command = [sys.executable, "-m", "dialoop_services.environment", word]
+    ended = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert ended.returncode == code
+    if code:
+        assert "'--port' is no option of a service" in ended.stderr
+    else:
+        assert "serve until told to stop" in ended.stdout
+        assert "DIALOOP_ENVIRONMENT_ENVIRONMENTS" in ended.stdout
 
 
 def test_a_taken_port_is_one_sentence_and_exit_code_2():

@@ -157,7 +157,12 @@ def steps(ran: Ran, directory: Path) -> list[StepByHand]:
 @by_hand(
     "train",
     *("reward", "reward_std", "rewards/<name>/mean", "rewards/<name>/std"),
-    *("response_tokens_mean", "response_tokens_min", "response_tokens_max"),
+    *(
+        "response_tokens_mean",
+        "response_tokens_min",
+        "response_tokens_max",
+        "trial_reward/<number>",
+    ),
     *("truncated_share", "tool_call_rate", "num_groups_trained", "num_groups_dropped"),
 )
 def test_rewards_lengths_and_shares_of_a_step_s_trajectories(ran: Ran) -> Pairs:
@@ -198,6 +203,9 @@ def test_rewards_lengths_and_shares_of_a_step_s_trajectories(ran: Ran) -> Pairs:
     first = ran.rows("train")[0]
     yield first, {"reward": 3 / 7, "tool_call_rate": 2 / 7, "truncated_share": 2 / 7}
     yield first, {"response_tokens_mean": 58 / 7, "rewards/brief/mean": 0.5 / 7}
+    # Two of them are trials, of two episodes and of one.
+    yield first, {"trial_reward/1": (0.25 - 2.0) / 2, "trial_reward/2": 1.5}
+    assert "trial_reward/1" not in ran.rows("train")[1]
 
 
 @by_hand(
@@ -365,7 +373,7 @@ def test_a_publish_tells_its_time_its_proof_and_its_size(ran: Ran) -> Pairs:
 @by_hand(
     "evaluation",
     *("label", "mean_reward", "tool_call_rate", "num_trajectories", "num_failed"),
-    *("oldest", "newest", "due_train_step"),
+    *("oldest", "newest", "due_train_step", "trial_reward/<number>"),
 )
 def test_an_evaluation_has_the_means_of_its_trajectories(ran: Ran) -> Pairs:
     rows = ran.rows("evaluation")
@@ -383,6 +391,8 @@ def test_an_evaluation_has_the_means_of_its_trajectories(ran: Ran) -> Pairs:
                 "num_failed": 0 if label == "running" else 1,  # of 2 tasks, and of 3
                 "oldest": "main-1",
                 "newest": "main-2",
+                "trial_reward/1": (0.0 + 1.0) / 2,
+                "trial_reward/2": 3.0,
             },
         )
         if label == "running":

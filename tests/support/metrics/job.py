@@ -163,6 +163,7 @@ def first_batch(author: Author) -> list[GroupLease]:
             1.0,
             row((6, 0), (5, 1), (4, 0), (7, 1)),
             turns=(turn(right(0.0), brief, calls=2), turn(right(1.0))),
+            labels={"trial_rewards": "0.25 1.5"},
         ),
         member(-0.5, row((5, 0), (9, 1)), turns=(turn(right(0.0), stop=LENGTH),)),
     )
@@ -175,7 +176,13 @@ def first_batch(author: Author) -> list[GroupLease]:
             turns=(turn(right(0.5), calls=1),),
             temperature=0.7,
         ),
-        member(-1.0, row((4, 0), (3, 1)), turns=(turn(right(-2.0)),), truncated=True),
+        member(
+            -1.0,
+            row((4, 0), (3, 1)),
+            turns=(turn(right(-2.0)),),
+            truncated=True,
+            labels={"trial_rewards": "-2"},
+        ),
     )
     uniform = author.group(
         "u", *(member(0.0, row((4, 0), (2, 1)), turns=(turn(right(1.0)),)) for _ in range(2))
@@ -301,7 +308,9 @@ class Tasks:
                 ]
                 row = sequence_of(pieces, logprobs=[-1.0] * (len(pieces) - 1))
                 made = (turn(right(self.REWARDS[number]), calls=self.CALLS[number]),)
-                played = testing.trajectory(task_key=task.key, turns=made, sequences=(row,))
+                labels = {"trial_rewards": ("0 3", "1")[number]}
+                fields = {"task_key": task.key, "labels": labels}
+                played = testing.trajectory(**fields, turns=made, sequences=(row,))
                 self.ready[task.task_id] = replace(testing.group(played), task=task)
 
     async def lease_groups(self, *_: Any, **__: Any) -> Any:

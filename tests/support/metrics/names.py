@@ -30,4 +30,5 @@ def names_in_docs() -> dict[str, set[str]]:
 
 def general(name: str) -> str:
     """`rewards/right/mean` as the page writes it."""
+    name = re.sub("^trial_reward/.*$", "trial_reward/<number>", name)
     return re.sub("^rewards/.*/(mean|std)$", r"rewards/<name>/\1", name)

@@ -202,6 +202,21 @@ def test_show_finds_a_trajectory(arguments, shown, capsys):
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("which", "shown"), [("--worst", "trained1"), ("--best", "trained2")])
+def test_show_prefers_what_was_trained(which, shown, capsys):
+    played = {"outcome": "evaluation", "label": "before_greedy"}
+    write_rows(
+        row(trajectory_id="bad", reward=-1.0, **played),
+        row(trajectory_id="trained1", reward=0.0),
+        row(trajectory_id="trained2", reward=0.5),
+        row(trajectory_id="good", reward=1.0, **played),
+    )
+    assert main(["show", ".", which]) == 0
+    assert f"trajectory {shown} " in capsys.readouterr().out
+    assert main(["show", ".", which, "--outcome", "evaluation"]) == 0
+    assert "evaluation, before_greedy" in capsys.readouterr().out
+
+
 def test_show_has_the_consoles_filters_and_lists_as_json(capsys):
     tool = {"owner": "TOOL", "reason": "TOOL_TIMEOUT", "message": "late"}
     other = row(trajectory_id="ffe1", reward=0.0, failures=[tool], environment="web")

@@ -55,8 +55,10 @@ def test_every_name_of_an_evaluation_is_explained() -> None:
         num_failed=0,
         oldest=None,
         newest=None,
+        trial_rewards={"trial_reward/1": 1.0},
     )
-    assert names_in_docs()["evaluation"] == {*result.row(), "label", "due_train_step"}
+    names = {*map(general, result.row()), "label", "due_train_step"}
+    assert names_in_docs()["evaluation"] == names
 
 
 def names_of_losses() -> set[str]:
@@ -93,7 +95,7 @@ def test_no_name_is_explained_that_nothing_writes() -> None:
     )
     for names in names_in_docs().values():
         for name in names - names_of_losses():
-            stem = name.replace("<name>", "{name}")
+            stem = re.sub("<(name|number)>", r"{\1}", name)
             assert re.search(
                 rf"""["']{re.escape(stem)}["']|\b{re.escape(stem)}\s?[:=]""", source
             ), name
@@ -123,6 +125,13 @@ def test_rewards_by_name_lengths_and_shares_are_those_computed_by_hand() -> None
         "rewards/brief/mean": 2.0,
         "rewards/brief/std": 2.0,
     }
+    trials = [
+        replace(t, labels={"trial_rewards": r})
+        for t, r in zip(group.trajectories, ("1 2", "0 4"), strict=True)
+    ]
+    foreign = replace(group.trajectories[0], labels={"trial_rewards": "of an agent"})
+    metrics = metrics_of([TrajectoryFigures.of(t) for t in (*trials, foreign)])
+    assert (metrics["trial_reward/1"], metrics["trial_reward/2"]) == (0.5, 3.0)
     assert metrics_of([]) == {"reward": 0.0, "tool_call_rate": 0.0}
 
 

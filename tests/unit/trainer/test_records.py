@@ -12,7 +12,7 @@ import pytest
 from dialoop import testing
 from dialoop.chat import History, Message
 from dialoop.sequences import Along, Column, PolicyVersion, Source, sequence_of
-from dialoop.trajectory import Trajectory
+from dialoop.trajectory import Reward, Trajectory, Turn
 from dialoop_ops.policies.rescore import (
     RowSample,
     SampledTokens,
@@ -73,6 +73,33 @@ def test_further_columns_are_recorded(tmp_path: Path) -> None:
             "data": [[1, 2], [3, 4], [5, 6]],
         }
     }
+
+
+def test_a_line_has_what_the_trajectory_has_beside_its_tokens(tmp_path: Path) -> None:
+    rewards = (
+        Reward(name="right", value=0.0, success=False, feedback="2 is not 3"),
+        Reward(name="brief", value=1.0, weight=0.5),
+        Reward(name="brief", value=1.0),
+    )
+    made = replace(
+        trajectory("x", trial_rewards="1 0"),
+        turns=(Turn(message_start=0, num_messages=1, rewards=rewards),),
+        seed=1 << 40,
+        environment_version="v2",
+        terminated=False,
+        truncated=True,
+    )
+    records = RunRecords(tmp_path)
+    records.trajectories([made], outcome="trained", label="training", train_step=1)
+    records.close()
+    line = json.loads((tmp_path / "trajectories.jsonl").read_text("utf-8"))
+    assert (line["seed"], line["environment_version"]) == (1 << 40, "v2")
+    assert (line["terminated"], line["truncated"]) == (False, True)
+    assert line["labels"] == {"trial_rewards": "1 0"}
+    (turn,) = line["turns"]
+    assert turn["rewards"] == {"right": 0.0, "brief": 1.5}
+    assert turn["success"] == {"right": False}
+    assert turn["feedback"] == {"right": "2 is not 3"}
 
 
 def test_the_line_that_a_kill_cut_short_does_not_spoil_the_next(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from dialoop.clients.channel import Channel, Credentials
 from dialoop.clients.inference import InferenceClient, PolicyStatus
@@ -20,6 +23,7 @@ from dialoop_ops.stack.layout import Layout, service_of
 from dialoop_ops.stack.processes.processes import total_cpu_s
 
 _DEADLINE_S = 3.0
+_CLOCK, _SAVE_S = "clock.json", 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +47,58 @@ class Snapshot:
         return self.status.phase if self.status else Phase.STARTING
 
 
-@dataclass(slots=True)
 class PhaseClock:
-    """Wall and CPU seconds of all processes by phase, updated with every snapshot."""
+    """Wall and CPU seconds of all processes by phase, and sampled tokens, over all starts of a run.
 
-    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    _wall: float = field(default_factory=time.monotonic)
-    _cpu: float = field(default_factory=total_cpu_s)
+    The run's folder keeps them: a kill loses what was counted since the last second.
+    """
 
-    def record(self, phase: str) -> None:
-        """Add everything since the last call to `phase`."""
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / _CLOCK
+        earlier = _counted_before(self._path)
+        self.seconds: dict[str, dict[str, float]] = earlier["seconds_by_phase"]
+        self._earlier_tokens = int(earlier["num_sampled_tokens"])
+        self.num_sampled_tokens = self._earlier_tokens
+        self._wall, self._cpu = time.monotonic(), total_cpu_s()
+        self._saved_at = self._wall
+
+    def record(self, phase: str, num_sampled_tokens: int | None = None) -> None:
+        """Add everything since the last call to `phase`.
+
+        num_sampled_tokens: since this start; None where it is not known now.
+        """
         wall, cpu = time.monotonic(), total_cpu_s()
+        is_new = phase not in self.seconds
         entry = self.seconds.setdefault(phase, {"wall_s": 0.0, "cpu_s": 0.0})
         entry["wall_s"] += wall - self._wall
         # A killed process's unread CPU time is lost, so the sum can shrink; never count backwards.
         entry["cpu_s"] += max(0.0, cpu - self._cpu)
         self._wall, self._cpu = wall, cpu
+        if num_sampled_tokens is not None:
+            self.num_sampled_tokens = self._earlier_tokens + num_sampled_tokens
+        if is_new or wall - self._saved_at >= _SAVE_S:
+            self._saved_at = wall
+            self._save()
+
+    def _save(self) -> None:
+        fresh = self._path.with_suffix(".tmp")
+        counted = {
+            "seconds_by_phase": self.seconds,
+            "num_sampled_tokens": self.num_sampled_tokens,
+        }
+        with suppress(OSError):  # a full disk: what is counted stays in memory, and is tried again
+            fresh.write_text(json.dumps(counted), encoding="utf-8")
+            fresh.replace(self._path)
+
+
+def _counted_before(path: Path) -> dict[str, Any]:
+    """Return what earlier starts counted; nothing where the disk lost or damaged it."""
+    nothing: dict[str, Any] = {"seconds_by_phase": {}, "num_sampled_tokens": 0}
+    try:
+        counted = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return nothing
+    return nothing | (counted if isinstance(counted, dict) else {})
 
 
 class Observer:

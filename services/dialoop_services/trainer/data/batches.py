@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import DialoopError
 from dialoop.reasons import DropReason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence
-from dialoop.trajectory import Group, StopReason, Trajectory
+from dialoop.trajectory import Group, StopReason, Trajectory, sums_by_name
 from dialoop_learning.rl.staleness import is_stale
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from collections.abc import Sequence as Rows
 
     from dialoop.clients.replay import GroupLease
@@ -148,28 +148,29 @@ def keep_for_step(kept: Rows[GroupLease], batch: Batch) -> list[GroupLease]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryFigures:
-    """What the metrics need of a trajectory: without its tokens, which may be dropped."""
+    """What the metrics need of a trajectory: without its tokens, which may be dropped.
+
+    trial_rewards: of each episode, where it is a trial of several.
+    """
 
     reward: float
     rewards: Mapping[str, float]
     num_tokens: int
     calls_tools: bool
     is_truncated: bool
+    trial_rewards: Rows[float] = ()
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryFigures:
         """Return the figures of a trajectory; its rewards are sums over turns, by name."""
-        sums: dict[str, float] = {}
-        for turn in trajectory.turns:
-            for reward in turn.rewards:
-                sums[reward.name] = sums.get(reward.name, 0.0) + reward.value * reward.weight
         is_cut_off = any(turn.stop_reason in _CUT_OFF for turn in trajectory.turns)
         return cls(
             reward=trajectory.reward,
-            rewards=sums,
+            rewards=sums_by_name(r for turn in trajectory.turns for r in turn.rewards),
             num_tokens=trajectory.num_model_tokens,
             calls_tools=trajectory.num_tool_calls > 0,
             is_truncated=trajectory.truncated or is_cut_off,
+            trial_rewards=trial_rewards_of(trajectory),
         )
 
 
@@ -215,7 +216,25 @@ def metrics_of(trajectories: Rows[TrajectoryFigures]) -> dict[str, float]:
         values = [t.rewards.get(name, 0.0) for t in trajectories]
         metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
         metrics[f"rewards/{name}/std"] = statistics.pstdev(values)
-    return metrics
+    return metrics | trial_means(t.trial_rewards for t in trajectories)
+
+
+def trial_rewards_of(trajectory: Trajectory) -> tuple[float, ...]:
+    """Return what each episode of a trial earned, as its label says; () for what is no trial."""
+    try:
+        return tuple(map(float, trajectory.labels.get("trial_rewards", "").split()))
+    except ValueError:  # an agent of the user's has a label of this name
+        return ()
+
+
+def trial_means(trials: Iterable[Rows[float]]) -> dict[str, float]:
+    """Return the mean reward of the first, second, ... episode over all trials that had one."""
+    columns = itertools.zip_longest(*trials)
+    rewards = ([reward for reward in column if reward is not None] for column in columns)
+    return {
+        f"trial_reward/{number}": statistics.fmean(earned)
+        for number, earned in enumerate(rewards, start=1)
+    }
 
 
 def sort_batch(  # noqa: PLR0913 - two of them are facts of the loss

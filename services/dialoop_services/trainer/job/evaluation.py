@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -14,9 +14,12 @@ from dialoop.reasons import DropReason
 from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task, Trajectory
 from dialoop.waits import waiting_for
 
+from dialoop_services.trainer.data.batches import trial_means, trial_rewards_of
 from dialoop_services.trainer.data.queue_client import WORKER
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from dialoop.clients.environment import EnvironmentClient
     from dialoop.clients.replay import ReplayClient
     from dialoop.sequences import PolicyVersion
@@ -61,7 +64,10 @@ class EvaluationPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Means over trajectories. Failed tasks are counted and not scored."""
+    """Means over trajectories. Failed tasks are counted and not scored.
+
+    trial_rewards: mean reward of each episode of a trial, by the name that metrics.jsonl has.
+    """
 
     mean_reward: float
     tool_call_rate: float
@@ -69,10 +75,12 @@ class EvaluationResult:
     num_failed: int
     oldest: PolicyVersion | None
     newest: PolicyVersion | None
+    trial_rewards: Mapping[str, float] = field(default_factory=dict)
 
     def row(self) -> dict[str, float | str | None]:
         """Return the row for metrics.jsonl."""
         row = asdict(self)
+        row |= row.pop("trial_rewards")
         return row | {"oldest": str(self.oldest or ""), "newest": str(self.newest or "")}
 
 
@@ -204,4 +212,5 @@ def _summarise(trajectories: list[Trajectory], num_failed: int) -> EvaluationRes
         num_failed=num_failed,
         oldest=min(versions, default=None),
         newest=max(versions, default=None),
+        trial_rewards=trial_means(map(trial_rewards_of, trajectories)),
     )

@@ -8,6 +8,7 @@ ranks meet in a file that only this user can read, and connect over the loopback
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -105,10 +106,14 @@ class Launch:
 
 def main() -> None:
     """Run as many processes as the first argument says."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("num_processes", type=int)
+    num_processes = parser.parse_args().num_processes
     die_with_parent()
     command = (sys.executable, "-m", "dialoop_services.trainer")
     with tempfile.TemporaryDirectory(prefix="dialoop-ranks-") as folder:
-        code = Launch(command, int(sys.argv[1]), Path(folder)).wait()
+        code = Launch(command, num_processes, Path(folder)).wait()
     sys.exit(code)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dialoop.episode import UpdateMode
 from dialoop.sequences import Sequence
-from dialoop.trajectory import Trajectory
+from dialoop.trajectory import Trajectory, sums_by_name
 
 TRAJECTORIES = "trajectories.jsonl"
 _NO_SERIES = ("time", "train_step", "kind", "label")
@@ -24,18 +24,25 @@ def as_row(trajectory: Trajectory) -> dict[str, Any]:
         "trajectory_id": trajectory.trajectory_id,
         "group_id": trajectory.group_id,
         "task_key": trajectory.task_key,
+        "seed": trajectory.seed,
         "environment": trajectory.environment,
+        "environment_version": trajectory.environment_version,
         "reward": trajectory.reward,
+        "terminated": trajectory.terminated,
+        "truncated": trajectory.truncated,
         "done_reason": trajectory.done_reason.name,
         "num_tool_calls": trajectory.num_tool_calls,
         "temperature": trajectory.sampling.temperature,
         "update_mode": trajectory.labels.get("update_mode", UpdateMode.RECOMPUTE.name),
+        "labels": trajectory.labels,
         "messages": trajectory.history.to_chats(),
         "turns": [
             {
                 "message_start": turn.message_start,
                 "num_messages": turn.num_messages,
-                "rewards": {r.name: r.value * r.weight for r in turn.rewards},
+                "rewards": sums_by_name(turn.rewards),
+                "success": {r.name: r.success for r in turn.rewards if r.success is not None},
+                "feedback": {r.name: r.feedback for r in turn.rewards if r.feedback},
                 "stop_reason": turn.stop_reason.name,
                 "generate_s": turn.generate_s,
                 "step_s": turn.step_s,

@@ -93,7 +93,7 @@ async def test_prompts_are_masked_actions_are_trained_and_each_turn_has_its_rewa
     assert trajectory.sampling.max_new_tokens == 4
 
 
-async def test_the_last_episode_alone_is_trained_and_free_shots_earn_nothing() -> None:
+async def test_the_last_episode_alone_is_trained_and_what_the_others_earned_is_recorded() -> None:
     policy = ScriptedTokens(count)
     options = TrialOptions(episodes_per_trial=3, free_shots=1)
     trajectory = await play(policy, options=options, inputs={"from": 4})
@@ -101,7 +101,7 @@ async def test_the_last_episode_alone_is_trained_and_free_shots_earn_nothing() -
     (sequence,) = trajectory.sequences
     assert sequence.token_ids.tolist() == ids_of("4?55?6")
     assert trajectory.reward == 2.0
-    assert trajectory.labels == {"trial_rewards": "0 2 2"}
+    assert trajectory.labels == {"trial_rewards": "2 2 2"}
 
 
 async def test_scope_final_trains_the_last_action_alone() -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from dialoop.messages import ToolDefinition
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,6 +23,18 @@ from pydantic import (
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 
+
+def _require_no_penalty(value: float) -> float:
+    if value:
+        raise ValueError(
+            f"{value:g} would change what is sampled with every token, and training needs the "
+            "distribution that was sampled: leave it out, or give repetition_penalty, with which "
+            "the call is not trained on"
+        )
+    return value
+
+
+_NoPenalty = Annotated[float, AfterValidator(_require_no_penalty)]
 _TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -203,9 +216,9 @@ class SamplingBody(_Body):
     """Add prompt_token_ids, and token_ids to each choice."""
     repetition_penalty: float | None = Field(default=None, gt=0)
     """1 is none; with another the calls are not trained on."""
-    presence_penalty: float = Field(default=0, ge=0, le=0)
+    presence_penalty: _NoPenalty = 0
     """Only 0: training needs the distribution that was sampled."""
-    frequency_penalty: float = Field(default=0, ge=0, le=0)
+    frequency_penalty: _NoPenalty = 0
     """Only 0."""
     user: str | None = None
     """Accepted and ignored."""
