@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ TESTED_HERE = frozenset(
         "curl",
         "data_plane",
         "estimator",
+        "group_estimator",
         "extra",
         "extra_points",
         "in_process",
@@ -370,6 +371,22 @@ async def test_the_estimator_of_the_docs_is_loaded_by_name_and_scores(
     settings = load(ScorerSettings, advantage_estimator="my_advantages:above_median")
     scored = await make_scorer(settings).score(make_group(0.0, 1.0, 4.0))
     assert [t.sequences[0].advantage for t in scored.trajectories] == [-1.0, 0.0, 3.0]
+
+
+async def test_the_estimator_of_the_docs_sees_the_groups_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_lengths.py").write_text(snippet("group_estimator"))
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = load(ScorerSettings, advantage_estimator="my_lengths:brief")
+    group = make_group(1.0, 0.0, 1.0)
+    *others, last = group.trajectories
+    sampled = last.sequences[0]
+    longer = replace(group, trajectories=(*others, replace(last, sequences=(sampled, sampled))))
+    scored = await make_scorer(settings).score(longer)
+    # Rewards 1, 0 and 1 - .5, since the last of the right answers is the longest.
+    expected = pytest.approx([1.0, -1.0, 0.0], abs=1e-6)
+    assert [t.sequences[0].advantage for t in scored.trajectories] == expected
 
 
 def test_the_tracker_of_the_docs_gets_the_numbers(

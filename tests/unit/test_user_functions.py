@@ -540,7 +540,7 @@ async def group_rewards(form: Form) -> None:
     assert [t.turns[-1].rewards[-1].value for t in graded.trajectories] == [1.0, 2.0]
     assert await call_apart(form(len), [1, 2], timeout_s=5) == 2
     estimator = Estimator(path="mine:halves", function=form(lambda rewards: [-0.5, 0.5]))
-    assert await estimator.estimate([0.0, 1.0]) == (-0.5, 0.5)
+    assert await estimator.estimate(pair, [0.0, 1.0]) == (-0.5, 0.5)
 
 
 async def windows(form: Form) -> None:

@@ -2,32 +2,41 @@
 
 def centred(rewards: list[float]) -> list[float]:      # advantage_estimator = "mine:centred"
     return [reward - statistics.median(rewards) for reward in rewards]
+
+def brief(rewards: list[float], group: Group) -> list[float]:
+    return centred([r / t.num_model_tokens for r, t in zip(rewards, group.trajectories)])
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import PreconditionFailed
+from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.user_functions import raised_at
 
 from dialoop_services.scorer.rewards import call_apart, load_function
 
+if TYPE_CHECKING:
+    from dialoop.trajectory import Group
+
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0
 
-EstimatorFunction = Callable[[list[float]], Any]
-"""Returns n finite advantages for the n rewards of one whole group, in their order; may be async.
+EstimatorFunction = Callable[..., Any]
+"""Returns n finite advantages for one whole group of n trajectories, in their order; may be async.
 
+A parameter named `group` gets the Group, whose trajectories have turns, lengths, rewards by name
+and failures; the other one gets n rewards. A function has one of the two or both.
 A reward is one number of each trajectory, as `advantage_aggregate` makes it of the turns' rewards.
 A dense reward, with one number for each token, counts with its sum.
-The same rewards must always give the same advantages, because a group may be scored twice.
+The same group must always give the same advantages, because it may be scored twice.
 """
 
 
@@ -38,14 +47,15 @@ class Estimator:
     path: str
     function: EstimatorFunction
 
-    async def estimate(self, rewards: Sequence[float]) -> tuple[float, ...]:
-        """Return one advantage for each reward.
+    async def estimate(self, group: Group, rewards: Sequence[float]) -> tuple[float, ...]:
+        """Return one advantage for each trajectory of the group, whose rewards these are.
 
         Raise PreconditionFailed (ESTIMATOR_FAILED) when the function raises, takes too long, or
         returns anything but that many finite numbers.
         """
+        arguments = _arguments_of(self.function, list(rewards), group)
         try:
-            values = await call_apart(self.function, list(rewards), timeout_s=_TIMEOUT_S)
+            values = await call_apart(self.function, *arguments, timeout_s=_TIMEOUT_S)
             advantages = tuple(float(value) for value in values)
         except TimeoutError as error:
             raise self._error(f"took more than {_TIMEOUT_S:g} s") from error
@@ -62,7 +72,7 @@ class Estimator:
         return PreconditionFailed(
             f"The advantage estimator {self.path} {how}.",
             reason=Reason.ESTIMATOR_FAILED,
-            remedy="Correct that function: it returns one finite number for each reward. The "
+            remedy="Correct that function: it returns one finite number for each trajectory. The "
             "group is dropped.",
         )
 
@@ -70,9 +80,26 @@ class Estimator:
 def load_estimator(path: str) -> Estimator | None:
     """Import the estimator at `path`; None for an empty path.
 
-    Raise InvalidConfig (ESTIMATOR_NOT_FOUND) where there is no such function.
+    Raise InvalidConfig (ESTIMATOR_NOT_FOUND) where there is no such function, or it has other
+    parameters.
     """
     if not path:
         return None
     function = load_function(path, what="advantage estimator", reason=Reason.ESTIMATOR_NOT_FOUND)
+    try:
+        inspect.signature(function).bind(*_arguments_of(function, None, None))
+    except TypeError as error:
+        raise InvalidConfig(
+            f"The advantage estimator '{path}' has other parameters: {error}.",
+            reason=Reason.ESTIMATOR_NOT_FOUND,
+            remedy="Let it take `rewards`, `group` or both.",
+        ) from error
     return Estimator(path=path, function=function)
+
+
+def _arguments_of(function: EstimatorFunction, rewards: Any, group: Any) -> list[Any]:
+    """Return what the function is called with, by the names of its first two parameters."""
+    names = list(inspect.signature(function).parameters)[:2]
+    if "group" not in names:
+        return [rewards]
+    return [group if name == "group" else rewards for name in names]

@@ -76,9 +76,9 @@ def load_rewards(specs: Sequence[RewardSpec]) -> tuple[GroupReward, ...]:
     )
 
 
-def load_function(path: str, *, what: str, reason: Reason) -> Callable[[Any], Any]:
+def load_function(path: str, *, what: str, reason: Reason) -> Callable[..., Any]:
     """Import a function of a group, or of its rewards; InvalidConfig where there is none."""
-    function: Callable[[Any], Any] = load_attribute(path, what=what, reason=reason)
+    function: Callable[..., Any] = load_attribute(path, what=what, reason=reason)
     if not callable(function):
         raise InvalidConfig(
             f"The {what} '{path}' is not a function.",
@@ -119,12 +119,12 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
     return replace(group, trajectories=tuple(_with(t, own) for t, own in pairs))
 
 
-async def call_apart(function: Callable[[Any], Any], argument: Any, *, timeout_s: float) -> Any:
+async def call_apart(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
     """Return what a user's function returns; raise TimeoutError after `timeout_s`.
 
     It runs on an event loop of all such functions, so that one that blocks stops no lease or probe.
     """
-    calling = call(function, argument, timeout_s=timeout_s)
+    calling = call(function, *arguments, timeout_s=timeout_s)
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(calling, loop_of_users()))
 
 

@@ -68,7 +68,7 @@ class Scoring:
             return with_best_alone(group, k=self.top_k, aggregate=self.advantages.aggregate)
         if self.estimator is not None:
             returns = returns_of(group, self.advantages.aggregate)
-            return with_values(group, await self.estimator.estimate(returns))
+            return with_values(group, await self.estimator.estimate(group, returns))
         compute = with_turn_advantages if self.per_turn else with_advantages
         return compute(group, self.advantages)
 

@@ -178,8 +178,13 @@ def short(rewards): return rewards[1:]
 def not_a_number(rewards): return [float("nan")] * len(rewards)
 def nothing(rewards): return None
 def raises(rewards): raise KeyError("a secret of the function")
+def lengths(group): return [float(len(t.turns)) for t in group.trajectories]
+def both(group, rewards): return [r * len(t.turns) for r, t in zip(rewards, group.trajectories)]
+def more(rewards, group, step): return rewards
 constant = 1.0
 """
+
+NO_ESTIMATORS = ("missing", "constant", "more")
 
 
 @pytest.fixture
@@ -199,6 +204,10 @@ async def test_an_estimator_of_ones_own_gets_whole_groups_and_gives_each_traject
     assert largest == [1.0, 2.0, 0.0]
     path = "own_estimators:greedy"
     assert await advantages_of(group, advantage_estimator=path) == [1.0, 1.0, 1.0]
+    path = "own_estimators:lengths"
+    assert await advantages_of(group, advantage_estimator=path) == [2.0, 1.0, 1.0]
+    path = "own_estimators:both"
+    assert await advantages_of(group, advantage_estimator=path) == [6.0, 0.5, 1.0]
 
 
 @pytest.mark.usefixtures("own_file")
@@ -220,7 +229,8 @@ async def test_an_estimators_mistake_is_an_error_with_its_name(name: str, how: s
 
 @pytest.mark.usefixtures("own_file")
 @pytest.mark.parametrize(
-    "path", ["median", "no_such_module:f", "own_estimators:missing", "own_estimators:constant"]
+    "path",
+    ["median", "no_such_module:f", *(f"own_estimators:{name}" for name in NO_ESTIMATORS)],
 )
 def test_an_estimator_that_is_none_is_refused_at_the_start(path: str) -> None:
     with pytest.raises(InvalidConfig, match=f"advantage estimator '{path}'") as caught:
