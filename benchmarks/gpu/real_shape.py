@@ -71,13 +71,13 @@ def measure(way: str, folder: Path, log: Path) -> dict[str, Any]:
 
 def memory_beside_formula(model: Path) -> list[dict[str, Any]]:
     """Return peaks of the trainer's steps on the device, and what the formula says of them."""
+    from dialoop_learning.model.weight_files import num_parameters
     from dialoop_services.config.memory import (
         PROCESS_BYTES,
         ModelShape,
         Training,
         training_memory,
     )
-    from dialoop_services.inference.weights.parameters import num_parameters
 
     fields = json.loads((model / "config.json").read_text("utf-8"))
     shape = ModelShape.of(fields, num_parameters=num_parameters(model))

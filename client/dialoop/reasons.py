@@ -304,6 +304,7 @@ class Reason(_Named):
     MLGYM_FAILED = "MLGYM_FAILED", "MLGym failed."
     MODEL_FAILED = "MODEL_FAILED", "The tiny model could not be made."
     MODEL_INCOMPLETE = "MODEL_INCOMPLETE", "The model directory lacks a file."
+    MODEL_IS_ADAPTER = "MODEL_IS_ADAPTER", "The model directory holds an adapter, not a model."
     MODEL_MISSING = "MODEL_MISSING", "There is no model directory."
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND", "No model or adapter has that name."
     MODEL_NOT_PACKABLE = "MODEL_NOT_PACKABLE", "The model cannot be trained on packed rows."

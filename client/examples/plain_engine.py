@@ -16,15 +16,12 @@ import torch
 from dialoop import PolicyVersion, SamplingParams
 from dialoop.episode import UpdateMode
 from dialoop.tokens.tokenizer import Tokenizer
+from dialoop_learning.model.weight_files import is_tied, model_shapes
 from dialoop_services.inference import engine
 from dialoop_services.inference.transformers_engine.engine import copy_weights, load_model
 from dialoop_services.inference.transformers_engine.rows import BatchRow, generator_of
 from dialoop_services.inference.transformers_engine.sampler import processed_logprobs, sample_rows
-from dialoop_services.inference.weights.parameters import (
-    is_tied,
-    model_shapes,
-    require_same_parameters,
-)
+from dialoop_services.inference.weights.parameters import require_same_parameters
 from safetensors.torch import load_file
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from dialoop.errors import InvalidConfig, PreconditionFailed
+from dialoop.errors import PreconditionFailed
 from dialoop.reasons import Reason
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from dialoop_learning.lora.adapter_config import AdapterConfig
 from dialoop_learning.lora.layers import ADAPTER, ADAPTER_CONFIG, factors_of, merged_weight
+from dialoop_learning.model.weight_files import HEAD, Shapes, is_tied, read_shapes, weight_files
 
-HEAD = "lm_head.weight"
 BASE_DIGEST = "base_digest"
 """Key under which an adapter's file holds the digest of its base weights."""
 
@@ -38,28 +38,12 @@ class BaseWeights:
 
     @classmethod
     def of(cls, model_dir: Path) -> BaseWeights:
-        """Return all files of a model directory; raise InvalidConfig (NO_WEIGHTS) without any."""
-        files = tuple(sorted(model_dir.glob("*.safetensors")))
-        if not files:
-            raise InvalidConfig(
-                f"{model_dir} holds no .safetensors file.",
-                reason=Reason.NO_WEIGHTS,
-                remedy="Save the model with save_pretrained.",
-            )
-        config = json.loads((model_dir / "config.json").read_text("utf-8"))
-        tied = config.get("tie_word_embeddings")
-        if tied is None:
-            tied = HEAD not in cls(files=files, tied=False).shapes()
-        return cls(files=files, tied=bool(tied))
+        """Return all files of a model directory; InvalidConfig as for `weight_files`."""
+        return cls(files=weight_files(model_dir), tied=is_tied(model_dir))
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """Return the shape of every tensor by name, from the files' headers."""
-        shapes = {}
-        for file in self.files:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  # not a mapping
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
-        return shapes
+        return {name: shape for file in self.files for name, shape in read_shapes(file).items()}
 
     def digest(self) -> str:
         """Return the SHA-256 of names, types, shapes and bytes in the order of names.

@@ -14,7 +14,6 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from dialoop.reasons import Reason
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from dialoop_learning.model.products import linear_products
+from dialoop_learning.model.weight_files import is_tied, some_of
 
-_MAX_NAMED = 3
 _MEASURED_S = 0.2
 
 
@@ -48,6 +47,7 @@ def require_whole(directory: Path) -> None:
     checkpoint are not compared.
     Reasons: MODEL_UNKNOWN, MODEL_TENSORS_DIFFER.
     """
+    is_tied(directory)  # raises where files and index, or head and config.json, contradict
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -69,7 +69,7 @@ def require_whole(directory: Path) -> None:
     except Exception as error:  # transformers raises many kinds for a file that it cannot convert
         raise _differ(directory, str(error).partition("\n")[0]) from error
     problems = [
-        f"{what} {_some(names)}"
+        f"{what} {some_of(names)}"
         for what, names in (
             ("lacks", loading["missing_keys"]),
             ("holds what the architecture has no place for:", loading["unexpected_keys"]),
@@ -119,12 +119,6 @@ def _differ(directory: Path, why: str) -> InvalidConfig:
         reason=Reason.MODEL_TENSORS_DIFFER,
         remedy="Save the whole model there with model.save_pretrained(directory).",
     )
-
-
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = len(ordered) - _MAX_NAMED
-    return ", ".join(ordered[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def main() -> None:

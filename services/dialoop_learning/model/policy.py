@@ -41,6 +41,7 @@ from dialoop_learning.model.fused_head import (
 )
 from dialoop_learning.model.logprobs import DistinctTokens, TokenScores, token_logprobs
 from dialoop_learning.model.products import linear_products
+from dialoop_learning.model.weight_files import is_tied
 from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows
 from dialoop_learning.rl.routed_experts import Routing
 
@@ -68,6 +69,9 @@ class PolicyModel(nn.Module):
         self.routing: Routing | None = None
         """What the routers choose from; None for a model without experts. `load_policy` sets it."""
         self._replay: ExpertReplay | None = None
+        head, embedding = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
+        self.ties_head = head.weight is embedding.weight
+        """Whether head and embedding are one parameter, as they were loaded."""
         config = causal_lm.config.get_text_config()
         self._logits_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._logits_divisor = float(getattr(config, "logits_scaling", 1.0))  # Granite's
@@ -219,12 +223,13 @@ def load_policy(
     """Load the model in `directory`, without dropout, and check that it scores packed rows.
 
     Raises Unsupported (MODEL_NOT_PACKABLE) for a model whose packed log-probs differ from those of
-    its own forward.
+    its own forward, and InvalidConfig for a directory that `weight_files` or `is_tied` refuse.
     """
     if dtype not in DTYPES:
         raise InvalidConfig(
             f"dtype {dtype!r} is unknown.", remedy=f"Use one of {', '.join(DTYPES)}."
         )
+    is_tied(Path(directory))
     try:
         causal_lm = AutoModelForCausalLM.from_pretrained(
             directory, dtype=DTYPES[dtype], attn_implementation=PACKED_ATTENTION

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dialoop_learning.model.weight_files import HEAD
 from dialoop_learning.parallel.ranks import Ranks, reshard
 
 if TYPE_CHECKING:
@@ -45,11 +46,10 @@ def policy_tensors(policy: PolicyModel) -> dict[str, Tensor]:
     """Return parameters by their Hugging Face names, as they are sharded, without a tied head."""
     reshard(policy)
     model = policy.causal_lm
-    tied = model.config.tie_word_embeddings
     return {
         name: tensor.detach()
         for name, tensor in model.state_dict().items()
-        if not (tied and name == "lm_head.weight")
+        if not (policy.ties_head and name == HEAD)
     }
 
 

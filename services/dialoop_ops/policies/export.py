@@ -2,7 +2,8 @@
 
 transformers, vLLM and PEFT load the result: config, generation config, tokenizer, chat template and
 safetensors of the whole policy. A published LoRA adapter is exported as a PEFT directory, or merged
-into the weights that it was trained on.
+into the weights that it was trained on. Strings that end the run's answers are `stop_strings` of
+the generation config, for which transformers' `generate` needs `tokenizer=` too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import shutil
 import uuid
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +30,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 _COPY_BYTES = 1 << 24
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _WEIGHT_INDEX = ".index.json"
+_GENERATION_CONFIG = "generation_config.json"
+_END_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
@@ -56,11 +60,11 @@ def export_policy(
     temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
     try:
         if is_adapter and not merged:
-            _write_adapter(policy, run.model_dir, temporary)
+            _write_adapter(policy, run, temporary)
         elif is_adapter:
-            _write_merged(policy, run.model_dir, weights, temporary)
+            _write_merged(policy, run, weights, temporary)
         else:
-            _write_model(policy / WEIGHTS, run.model_dir, temporary)
+            _write_model(policy / WEIGHTS, run, temporary)
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)
@@ -69,17 +73,34 @@ def export_policy(
     return out
 
 
-def _write_model(weights: Path, model_dir: Path, out: Path) -> None:
+def _write_model(weights: Path, run: RunPolicies, out: Path) -> None:
     """Copy the model directory with `weights` in place of its own."""
+    _copy_companions(run, out)
+    copy_with_bar(weights, out / WEIGHTS, Console(stderr=True))
+    _write_dtype(out / "config.json", _dtype(weights))
+
+
+def _copy_companions(run: RunPolicies, out: Path, *, without: Collection[str] = ()) -> None:
+    """Copy what a model directory holds beside weights, and add the run's stop strings."""
     out.mkdir(parents=True)
-    for file in model_dir.iterdir():
+    for file in run.model_dir.iterdir():
         is_weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(_WEIGHT_INDEX)
-        if file.is_file() and not is_weights:
+        if file.is_file() and not is_weights and file.name not in without:
             shutil.copyfile(file, out / file.name)
         elif file.is_dir() and file.name == "additional_chat_templates":
             shutil.copytree(file, out / file.name)
-    copy_with_bar(weights, out / WEIGHTS, Console(stderr=True))
-    _write_dtype(out / "config.json", _dtype(weights))
+    if not run.stop:
+        return
+    path = out / _GENERATION_CONFIG
+    if path.is_file():
+        fields = json.loads(path.read_text("utf-8"))
+    else:  # what transformers takes from config.json where there is no such file
+        config = json.loads((run.model_dir / "config.json").read_text("utf-8"))
+        fields = {key: config[key] for key in _END_KEYS if config.get(key) is not None}
+    own = fields.get("stop_strings") or ()
+    own = (own,) if isinstance(own, str) else own
+    fields["stop_strings"] = list(dict.fromkeys((*own, *run.stop)))
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_with_bar(source: Path, target: Path, console: Console) -> None:
@@ -94,30 +115,31 @@ def copy_with_bar(source: Path, target: Path, console: Console) -> None:
         shutil.copyfileobj(reader, writer, _COPY_BYTES)
 
 
-def _write_adapter(policy: Path, model_dir: Path, out: Path) -> None:
-    out.mkdir(parents=True)
+def _write_adapter(policy: Path, run: RunPolicies, out: Path) -> None:
+    # With a config.json it would look like a whole model.
+    _copy_companions(run, out, without=("config.json", "README.md"))
     shutil.copyfile(policy / ADAPTER, out / ADAPTER)
     config = json.loads((policy / ADAPTER_CONFIG).read_text("utf-8"))
     config["base_model_name_or_path"] = config.get("base_model_name_or_path") or str(
-        model_dir.resolve()
+        run.model_dir.resolve()
     )
     config["task_type"] = config.get("task_type") or "CAUSAL_LM"
     (out / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_merged(policy: Path, model_dir: Path, base: Path | None, out: Path) -> None:
+def _write_merged(policy: Path, run: RunPolicies, base: Path | None, out: Path) -> None:
     """Write the model with the adapter added, by the arithmetic of the replicas that served it."""
     from dialoop_learning.lora.base_weights import BaseWeights, adapted_tensors
     from safetensors.torch import save_file
 
-    weights = BaseWeights.of(model_dir)
+    weights = BaseWeights.of(run.model_dir)
     if base is not None:
         weights = replace(weights, files=(base,))
     scratch = out.with_name(f"{out.name}.merged")
     try:
         tensors = dict(adapted_tensors(policy, weights, digest=weights.digest()))
         save_file(tensors, scratch, metadata={"format": "pt"})
-        _write_model(scratch, model_dir, out)
+        _write_model(scratch, run, out)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -152,7 +174,12 @@ def export(arguments: argparse.Namespace) -> int:
     )
     policy = run.policy(arguments.version).name
     if arguments.json:
-        say_json({"policy": policy, "directory": str(out)})
+        say_json({"policy": policy, "directory": str(out), "stop_strings": list(run.stop)})
     else:
         say(f"{policy} -> {out}")
+        if run.stop:
+            say(
+                f"An answer ends at {' or '.join(map(json.dumps, run.stop))}: stop_strings in "
+                f"{_GENERATION_CONFIG}, for which generate() needs tokenizer=."
+            )
     return 0

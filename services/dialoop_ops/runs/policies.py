@@ -22,10 +22,14 @@ _LATEST = "latest"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPolicies:
-    """A run's policies on disk, and the model directory it started from."""
+    """A run's policies on disk, and the model directory it started from.
+
+    stop: strings that end its answers.
+    """
 
     policies: Path
     model_dir: Path
+    stop: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, run_dir: Path) -> RunPolicies:
@@ -37,10 +41,12 @@ class RunPolicies:
                 reason=Reason.RUN_NOT_FOUND,
                 remedy="Give the directory of a run, such as runs/demo.",
             )
-        directory = json.loads(mark.read_text("utf-8"))["config"]["model"]["directory"]
+        config = json.loads(mark.read_text("utf-8"))["config"]
+        directory = config["model"]["directory"]
         return cls(
             policies=run_dir / "policies",
             model_dir=Path(directory) if directory else run_dir / "model",
+            stop=tuple(config.get("collector", {}).get("stop") or ()),
         )
 
     @property

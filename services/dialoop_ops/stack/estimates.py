@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop_learning.model.weight_files import is_tied, model_shapes, num_parameters
 from dialoop_services.config.memory import (
     BYTES_OF,
     PROCESS_BYTES,
@@ -29,7 +30,6 @@ from dialoop_services.config.memory import (
     training_memory,
     training_products,
 )
-from dialoop_services.inference.weights.parameters import model_shapes, num_parameters
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
@@ -142,7 +142,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     processes = {"trainer": capture}
     processes |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}
     num_replicas = inference.num_replicas if train.mode == "rl" else 0
-    engine = _memory_of_replica(config, shape, is_tied=bool(fields.get("tie_word_embeddings")))
+    engine = _memory_of_replica(config, shape, is_tied=is_tied(directory))
     replicas = {f"inference-{n}": engine for n in range(num_replicas)}
     processes |= replicas
     on_gpus = [*replicas] * (inference.device == "cuda")

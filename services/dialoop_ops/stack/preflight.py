@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_learning.loss.facts import TINY_MODEL_POSITIONS
 from dialoop_learning.model.vllm_readings import require_same_reading
+from dialoop_learning.model.weight_files import weight_files
 from dialoop_services.config.engines import ENGINES, facts_of_engine, has_experts
 from dialoop_services.config.memory import BYTES_OF
 from dialoop_services.config.tables import DEVICE_PLANES
@@ -62,8 +64,8 @@ _CONVERSATION = History(
 def check(config: JobConfig, *, folder: Path | None = None) -> JobConfig:
     """Return the config with the name of each environment; InvalidConfig for the first mistake.
 
-    `folder` is where modules and relative paths of the config are looked up; None: as in this
-    process.
+    It has the environments' stop strings too, where the file has none and they agree. `folder` is
+    where modules and relative paths of the config are looked up; None: as in this process.
     """
     checks = _Checks(config)
     for error in checks.run(folder):
@@ -117,7 +119,12 @@ class _Checks:
             section.model_copy(update={"name": environment.name})
             for section, environment in zip(config.all_environments, environments, strict=True)
         )
-        named = {"environment": first, "environments": tuple(others)}
+        collector, sections = config.collector, config.all_environments
+        own = {environment.traits.stop for environment in environments}
+        plays = config.train.mode == "rl" and all(each.play == "chat" for each in sections)
+        if plays and collector.stop is None and len(own) == 1 and any(own):
+            collector = collector.model_copy(update={"stop": own.pop()})  # exports have it too
+        named = {"environment": first, "environments": tuple(others), "collector": collector}
         self.config = config.model_copy(update=named)
         check_demonstrations(config, environments[0])
         if self._is_model_sound:
@@ -274,15 +281,16 @@ def check_model(directory: Path, *, key: str = "model.directory") -> None:
         raise InvalidConfig(
             f"There is no model directory {directory}.",
             reason=Reason.MODEL_MISSING,
-            remedy=f"Set {key} to a Hugging Face model directory, or leave it empty.",
+            remedy=f"{_fetch(directory)}Set {key} to a Hugging Face model directory, or leave it "
+            "empty.",
         )
-    for pattern, what in (("config.json", "config.json"), ("*.safetensors", "safetensors file")):
-        if not any(directory.glob(pattern)):
-            raise InvalidConfig(
-                f"The model directory {directory} has no {what}.",
-                reason=Reason.MODEL_INCOMPLETE,
-                remedy="Save the model there with model.save_pretrained(directory).",
-            )
+    weight_files(directory)
+    if not (directory / "config.json").is_file():
+        raise InvalidConfig(
+            f"The model directory {directory} has no config.json.",
+            reason=Reason.MODEL_INCOMPLETE,
+            remedy="Save the model there with model.save_pretrained(directory).",
+        )
     model_config = fields_in(directory)
     tokenizer = Tokenizer.from_directory(directory)
     num_rows = model_config.get("vocab_size")
@@ -312,6 +320,17 @@ def check_model(directory: Path, *, key: str = "model.directory") -> None:
             reason=Reason.TEMPLATE_HIDES_ANSWERS,
             remedy="Correct chat_template.jinja or tokenizer_config.json there.",
         )
+
+
+def _fetch(directory: Path) -> str:
+    """Return how to fetch a model whose name on a hub stands where its directory should."""
+    name = "/".join(directory.parts[-2:])
+    if directory.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return ""
+    return (
+        f"If {name} is a model of the Hugging Face Hub, fetch it first: "
+        f"`hf download {name} --local-dir models/{directory.name}`. "
+    )
 
 
 def _check_checkpoint(directory: str) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Self
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.running_stacks import STACK_FILE
+from dialoop_learning.model.weight_files import weight_files
 from dialoop_services.runtime.access.principals import ADMIN_TOKEN, DIGEST_MARK, TOKEN
 
 from dialoop_ops.launch.site import Site, this_site
@@ -260,7 +261,8 @@ def memory_for(config: JobConfig, run_dir: RunDir, *, memory: Path = MEMORY) -> 
     """Return a folder for the run, always the same; None when memory has no room for policies."""
     if config.inference.data_plane != "shared_memory" or not os.access(memory, os.W_OK):
         return None
-    weights = run_dir.model(config).glob("*.safetensors")
+    model = run_dir.model(config)
+    weights = weight_files(model) if config.model.directory else model.glob("*.safetensors")
     num_bytes = max(_MIN_BYTES, sum(file.stat().st_size for file in weights))
     if shutil.disk_usage(memory).free < _NUM_POLICIES * num_bytes:
         return None

@@ -20,6 +20,7 @@ from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
+from dialoop_learning.model.weight_files import num_parameters
 
 from dialoop_services.config.engines import ENGINES, facts_of_engine
 from dialoop_services.config.own_data_plane import load_data_plane
@@ -44,7 +45,6 @@ from dialoop_services.inference.servicer import InferenceServicer
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.inference.template_servicer import TemplateServicer
 from dialoop_services.inference.weights.adapter_files import AdapterLimits
-from dialoop_services.inference.weights.parameters import num_parameters
 from dialoop_services.inference.weights.publications import ModelDigests, Publications
 from dialoop_services.inference.wires.base import WireHost
 from dialoop_services.inference.wires.openai.routes import openai_routes

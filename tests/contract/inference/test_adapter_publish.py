@@ -16,6 +16,7 @@ from dialoop.errors import DataLost, InvalidConfig, InvalidInput, PreconditionFa
 from dialoop.sequences import PolicyVersion
 from dialoop_learning.lora.base_weights import BaseWeights
 from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_learning.model.weight_files import INDEX
 from dialoop_ops.stack.layout import Layout, ports_of
 from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.job import JobConfig
@@ -241,6 +242,8 @@ def test_the_digest_is_of_the_weights_and_not_of_how_they_lie_in_files(model_dir
     (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
     for part, some in enumerate((names[::2], names[1::2])):
         save_file({name: tensors[name] for name in some}, tmp_path / f"{part}.safetensors")
+    places = {name: f"{index % 2}.safetensors" for index, name in enumerate(names)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
     assert BaseWeights.of(tmp_path).digest() == whole.digest()
     some_name = names[0]
     changed = tensors[some_name].clone()

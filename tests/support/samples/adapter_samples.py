@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from dialoop.clients.weights import WeightsManifest
 from dialoop.sequences import PolicyVersion
-from dialoop_services.inference.weights.parameters import model_shapes
+from dialoop_learning.model.weight_files import model_shapes
 from safetensors.torch import save_file
 
 from tests.support.engine_world import make_model

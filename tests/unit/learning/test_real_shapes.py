@@ -7,7 +7,7 @@ import json
 import torch
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_learning.model.real_shapes import NUM_TOKENS, QWEN3_06B, make_real_shape
-from dialoop_services.inference.weights.parameters import is_tied, num_parameters
+from dialoop_learning.model.weight_files import is_tied, num_parameters
 from transformers import AutoModelForCausalLM
 
 SMALL = {

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop_learning.lora.base_weights import BaseWeights
 from dialoop_learning.model.checkpoint import require_whole
+from dialoop_learning.model.policy import load_policy
+from dialoop_learning.model.weight_files import INDEX, is_tied, num_parameters
+from dialoop_learning.parallel.parallel_state import policy_tensors
 from dialoop_ops.stack import preflight
 from dialoop_services.config.job import JobConfig
 from safetensors.torch import load_file, save_file
@@ -83,6 +88,147 @@ def test_an_architecture_that_transformers_cannot_build_is_named(
         require_whole(model)
     assert caught.value.reason == "MODEL_UNKNOWN"
     assert words in caught.value.message
+
+
+def shard(model: Path) -> None:
+    """Write the same model as two files and an index, as save_pretrained does."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {name: f"model-{1 + (i > 3)}.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({n: tensors[n] for n in names if places[n] == file}, model / file)
+    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def places_in(model: Path) -> dict[str, str]:
+    return json.loads((model / INDEX).read_text("utf-8"))["weight_map"]
+
+
+def head_of(model: Path, change: float) -> None:
+    """Add a head, which is the embedding but for the first number."""
+    head = load_file(model / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[0, 0] += change
+    change_tensors(model, **{"lm_head.weight": head})
+
+
+def index(**places: str | None) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        shard(model)
+        changed = {**places_in(model), **{n.replace("__", "."): p for n, p in places.items()}}
+        kept = {name: file for name, file in changed.items() if file is not None}
+        (model / INDEX).write_text(json.dumps({"weight_map": kept}))
+
+    return change
+
+
+def beside(name: str, *, sharded: bool = False) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        if sharded:
+            shard(model)
+        save_file({"model.norm.weight": torch.zeros(2)}, model / name)
+
+    return change
+
+
+def torn(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+def in_both_shards(model: Path) -> None:
+    shard(model)
+    file = model / next(f for n, f in places_in(model).items() if n != NORM)
+    other = "model-1.safetensors" if places_in(model)[NORM] != "model-1.safetensors" else file.name
+    save_file({**load_file(model / other), NORM: torch.zeros(2)}, model / other)
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a head of its own under tied embeddings": (lambda m: head_of(m, 0.1), "lm_head.weight"),
+    "no head and embeddings that are not tied": (
+        lambda m: change_json(m / "config.json", tie_word_embeddings=False),
+        "lm_head.weight",
+    ),
+    "a layer more in config.json": (
+        lambda m: change_json(m / "config.json", num_hidden_layers=3, layer_types=None),
+        "layers.2",
+    ),
+    "a layer fewer in config.json": (
+        lambda m: change_json(m / "config.json", num_hidden_layers=1, layer_types=None),
+        "layers.1",
+    ),
+    "another width in config.json": (
+        lambda m: change_json(m / "config.json", hidden_size=96),
+        "another shape",
+    ),
+    "an index with a file that is not there": (index(a__weight="model-3.safetensors"), "model-3"),
+    "an index with a tensor in the wrong file": (
+        index(model__norm__weight="model-1.safetensors"),
+        NORM,
+    ),
+    "an index without a tensor": (index(model__norm__weight=None), NORM),
+    "an index with a tensor that is nowhere": (index(a__weight="model-1.safetensors"), "a.weight"),
+    "an index that is no index": (
+        lambda m: (m / INDEX).write_text('{"weight_map": 3}') and None,
+        "weight_map",
+    ),
+    "one tensor in two files": (in_both_shards, NORM),
+    "model.safetensors beside an index of others": (
+        beside("model.safetensors", sharded=True),
+        "names other files",
+    ),
+    "two files and no index": (beside("consolidated.safetensors"), "consolidated"),
+    "shards and no index": (
+        lambda m: (shard(m), (m / INDEX).unlink())[1],
+        "no model.safetensors.index",
+    ),
+    "an adapter in the folder": (
+        lambda m: (m / "adapter_config.json").write_text("{}") and None,
+        "adapter_config.json",
+    ),
+    "a torn file": (torn, ""),
+}
+
+
+@pytest.mark.parametrize("contradiction", CONTRADICTIONS)
+def test_a_checkpoint_that_contradicts_itself_is_refused_by_name(
+    contradiction: str, model: Path
+) -> None:
+    change, words = CONTRADICTIONS[contradiction]
+    change(model)
+    with pytest.raises(InvalidConfig) as caught:
+        require_whole(model)
+    assert words in caught.value.message
+    assert caught.value.remedy
+
+
+def test_shards_are_those_of_the_index_whatever_lies_beside_them(model: Path) -> None:
+    count = num_parameters(model)
+    shard(model)
+    save_file({"norm.weight": torch.zeros(64)}, model / "consolidated.safetensors")
+    require_whole(model)
+    assert num_parameters(model) == count
+    assert [path.name for path in BaseWeights.of(model).files] == [
+        "model-1.safetensors",
+        "model-2.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("says", [True, None, False])
+def test_a_copy_of_the_embedding_as_head_is_tied_where_the_config_says_so(
+    says: bool | None, model: Path
+) -> None:
+    """As transformers loads it: where it is not tied, head and embedding are trained apart."""
+    head_of(model, 0.0)
+    fields = json.loads((model / "config.json").read_text("utf-8"))
+    del fields["tie_word_embeddings"]
+    fields |= {} if says is None else {"tie_word_embeddings": says}
+    (model / "config.json").write_text(json.dumps(fields))
+    policy = load_policy(model)
+    assert is_tied(model) is policy.ties_head
+    assert says is None or policy.ties_head is says
+    assert ("lm_head.weight" in policy_tensors(policy)) is not policy.ties_head
+    assert num_parameters(model) == sum(p.numel() for p in policy.parameters())
 
 
 def test_config_check_looks_at_the_checkpoint_and_says_what_is_wrong_with_it(model: Path) -> None:

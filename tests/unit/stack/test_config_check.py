@@ -148,7 +148,9 @@ MISTAKES = {
     ),
     "positions": ("[inference]\nmax_model_len = 4096\n", "the model has 512 positions"),
     "model": ('[model]\ndirectory = "no-model"\n', "There is no model directory"),
-    "model without weights": ('[model]\ndirectory = "empty"\n', "has no safetensors file"),
+    "model of a hub": ('[model]\ndirectory = "Qwen/Qwen3-0.6B"\n', "hf download Qwen/Qwen3-0.6B"),
+    "adapter": ('[model]\ndirectory = "adapter"\n', "trained on some/base"),
+    "model without weights": ('[model]\ndirectory = "empty"\n', "holds no .safetensors file"),
     "model without tokenizer": ('[model]\ndirectory = "model"\n', "has no tokenizer.json"),
     "demonstrations": ('[warm_start]\nnum_steps = 3\nfile = "none.jsonl"\n', "none.jsonl"),
     "group of one": ("[collector]\ngroup_size = 1\n", "set it to 2 or more"),
@@ -166,6 +168,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("empty", "model"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text('{"max_position_embeddings": 600}')
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "some/base"}'
+    )
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delitem(sys.modules, "checked_code", raising=False)

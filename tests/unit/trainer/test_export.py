@@ -117,6 +117,39 @@ def test_an_adapter_exports_as_a_peft_directory(run_dir: Path, tmp_path: Path) -
     assert np.abs(logprobs - score(run_dir / "model")).max() > 0.05
 
 
+def test_every_export_has_tokenizer_template_and_what_ends_an_answer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    run_dir = tmp_path / "run"
+    model_dir = make_tiny_model(run_dir / "model", seed=0)
+    template = json.loads((model_dir / "tokenizer_config.json").read_text())["chat_template"]
+    (model_dir / "chat_template.jinja").write_text(template)
+    (model_dir / "additional_chat_templates").mkdir()
+    (model_dir / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    config = {"model": {"directory": ""}, "collector": {"stop": ["<call>", "\n"]}}
+    (run_dir / "run.json").write_text(json.dumps({"config": config}))
+    whole = learner_after(model_dir, 1)
+    whole.export(run_dir / "policies" / "main-1" / "model.safetensors")
+    adapted = learner_after(model_dir, 2, model={"lora_rank": 4})
+    adapted.export(run_dir / "policies" / "main-2" / "adapter_model.safetensors")
+    run = RunPolicies.of(run_dir)
+    chat = [{"role": "user", "content": "1+1"}]
+    expected = AutoTokenizer.from_pretrained(model_dir).apply_chat_template(chat, tokenize=False)
+    before = GenerationConfig.from_pretrained(model_dir)
+    for version, merged in (("main-1", False), ("main-2", True), ("main-2", False)):
+        out = export_policy(run, version, tmp_path / f"{version}-{merged}", merged=merged)
+        tokenizer = AutoTokenizer.from_pretrained(out)
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == expected
+        assert (out / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
+        generation = GenerationConfig.from_pretrained(out)
+        assert generation.stop_strings == ["<call>", "\n"]
+        assert generation.eos_token_id == before.eos_token_id
+        assert (out / "config.json").is_file() is (version == "main-1" or merged)
+    (model_dir / "generation_config.json").unlink()
+    out = export_policy(run, "main-1", tmp_path / "without")
+    assert GenerationConfig.from_pretrained(out).eos_token_id == before.eos_token_id
+
+
 def test_an_adapter_merges_into_the_version_it_is_for(run_dir: Path, tmp_path: Path) -> None:
     run = RunPolicies.of(run_dir)
     out = export_policy(run, "style-1", tmp_path / "merged", merged=True, base="main-1")

@@ -20,8 +20,8 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
 from dialoop_learning.model.experts import chosen_experts, routers_of, watch_routers
+from dialoop_learning.model.weight_files import is_tied
 from dialoop_services.inference.engine import Engine, EngineOptions, Sampled, StopTokens
-from dialoop_services.inference.weights.parameters import is_tied
 from dialoop_services.runtime.device_lock import DeviceLock
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM

@@ -15,6 +15,7 @@ from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop.trajectory import StopReason
 from dialoop_learning.model.tiny import make_random_model
+from dialoop_learning.model.weight_files import is_tied
 from dialoop_services.inference.engine import (
     BASE_VERSION,
     OUTSIDE_VERSION,
@@ -32,7 +33,6 @@ from dialoop_services.inference.engine import (
 )
 from dialoop_services.inference.weights.adapter_files import NO_ADAPTERS
 from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter
-from dialoop_services.inference.weights.parameters import is_tied
 from safetensors.torch import save_file
 
 from dialoop_ops.conformance.inference.bench import (

@@ -25,6 +25,7 @@ from dialoop_learning.lora.base_weights import BaseWeights
 from dialoop_learning.memory import return_free_memory
 from dialoop_learning.model.checkpoint_names import from_checkpoint
 from dialoop_learning.model.experts import routers_of, routing_of
+from dialoop_learning.model.weight_files import HEAD, is_tied, model_shapes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -57,12 +58,7 @@ from dialoop_services.inference.transformers_engine.sampler import (
     sample_rows,
 )
 from dialoop_services.inference.weights.adapter_files import AdapterSpace
-from dialoop_services.inference.weights.parameters import (
-    HEAD,
-    is_tied,
-    model_shapes,
-    require_same_parameters,
-)
+from dialoop_services.inference.weights.parameters import require_same_parameters
 from dialoop_services.runtime.cores import threads_of
 
 if TYPE_CHECKING:

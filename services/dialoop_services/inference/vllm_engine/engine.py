@@ -28,6 +28,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop.trajectory import SamplingParams, StopReason
 from dialoop_learning.lora.base_weights import BaseWeights
+from dialoop_learning.model.weight_files import is_tied, model_shapes
 from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
@@ -85,11 +86,7 @@ from dialoop_services.inference.vllm_engine.sleep import Sleep
 from dialoop_services.inference.vllm_engine.transfer import TransferReceiver, in_workers
 from dialoop_services.inference.weights.adapter_files import AdapterSpace
 from dialoop_services.inference.weights.loadable import Adapter, PolicyAdapter, Step
-from dialoop_services.inference.weights.parameters import (
-    is_tied,
-    model_shapes,
-    require_same_parameters,
-)
+from dialoop_services.inference.weights.parameters import require_same_parameters
 
 _SHUTDOWN_S = 1.0
 _LOOK_FOR_BEGIN_S = 0.5
@@ -131,6 +128,7 @@ class VllmEngine:
     async def start(cls, model_dir: Path, options: EngineOptions) -> VllmEngine:
         """Build the engine core (its own process) and wait until it answers."""
         internals.check_version()
+        await asyncio.to_thread(is_tied, model_dir)  # raises where vLLM would load other weights
         args = await asyncio.to_thread(engine_args, model_dir, options)
         os.environ[OWNER_VARIABLE] = str(os.getpid())
         try:

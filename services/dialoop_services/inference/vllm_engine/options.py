@@ -73,6 +73,8 @@ def engine_args(model_dir: Path, options: EngineOptions) -> AsyncEngineArgs:
         seed=options.seed,
         logprobs_mode="processed_logprobs",
         generation_config="vllm",
+        # "auto" would take a consolidated.safetensors, in Mistral's own names, before the index's.
+        load_format="safetensors",
         worker_extension_cls=_EXTENSION,
         enable_sleep_mode=frees_memory_asleep(options),
         **lora_arguments(options.adapters, dtype=options.dtype),

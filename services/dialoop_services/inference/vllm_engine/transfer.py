@@ -20,11 +20,12 @@ from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
 from dialoop_services.inference.vllm_engine import internals
-from dialoop_services.inference.weights.parameters import Shapes, require_shapes
+from dialoop_services.inference.weights.parameters import require_shapes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
+    from dialoop_learning.model.weight_files import Shapes
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from dialoop_services.inference.weights.loadable import Step

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from dialoop.errors import InvalidInput, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop_learning.lora.adapter_config import AdapterConfig
-
-from dialoop_services.inference.weights.parameters import Shapes, read_shapes
+from dialoop_learning.model.weight_files import Shapes, read_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

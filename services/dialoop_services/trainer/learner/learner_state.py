@@ -31,6 +31,7 @@ from dialoop_learning.lora.layers import (
     save_adapter_config,
 )
 from dialoop_learning.model.checkpoint_names import from_checkpoint, to_checkpoint
+from dialoop_learning.model.weight_files import HEAD
 from dialoop_learning.parallel.parallel_state import (
     cut,
     gather_optimizer,
@@ -357,8 +358,8 @@ class LearnerState:
             return gather_weights(self.policy, self._ranks)
         reshard(self.policy)
         merged = merged_tensors(model)
-        if model.config.tie_word_embeddings:
-            merged.pop("lm_head.weight", None)
+        if self.policy.ties_head:
+            merged.pop(HEAD, None)
         return gather_whole(merged, self._ranks)
 
 
