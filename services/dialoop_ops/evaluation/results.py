@@ -14,7 +14,7 @@ from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 
 from dialoop_ops.evaluation.records import EvaluationSpec, read_spec, scored_rows
-from dialoop_ops.runs.intervals import Interval, mean_of, paired_difference, pass_at_k
+from dialoop_ops.runs.intervals import Interval, mean_of, paired_difference, pass_at_k, share_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,14 @@ class EvaluationResults:
     def mean_reward(self) -> Interval | None:
         """Return the mean over tasks of each task's mean reward; None where nothing was scored."""
         means = [fmean(values) for values in self.rewards.values()]
-        return mean_of(means) if means else None
+        are_shares = all(0 <= mean <= 1 for mean in means)
+        return (share_of if are_shares else mean_of)(means) if means else None
 
     def pass_at(self, k: int) -> Interval | None:
         """Return pass@k, the mean over tasks; None unless every task has k scored episodes."""
         if not self.successes or min(map(len, self.successes.values())) < k:
             return None
-        return mean_of([pass_at_k(len(s), sum(s), k) for s in self.successes.values()])
+        return share_of([pass_at_k(len(s), sum(s), k) for s in self.successes.values()])
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, with each task's rewards and successes."""

@@ -28,7 +28,10 @@ class Interval:
     def __str__(self) -> str:
         if self.low is None or self.high is None:
             return f"{self.mean:.3g}"
-        return f"{self.mean:.3g} ± {self.high - self.mean:.2g}"
+        above, below = self.high - self.mean, self.mean - self.low
+        if math.isclose(above, below, rel_tol=1e-6, abs_tol=1e-12):
+            return f"{self.mean:.3g} ± {above:.2g}"
+        return f"{self.mean:.3g} ({self.low:.2g} to {self.high:.2g})"
 
 
 def mean_of(values: Sequence[float]) -> Interval:
@@ -37,6 +40,47 @@ def mean_of(values: Sequence[float]) -> Interval:
     if count < 2:
         return Interval(mean=mean, low=None, high=None, num_values=count)
     return _around(mean, math.sqrt(variance(values) / count), count - 1, count)
+
+
+def share_of(values: Sequence[float], *, num_trials: int = 0) -> Interval:
+    """Return the mean of values between 0 and 1, with an interval that stays there.
+
+    It is Wilson's with Student's t, and with as many trials as would let a share vary as the mean
+    does (Dean and Pagano, J. Survey Stat. Methodol. 3, 2015). Where all values agree it is Wilson's
+    own of `num_trials`; 0: of one trial a value.
+    """
+    mean, count = fmean(values), len(values)
+    if count < 2:
+        return Interval(mean=mean, low=None, high=None, num_values=count)
+    if spread := variance(values) / count:
+        trials, z = mean * (1 - mean) / spread, _t_quantile(count - 1)
+        low, high = wilson_interval(mean, trials, z=z)
+    else:
+        low, high = wilson_interval(mean, num_trials or count)
+    return Interval(mean=mean, low=low, high=high, num_values=count)
+
+
+def gain_of(values: Sequence[float], *, num_trials: int = 0) -> Interval:
+    """Return the mean of differences of shares, as `share_of` does, within -1 and 1."""
+    inner = share_of([(1 + value) / 2 for value in values], num_trials=num_trials)
+    ends = [None if end is None else 2 * end - 1 for end in (inner.low, inner.high)]
+    return Interval(mean=fmean(values), low=ends[0], high=ends[1], num_values=inner.num_values)
+
+
+def difference_of_shares(share: Interval, baseline: Interval) -> Interval:
+    """Return the difference of two independent shares, with Newcombe's interval from theirs.
+
+    It is his method 10 (Statist. Med. 17, 1998), and stays within -1 and 1. There is none where a
+    side has none.
+    """
+    difference, count = share.mean - baseline.mean, share.num_values + baseline.num_values
+    if share.low is None or share.high is None or baseline.low is None or baseline.high is None:
+        return Interval(mean=difference, low=None, high=None, num_values=count)
+    below = math.hypot(share.mean - share.low, baseline.high - baseline.mean)
+    above = math.hypot(share.high - share.mean, baseline.mean - baseline.low)
+    return Interval(
+        mean=difference, low=difference - below, high=difference + above, num_values=count
+    )
 
 
 def paired_difference(
@@ -67,13 +111,15 @@ def difference_of(values: Sequence[float], baseline: Sequence[float]) -> Interva
     return _around(difference, math.sqrt(a + b), freedom, count)
 
 
-def wilson_interval(share: float, count: float) -> tuple[float, float]:
+_Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+
+
+def wilson_interval(share: float, count: float, *, z: float = _Z) -> tuple[float, float]:
     """Return the 95 % interval of a share of `count` trials, by Wilson (JASA 22, 1927).
 
     (p + z²/2n ± z √(p(1 - p)/n + z²/4n²)) / (1 + z²/n): it stays within 0..1 and has a width where
     all trials agree.
     """
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     middle = share + z * z / (2 * count)
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count

@@ -4,10 +4,15 @@ from itertools import combinations
 
 import pytest
 from dialoop_ops.runs.intervals import (
+    Interval,
     difference_of,
+    difference_of_shares,
+    gain_of,
     mean_of,
     paired_difference,
     pass_at_k,
+    share_of,
+    wilson_interval,
 )
 
 
@@ -51,6 +56,42 @@ def test_welchs_interval() -> None:
     assert difference_of([1], [1, 2]).low is None
     constant = difference_of([3, 3], [1, 1])
     assert (constant.low, constant.high) == (2, 2)
+
+
+def test_the_interval_of_shares_stays_within_0_and_1() -> None:
+    # Student's t of two values: .25 within -.39 and .89.
+    assert (mean_of([0.2, 0.3]).low or 0) < 0
+    interval = share_of([0.2, 0.3])
+    # .25 * .75 / .05² = 75 trials, t(.975, 1) = 12.7062, t² / n = 2.15264.
+    assert interval.mean == pytest.approx(0.25)
+    assert interval.low == pytest.approx(0.024261, abs=1e-6)
+    assert interval.high == pytest.approx(0.817141, abs=1e-6)
+    assert str(interval) == "0.25 (0.024 to 0.82)"
+    for values in ([0.0, 1.0], [0.0, 0.01], [0.99, 1.0], [0.5, 0.5, 0.9]):
+        low, high = share_of(values).low, share_of(values).high
+        assert low is not None
+        assert high is not None
+        assert 0 <= low < sum(values) / len(values) < high <= 1
+        gains = gain_of([2 * value - 1 for value in values])
+        assert gains.low == pytest.approx(2 * low - 1)
+        assert gains.high == pytest.approx(2 * high - 1)
+
+
+def test_shares_that_agree_are_as_sure_as_their_trials() -> None:
+    interval = share_of([1.0, 1.0], num_trials=128)
+    assert (interval.low, interval.high) == pytest.approx(wilson_interval(1.0, 128))
+    assert share_of([0.5]).low is None
+
+
+def test_newcombes_interval() -> None:
+    # Newcombe 1998, table II, method 10, example (a): 56/70 - 48/80 is within .0524 and .3339.
+    shares = [
+        Interval(mean=p, low=low, high=high, num_values=1)
+        for p, (low, high) in ((p, wilson_interval(p, n)) for p, n in ((0.8, 70), (0.6, 80)))
+    ]
+    interval = difference_of_shares(*shares)
+    assert interval.mean == pytest.approx(0.2)
+    assert (interval.low, interval.high) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_pass() -> None:

@@ -16,12 +16,20 @@ from dialoop.reasons import Reason
 from rich.table import Table
 
 from dialoop_ops.cli.console import rich_console, say
-from dialoop_ops.runs.intervals import Interval, difference_of, mean_of, paired_difference
+from dialoop_ops.runs.intervals import (
+    Interval,
+    difference_of,
+    difference_of_shares,
+    gain_of,
+    mean_of,
+    paired_difference,
+    share_of,
+)
 from dialoop_ops.runs.run_config import compare_configs, find_run, flat_config
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from rich.console import Console
@@ -39,6 +47,8 @@ FIGURES = (
     "cpu_s",
 )
 """Figures of summary.json that are compared."""
+_SHARES = ("heldout_greedy", "heldout_sampled", "tool_call_rate")
+"""How names of figures begin that are shares, or mean rewards: those may lie between 0 and 1."""
 _OWN, _OWN_TABLES = ("run", "seed"), ("ports.", "versions.", "started_with.")
 """Keys, and tables, in which seeds of one variant may differ."""
 
@@ -52,19 +62,38 @@ class Variant:
     settings: Mapping[str, str]
     by_seed: Mapping[str, Mapping[str, float]]
     """Figure -> seed -> value; figures that a run does not have are left out."""
+    num_tasks: int = 0
+    """Held-out tasks of each run; 0: unknown."""
 
     def mean(self, figure: str) -> Interval | None:
-        """Return the figure's mean over the seeds; None where no run has it."""
-        values = self.by_seed.get(figure, {})
-        return mean_of(list(values.values())) if values else None
+        """Return the figure's mean over the seeds; None where no run has it.
+
+        The interval of shares, and of rewards between 0 and 1, stays there.
+        """
+        values = list(self.by_seed.get(figure, {}).values())
+        if not values or not _are_shares(figure, values):
+            return mean_of(values) if values else None
+        of = gain_of if figure.endswith("_gain") else share_of
+        return of(values, num_trials=len(values) * self.num_tasks)
 
     def minus(self, baseline: Variant, figure: str) -> Interval | None:
         """Return by how much the figure's mean is above the baseline's."""
         own, other = self.by_seed.get(figure, {}), baseline.by_seed.get(figure, {})
         if not own or not other:
             return None
+        bounded = not figure.endswith("_gain") and _are_shares(
+            figure, (*own.values(), *other.values())
+        )
         if len(own) > 1 and own.keys() == other.keys():
+            if bounded:
+                return gain_of(
+                    [own[seed] - other[seed] for seed in own],
+                    num_trials=len(own) * self.num_tasks,
+                )
             return paired_difference(own, other)
+        means = self.mean(figure), baseline.mean(figure)
+        if bounded and means[0] is not None and means[1] is not None:
+            return difference_of_shares(means[0], means[1])
         return difference_of(list(own.values()), list(other.values()))
 
 
@@ -75,6 +104,7 @@ def variants_of(run_dirs: Sequence[Path]) -> tuple[Variant, ...]:
     """
     summaries = [_summary_of(run_dir) for run_dir in run_dirs]
     configs = [_settings_of(run_dir) for run_dir in run_dirs]
+    num_tasks = [int(config.get("evaluation.num_tasks", 0)) for config in configs]
     differing = [line.key for line in compare_configs(configs) if line.differs]
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for number, config in enumerate(configs):
@@ -86,9 +116,15 @@ def variants_of(run_dirs: Sequence[Path]) -> tuple[Variant, ...]:
             runs=tuple(run_dirs[number].name for number in numbers),
             settings=dict(settings),
             by_seed=_figures([summaries[number] for number in numbers]),
+            num_tasks=num_tasks[numbers[0]],
         )
         for place, (settings, numbers) in enumerate(groups.items(), start=1)
     )
+
+
+def _are_shares(figure: str, values: Iterable[float]) -> bool:
+    least = -1 if figure.endswith("_gain") else 0
+    return figure.startswith(_SHARES) and all(least <= value <= 1 for value in values)
 
 
 def compare(run_dirs: Sequence[Path], console: Console) -> None:
@@ -109,7 +145,10 @@ def compare(run_dirs: Sequence[Path], console: Console) -> None:
         if any(cells):
             table.add_row(figure, *("-" if cell is None else str(cell) for cell in cells))
     console.print(table)
-    console.print("Means with 95 % confidence intervals over seeds, by Student's t.")
+    console.print(
+        "Means with 95 % confidence intervals over seeds, by Student's t; those of shares are "
+        "Wilson's and Newcombe's, and stay within 0 to 1."
+    )
 
 
 def as_json(run_dirs: Sequence[Path]) -> dict[str, Any]:
