@@ -167,6 +167,24 @@ async def test_parallel_calls_and_retries_fork(directory):
     require_owned_once(trajectory, engine)
 
 
+async def test_calls_beside_each_other_rewrite_nothing(directory):
+    """A lead, three sub-agents at once that begin alike, and one that tells an answer otherwise."""
+    engine = ScriptedEngine(directory, ["Split.", "One.", "Two.", "Three.", "Done."])
+    system = {"role": "system", "content": "You count."}
+    async with agent_world(directory, engine) as world:
+        client = await world.start_recording()
+        await answer_to(client, [USER])
+        questions = ({"role": "user", "content": word} for word in ("a", "b", "c"))
+        await asyncio.gather(*(answer_to(client, [system, question]) for question in questions))
+        otherwise = {"role": "assistant", "content": "Split it."}
+        await answer_to(client, [USER, otherwise, {"role": "user", "content": "On."}])
+        trajectory = await world.recordings.close("r")
+    causes = [sequence.fork_cause for sequence in trajectory.sequences]
+    branched = [ForkCause.BRANCHED] * 3
+    assert causes == [ForkCause.NONE, *branched, ForkCause.HISTORY_REWRITTEN]
+    require_owned_once(trajectory, engine)
+
+
 async def test_every_choice_is_owned(directory):
     engine = ScriptedEngine(directory, ["One.", "Two.", "Three.", "Four."])
     async with agent_world(directory, engine) as world:
@@ -195,7 +213,7 @@ async def test_a_sub_agent_is_a_sequence_of_its_own(directory):
         len(engine.log[0].token_ids) + len(engine.log[2].token_ids),
         len(engine.log[1].token_ids),
     ]
-    assert trajectory.sequences[1].fork_cause is ForkCause.HISTORY_REWRITTEN
+    assert trajectory.sequences[1].fork_cause is ForkCause.BRANCHED
     assert trajectory.history[0].text == "You lead."
     assert len(trajectory.history) == 5
     own = [s for s in trajectory.sequences[1].segments if s.source is Source.MODEL]

@@ -14,7 +14,7 @@ again and got an answer: nobody knows what the client did with half an answer.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,10 +72,13 @@ class _Rows:
         self.where: dict[Origin, int] = {}
         # All tokens up to an answer, with the turns of the trajectory; all messages, as given out.
         self._full: dict[Origin, Sequence] = {}
-        self._histories: dict[Origin, History] = {}
+        self.histories: dict[Origin, History] = {}
 
-    def add(self, call: CallRecord, index: int, turn: int, *, is_asked_again: bool) -> None:
-        """Place the tokens of one answered call."""
+    def add(self, call: CallRecord, index: int, turn: int, *, rewrites: bool) -> None:
+        """Place the tokens of one answered call.
+
+        rewrites: whether its prompt tells an earlier conversation otherwise than it was.
+        """
         for number, choice in enumerate(call.choices):
             tip = Origin(call=index, choice=number)
             own = _of_turn(choice, turn)
@@ -83,7 +86,7 @@ class _Rows:
             if base is None:
                 sequence = own if number == 0 else replace(own, fork_cause=ForkCause.BRANCHED)
                 if number == 0 and self.rows and own.fork_cause is ForkCause.NONE:
-                    cause = ForkCause.BRANCHED if is_asked_again else ForkCause.HISTORY_REWRITTEN
+                    cause = ForkCause.HISTORY_REWRITTEN if rewrites else ForkCause.BRANCHED
                     sequence = replace(own, fork_cause=cause)
                 row = None
             else:
@@ -104,9 +107,9 @@ class _Rows:
         """Place the tokens at the end of `row` if it ends where they begin, else in a new row."""
         base = call.prompt.origin
         self._full[tip] = sequence
-        past = History() if call.prompt.past is None else self._histories[call.prompt.past]
+        past = History() if call.prompt.past is None else self.histories[call.prompt.past]
         messages = past.extend(call.prompt.messages[len(past) :])
-        self._histories[tip] = history = messages.append(choice.message)
+        self.histories[tip] = history = messages.append(choice.message)
         if base is not None and row is not None and self.rows[row].tip == base:
             grown = self.rows[row].sequence.extended_by(own)
             self.rows[row] = _Row(sequence=grown, tip=tip, history=history)
@@ -139,8 +142,13 @@ def _trajectory(recording: Recording, closing: Closing) -> Trajectory:
         )
     placed = _Rows()
     for turn, (index, call) in enumerate(answered):
-        again = any(_is_same_prompt(call, other) for _, other in answered[:turn])
-        placed.add(call, index, turn, is_asked_again=again)
+        earlier = (
+            placed.histories[Origin(call=other, choice=number)]
+            for other, before in answered[:turn]
+            for number in range(len(before.choices))
+            if before.prompt.variant == call.prompt.variant
+        )
+        placed.add(call, index, turn, rewrites=_rewrites(call.prompt.messages, earlier))
         recording.sequence_indices[call.call_id] = tuple(
             placed.where[Origin(call=index, choice=number)] for number in range(len(call.choices))
         )
@@ -168,6 +176,15 @@ def _trajectory(recording: Recording, closing: Closing) -> Trajectory:
         done_reason=_done_reason(failures, is_full=is_full),
         labels=_labels(recording, closing),
     )
+
+
+def _rewrites(prompt: History, earlier: Iterable[History]) -> bool:
+    """Return whether the prompt has an answer behind what it shares with an earlier conversation.
+
+    One that has none there only asks something else: it is a sub-agent's, or a call beside others.
+    """
+    shared = max((_num_shared(prompt, history) for history in earlier), default=0)
+    return any(message.role == "assistant" for message in prompt[shared:])
 
 
 def _of_turn(choice: Choice, turn: int) -> Sequence:
