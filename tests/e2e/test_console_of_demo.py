@@ -22,9 +22,8 @@ from urllib.parse import quote
 
 import pytest
 from dialoop_ops.runs import Filters
-from dialoop_ops.runs.metric_rows import METRICS
 from dialoop_ops.runs.summaries import TrajectorySummary, summary_of, text_of, versions_by_step
-from dialoop_services.trainer.records.rows import trajectory_files
+from dialoop_services.trainer.records.rows import METRICS, trajectory_files
 
 from tests.support.stack_jobs import ROOT, Job, wait_for, write_config
 

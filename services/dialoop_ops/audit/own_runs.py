@@ -14,7 +14,12 @@ from dialoop.reasons import Reason
 from dialoop.sequences import Source
 from dialoop.templates.chat_template import ended_as_written
 from dialoop.trajectory import StopReason
-from dialoop_services.trainer.records.rows import TRAJECTORIES, trajectory_files
+from dialoop_services.trainer.records.rows import (
+    METRICS,
+    TRAJECTORIES,
+    trajectory_files,
+    without_discards,
+)
 
 from dialoop_ops.audit.records import (
     DROPPED,
@@ -31,7 +36,6 @@ from dialoop_ops.audit.records import (
 )
 from dialoop_ops.runs.index import DEBUG_TABLE
 from dialoop_ops.runs.line_files import whole_lines
-from dialoop_ops.runs.metric_rows import METRICS, without_discards
 from dialoop_ops.runs.run_config import read_run, tokenizer_of
 from dialoop_ops.runs.summaries import content_text, finite, summary_of, versions_by_step
 

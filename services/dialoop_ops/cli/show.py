@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dialoop.errors import InvalidInput, NotFound
-from dialoop_services.trainer.records.rows import TRAJECTORIES, trajectory_files
+from dialoop_services.trainer.records.rows import METRICS, TRAJECTORIES, trajectory_files
 from rich.text import Text
 
 from dialoop_ops.cli.console import rich_console, say
@@ -23,7 +23,6 @@ from dialoop_ops.runs.display import (
     transcript,
 )
 from dialoop_ops.runs.filters import Filters
-from dialoop_ops.runs.metric_rows import METRICS
 from dialoop_ops.runs.run_config import tokenizer_of
 from dialoop_ops.runs.summaries import TRAINED, summary_of, text_of, versions_by_step
 

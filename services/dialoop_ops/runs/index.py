@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dialoop.errors import NotFound, Unavailable
-from dialoop_services.trainer.records.rows import numbers_of, trajectory_files
+from dialoop_services.trainer.records.rows import METRICS, is_kept, numbers_of, trajectory_files
 
 from dialoop_ops.runs.filters import (
     Filters,
@@ -29,7 +29,6 @@ from dialoop_ops.runs.filters import (
     stops_of_bits,
 )
 from dialoop_ops.runs.line_files import Position, whole_lines
-from dialoop_ops.runs.metric_rows import METRICS, is_kept
 from dialoop_ops.runs.summaries import (
     EVALUATION,
     TrajectorySummary,

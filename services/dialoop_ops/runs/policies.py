@@ -10,10 +10,10 @@ from pathlib import Path
 from dialoop.errors import NotFound
 from dialoop.reasons import Reason
 from dialoop_learning.rl.staleness import publish_order, version_of_name
+from dialoop_services.trainer.records.rows import METRICS
 
 from dialoop_ops.runs.display import read_rows
 from dialoop_ops.runs.index import Point, RunIndex
-from dialoop_ops.runs.metric_rows import METRICS
 from dialoop_ops.runs.run_config import flat_config
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"

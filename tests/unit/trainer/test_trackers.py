@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,19 +76,87 @@ def test_numbers_are_named_by_kind_label_and_what_they_are_in() -> None:
 
 
 def test_tensorboard_event_files_hold_every_number(tmp_path: Path) -> None:
-    from tensorboardX.proto.event_pb2 import Event
-
     settings = TrainerSettings(run_dir=tmp_path, trackers={"tensorboard": True})
     write(RunRecords(tmp_path, trackers=trackers_of(settings)))
     (file,) = (tmp_path / "tensorboard").iterdir()
-    data, scalars = file.read_bytes(), {}
-    while data:  # a record: its length in 8 bytes, a checksum in 4, the event, a checksum in 4
-        size = int.from_bytes(data[:8], "little")
-        event = Event.FromString(data[12 : 12 + size])
-        scalars |= {value.tag: (event.step, value.simple_value) for value in event.summary.value}
-        data = data[16 + size :]
+    scalars = {
+        value.tag: (event.step, value.simple_value)
+        for event in events_of(file)
+        for value in event.summary.value
+    }
     assert scalars["train/reward"] == (1, 0.25)
     assert scalars["evaluation/running/x"] == (2, 1.0)
+
+
+def events_of(file: Path) -> Iterator[Any]:
+    from tensorboardX.proto.event_pb2 import Event
+
+    data = file.read_bytes()
+    while data:  # a record: its length in 8 bytes, a checksum in 4, the event, a checksum in 4
+        size = int.from_bytes(data[:8], "little")
+        yield Event.FromString(data[12 : 12 + size])
+        data = data[16 + size :]
+
+
+def write_and_resume(run_dir: Path, trackers: Callable[[], tuple[Any, ...]]) -> None:
+    """A warm start and train steps 1 to 3; a kill; a start that goes on from step 1; another."""
+
+    def step(records: RunRecords, number: int, reward: float) -> None:
+        records.metric("train", train_step=number, policy_version=None, reward=reward)
+
+    records = RunRecords(run_dir, trackers=trackers())
+    records.metric("warm_start", train_step=100, policy_version=None, loss=9.0)
+    for number in (1, 2, 3):
+        step(records, number, 0.0)
+    records.close()
+    for first in (1, 3):
+        records = RunRecords(run_dir, trackers=trackers())
+        records.rewind(num_train_steps=first, num_warm_start_steps=100)
+        step(records, first + 1, 1.0)
+        if first == 1:
+            step(records, 3, 1.0)
+        records.close()
+
+
+def test_tensorboard_forgets_steps_that_were_taken_back(tmp_path: Path) -> None:
+    """As its reader does: a start at a step drops what had that step or a later one."""
+    settings = TrainerSettings(run_dir=tmp_path, trackers={"tensorboard": True})
+    write_and_resume(tmp_path, lambda: trackers_of(settings))
+    folder, shown = tmp_path / "tensorboard", []
+    (warm_up,) = (folder / "warm_start").iterdir()
+    assert [value.tag for e in events_of(warm_up) for value in e.summary.value] == [
+        "warm_start/loss"
+    ]
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    for event in (event for file in files for event in events_of(file)):
+        if event.HasField("session_log"):
+            shown = [point for point in shown if point[0] < event.step]
+        shown += [(event.step, value.simple_value) for value in event.summary.value]
+    assert shown == [(1, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_a_hosted_run_whose_steps_are_taken_back_goes_on_in_another(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: dict[str, list[tuple[int, float]]] = {}
+
+    def init(*, name: str, **_: Any) -> Any:
+        points = runs.setdefault(name, [])
+
+        def log(row: dict[str, float]) -> None:
+            if "train/reward" in row:
+                points.append((int(row["train_step"]), row["train/reward"]))
+
+        return SimpleNamespace(log=log, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(init=init))
+    settings = TrainerSettings(run_dir=tmp_path, run="mine", trackers={package: True})
+    write_and_resume(tmp_path, lambda: trackers_of(settings))
+    assert runs == {
+        "mine": [(1, 0.0), (2, 0.0), (3, 0.0)],
+        "mine-2": [(1, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)],
+    }
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dialoop_ops.runs.metric_rows import without_discards
+from dialoop_services.trainer.records.rows import without_discards
 
 _LABELS = ("before_sampled", "running", "after_sampled")
 

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 from dialoop.sequences import PolicyVersion
 
 from dialoop_services.runtime.durable import write_json
-from dialoop_services.trainer.records.rows import TRAJECTORIES, as_row, number_of, trajectory_files
+from dialoop_services.trainer.records.rows import (
+    METRICS,
+    TRAJECTORIES,
+    as_row,
+    number_of,
+    trajectory_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -60,7 +66,7 @@ class RunRecords:
         self._trackers = trackers
         self._max_parts = _NUM_PARTS if max_trajectory_bytes else 0
         self._part_bytes = max_trajectory_bytes // _NUM_PARTS or _PART_BYTES
-        self._metrics = open_lines(run_dir / "metrics.jsonl")
+        self._metrics = open_lines(run_dir / METRICS)
         self._trajectories = open_lines(run_dir / TRAJECTORIES)
         self._writing = threading.Lock()
         self.newest: dict[str, float] = {}
@@ -91,7 +97,7 @@ class RunRecords:
 
         The version tells the batches apart: a refused one has the number of the step before it.
         """
-        with (self._run_dir / "metrics.jsonl").open(encoding="utf-8", newline="\n") as lines:
+        with (self._run_dir / METRICS).open(encoding="utf-8", newline="\n") as lines:
             return frozenset(
                 PolicyVersion(lineage=row["lineage"], number=row["policy_version"])
                 for row in map(json.loads, lines)
@@ -101,7 +107,7 @@ class RunRecords:
     def evaluation_due_after(self, train_step: int) -> dict[str, Any] | None:
         """Return the row of the evaluation due after that step, unless a restore took it back."""
         latest: dict[str, Any] | None = None
-        with (self._run_dir / "metrics.jsonl").open(encoding="utf-8", newline="\n") as lines:
+        with (self._run_dir / METRICS).open(encoding="utf-8", newline="\n") as lines:
             for row in map(json.loads, lines):
                 if row.get("due_train_step") == train_step:
                     latest = row

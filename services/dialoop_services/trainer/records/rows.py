@@ -1,12 +1,13 @@
 """Lines of a run's files: trajectories.jsonl, which comes in parts, and numbers of metrics.jsonl.
 
 A trajectory is plain JSON, token by token. A run writes each with `outcome`, `label` and
-`train_step` in front; `dialoop_ops.runs` reads them.
+`train_step` in front; `dialoop_ops.runs` reads them. Of the rows of metrics.jsonl some no longer
+count after a restore.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from dialoop.episode import UpdateMode
 from dialoop.sequences import Sequence
 from dialoop.trajectory import Trajectory, sums_by_name
 
-TRAJECTORIES = "trajectories.jsonl"
+METRICS, TRAJECTORIES = "metrics.jsonl", "trajectories.jsonl"
+# Evaluations that take place once, so that a restore may have to repeat them.
+_ONCE = ("before_", "after_")
 _NO_SERIES = ("time", "train_step", "kind", "label")
 
 
@@ -97,6 +100,24 @@ def trajectory_files(run_dir: Path) -> tuple[Path, ...]:
 def number_of(part: Path) -> int:
     """Return the number of a part that is full."""
     return int(part.name.split(".")[1])
+
+
+def without_discards(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows that count, without those of weights that a restore has discarded."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        if row["kind"] == "restore":
+            kept = [earlier for earlier in kept if is_kept(earlier, row)]
+        kept.append(row)
+    return kept
+
+
+def is_kept(row: Mapping[str, Any], restore: Mapping[str, Any]) -> bool:
+    """Return whether the restored checkpoint contains the step of a row before the restore."""
+    if row["kind"] == "warm_start":
+        return bool(row["train_step"] <= restore["num_warm_start_steps"])
+    again = row.get("label", "").startswith(_ONCE) and row["label"] not in restore["evaluations"]
+    return bool(row["train_step"] <= restore["train_step"] and not again)
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.user_functions import loop_of_users, raised_at, resolve
 
-from dialoop_services.trainer.records.rows import numbers_of
+from dialoop_services.trainer.records.rows import METRICS, is_kept, numbers_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,43 +64,101 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder, which `tensorboard --logdir` shows."""
+    """Event files in the run's folder, which `tensorboard --logdir` shows.
+
+    A warm start has steps of its own, so its numbers are in a folder of their own. After a restore
+    a new file begins, at which TensorBoard forgets the numbers of steps that were taken back.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
-        module = _import_tracker("tensorboardX", setting="tensorboard")
-        folder = str(run.directory / "tensorboard")
-        self._writer = module.SummaryWriter(logdir=folder, flush_secs=5)
+        self._module = _import_tracker("tensorboardX", setting="tensorboard")
+        self._folder = run.directory / "tensorboard"
+        self._writers: dict[Path, Any] = {}
+        self._first_steps: dict[Path, int] = {}
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Log every number of the row under the train step."""
+        warm_up = self._folder / "warm_start"
+        if row["kind"] == "restore":
+            self.close()
+            step = row["train_step"]
+            # What step 0 wrote is written again where nothing was restored.
+            self._first_steps = {self._folder: step + 1 if step else 0}
+            self._first_steps[warm_up] = row["num_warm_start_steps"] + 1
+            return
+        folder = warm_up if row["kind"] == "warm_start" else self._folder
+        if folder not in self._writers:
+            # Without a number of its own a file would replace another of the same second.
+            number = len(list(folder.glob("events.*")))
+            self._writers[folder] = self._module.SummaryWriter(
+                logdir=str(folder),
+                flush_secs=5,
+                filename_suffix=f".{number:06d}",
+                purge_step=self._first_steps.get(folder),
+            )
         for name, value in numbers_of(row).items():
-            self._writer.add_scalar(name, value, global_step=row["train_step"])
+            self._writers[folder].add_scalar(name, value, global_step=row["train_step"])
 
     def close(self) -> None:
-        """Flush and close the file."""
-        self._writer.close()
+        """Flush and close the files."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
 
 
 class HostedRun:
     """A run of Weights & Biases, or of trackio, which has the same interface.
 
-    A resumed job continues its run: Weights & Biases finds it by id, trackio by name.
+    A resumed job continues its run: Weights & Biases finds it by id, trackio by name. Nothing can
+    be taken out of such a run, so a restore that takes steps back begins another, NAME-2, with the
+    numbers that still count.
     """
 
     def __init__(self, package: str, run: TrackedRun) -> None:
-        module = _import_tracker(package, setting=package)
-        by_id = {"id": run.name} if package == "wandb" else {}
-        self._run = module.init(
-            project=run.project, name=run.name, config=run.settings, resume="allow", **by_id
-        )
+        self._package, self._of = package, run
+        self._module = _import_tracker(package, setting=package)
+        _, self._number = _counted(run.directory / METRICS)
+        self._run = self._open()
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Log every number and the step as one more, because a resumed run goes back in steps."""
-        self._run.log({**numbers_of(row), "train_step": row["train_step"]})
+        """Log every number and the step as one more, since a step has several rows."""
+        if row["kind"] != "restore":
+            self._run.log({**numbers_of(row), "train_step": row["train_step"]})
+            return
+        rows, number = _counted(self._of.directory / METRICS)
+        if number != self._number:
+            self._run.finish()
+            self._number, self._run = number, self._open()
+            for kept in rows:
+                self.log(kept)
 
     def close(self) -> None:
         """End the run."""
         self._run.finish()
+
+    def _open(self) -> Any:
+        name = self._of.name if self._number == 1 else f"{self._of.name}-{self._number}"
+        by_id = {"id": name} if self._package == "wandb" else {}
+        settings = {"project": self._of.project, "config": self._of.settings}
+        return self._module.init(name=name, resume="allow", **settings, **by_id)
+
+
+def _counted(metrics: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of metrics.jsonl that count, without restores, and a number.
+
+    The number is 1, and one more for each restore that took rows back.
+    """
+    kept: list[dict[str, Any]] = []
+    number = 1
+    if metrics.is_file():
+        with metrics.open(encoding="utf-8", newline="\n") as lines:
+            for row in (json.loads(line) for line in lines if line.endswith("\n")):
+                if row["kind"] != "restore":
+                    kept.append(row)
+                    continue
+                left = [earlier for earlier in kept if is_kept(earlier, row)]
+                kept, number = left, number + (len(left) < len(kept))
+    return kept, number
 
 
 class GuardedTracker:
