@@ -128,7 +128,8 @@ class HostedRun:
         rows, number = _counted(self._of.directory / METRICS)
         if number != self._number:
             self._run.finish()
-            self._number, self._run = number, self._open()
+            self._number = number
+            self._run = self._open()
             for kept in rows:
                 self.log(kept)
 
