@@ -6,7 +6,6 @@ load_attribute("rewards/maths.py:compute_score", what="reward function")
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import pkgutil
@@ -50,8 +49,8 @@ def load_attribute(
     )
     module, _, attribute = path.rpartition(":")
     if not module or not attribute:
-        near = difflib.get_close_matches(path, built_in, n=1)
-        hint = f"Did you mean '{near[0]}'? " if near else ""
+        near = nearest(path, built_in)
+        hint = f"Did you mean '{near}'? " if near else ""
         raise InvalidConfig(
             f"There is no {what} '{path}'.", reason=reason, remedy=hint + remedy + more_names
         )
@@ -69,6 +68,30 @@ def load_attribute(
             reason=reason,
             remedy="Correct that line." if where else remedy,
         ) from error
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the name that the fewest typing errors turn into this one; "" where all are far.
+
+    An error is a letter too many, missing, wrong, or in its neighbour's place (Damerau's distance
+    of adjacent letters). More than two in five letters wrong are another word.
+    """
+    errors = {other: _typing_errors(name.casefold(), other.casefold()) for other in names}
+    near = {n: count for n, count in errors.items() if count <= 0.4 * max(len(n), len(name))}
+    return min(near, key=lambda other: (near[other], other), default="")
+
+
+def _typing_errors(left: str, right: str) -> int:
+    before: list[int] = []
+    row = list(range(len(right) + 1))
+    for i, a in enumerate(left, start=1):
+        before, last, row = row, before, [i]
+        for j, b in enumerate(right, start=1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == right[j - 2] and left[i - 2] == b:
+                cost = min(cost, last[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
 
 
 def _module_of(file: Path) -> ModuleType:

@@ -6,12 +6,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dialoop_services.config.file import Override, override_in
+
 from dialoop_extras.importers.foreign_keys import (
     ForeignKeys,
     To,
     choice,
     positive,
     run_name,
+    steps_of_epochs,
+    tables,
     trackers_in,
     whole,
 )
@@ -38,10 +42,8 @@ def _targets(value: Any) -> list[str]:
     return [] if value == "all-linear" else [value] if isinstance(value, str) else list(value)
 
 
-def _at_least_zero(value: Any) -> int:
-    if value < 0:
-        raise ValueError("it is not set")
-    return int(value)
+def _evaluations(value: Any) -> int:
+    return max(0, whole(value))
 
 
 _KEYS: dict[str, To] = {
@@ -58,16 +60,16 @@ _KEYS: dict[str, To] = {
     f"{_MODEL}.enable_gradient_checkpointing": "train.activation_checkpointing",
     f"{_ACTOR}.optim.lr": "train.learning_rate",
     f"{_ACTOR}.optim.weight_decay": "train.weight_decay",
-    f"{_ACTOR}.optim.lr_warmup_steps": ("train.num_warmup_updates", _at_least_zero),
     f"{_ACTOR}.optim.lr_scheduler_type": (
         "train.schedule",
         choice({"constant": "constant", "cosine": "cosine"}, "schedule"),
     ),
+    f"{_ACTOR}.optim.betas": ("train.betas", list),
     f"{_ACTOR}.optim.optimizer": (
         "train.optimizer",
         choice({"AdamW": "adamw", "Muon": "muon"}, "optimiser"),
     ),
-    f"{_ACTOR}.grad_clip": "train.max_grad_norm",
+    f"{_ACTOR}.optim.clip_grad": "train.max_grad_norm",
     f"{_ACTOR}.ppo_epochs": "train.objective.num_epochs",
     f"{_ACTOR}.entropy_coeff": "train.objective.entropy_coeff",
     f"{_ACTOR}.loss_agg_mode": (
@@ -81,9 +83,8 @@ _KEYS: dict[str, To] = {
     f"{_ROLLOUT}.tensor_model_parallel_size": "inference.tensor_parallel_size",
     f"{_ROLLOUT}.max_model_len": "inference.max_model_len",
     f"{_ROLLOUT}.max_num_seqs": "inference.max_num_seqs",
-    "trainer.total_training_steps": ("train.num_steps", positive),
     "trainer.save_freq": ("train.checkpoint_every", positive),
-    "trainer.test_freq": ("evaluation.every", positive),
+    "trainer.test_freq": ("evaluation.every", _evaluations),
     "trainer.experiment_name": ("run", run_name),
     "trainer.project_name": "trackers.project",
 }
@@ -97,9 +98,6 @@ _REASONS = {
     "algorithm.lam": "there is no critic: advantages compare the trajectories of a group",
     "defaults": "hydra's parts are not read: import the composed config (`--cfg job --resolve`)",
     "hydra": "it belongs to hydra",
-    "trainer.total_epochs": "training is counted in train steps: set num_steps in [train]",
-    "trainer.nnodes": "docs/scale.md says how to use more machines",
-    "trainer.n_gpus_per_node": "num_processes in [train] and num_replicas in [inference] say it",
     "trainer.resume_mode": "a run goes on where it was; --fresh replaces it",
     "trainer.default_local_dir": "runs are written to runs/<name>: set `run`",
     "data.shuffle": "tasks are always shuffled, by `seed`",
@@ -107,6 +105,7 @@ _REASONS = {
     "data.filter_overlong_prompts": "prompts are never dropped; max_model_len bounds them",
     "ray_kwargs": "there is no Ray",
     "ray_init": "there is no Ray",
+    f"{_ACTOR}.clip_ratio": "clip_ratio_low and clip_ratio_high take its place, as in verl",
     f"{_ROLLOUT}.top_p": "what is trained is sampled from the whole distribution",
     f"{_ROLLOUT}.top_k": "what is trained is sampled from the whole distribution",
     f"{_ROLLOUT}.val_kwargs": "evaluations are greedy, and sampled at temperature 1",
@@ -120,24 +119,49 @@ _REASONS = {
     "reward": "reward models are functions of yours in [[scorer.rewards]]",
     "trainer.val_before_train": "evaluation.num_tasks are always played before and after",
 }
+# verl's defaults for these are somebody's own files and model, or "???".
+_NOT_SAID = (
+    ("data.train_files", "environment.options.train_files", "gsm8k in the home"),
+    ("data.val_files", "environment.options.val_files", "gsm8k in the home"),
+    (f"{_MODEL}.path", "model.directory", "deepseek-llm-7b-chat in the home"),
+    (f"{_ROLLOUT}.name", "engine", "none, and refuse to start"),
+    ("trainer.experiment_name", "run", "gsm8k"),
+)
 _DEFAULT_SCORE = "verl.utils.reward_score:default_compute_score"
 
 
-def read_verl(values: dict[str, Any]) -> ForeignKeys:
-    """Return the keys of a verl config as ours."""
-    flat = _flat(values)
-    keys = ForeignKeys({name: _resolve(value, flat) for name, value in flat.items()})
+def read_verl(values: dict[str, Any], *, folder: Path) -> ForeignKeys:
+    """Return the keys of a verl config as ours; what it does not say is as verl has it."""
+    given, table = _flat(values), tables()
+    every = {**table["verl"], **given}
+    keys = ForeignKeys(
+        given={name: _resolve(value, every) for name, value in given.items()},
+        defaults={name: _resolve(value, every) for name, value in table["verl"].items()},
+        title=f"ppo_trainer of verl {table['versions']['verl']}",
+        folder=folder,
+    )
+    for name, key, value in _NOT_SAID:
+        if keys.given.get(name) is None:
+            keys.values[name] = None
+            keys.to_fill_in[key] = f"{name} is not set; verl would take {value}"
     keys.mapped["environment.use"] = "verl"
     keys.map(_KEYS)
+    if f"{_ACTOR}.grad_clip" in given and f"{_ACTOR}.optim.clip_grad" not in given:
+        keys.map({f"{_ACTOR}.grad_clip": "train.max_grad_norm"})
     keys.map_options_of_vllm(_OPTIONS_OF_VLLM)
     if keys.mapped.get("model.lora_rank"):
-        keys.mapped["model.lora_alpha"] = float(keys.number(f"{_MODEL}.lora_alpha", 16))
+        keys.mapped["model.lora_alpha"] = float(keys.number(f"{_MODEL}.lora_alpha"))
     else:
-        keys.leave(f"{_MODEL}.lora_alpha", "lora_rank is 0")
+        for name in {f"{_MODEL}.lora_alpha", f"{_MODEL}.target_modules"} & given.keys():
+            keys.leave(name, "lora_rank is 0")
+        keys.mapped.pop("model.lora_targets", None)
     trackers_in(keys, "trainer.logger")
     _map_reward(keys)
     _map_lengths(keys)
+    _map_steps(keys)
+    _map_devices(keys)
     _map_loss(keys)
+    _map_correction(keys)
     _map_advantages(keys)
     return keys.finish(_REASONS, _NO_MEANING)
 
@@ -150,23 +174,80 @@ def _map_reward(keys: ForeignKeys) -> None:
         if path:
             keys.mapped[f"{options}.compute_score"] = f"{_home(path)}:{name}"
             start = f"{table}.reward_kwargs."
-            arguments = {
-                key.removeprefix(start): keys.take(key)
-                for key in keys.values
-                if key.startswith(start)
-            }
+            arguments: dict[str, Any] = {}
+            for key in filter(lambda key: key.startswith(start), keys.given):
+                name = key.removeprefix(start)
+                override_in(arguments, Override(path=name, value=keys.take(key), origin=key))
             if arguments:
                 keys.mapped[f"{options}.reward_kwargs"] = arguments
     keys.mapped.setdefault(f"{options}.compute_score", _DEFAULT_SCORE)
 
 
 def _map_lengths(keys: ForeignKeys) -> None:
-    answer = keys.mapped.setdefault("collector.max_new_tokens", 512)
-    prompt = keys.number("data.max_prompt_length", 512)
-    keys.mapped.setdefault("inference.max_model_len", prompt + answer)
-    batch = keys.mapped.setdefault("train.groups_per_train_step", 1024)
-    small = keys.number(f"{_ACTOR}.ppo_mini_batch_size", batch)
-    keys.mapped["train.num_minibatches"] = max(1, batch // small)
+    defaults, mapped = keys.defaults, keys.mapped
+    answer = mapped.setdefault("collector.max_new_tokens", defaults["data.max_response_length"])
+    prompt = keys.number("data.max_prompt_length")
+    mapped.setdefault("inference.max_model_len", prompt + answer)
+    batch = mapped.setdefault("train.groups_per_train_step", defaults["data.train_batch_size"])
+    small = keys.number(f"{_ACTOR}.ppo_mini_batch_size")
+    mapped["train.num_minibatches"] = max(1, batch // small)
+
+
+def _map_steps(keys: ForeignKeys) -> None:
+    """Map how long training is; verl's schedule counts train steps, ours counts updates."""
+    mapped, optim = keys.mapped, f"{_ACTOR}.optim"
+    steps = keys.number("trainer.total_training_steps")
+    epochs = keys.number("trainer.total_epochs")
+    if steps is not None and steps > 0:
+        mapped["train.num_steps"] = int(steps)
+        if "trainer.total_epochs" in keys.given:
+            keys.leave("trainer.total_epochs", "total_training_steps says how long training is")
+    else:
+        rows = keys.num_rows(mapped.get("environment.options.train_files"))
+        steps_of_epochs(keys, epochs, rows, mapped["train.groups_per_train_step"])
+    updates = mapped["train.num_minibatches"] * mapped.get("train.objective.num_epochs", 1)
+    total, warmup = mapped.get("train.num_steps"), keys.number(f"{optim}.lr_warmup_steps")
+    share = keys.number(f"{optim}.lr_warmup_steps_ratio")
+    if warmup <= 0 and share and total is None:
+        keys.to_fill_in["train.num_warmup_updates"] = f"it is a share of {share:g} of all updates"
+    else:
+        first = int(share * (total or 0)) if warmup <= 0 else warmup
+        mapped["train.num_warmup_updates"] = int(first) * updates
+    mapped["train.learning_rate_floor"] = keys.number(f"{optim}.min_lr_ratio") or 0.0
+    if keys.take(f"{_ACTOR}.fsdp_config.model_dtype") in ("bf16", "bfloat16"):
+        mapped["dtype"] = "bfloat16"
+    elif keys.take(f"{_ACTOR}.fsdp_config.dtype") in ("bf16", "bfloat16"):
+        mapped["train.autocast"] = "bfloat16"
+
+
+def _map_devices(keys: ForeignKeys) -> None:
+    """Map verl's GPUs, on which trainer and engine take turns, to a part for each of the two."""
+    mapped = keys.mapped
+    nodes, each = (keys.number(f"trainer.{name}") for name in ("nnodes", "n_gpus_per_node"))
+    if keys.take("trainer.device") != "cuda":
+        mapped |= {"train.device": "cpu", "inference.tensor_parallel_size": 1}
+        keys.leave("trainer.device", "devices are cuda and cpu; the CPU stands here")
+        return
+    mapped["train.device"] = "cuda"
+    if mapped.get("engine") == "transformers":
+        mapped["inference.device"] = "cuda"
+    mapped |= {"resources.num_nodes": nodes, "resources.gpus_per_node": each}
+    if nodes * each == 1:
+        mapped |= {"placement": "shared", "inference.tensor_parallel_size": 1}
+        return
+    size = mapped.get("inference.tensor_parallel_size", 1)
+    if nodes == 1 and size >= each:
+        size = mapped["inference.tensor_parallel_size"] = each // 2
+        keys.leave(f"{_ROLLOUT}.tensor_model_parallel_size", "half of the GPUs train")
+    trainers = each if nodes > 1 else each // 2 // size * size or each - size
+    replicas = max(1, (each - trainers) // size if nodes == 1 else (nodes - 1) * (each // size))
+    mapped |= {"train.num_processes": trainers, "inference.num_replicas": replicas}
+    keys.assumed["train.num_processes"] = (
+        f"{trainers} GPUs train and {replicas} x {size} sample at the same time, where in verl all "
+        f"{nodes} x {each} take turns"
+    )
+    if nodes > 1:
+        mapped["launch.on"] = "ray"
 
 
 def _map_loss(keys: ForeignKeys) -> None:
@@ -174,19 +255,19 @@ def _map_loss(keys: ForeignKeys) -> None:
     if mode not in ("vanilla", "gspo"):
         keys.leave(f"{_ACTOR}.policy_loss.loss_mode", "Dialoop has no such loss; grpo stands here")
     loss = "gspo" if mode == "gspo" else "grpo"
-    both = keys.number(f"{_ACTOR}.clip_ratio", 0.2)
-    options = {
-        "clip_low": keys.number(f"{_ACTOR}.clip_ratio_low", both),
-        "clip_high": keys.number(f"{_ACTOR}.clip_ratio_high", both),
-    }
+    options = {}
+    for side in ("low", "high"):
+        name = f"{_ACTOR}.clip_ratio_{side}"
+        is_unset = keys.values[name] is None  # then verl takes the ratio of both sides
+        options[f"clip_{side}"] = keys.number(f"{_ACTOR}.clip_ratio" if is_unset else name)
     if loss == "grpo":
-        options["dual_clip"] = keys.number(f"{_ACTOR}.clip_ratio_c", 3.0)
+        options["dual_clip"] = keys.number(f"{_ACTOR}.clip_ratio_c")
     else:
         keys.leave(f"{_ACTOR}.clip_ratio_c", "the loss gspo takes none")
     keys.mapped["train.loss"] = loss
     keys.mapped["train.loss_options"] = {name: float(value) for name, value in options.items()}
     keys.mapped.setdefault("train.objective.aggregation", "token")
-    weight = keys.number(f"{_ACTOR}.kl_loss_coef", 0.001)
+    weight = keys.number(f"{_ACTOR}.kl_loss_coef")
     kind = keys.take(f"{_ACTOR}.kl_loss_type", "low_var_kl")
     if not keys.take(f"{_ACTOR}.use_kl_loss", False):
         return
@@ -196,6 +277,20 @@ def _map_loss(keys: ForeignKeys) -> None:
         keys.mapped["train.objective.kl_estimator"] = _KL[kind]
     else:
         keys.leave(f"{_ACTOR}.kl_loss_type", "Dialoop has no such estimator; k3 stands here")
+
+
+def _map_correction(keys: ForeignKeys) -> None:
+    """Map truncated importance sampling between engine and trainer, by token."""
+    start = "algorithm.rollout_correction"
+    kind = keys.take(f"{start}.rollout_is")
+    if kind is None:
+        return
+    if kind != "token":
+        keys.leave(f"{start}.rollout_is", "Dialoop has no such correction")
+        return
+    objective = "train.objective.correction"
+    keys.mapped |= {objective: "tis", f"{objective}_low": 0.0}
+    keys.mapped[f"{objective}_high"] = keys.number(f"{start}.rollout_is_threshold")
 
 
 def _map_advantages(keys: ForeignKeys) -> None:
@@ -212,15 +307,15 @@ def _map_advantages(keys: ForeignKeys) -> None:
         )
     # verl divides by the standard deviation + 1e-6.
     keys.mapped |= {"scorer.advantage_divisor": "sum", "scorer.advantage_eps": 1e-6}
-    if keys.mapped.get("collector.group_size", 1) < 2:
+    if keys.mapped["collector.group_size"] < 2:
         keys.mapped["collector.group_size"] = 8
         keys.leave(f"{_ROLLOUT}.n", "groups need 2 or more; 8 stands here")
     kind, weight = (
         keys.take("algorithm.kl_penalty", "kl"),
-        keys.number("algorithm.kl_ctrl.kl_coef", None),
+        keys.number("algorithm.kl_ctrl.kl_coef"),
     )
     if keys.take("algorithm.use_kl_in_reward", False):
-        keys.mapped["scorer.kl_coefficient"] = 0.001 if weight is None else weight
+        keys.mapped["scorer.kl_coefficient"] = weight
         keys.mapped["scorer.reference_logprobs"] = True
         keys.mapped["scorer.kl_estimator"] = _KL.get(kind, "k1")
     if keys.take("algorithm.filter_groups.enable", False):

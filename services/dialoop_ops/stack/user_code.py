@@ -190,7 +190,7 @@ def check_loss(config: JobConfig) -> None:
             raise InvalidConfig(
                 f"The loss {name} has no option {option!r}.",
                 reason=Reason.UNKNOWN_LOSS_OPTION,
-                remedy=f"{did_you_mean(option, options).capitalize()}"
+                remedy=f"{_sentence(did_you_mean(option, options))}"
                 f"It takes {', '.join(options) or 'none'}.",
             )
 
@@ -213,8 +213,13 @@ def _parameters_of(kind: _Kind, path: str) -> tuple[str, ...] | None:
         names += _bound_by(statement)
     if attribute in names or "*" in names or "__getattr__" in names:
         return None
-    hint = did_you_mean(attribute, names).capitalize()
+    hint = _sentence(did_you_mean(attribute, names))
     raise _cannot_load(kind, path, f"{module} has no {attribute}", hint=hint)
+
+
+def _sentence(text: str) -> str:
+    """Return a text that begins with a capital; names in it keep theirs."""
+    return text[:1].upper() + text[1:]
 
 
 def _source_of(kind: _Kind, path: str, module: str) -> ast.Module | None:

@@ -197,7 +197,7 @@ def require_options(engine: str, options: Mapping[str, Any]) -> None:
         if reason:
             raise ValueError(f"{name} in [inference.engine] is refused. {reason}")
         if names and name not in names:
-            hint = did_you_mean(name, sorted(names)) or " leave it out"
+            hint = did_you_mean(name, names) or " leave it out"
             raise ValueError(f'{name} is no option of engine = "{engine}":{hint}')
 
 

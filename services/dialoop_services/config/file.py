@@ -160,7 +160,13 @@ def parse_config(
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in detail["loc"])
-        raise _mistake((origins or {}).get(key, source), detail) from None
+        raise _mistake(_source_of_key(key, origins or {}) or source, detail) from None
+
+
+def _source_of_key(key: str, origins: Mapping[str, str]) -> str:
+    """Return where a key is from, or all that was set in a table of its name; "" for several."""
+    below = {origin for path, origin in origins.items() if path.startswith(f"{key}.")}
+    return origins.get(key) or (below.pop() if len(below) == 1 else "")
 
 
 def toml_of(

@@ -33,6 +33,7 @@ LossName = Annotated[str, AfterValidator(NameOf("loss", LOSSES))]
 """A built-in loss, or the import path of one."""
 OptimizerName = Annotated[str, AfterValidator(NameOf("optimizer", OPTIMIZERS))]
 """A built-in optimiser, or the import path of one."""
+Share = Annotated[float, Field(ge=0, lt=1)]
 UpdateMode = Literal["recompute", "keep_kv", "wait"]
 Overflow = Literal["block", "reject", "drop_oldest"]
 """What happens when max_waiting_groups groups wait in the queue and another is to join them."""
@@ -446,9 +447,14 @@ class TrainFields(Section):
     """Optimiser: "adamw", "muon" for hidden matrices with AdamW for the other weights, or your own
     as "module:function"."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate over all updates: "constant", or "linear" or "cosine" down to a tenth."""
+    """Learning rate over all updates: "constant", or "linear" or "cosine" down to
+    learning_rate_floor."""
+    learning_rate_floor: float = Field(default=0.1, ge=0, le=1)
+    """Share of learning_rate at which "linear" and "cosine" end."""
     num_warmup_updates: int = Field(default=0, ge=0)
     """Number of updates in which the learning rate rises from 0."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """Decay of AdamW's running means of gradients and of their squares."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay, decoupled from the gradient; 0: none."""
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -7,13 +7,13 @@ allowed_values(TrainSection.model_fields["mode"])                  # 'one of "rl
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
+from dialoop.import_paths import nearest
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class NameOf:
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
     """Return "did you mean 'grpo'? " where one of the names is near, else an empty text."""
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
+    near = nearest(name, names)
+    return f"did you mean {near!r}? " if near else ""
 
 
 @dataclass(frozen=True, slots=True)

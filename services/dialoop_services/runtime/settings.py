@@ -9,7 +9,6 @@ settings = load(EnvironmentSettings)      # reads DIALOOP_ENVIRONMENT_PORT, ..._
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 import textwrap
@@ -18,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from dialoop.errors import InvalidConfig
+from dialoop.import_paths import nearest
 from dialoop.old_names import now_at
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
@@ -235,6 +235,6 @@ def _sentence(kind: type[StrictSettings], detail: ErrorDetails) -> str:
     if field in kind.SUCCESSORS or outer in kind.SUCCESSORS:
         new = kind.SUCCESSORS.get(field) or "__".join((kind.SUCCESSORS[outer], *inner))
         return f"{name} is now {(prefix + new).upper()}"
-    near = difflib.get_close_matches(field, kind.model_fields, n=1)
-    hint = f", did you mean {(prefix + near[0]).upper()}?" if near else ""
+    near = nearest(field, kind.model_fields)
+    hint = f", did you mean {(prefix + near).upper()}?" if near else ""
     return f"{name} is not a setting{hint}"

@@ -16,7 +16,7 @@ from pathlib import Path
 import dialoop
 
 TOPR = 'run = "mine"\n[train]\nloss = "topr"\nnum_steps = 1\n'
-BETA2 = 'run = "mine"\n[train]\nbeta2 = 0.99\nnum_steps = 1\n'
+ADAM_EPS = 'run = "mine"\n[train]\nadam_eps = 1e-06\nnum_steps = 1\n'
 
 
 def trajectory_field(folder: Path) -> None:
@@ -124,14 +124,14 @@ def config_key(folder: Path) -> None:
     from dialoop_services.trainer.learner.learner import optimizer_of
     from dialoop_services.trainer.settings import TrainerSettings
 
-    path = _job_file(folder, BETA2)
-    assert "\nbeta2 = 0.99  # Decay of" in toml_of(load_config(path, environment={}))
+    path = _job_file(folder, ADAM_EPS)
+    assert "\nadam_eps = 1e-06  # Number that" in toml_of(load_config(path, environment={}))
     settings = optimizer_of(load(TrainerSettings))
     optimizer = GuardedOptimizer([torch.nn.Parameter(torch.zeros(2))], settings)
     (adamw,) = optimizer.torch_optimizers
-    assert adamw.param_groups[0]["betas"] == (0.9, 0.99)
-    path.write_text(BETA2.replace("0.99", "1.5"), encoding="utf-8")
-    with pytest.raises(InvalidConfig, match="beta2"):
+    assert adamw.param_groups[0]["eps"] == 1e-6
+    path.write_text(ADAM_EPS.replace("1e-06", "-1.0"), encoding="utf-8")
+    with pytest.raises(InvalidConfig, match="adam_eps"):
         load_config(path, environment={})
 
 

@@ -137,7 +137,7 @@ MISTAKES = {
         '[train]\noptimizer = "checked_code:mime"\n',
         "Did you mean 'mine'?",
     ),
-    "optimizer of torch": ('[train]\noptimizer = "torch.optim:NAdan"\n', "Did you mean 'nadam'?"),
+    "optimizer of torch": ('[train]\noptimizer = "torch.optim:NAdan"\n', "Did you mean 'NAdam'?"),
     "data plane": ('[inference]\ndata_plane = "chunk"\n', "did you mean 'chunks'?"),
     "data plane of one's own": ('[inference]\ndata_plane = "checked_code:P"\n', "has no P"),
     "tracker of one's own": ('[trackers]\nuse = ["no_such:T"]\n', "no module no_such"),

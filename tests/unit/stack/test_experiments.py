@@ -44,6 +44,11 @@ def test_what_the_command_line_sets_wins_and_says_so(tmp_path: Path) -> None:
     ("word", "message"),
     [
         ("train.num_stes=3", "--set has an unknown key 'num_stes' in [train]"),
+        ("trian.num_steps=3", "--set has an unknown key 'trian'; did you mean 'train'?"),
+        (
+            'train.loss="gpro"',
+            "--set, train.loss is 'gpro': there is no such loss; did you mean 'grpo'?",
+        ),
         ("train.num_steps=-3", "--set, train.num_steps is -3"),
         ("train.num_steps.x=3", "--set sets train.num_steps.x, and num_steps is no table"),
         ("seed", "--set seed is not KEY=VALUE"),

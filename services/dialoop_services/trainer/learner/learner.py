@@ -630,6 +630,8 @@ def optimizer_of(settings: TrainerSettings) -> OptimizerSettings:
     return OptimizerSettings(
         name=settings.optimizer,
         learning_rate=settings.learning_rate,
+        betas=settings.betas,
+        final_share=settings.learning_rate_floor,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         warmup_steps=settings.num_warmup_updates,

@@ -1,19 +1,32 @@
-"""Configs of verl and TRL as job files: what is mapped, and every other key by name."""
+"""Configs of verl and TRL as job files: what is mapped, and every other key by name.
+
+What a file leaves out is as the other package has it, by the committed table of its defaults.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from dialoop.errors import InvalidConfig
+from dialoop_extras.importers.foreign_keys import tables
 from dialoop_extras.importers.imported import import_config
 from dialoop_ops.cli.main import main
+from dialoop_ops.stack.devices import nodes_of, plan_devices
 from dialoop_ops.stack.user_code import load_environments, working_in
 from dialoop_services.config.file import parse_config
+
+from infra import foreign_defaults
 
 VERL = """
 data:
@@ -101,6 +114,8 @@ def test_a_verl_config_becomes_a_job_that_passes_the_check(tmp_path: Path) -> No
         "val_files": "test.jsonl",
         "compute_score": "rewards.py:compute_score",
         "reward_kwargs": {"factor": 2.0},
+        "prompt_key": "prompt",
+        "reward_fn_key": "data_source",
     }
     assert (config.run, config.engine, config.model.directory) == ("first", "vllm", "models/m")
     assert (config.model.lora_rank, config.model.lora_alpha) == (8, 32.0)
@@ -124,12 +139,12 @@ def test_every_key_of_verl_is_mapped_or_named_with_a_reason(tmp_path: Path) -> N
     _, left_out = import_text(tmp_path, "ppo.yaml", VERL)
     assert set(left_out) == {
         "data.shuffle",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps",
         "actor_rollout_ref.actor.fsdp_config.param_offload",
         "actor_rollout_ref.rollout.response_length",
         "algorithm.gamma",
         "critic.optim.lr",
         "trainer.logger",
+        "trainer.save_freq",  # verl's default, which Dialoop does not have
     }
     assert "no critic" in left_out["critic.optim.lr"]
     assert "swanlab" in left_out["trainer.logger"]
@@ -167,6 +182,7 @@ def test_a_grpo_config_becomes_a_job_that_passes_the_check(
         "reward_weights": [0.5],
     }
     assert set(left_out) - {"output_dir"} == {"top_p", "mask_truncated_completions"}
+    assert (train.schedule, train.learning_rate_floor, train.betas) == ("linear", 0, (0.9, 0.999))
 
 
 def test_a_number_that_is_an_expression_is_left_out_by_name(tmp_path: Path) -> None:
@@ -181,11 +197,12 @@ def test_what_the_script_says_is_to_be_filled_in(tmp_path: Path) -> None:
     (tmp_path / "grpo.json").write_text('{"learning_rate": 1e-6}', "utf-8")
     printed = import_config(tmp_path / "grpo.json")
     names = re.findall(r"^# Fill in (\S+):", printed, re.M)
-    assert names == [
+    assert set(names) == {
         "environment.options.dataset",
         "environment.options.reward_funcs",
         "model.directory",
-    ]
+        "train.num_steps",
+    }
 
 
 @pytest.mark.parametrize(
@@ -195,7 +212,7 @@ def test_what_the_script_says_is_to_be_filled_in(tmp_path: Path) -> None:
         ("list.yaml", "[1, 2]", "holds no mapping"),
         ("bad.yaml", "a: [", "cannot be read"),
         ("bad.py", "x = (", "cannot be read"),
-        ("none.py", "x = 1", "no GRPOConfig"),
+        ("none.py", "x = 1", "calls none of GRPOConfig"),
         ("odd.json", '{"learning_rate": "fast"}', "learning_rate is 'fast'"),
     ],
 )
@@ -214,3 +231,227 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert tomllib.loads(capsys.readouterr().out)["train"]["num_steps"] == 20
     assert main(["import", str(tmp_path / "none.json")]) == 2
     assert "none.json cannot be read" in capsys.readouterr().err
+
+
+def rows_of(folder: Path, name: str, count: int) -> None:
+    (folder / name).write_text('{"prompt": "1+1"}\n' * count, "utf-8")
+
+
+def values_of(job: dict[str, Any], *paths: str) -> list[Any]:
+    values = []
+    for path in paths:
+        value: Any = job
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        values.append(value)
+    return values
+
+
+# For our keys, the fields of TRL's classes.
+SAME_IN_TRL = {
+    "GRPOConfig": {
+        "collector.group_size": "num_generations",
+        "collector.max_new_tokens": "max_completion_length",
+        "collector.temperature": "temperature",
+        "train.objective.num_epochs": "num_iterations",
+        "train.loss_options.clip_low": "epsilon",
+        "train.checkpoint_every": "save_steps",
+    },
+    "AsyncGRPOConfig": {
+        "collector.group_size": "num_generations",
+        "collector.max_new_tokens": "max_completion_length",
+        "train.max_staleness": "max_staleness",
+        "train.loss_options.clip_low": "epsilon",
+    },
+    "SFTConfig": {
+        "train.max_row_tokens": "max_length",
+        "sft.batch_size": "per_device_train_batch_size",
+    },
+}
+SAME_IN_ALL = {
+    "train.learning_rate": "learning_rate",
+    "train.schedule": "lr_scheduler_type",
+    "train.weight_decay": "weight_decay",
+    "train.max_grad_norm": "max_grad_norm",
+    "train.activation_checkpointing": "gradient_checkpointing",
+    "train.num_warmup_updates": "warmup_steps",
+    "seed": "seed",
+}
+
+
+@pytest.mark.parametrize("kind", SAME_IN_TRL)
+def test_what_a_config_of_trl_leaves_out_is_as_its_class_has_it(tmp_path: Path, kind: str) -> None:
+    job, _ = import_text(tmp_path, "train.py", f"args = {kind}(output_dir='out', max_steps=9)")
+    table = tables()
+    defaults = table["TrainingArguments"] | table["_BaseConfig"] | table[kind]
+    same = SAME_IN_ALL | SAME_IN_TRL[kind]
+    if defaults["lr_scheduler_type"] == "constant":
+        same = {ours: name for ours, name in same.items() if name != "warmup_steps"}
+    assert values_of(job, *same) == [defaults[name] for name in same.values()]
+    betas = [defaults["adam_beta1"], defaults["adam_beta2"]]
+    assert values_of(job, "train.betas", "train.autocast", "train.num_steps") == [
+        betas,
+        "bfloat16",  # TRL sets bf16 unless fp16 is set
+        9,
+    ]
+
+
+def test_what_a_config_of_verl_leaves_out_is_as_its_yaml_has_it(tmp_path: Path) -> None:
+    job, left_out = import_text(tmp_path, "ppo.yaml", "data: {}\nalgorithm: {}\n")
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    same = {
+        "train.learning_rate": f"{actor}.optim.lr",
+        "train.betas": f"{actor}.optim.betas",
+        "train.schedule": f"{actor}.optim.lr_scheduler_type",
+        "train.learning_rate_floor": f"{actor}.optim.min_lr_ratio",
+        "train.weight_decay": f"{actor}.optim.weight_decay",
+        "train.max_grad_norm": f"{actor}.optim.clip_grad",
+        "train.loss_options.clip_low": f"{actor}.clip_ratio_low",
+        "train.loss_options.clip_high": f"{actor}.clip_ratio_high",
+        "train.loss_options.dual_clip": f"{actor}.clip_ratio_c",
+        "train.groups_per_train_step": "data.train_batch_size",
+        "collector.max_new_tokens": "data.max_response_length",
+        "collector.temperature": f"{rollout}.temperature",
+        "inference.max_num_seqs": f"{rollout}.max_num_seqs",
+        "inference.tensor_parallel_size": f"{rollout}.tensor_model_parallel_size",
+        "inference.dtype": f"{rollout}.dtype",
+        "resources.num_nodes": "trainer.nnodes",
+        "resources.gpus_per_node": "trainer.n_gpus_per_node",
+    }
+    defaults = tables()["verl"]
+    assert values_of(job, *same) == [defaults[name] for name in same.values()]
+    assert job["train"]["num_minibatches"] == 1024 // 256
+    # A group of one and advantages of a critic are verl's defaults, and Dialoop has neither.
+    assert {"algorithm.adv_estimator", f"{rollout}.n"} <= left_out.keys()
+    printed = import_config(tmp_path / "ppo.yaml")
+    assert "# Fill in model.directory" in printed
+    assert "# Fill in train.num_steps: it is 30 epochs" in printed
+
+
+def test_a_share_of_steps_and_epochs_become_numbers_of_steps(tmp_path: Path) -> None:
+    """transformers rounds a share of the updates up; an epoch of TRL drops what fills no batch."""
+    rows_of(tmp_path, "rows.jsonl", 50)
+    text = "dataset_name: rows.jsonl\nnum_train_epochs: 2\nwarmup_steps: 0.1\n"
+    text += "gradient_accumulation_steps: 4\nnum_generations: 8\n"
+    job, _ = import_text(tmp_path, "grpo.yaml", text)
+    assert job["train"]["groups_per_train_step"] == 4
+    assert (job["train"]["num_steps"], job["train"]["num_warmup_updates"]) == (24, 3)
+    text = "GRPOConfig(max_steps=200, warmup_ratio=0.1, steps_per_generation=2, num_iterations=2)"
+    job, _ = import_text(tmp_path, "grpo.py", text)
+    # Four updates a train step, so 50 of these; TRL's steps and warm-up count updates.
+    assert (job["train"]["num_steps"], job["train"]["num_warmup_updates"]) == (50, 20)
+    rows_of(tmp_path, "train.jsonl", 130)
+    text = VERL.replace("total_training_steps: 30", "total_epochs: 3").replace(
+        "lr_warmup_steps: -1", "lr_warmup_steps_ratio: 0.5"
+    )
+    job, _ = import_text(tmp_path, "ppo.yaml", text)
+    # 2 batches of 64 an epoch; half of 6 steps of 4 updates.
+    assert (job["train"]["num_steps"], job["train"]["num_warmup_updates"]) == (6, 12)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ("nnodes: 1, n_gpus_per_node: 1", ["cuda", 1, 1, "shared", "local"]),
+        ("nnodes: 1, n_gpus_per_node: 8", ["cuda", 4, 2, "split", "local"]),
+        ("nnodes: 2, n_gpus_per_node: 8", ["cuda", 8, 4, "split", "ray"]),
+        ("device: cpu", ["cpu", 1, 1, "split", "local"]),
+    ],
+)
+def test_devices_and_nodes_are_carried(tmp_path: Path, devices: str, expected: list[Any]) -> None:
+    text = VERL.replace("trainer: {", f"trainer: {{{devices}, ")
+    job, left_out = import_text(tmp_path, "ppo.yaml", text)
+    config = parse_config(job, source="ppo.yaml")
+    train, inference = config.train, config.inference
+    placed = [train.device, train.num_processes, inference.num_replicas]
+    assert [*placed, config.placement, config.launch.on] == expected
+    if expected[0] == "cuda":
+        plan_devices(config, nodes_of(config, {}))  # it has room for all processes
+    else:
+        assert "trainer.device" in left_out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rank", "alpha", "targets"),
+    [
+        ("g.yaml", "peft_config: {r: 4, lora_alpha: 16, target_modules: [q_proj]}", 4, 16, 1),
+        ("g.yaml", "peft_config: {use_rslora: true, target_modules: all-linear}", 8, 8 * 8**0.5, 0),
+        ("g.yaml", "use_peft: true\nnum_generations: 8\n", 16, 32, 2),
+        ("g.py", "GRPOConfig(beta=0.1); peft_config = LoraConfig(r=2, lora_alpha=4)", 2, 4, 2),
+        ("g.py", "lora = peft.LoraConfig(r=2)\nargs = trl.GRPOConfig(beta=0.1)", 2, 8, 2),
+    ],
+)
+def test_an_adapter_is_carried(
+    tmp_path: Path, name: str, text: str, rank: int, alpha: float, targets: int
+) -> None:
+    job, _ = import_text(tmp_path, name, text)
+    model = job["model"]
+    assert (model["lora_rank"], len(model.get("lora_targets", ()))) == (rank, targets)
+    assert model["lora_alpha"] == pytest.approx(alpha)
+
+
+def test_an_adapter_that_trl_would_not_train_is_left_out_by_name(tmp_path: Path) -> None:
+    job, left_out = import_text(tmp_path, "g.yaml", "lora_r: 8\nnum_generations: 8\n")
+    assert "lora_rank" not in job["model"]
+    assert "use_peft is not set" in left_out["lora_r"]
+    (tmp_path / "g.py").write_text("GRPOConfig(peft_config=mine())", "utf-8")
+    printed = import_config(tmp_path / "g.py")
+    assert "# Fill in model.lora_rank: peft_config is not written out" in printed
+
+
+ODD_VALUES = ("surely not", 77, -5, [1, "a"], {"x": 1}, 0.37, True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_key_that_nobody_knows_is_named(tmp_path: Path, seed: int) -> None:
+    """One key more, in any table, of any name and value: it is mapped or stands there by name."""
+    draw = random.Random(seed)
+    odd = "".join(draw.choice("abcdefgh_") for _ in range(9))
+    value = draw.choice(ODD_VALUES)
+    if seed % 2:
+        job = yaml.safe_load(VERL)
+        table = job
+        while draw.random() < 0.7:
+            inner = [v for v in table.values() if isinstance(v, dict)]
+            table = draw.choice(inner) if inner else table
+        table[odd] = value
+        (tmp_path / "odd.yaml").write_text(yaml.safe_dump(job), "utf-8")
+        printed = import_config(tmp_path / "odd.yaml")
+    else:
+        (tmp_path / "odd.json").write_text(json.dumps({**TRL, odd: value}), "utf-8")
+        printed = import_config(tmp_path / "odd.json")
+    is_argument = f'"{odd}"' in printed  # of the user's own reward function
+    assert is_argument or re.search(rf"^# (\S+\.)?{odd}(\.x)? = .*: \w+", printed, re.M)
+
+
+@pytest.mark.heavy(reason="downloads the wheels of four packages, and imports TRL")
+def test_the_table_of_defaults_is_what_the_packages_have(tmp_path: Path) -> None:
+    """Made again from the wheels, and compared with what TRL's own classes say in a process."""
+    assert foreign_defaults.table(tmp_path) == tables()
+    site = tmp_path / "site"
+    for package in ("trl", "transformers"):
+        (wheel,) = tmp_path.glob(f"{package}-*.whl")
+        zipfile.ZipFile(wheel).extractall(site)
+    code = """
+import dataclasses, json
+from trl import GRPOConfig, SFTConfig
+from trl.experimental.async_grpo import AsyncGRPOConfig
+def plain(field):
+    missing = dataclasses.MISSING
+    return field.default_factory() if field.default_factory is not missing else (
+        None if field.default is missing else field.default)
+for kind in (GRPOConfig, SFTConfig, AsyncGRPOConfig):
+    fields = {f.name: plain(f) for f in dataclasses.fields(kind)}
+    print(json.dumps([kind.__name__, fields], default=str))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | {"PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for line in filter(lambda text: text.startswith('["'), ended.stdout.splitlines()):
+        kind, fields = json.loads(line)
+        committed = tables()["TrainingArguments"] | tables()["_BaseConfig"] | tables()[kind]
+        assert {name: committed.get(name, "missing") for name in fields} == fields
