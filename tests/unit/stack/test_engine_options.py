@@ -134,7 +134,8 @@ def test_options_of_vllm_are_imported_where_vllm_samples(tmp_path: Path, name: s
     written = tmp_path / "job.toml"
     written.write_text(text)
     options = load_config(written, environment={}).inference.engine
-    assert options == ({"gpu_memory_utilization": 0.4} if name == "vllm" else {})
+    of_verl = {"max_num_batched_tokens": 8192, "enable_chunked_prefill": True}  # by default
+    assert options == ({"gpu_memory_utilization": 0.4} | of_verl if name == "vllm" else {})
     assert ("it is an option of vLLM" in text) is (name == "hf")
 
 
