@@ -60,6 +60,7 @@ class History(Sequence[Message]):
         chats = _promote(chats)
         items = list(chats)
         if items and not isinstance(items[0], (Mapping, Message)):
+            _require_two_deep(items)
             return Histories(
                 tuple(
                     cls(messages_from_chats(_promote(chat), f"chats[{i}]"))
@@ -389,6 +390,16 @@ def _rewritten(what: str, prompt: History) -> PreconditionFailed:
 def _as_answer(prompt: History, response: History) -> ChatHistory:
     """Return prompt, response and both as full."""
     return ChatHistory(prompt=prompt, response=response, full=prompt.extend(response))
+
+
+def _require_two_deep(conversations: Iterable[Any]) -> None:
+    for i, chat in enumerate(conversations):
+        if isinstance(chat, (list, tuple)) and chat and isinstance(chat[0], (list, tuple)):
+            raise InvalidHistory(
+                f"chats[{i}][0] is a list, so the conversations are nested three deep.",
+                reason=Reason.WRONG_TYPE,
+                remedy="Give a list of conversations: call from_chats for each list of them.",
+            )
 
 
 def _promote(chats: Any) -> Any:

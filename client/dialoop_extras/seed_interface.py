@@ -12,7 +12,7 @@ packed row is never stored or sent: each process packs the rows that it uses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,6 +88,26 @@ class TrajectoryData:
     group_id: int = 0
     reward_metadata: dict[str, Any] = field(default_factory=dict)
     policy_version: int = 0
+
+    def sequences(self) -> list[TrajectoryData]:
+        """Return each sequence: itself, or those of fields that hold one entry for each."""
+        if getattr(self.prompt_tokens, "ndim", 2) == 1:
+            return [self]
+        count = len(self.prompt_tokens)
+        _require_count("response_tokens", len(self.response_tokens), count)
+        stacked = {
+            f.name: values
+            for f in fields(self)
+            if (values := getattr(self, f.name)) is not None
+            and isinstance(values, (torch.Tensor, list, tuple))
+            and len(values)
+        }
+        for name, values in stacked.items():
+            _require_count(name, len(values), count)
+        return [
+            replace(self, **{name: _entry(name, values[i]) for name, values in stacked.items()})
+            for i in range(count)
+        ]
 
     def row(self) -> TokenRow:
         """Return the row to pack; raise InvalidInput where shapes disagree or without a prompt."""
@@ -165,7 +185,7 @@ class PackedTrajectory:
 
 
 def pack_sequences(
-    sequences: Sequence[TrajectoryData] | Sequence[RolloutOutput] | RolloutOutput,
+    sequences: Sequence[TrajectoryData | RolloutOutput] | TrajectoryData | RolloutOutput,
     max_seq_len: int,
     device: torch.device | str,
     pad_token_id: int,
@@ -174,6 +194,7 @@ def pack_sequences(
 ) -> PackedTrajectory:
     """Pack sequences into one row of `max_seq_len` tokens.
 
+    A single TrajectoryData is one sequence, or as many as its fields have entries.
     Raises InvalidInput (a ValueError) when there are no sequences, when one is longer than
     max_seq_len (it names that one), when all together are longer, and for an empty prompt, because
     nothing predicts its first response token. A response may be empty.
@@ -266,14 +287,11 @@ def debug_table(
 
 
 def _flat(
-    sequences: Sequence[TrajectoryData] | Sequence[RolloutOutput] | RolloutOutput,
+    sequences: Sequence[TrajectoryData | RolloutOutput] | TrajectoryData | RolloutOutput,
 ) -> list[TrajectoryData]:
-    items: list[TrajectoryData] = []
-    for entry in [sequences] if isinstance(sequences, RolloutOutput) else sequences:
-        if isinstance(entry, RolloutOutput):
-            items.extend(entry.sequences())
-        else:
-            items.append(entry)
+    is_one = isinstance(sequences, (TrajectoryData, RolloutOutput))
+    entries: Iterable[Any] = [sequences] if is_one else iter(sequences)  # type: ignore[arg-type]
+    items = [item for entry in entries for item in entry.sequences()]
     if not items:
         raise InvalidInput(
             "There is no sequence to pack.", reason=Reason.EMPTY_BATCH, remedy="Give at least one."
@@ -298,6 +316,13 @@ def _require_fit(items: Sequence[TrajectoryData], max_seq_len: int) -> None:
             reason=Reason.ROW_DOES_NOT_FIT,
             remedy="Plan rows with dialoop_learning.rl.packing_plan.plan_rows.",
         )
+
+
+def _entry(name: str, value: Any) -> Any:
+    """Return one sequence's entry of a stacked field: an advantage as [1], a number as such."""
+    if not isinstance(value, torch.Tensor) or value.ndim:
+        return value
+    return value.reshape(1) if name in ("advantages", "rewards", "successes") else value.item()
 
 
 def _require_count(name: str, count: int, expected: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +39,17 @@ _AGGREGATIONS: Mapping[str, Aggregation] = {
 }
 
 
+def _require_no_network(name: str, network: Any) -> None:
+    if network is not None:
+        raise _bad(
+            f"{name}: actor_network is a {type(network).__name__}, and no loss reads weights here",
+            f"Write {name}() without it and call that with LossInputs, which hold the network's "
+            "log-probs of the tokens; the trainer service computes them.",
+        )
+
+
 def grpo_loss(  # noqa: PLR0913 - the source's arguments
+    actor_network: Any = None,
     *,
     clip_epsilon: float | tuple[float, float] = 0.2,
     entropy_bonus: bool = True,
@@ -55,6 +65,7 @@ def grpo_loss(  # noqa: PLR0913 - the source's arguments
     aggregation: "token_mean", "prompt_mean", or "none" for the terms [M] of the tokens.
     Raises InvalidConfig (BAD_OPTIONS) for another aggregation.
     """
+    _require_no_network("GRPOLoss", actor_network)
     if aggregation not in _AGGREGATIONS:
         raise _bad(
             f"aggregation is {aggregation!r:.40}", "Use 'token_mean', 'prompt_mean' or 'none'."
@@ -72,44 +83,74 @@ def grpo_loss(  # noqa: PLR0913 - the source's arguments
     )
 
 
-def dapo(*, clip_epsilon: tuple[float, float] = (0.20, 0.28), **options: Any) -> Objective:
+def dapo(
+    actor_network: Any = None,
+    *,
+    clip_epsilon: tuple[float, float] = (0.20, 0.28),
+    **options: Any,
+) -> Objective:
     """Return GRPOLoss with DAPO's clip (arXiv 2503.14476)."""
-    return grpo_loss(clip_epsilon=clip_epsilon, **options)
+    return grpo_loss(actor_network, clip_epsilon=clip_epsilon, **options)
 
 
 def sft_loss(
+    actor_network: Any = None,
     *,
     loss_function: str = "sft",
     beta: float = 0.1,
     normalize_by_seq_length: bool = True,
     reduction: str = "mean",
     kl_to_ref_coeff: float | None = None,
-) -> Objective:
+) -> Objective | ReducedLoss:
     """Return torchrl's SFTLoss, or with loss_function "minor_sft" MinorSFT's.
 
-    Without normalize_by_seq_length a sequence's term is its sum. A KL coefficient beside minor_sft
-    is not used, with a warning. Raises InvalidConfig (BAD_OPTIONS) for what has no counterpart.
+    Without normalize_by_seq_length a sequence's term is its sum. reduction: "mean" or "sum" over
+    sequences, or "none" for a term of each, [N]. A KL coefficient beside minor_sft is not used,
+    with a warning. Raises InvalidConfig (BAD_OPTIONS) for what has no counterpart.
     """
+    _require_no_network("SFTLoss", actor_network)
     if loss_function not in ("sft", "minor_sft"):
         raise _bad(f"loss_function is {loss_function!r:.40}", "Use 'sft' or 'minor_sft'.")
     is_minor = loss_function == "minor_sft"
     if is_minor and kl_to_ref_coeff:
         warnings.warn("kl_to_ref_coeff is not used with minor_sft.", DialoopWarning, stacklevel=2)
         kl_to_ref_coeff = None
-    aggregation = _SFT_AGGREGATIONS.get((normalize_by_seq_length, reduction))
-    if aggregation is None or (is_minor and not normalize_by_seq_length):
-        raise _bad(
-            f"{loss_function} with normalize_by_seq_length={normalize_by_seq_length} and "
-            f"reduction={reduction!r:.40} has no counterpart",
-            "Use reduction 'mean', or 'sum' without normalize_by_seq_length.",
-        )
-    return Objective(
+    if reduction not in ("mean", "sum", "none"):
+        raise _bad(f"reduction is {reduction!r:.40}", "Use 'mean', 'sum' or 'none'.")
+    if is_minor and not normalize_by_seq_length:
+        raise _bad("minor_sft has no counterpart here that is not normalised", "Normalise it.")
+    aggregation = _SFT_AGGREGATIONS.get((normalize_by_seq_length, reduction), "none")
+    objective = Objective(
         loss=partial(losses.minor_sft, beta=beta) if is_minor else losses.sft,
         aggregation=aggregation,
         kl_coeff=kl_to_ref_coeff or 0.0,
         needs_advantages=False,
         imitates=True,
     )
+    if aggregation != "none":
+        return objective
+    return ReducedLoss(objective, normalizes=normalize_by_seq_length, sums=reduction == "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedLoss:
+    """A loss of terms by sequence, which no train step takes: their sum, or all of them, [N].
+
+    normalizes: a sequence's term is the mean of its tokens' terms, else their sum.
+    """
+
+    objective: Objective
+    normalizes: bool = field(kw_only=True)
+    sums: bool = field(kw_only=True)
+
+    def __call__(self, inputs: LossInputs) -> losses.LossOutput:
+        """Return the loss, [] or [N], with the metrics of the objective."""
+        output = self.objective(inputs)
+        terms = output.loss / inputs.sequence_num_tokens() if self.normalizes else output.loss
+        by_sequence = terms.new_zeros(inputs.num_sequences).index_add(
+            0, inputs.sequence_index, terms
+        )
+        return output._replace(loss=by_sequence.sum() if self.sums else by_sequence)
 
 
 _SFT_AGGREGATIONS: Mapping[tuple[bool, str], Aggregation] = {
@@ -211,21 +252,67 @@ class ChunkedGrpoLoss:
         advantages: [B], or [B, T]. padding_masks: bool [B, T], true on tokens to train.
         inference_logprobs: [B, T] of the engine; without them r is 1, as in torchtune, which is
         wrong for data of an older policy.
+
+        Without B they are of a pack of `pack_sequences`: [T, V] and [T], where the logits at t
+        predict targets[t + 1], and each response is a sequence.
         """
+        if targets.dim() == 1:
+            others = (ref_logprobs, advantages, padding_masks, inference_logprobs)
+            return self._of_pack(pi_logits, targets, *others)
         keep = padding_masks.bool() & (targets != self.ignore_index)
         logprobs = self._logprobs(pi_logits, targets)
         per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(logprobs)
         base = logprobs.detach() if inference_logprobs is None else inference_logprobs
         owners = torch.arange(len(targets), device=targets.device)[:, None].expand_as(targets)
+        tensors = (logprobs, keep, per_token, base, ref_logprobs, owners)
+        return self._stats(*tensors, num_sequences=len(targets))
+
+    def _of_pack(
+        self,
+        pi_logits: Tensor,
+        targets: Tensor,
+        ref_logprobs: Tensor,
+        advantages: Tensor,
+        padding_masks: Tensor,
+        inference_logprobs: Tensor | None,
+    ) -> ChunkedLossStats:
+        if advantages.dim() != 1 or len(advantages) != len(targets):
+            raise InvalidInput(
+                f"The advantages of a pack of {len(targets)} tokens have the shape "
+                f"{tuple(advantages.shape)}.",
+                reason=Reason.RAGGED,
+                remedy="Give the pack's packed_advantages.",
+            )
+        keep = padding_masks.bool() & (targets != self.ignore_index)
+        logprobs = self._logprobs(pi_logits[None, :-1], targets[None, 1:])[0]
+        logprobs = torch.cat([logprobs.new_zeros(1), logprobs])
+        base = logprobs.detach() if inference_logprobs is None else inference_logprobs
+        # Each response begins behind a prompt, which is not kept.
+        begins = keep & ~torch.nn.functional.pad(keep, (1, 0))[:-1]
+        owners = begins.cumsum(0) - 1
+        tensors = (logprobs, keep, advantages, base, ref_logprobs, owners)
+        return self._stats(*tensors, num_sequences=int(begins.sum()))
+
+    def _stats(  # noqa: PLR0913 - columns of the same tokens
+        self,
+        logprobs: Tensor,
+        keep: Tensor,
+        advantages: Tensor,
+        base: Tensor,
+        ref_logprobs: Tensor,
+        owners: Tensor,
+        *,
+        num_sequences: int,
+    ) -> ChunkedLossStats:
         inputs = LossInputs(
             policy_logprobs=logprobs[keep],
             sequence_index=owners[keep],
-            loss_mask=torch.ones_like(targets[keep], dtype=torch.bool),
+            loss_mask=torch.ones_like(owners[keep], dtype=torch.bool),
             num_tokens=max(1, int(keep.sum())),
-            num_sequences=len(targets),
+            num_sequences=num_sequences,
             inference_logprobs=base[keep],
             ref_logprobs=ref_logprobs[keep],
-            advantages=per_token[keep],
+            advantages=advantages[keep],
             aggregation="sequence",
         )
         policy_loss = losses.reinforce(inputs).loss

@@ -28,6 +28,7 @@ from dialoop.tasks.files import file_tasks
 from dialoop.tasks.ifeval_checks import CHECKS, IN_A_LANGUAGE, require_langdetect
 from dialoop.tasks.ifeval_words import words_of
 from dialoop.trajectory import Reward
+from dialoop.user_functions import call
 
 SYSTEM_PROMPT = "Think between <think> and </think>, then answer between <answer> and </answer>."
 
@@ -111,10 +112,11 @@ class IfEvalReward(Transform):
 
     The reward's feedback names the instructions that were not followed strictly, and the topic that
     the answer is beside.
+    aggregator: one of AGGREGATORS, or a function of Followed, sync or async, that returns a number.
     in_blocks: the answer stands between <answer> and </answer>; else it is the whole message.
     """
 
-    aggregator: str = "weighted_v3"
+    aggregator: str | Aggregator = "weighted_v3"
     in_blocks: bool = True
     timeout_s: float = 10.0
     check: KillableFunction = field(
@@ -122,10 +124,10 @@ class IfEvalReward(Transform):
     )
 
     def __post_init__(self) -> None:
-        if self.aggregator not in AGGREGATORS:
+        if not callable(self.aggregator) and self.aggregator not in AGGREGATORS:
             raise InvalidConfig(
                 f"There is no aggregator {self.aggregator!r}.",
-                remedy=f"Choose one of {', '.join(AGGREGATORS)}.",
+                remedy=f"Choose one of {', '.join(AGGREGATORS)}, or give a function of Followed.",
             )
 
     @property
@@ -166,7 +168,11 @@ class IfEvalReward(Transform):
             is_about_topic=_is_about_topic(answers[0] if answers else "", data),
         )
         success = all(followed.strict)
-        value = AGGREGATORS[self.aggregator](followed)
+        own = self.aggregator
+        if callable(own):
+            value = float(await call(own, followed, timeout_s=self.timeout_s))
+        else:
+            value = AGGREGATORS[own](followed)
         means = {"strict": fmean(followed.strict), "loose": fmean(followed.loose)}
         failed = zip(instructions, arguments, followed.strict, strict=True)
         words = [words_of(name, given) for name, given, is_followed in failed if not is_followed]
@@ -196,7 +202,7 @@ def ifeval(  # noqa: PLR0913 - the options are the interface
     path: str | Path,
     heldout_path: str | Path | None = None,
     heldout_fraction: float = 0.0,
-    aggregator: str = "weighted_v3",
+    aggregator: str | Aggregator = "weighted_v3",
     system_prompt: str | None = None,
     max_steps: int = 1,
     in_blocks: bool = True,

@@ -73,7 +73,7 @@ def require_neutral(where: str, others: Mapping[str, Any]) -> None:
     One that is None, or has the value that does nothing, is taken.
     """
     for name, value in others.items():
-        allowed, remedy = NEUTRAL.get(name, (None, "Leave it out; docs/extras.md lists the rest."))
+        allowed, remedy = NEUTRAL.get(name, (None, "Leave it out; docs/compat.md lists the rest."))
         if allowed is None:
             raise InvalidConfig(
                 f"{where} has no argument '{name}'.", reason=Reason.BAD_OPTIONS, remedy=remedy

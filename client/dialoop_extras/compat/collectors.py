@@ -30,6 +30,23 @@ if TYPE_CHECKING:
     from dialoop.trajectory import Trajectory
 
 
+class StampedTrajectories(list[Any]):
+    """Trajectories, and under the key "policy_version" the version that ended each, one for each.
+
+    The turns of a batch are played under one version, unless the weights change meanwhile: each
+    token's own version is in `trajectory.policy_versions`.
+    """
+
+    def __init__(self, trajectories: list[Any], version: int | str) -> None:
+        super().__init__(trajectories)
+        self.policy_version = version
+
+    def __getitem__(self, index: Any) -> Any:
+        if index == "policy_version":
+            return [self.policy_version] * len(self)
+        return super().__getitem__(index)
+
+
 class TrajectoryCollector:
     """Yields lists of trajectories, with `for` or, inside an event loop, `async for`.
 
@@ -39,7 +56,8 @@ class TrajectoryCollector:
     flatten_data: a trajectory for each turn, as usual with a replay_buffer, whose `extend` takes
     each list as well; `queue` gets each by its `put`. postproc: changes each list.
     total_dialog_turns: -1 means endless. policy_factory: makes the policy, instead of `policy`.
-    track_policy_version: a VersionStamp or True, which reports the version in each step's info.
+    track_policy_version: a VersionStamp or True, which reports the version in each step's info;
+    `data["policy_version"]` of what is yielded then has it for each trajectory.
     """
 
     def __init__(  # noqa: PLR0913 - the source's arguments
@@ -109,7 +127,7 @@ class TrajectoryCollector:
                 trajectories = await call(self._postproc, trajectories)
             if self._deliver is not None:
                 await call(self._deliver, trajectories)
-            yield trajectories
+            yield self._stamped(trajectories)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._collection:
@@ -118,7 +136,13 @@ class TrajectoryCollector:
                 trajectories = call_now(self._postproc, trajectories)
             if self._deliver is not None:
                 call_now(self._deliver, trajectories)
-            yield trajectories
+            yield self._stamped(trajectories)
+
+    def _stamped(self, trajectories: Any) -> Any:
+        version = self.policy_version
+        if version is None or not isinstance(trajectories, list):
+            return trajectories
+        return StampedTrajectories(trajectories, version)
 
     @property
     def policy_version(self) -> int | str | None:

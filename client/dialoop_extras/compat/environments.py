@@ -9,16 +9,18 @@ A data set is a file or rows: Dialoop downloads none.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dialoop.environments import chat_env as chat_envs
+from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnTag
 from dialoop.environments.standard import completion
 from dialoop.environments.standard import dataset_chat_env as own_dataset_chat_env
 from dialoop.environments.tasks.data_loading import DataLoadingPrimer
 from dialoop.environments.tasks.row_tasks import text_to_query
+from dialoop.errors import InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.tasks.files import file_tasks
 from dialoop.tasks.gsm8k import Gsm8kReward, gsm8k
 from dialoop.tasks.ifeval import IfEvalReward, ifeval
@@ -27,10 +29,33 @@ from dialoop_extras.compat.arguments import require_neutral
 from dialoop_extras.mlgym import mlgym
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from dialoop.environments.chat_env import ChatEnv
     from dialoop.environments.transform import Transform
+    from dialoop.tasks.ifeval import Aggregator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceChatEnv(ChatEnv):
+    """A ChatEnv with torchrl's methods."""
+
+    @classmethod
+    def of(cls, env: ChatEnv) -> SourceChatEnv:
+        """Return an environment with these methods, too."""
+        return cls(**{f.name: getattr(env, f.name) for f in fields(ChatEnv) if f.init})
+
+    def append_transform(self, *transforms: Transform | Iterable[Transform]) -> ChatEnv:
+        """Return the environment with more transforms; GSM8KRewardParser() and the like are two."""
+        parts = (t if isinstance(t, (list, tuple)) else (t,) for t in transforms)
+        return self.with_transforms(*(transform for part in parts for transform in part))
+
+    def set_seed(self, seed: int) -> None:
+        """Raise InvalidConfig (BAD_OPTIONS): each reset has its own seed."""
+        raise InvalidConfig(
+            "An environment has no seed: it serves any number of episodes.",
+            reason=Reason.BAD_OPTIONS,
+            remedy=f"Give it to the reset: env.reset(task, seed={seed!r:.20}).",
+        )
 
 
 def chat_env(
@@ -46,11 +71,11 @@ def chat_env(
 
     A tokenizer is used in text and tokens mode only: history mode shows messages.
     """
-    own = {n: options.pop(n) for n in tuple(options) if n in _CHAT_OPTIONS}
+    own: dict[str, Any] = {n: options.pop(n) for n in tuple(options) if n in _CHAT_OPTIONS}
     require_neutral("ChatEnv", {"batch_size": batch_size, **options})
     if own.get("input_mode", "history") != "history":
         own["tokenizer"] = tokenizer
-    return chat_envs.ChatEnv(
+    return SourceChatEnv(
         name=name, system_prompt=system_prompt or "", template_kwargs=template_kwargs or {}, **own
     )
 
@@ -81,7 +106,7 @@ def dataset_chat_env(  # noqa: PLR0913 - the source's arguments
     require_neutral("DatasetChatEnv", {k: v for k, v in others.items() if k != "tokenizer"})
     collate = collate_fn or text_to_query
     rows = file_tasks(dataset, collate=collate) if isinstance(dataset, (str, Path)) else dataset
-    return own_dataset_chat_env(
+    env = own_dataset_chat_env(
         rows,
         name=name or "dataset",
         split=split or "",
@@ -93,6 +118,7 @@ def dataset_chat_env(  # noqa: PLR0913 - the source's arguments
         max_steps=max_steps,
         system_prompt=system_prompt or "",
     )
+    return SourceChatEnv.of(env)
 
 
 def gsm8k_env(  # noqa: PLR0913 - the source's arguments
@@ -148,7 +174,7 @@ def _load_tasks(
         repeats=repeats or 1,
         group_repeats=group_repeats,
     )
-    return replace(env, transforms=(primer, *env.transforms))
+    return SourceChatEnv.of(replace(env, transforms=(primer, *env.transforms)))
 
 
 def gsm8k_reward_parser(
@@ -164,12 +190,23 @@ def gsm8k_reward_parser(
 
 
 def ifeval_scorer(
-    *, aggregate_reward: str = "weighted_v3", set_done_if_answer: bool = True
+    *,
+    aggregate_reward: bool | str | Aggregator = True,
+    set_done_if_answer: bool = True,
 ) -> tuple[Transform, ...]:
     """Return the transforms that end on an answer and reward it: `env.with_transforms(*these)`.
 
-    aggregate_reward: weighted_v3, tiered_v2, or additive_v1 as in torchrl's first documentation.
+    aggregate_reward: weighted_v3 (True), tiered_v2, additive_v1 as in torchrl's first
+    documentation, or a function of `dialoop.tasks.ifeval.Followed`.
     """
+    if aggregate_reward is False:
+        raise InvalidConfig(
+            "aggregate_reward is False, and an episode needs one reward.",
+            reason=Reason.BAD_OPTIONS,
+            remedy="Leave it out: the scores stand beside the reward as strict and loose.",
+        )
+    if aggregate_reward is True:
+        aggregate_reward = "weighted_v3"
     ends = (EndOnTag(),) if set_done_if_answer else ()
     return (*ends, IfEvalReward(aggregator=aggregate_reward))
 
@@ -180,7 +217,8 @@ def llm_env(
     """Return an environment whose prompt is the raw text or ids so far, without a template."""
     require_neutral("LLMEnv", others)
     input_mode = "text" if from_text else "tokens"
-    return completion(tokenizer=tokenizer, input_mode=input_mode, max_steps=max_steps)
+    env = completion(tokenizer=tokenizer, input_mode=input_mode, max_steps=max_steps)
+    return SourceChatEnv.of(env)
 
 
 def make_mlgym(
@@ -188,4 +226,4 @@ def make_mlgym(
 ) -> ChatEnv:
     """Return MLGym's environment of one task or several; `options` are those of `mlgym`."""
     names = [*tasks, *([task] if task else [])]
-    return mlgym(tasks=names, max_steps=max_steps, **options)
+    return SourceChatEnv.of(mlgym(tasks=names, max_steps=max_steps, **options))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from dialoop.environments.rewards.kl_reward import KLReward
-from dialoop.errors import InvalidInput
+from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.user_functions import call
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dialoop.sequences import Sequence as TokenSequence
 
 _TIMEOUT_S = 600.0
+_COLLECTED = "from_collector"
 
 
 @with_neutral
@@ -81,19 +82,46 @@ class KlComputation:
         return kl, np.asarray(reward) - penalty
 
 
+async def _collected(sequences: Sequence[TokenSequence]) -> list[Floats]:
+    for number, sequence in enumerate(sequences):
+        if len(sequence.inference_logprobs) != sequence.num_model_tokens:
+            raise InvalidInput(
+                f"Sequence {number} has no log-probs of its sampled tokens.",
+                reason=Reason.RAGGED,
+                remedy="Collect with a policy that returns them, or give it as gen_model.",
+            )
+    return [sequence.inference_logprobs for sequence in sequences]
+
+
 @with_neutral
 @dataclass(frozen=True, slots=True)
 class RetrieveKl:
-    """torchrl's RetrieveKL: the KL of sequences between two models, token by token."""
+    """torchrl's RetrieveKL: the KL of sequences between two models, token by token.
+
+    gen_model: "from_collector" takes the log-probs with which the tokens were sampled.
+    """
 
     gen_model: Any
     ref_model: Any
     assistant_only: bool = True
 
+    def __post_init__(self) -> None:
+        if self.gen_model == _COLLECTED and not self.assistant_only:
+            raise InvalidConfig(
+                "Collectors record log-probs of sampled tokens alone.",
+                reason=Reason.BAD_OPTIONS,
+                remedy='Leave assistant_only, or give a model in place of "from_collector".',
+            )
+
     async def __call__(self, sequences: Sequence[TokenSequence]) -> list[Floats]:
-        """Return log p_gen - log p_ref per sequence, [M] or [L - 1]."""
+        """Return log p_gen - log p_ref per sequence, [M] or [L - 1].
+
+        Raises InvalidInput (RAGGED) where a sequence was collected without them.
+        """
         gen, ref = await asyncio.gather(
-            RetrieveLogProb(self.gen_model, self.assistant_only)(sequences),
+            _collected(sequences)
+            if self.gen_model == _COLLECTED
+            else RetrieveLogProb(self.gen_model, self.assistant_only)(sequences),
             RetrieveLogProb(self.ref_model, self.assistant_only)(sequences),
         )
         return [KlComputation()(g, r)[0] for g, r in zip(gen, ref, strict=True)]

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from dialoop.chat import History
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.views.views import Masks
@@ -38,14 +39,22 @@ def add_chat_template(
 def add_default_template(
     template_name: str,
     template: str,
-    inverse_parser: Callable[[str], Iterable[Message]] | None = None,
+    inverse_parser: Callable[[str], Iterable[Message | History]] | None = None,
     model_family_keywords: Iterable[str] | None = None,
 ) -> TemplateInfo:
-    """Add a template to this process's registry, which is used where a call gives none."""
+    """Add a template to this process's registry, which is used where a call gives none.
+
+    inverse_parser: from a text to its messages, or to histories of them.
+    """
     from dialoop.templates.registry import DEFAULT_REGISTRY
 
+    def parse(text: str) -> list[Message]:
+        parts = () if inverse_parser is None else inverse_parser(text)
+        return [m for part in parts for m in (part if isinstance(part, History) else (part,))]
+
+    parser = None if inverse_parser is None else parse
     return add_chat_template(
-        DEFAULT_REGISTRY, template_name, template, inverse_parser, model_family_keywords
+        DEFAULT_REGISTRY, template_name, template, parser, model_family_keywords
     )
 
 

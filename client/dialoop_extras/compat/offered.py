@@ -3,7 +3,7 @@
 OFFERED["GRPOLoss"]         # "dialoop_extras.source_names:grpo_loss"
 LEFT_OUT["vLLMWorker"]      # why there is none, and what to use
 
-docs/extras.md shows both tables. Homes are texts because they are imported when first used: the
+docs/compat.md shows both tables. Homes are texts because they are imported when first used: the
 SDK alone needs neither torch nor the services.
 """
 
@@ -26,7 +26,7 @@ _TORCHRL = {
     "GRPOLossOutput": "dialoop_learning.loss.losses:LossOutput",
     "GSM8KEnv": "dialoop_extras.compat.environments:gsm8k_env",
     "GSM8KRewardParser": "dialoop_extras.compat.environments:gsm8k_reward_parser",
-    "History": "dialoop.chat:History",
+    "History": "dialoop_extras.compat.history:SourceHistory",
     "IFEvalEnv": "dialoop_extras.compat.environments:ifeval_env",
     "IfEvalScorer": "dialoop_extras.compat.environments:ifeval_scorer",
     "JSONCallParser": "dialoop.environments.tools.tool_syntaxes:JsonCalls",
@@ -56,6 +56,7 @@ _TORCHRL = {
     "add_chat_template": "dialoop_extras.compat.names:add_default_template",
     "as_nested_tensor": "dialoop_extras.collates:as_nested_tensor",
     "as_padded_tensor": "dialoop_extras.collates:as_padded_tensor",
+    "lazy_stack": "dialoop_extras.compat.history:lazy_stack",
     "make_gsm8k_env": "dialoop_extras.compat.environments:gsm8k_env",
     "make_mlgym": "dialoop_extras.compat.environments:make_mlgym",
     "vLLMWrapper": "dialoop_extras.compat.wrappers:PolicyWrapper",
@@ -81,7 +82,7 @@ _TORCHTUNE = {
 }
 
 _METARLGYM = {
-    "DirectOutputAgent": "dialoop_extras.trials.agents:DirectOutputAgent",
+    "DirectOutputAgent": "dialoop_extras.compat.trials:OutputAgent",
     "MultistepEnv": "dialoop_extras.compat.trials:TrialEnvironment",
     "TwentyQuestionsEnv": "dialoop_extras.compat.trials:twenty_questions_env",
 }
@@ -91,6 +92,9 @@ OFFERED: Mapping[str, str] = MappingProxyType(_TORCHRL | _TRL | _TORCHTUNE | _ME
 
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
     {
+        "GRPOTrainer": (
+            "Training is a service: set `loss` in `[train]` and run `dialoop_ops.train(config)`."
+        ),
         "GRPOEnvTrainer": (
             "Training is a service: play trials as an environment and run "
             "`dialoop_ops.train(config)`."
@@ -118,6 +122,10 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "SyncLLMCollector": "Use `LLMCollector`; the workers of torchtune are services here.",
         "batched_rewards": (
             "Rewards are transforms of the environment: `dialoop.environments.Rewards`."
+        ),
+        "grpo_step": (
+            "The trainer takes the step; by hand it is `loss = GRPOWithChunkedOutputLoss()(...)` "
+            "with the pack's tensors, and `loss.loss.backward()`."
         ),
         "load_tool": (
             "It runs code from the network. Give any function of a text, or an MCP server's tools."

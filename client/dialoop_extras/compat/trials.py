@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import InvalidConfig
+from dialoop.errors import DialoopWarning, InvalidConfig
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from dialoop.chat import History
     from dialoop.tokens.tokenizer import Tokenizer
 
+    from dialoop_extras.trials.agents import DirectOutputAgent
     from dialoop_extras.trials.game import Game
     from dialoop_extras.trials.trial import TrialResult
 
@@ -29,6 +32,44 @@ def trial_keys(result: TrialResult) -> dict[str, Any]:
         "messages": result.final_completion_messages,
         "mask": result.completion_only_mask,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class OutputAgent:
+    """MetaRLGym's DirectOutputAgent: the agent that answers with the policy's text.
+
+    sampling_params: SamplingParams, or a mapping with names of vLLM or transformers. Without a
+    tokenizer it takes that of the environment whose `run_trial` plays it.
+    """
+
+    llm: Any
+    tokenizer: Any = None
+    sampling_params: Any = None
+
+    async def get_action(self, messages: History, state: Any) -> Any:
+        """Sample one action, as `dialoop_extras.trials.DirectOutputAgent` does."""
+        return await self.with_tokenizer(None).get_action(messages, state)
+
+    def with_tokenizer(self, tokenizer: Tokenizer | None) -> DirectOutputAgent:
+        """Return the agent of this tokenizer, unless it has its own."""
+        from dialoop.trajectory import SamplingParams
+
+        from dialoop_extras.compat.sampling import read_generate_options
+        from dialoop_extras.compat.wrappers import require_policy
+        from dialoop_extras.trials.agents import DirectOutputAgent
+
+        own = self.tokenizer or tokenizer
+        if self.llm is None or own is None:
+            raise InvalidConfig(
+                "There is neither an agent, nor an llm with a tokenizer.",
+                reason=Reason.BAD_OPTIONS,
+                remedy="Give agent, or llm and the environment's tokenizer.",
+            )
+        require_policy(self.llm, "generate")
+        sampling = self.sampling_params or SamplingParams()
+        if not isinstance(sampling, SamplingParams):
+            sampling = read_generate_options(dict(sampling)).sampling
+        return DirectOutputAgent(self.llm, own, sampling)
 
 
 @dataclass(slots=True)
@@ -54,16 +95,23 @@ class TrialEnvironment:
         llm: Any = None,
         sampling_params: Any = None,
         agent: Any = None,
+        **others: Any,
     ) -> dict[str, Any]:
         """Play one trial per input with the agent, or with one that samples from `llm`.
 
         llm: a policy, such as an InferenceClient. sampling_params: of `dialoop.SamplingParams`.
+        `others` are taken, with a warning that nothing reads them.
         """
+        if others:
+            names = ", ".join(others)
+            warnings.warn(f"run_trial does not use {names}.", DialoopWarning, stacklevel=2)
         from dialoop.clients.blocking.loop import BackgroundLoop
 
         from dialoop_extras.trials.trial import run_trial
 
-        player = agent or self._agent(llm, sampling_params)
+        player = agent or OutputAgent(llm=llm, sampling_params=sampling_params)
+        if isinstance(player, OutputAgent):
+            player = player.with_tokenizer(self.tokenizer)
         with BackgroundLoop() as loop:
             work = run_trial(
                 self.game, inputs, player, tokenizer=self.tokenizer, options=self._options()
@@ -83,20 +131,6 @@ class TrialEnvironment:
         return TrialOptions(
             episodes_per_trial=self.episodes_per_trial, free_shots=self.free_shots, seed=self.seed
         )
-
-    def _agent(self, llm: Any, sampling_params: Any) -> Any:
-        """Return the agent that answers with the policy's text."""
-        from dialoop.trajectory import SamplingParams
-
-        from dialoop_extras.trials.agents import DirectOutputAgent
-
-        if llm is None or self.tokenizer is None:
-            raise InvalidConfig(
-                "There is neither an agent, nor an llm with a tokenizer.",
-                reason=Reason.BAD_OPTIONS,
-                remedy="Give agent, or llm and the environment's tokenizer.",
-            )
-        return DirectOutputAgent(llm, self.tokenizer, sampling_params or SamplingParams())
 
 
 def twenty_questions_env(

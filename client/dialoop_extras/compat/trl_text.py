@@ -19,6 +19,7 @@ from dialoop.sequences import Source
 from dialoop.user_functions import call
 
 from dialoop_extras.compat.sampling import read_generate_options
+from dialoop_extras.compat.wrappers import require_policy
 from dialoop_extras.text_environment.environment import TextEnvironment, TextLimits, TextRun
 from dialoop_extras.text_environment.history import TextHistory
 from dialoop_extras.text_environment.tools import TextTools
@@ -101,6 +102,8 @@ def text_environment(  # noqa: PLR0913 - the source's arguments
         raise InvalidConfig(
             f"compat is {compat!r:.40}.", reason=Reason.BAD_OPTIONS, remedy="Use '' or 'trl'."
         )
+    require_policy(model, "generate")
+    _require_lists(reward_fn)
     kind = TrlTextEnvironment if compat else TextEnvironment
     sampling = dict(generation_kwargs or {})
     if sampling.get("do_sample") in ("true", "false"):  # as TRL's own documentation writes it
@@ -119,6 +122,20 @@ def text_environment(  # noqa: PLR0913 - the source's arguments
             sampling=read_generate_options(sampling).sampling,
         )
     )
+
+
+def _require_lists(reward: Any) -> None:
+    """Raise InvalidConfig (BAD_OPTIONS) for a reward whose annotations say that it takes a text."""
+    if hasattr(reward, "__wrapped__"):  # as by `each`: the annotations are of what it wraps
+        return
+    named = dict(getattr(reward, "__annotations__", {}))
+    named.pop("return", None)
+    if next(iter(named.values()), None) in (str, "str"):
+        raise InvalidConfig(
+            "reward_fn takes one text, and is called with the list of all.",
+            reason=Reason.BAD_OPTIONS,
+            remedy="Wrap it: reward_fn=each(function), of dialoop_extras.text_environment.",
+        )
 
 
 def text_history(text: str, tokens: Iterable[int], system: bool = True) -> TextHistory:

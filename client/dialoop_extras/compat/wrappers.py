@@ -10,23 +10,42 @@ The engine is the inference service's, so both names are the same; a wrapper loa
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from dialoop.chat import ChatHistory
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.user_functions import call
-from dialoop.views.views import LogProbRow, LogProbs, TurnView
+from dialoop.views.views import LogProbRow, LogProbs, Text, TurnView
 
 from dialoop_extras.compat.arguments import with_neutral
+from dialoop_extras.compat.history import SourceHistory
 from dialoop_extras.compat.sampling import GenerateOptions, read_generate_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from dialoop.episode import Sample
+
 _TIMEOUT_S = 600.0
 _MODES = {"history": "history", "text": "text", "tokens": "token_ids"}
 _ROWS = {"history": "histories", "text": "texts", "tokens": "rows"}
+
+
+def require_policy(model: Any, needed: str) -> None:
+    """Raise InvalidConfig (WRONG_TYPE) for a model that has to be served first, or is none.
+
+    A module of torch and an engine of vLLM have a `generate` of their own, which is not a policy's.
+    """
+    roots = {kind.__module__.partition(".")[0] for kind in type(model).__mro__}
+    if not hasattr(model, needed) or roots & {"torch", "transformers", "vllm"}:
+        has = "is no policy" if hasattr(model, needed) else f"has no `{needed}`"
+        raise InvalidConfig(
+            f"The model is {type(model).__name__}, which {has}.",
+            reason=Reason.WRONG_TYPE,
+            remedy="Serve it, and give the client: Dialoop(address).inference.",
+        )
 
 
 @with_neutral
@@ -49,13 +68,7 @@ class PolicyWrapper:
     pad_output: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        needed = "generate" if self.generate else "logprobs"
-        if not hasattr(self.model, needed):
-            raise InvalidConfig(
-                f"The model is {type(self.model).__name__}, which has no `{needed}`.",
-                reason=Reason.WRONG_TYPE,
-                remedy="Serve it, and give the client: Dialoop(address).inference.",
-            )
+        require_policy(self.model, "generate" if self.generate else "logprobs")
         if self.input_mode not in _MODES:
             raise InvalidConfig(
                 f"input_mode is {self.input_mode!r:.40}.",
@@ -91,8 +104,20 @@ class PolicyWrapper:
             num_samples=options.num_samples,
             timeout_s=_TIMEOUT_S,
         )
-        views = tuple(TurnView.of_sample(sample, tokenizer=self.tokenizer) for sample in samples)
+        views = tuple(self._view(sample) for sample in samples)
         return views[0] if options.num_samples == 1 else views
+
+    def _view(self, sample: Sample) -> TurnView:
+        """Return the view of a sample, whose texts need no tokenizer where the prompt was one."""
+        view, said = TurnView.of_sample(sample, tokenizer=self.tokenizer), sample.text
+        if view.text is None and said is not None:
+            text = Text(prompt=said.prompt, response=said.response, full=said.full)
+            view = replace(view, text=text)
+        if view.history is not None:
+            parts = {f.name: getattr(view.history, f.name) for f in fields(view.history)}
+            own = {n: part and SourceHistory(part.messages) for n, part in parts.items()}
+            view = replace(view, history=ChatHistory(**own))
+        return view
 
     def _options(self) -> GenerateOptions:
         """Return the sampling; a number of samples given twice must agree."""

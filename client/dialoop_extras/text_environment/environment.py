@@ -262,6 +262,12 @@ class TextEnvironment:
         return rewarded
 
 
+_EACH = (
+    "It is called with the list of all texts and returns one number for each; wrap a function of "
+    "one text with `each`."
+)
+
+
 async def rewards_of(
     reward: Reward, texts: Sequence[str], extra: Mapping[str, Any], *, timeout_s: float
 ) -> list[float | Failure]:
@@ -275,12 +281,11 @@ async def rewards_of(
         is_late = isinstance(error, TimeoutError)
         reason = Reason.REWARD_TIMEOUT if is_late else Reason.REWARD_FAILED
         failure = failure_of(error, owner=Owner.REWARD, reason=reason, what=what)
+        if isinstance(error, (AttributeError, TypeError)):  # as of a list that is no text
+            failure = replace(failure, message=f"{failure.message} {_EACH}")
         return [failure for _ in texts]
     if len(rewards) != len(texts):
-        message = (
-            f"{what} returned {len(rewards)} values for {len(texts)} texts. Return one number for "
-            "each text, or wrap a function of one text with `each`."
-        )
+        message = f"{what} returned {len(rewards)} values for {len(texts)} texts. {_EACH}"
         return [failed(reason=Reason.REWARD_FAILED, message=message) for _ in texts]
     message = f"{what} returned a number that is not finite."
     return [

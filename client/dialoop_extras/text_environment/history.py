@@ -66,17 +66,25 @@ class TextHistory:
     reward: float | None = None
     failures: tuple[Failure, ...] = ()
 
-    def append_segment(
+    def append_segment(  # noqa: PLR0913 - columns of the segment
         self,
         text: str,
         token_ids: Iterable[int],
         *,
-        source: Source,
+        source: Source | None = None,
+        system: bool = True,
         turn: int = 0,
         logprobs: Iterable[float] = (),
         versions: Iterable[tuple[int, PolicyVersion]] = (),
     ) -> TextHistory:
-        """Return the history with one more segment; InvalidSequence (a ValueError) if empty."""
+        """Return the history with one more segment; InvalidSequence (a ValueError) if empty.
+
+        system: without a source, that the model did not write it: the first segment is then the
+        prompt, and any other a tool's.
+        """
+        if source is None:
+            others = Source.TOOL if self.segments else Source.PROMPT
+            source = others if system else Source.MODEL
         segment = TextSegment(
             text=text,
             token_ids=tuple(token_ids),

@@ -34,10 +34,10 @@ from dialoop_learning.loss.objective import Objective
 
 VERSION = PolicyVersion(lineage="main", number=0)
 ROOT = Path(__file__).parents[4]
-PAGE = (ROOT / "docs" / "extras.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "compat.md").read_text("utf-8")
 ROW = re.compile(r"^\| `(\w+)` \| (.*?) \|", re.M)
-NAMES = PAGE.partition("### Names that work")[2]
-WORKS, LEFT_OUT = NAMES.split("### Names that are left out")
+NAMES = PAGE.partition("## Names that work")[2]
+WORKS, METHODS, LEFT_OUT = re.split("## (?:Methods and arguments|Names that are left out)\n", NAMES)
 
 
 def inputs(**fields: Any) -> LossInputs:
@@ -225,7 +225,7 @@ def test_a_kl_mask_leaves_out_tokens_far_from_the_sampler() -> None:
     "make",
     [
         lambda: compat.GRPOLoss(aggregation="median"),
-        lambda: compat.SFTLoss(reduction="none"),
+        lambda: compat.SFTLoss(reduction="median"),
         lambda: compat.TopKRewardSelector(total_dialog_turns=2, topk_size=3),
         lambda: compat.ChatEnv(batch_size=[4]),
         lambda: compat.ChatEnv(unheard_of=1),
