@@ -43,6 +43,7 @@ class Schedule:
         self.random = random.Random(seed)
         self.run = run
         self.num_tasks = 0
+        self.cursor = ""
         self.policy = ("l0", 0)
         self.tasks: list[tuple[str, str]] = []
         self.leases: list[str] = []
@@ -82,6 +83,8 @@ class Schedule:
                 self.groups[lease.group.group_id] = lease.group
             if isinstance(lease, pb.TaskLease):
                 self.tasks.append((lease.task.task_id, lease.lease_id))
+        if isinstance(answer, pb.OfferTasksResponse):
+            self.cursor = answer.cursor
         if isinstance(answer, pb.ListDeadLettersResponse):
             self.letters = [letter.group_id for letter in answer.dead_letters]
         if isinstance(request, pb.AdvancePolicyRequest) and not isinstance(answer, tuple):
@@ -95,8 +98,10 @@ class Schedule:
             purpose = Purpose.EVALUATION if i % 5 == 0 else Purpose.TRAINING
             task = make_task(f"t/{i}", purpose=purpose, min_trajectories=i % 2)
             request.tasks.append(task)
-        if self.random.random() < 0.2:
-            request.expected_cursor, request.next_cursor = str(start), str(self.num_tasks)
+        if self.random.random() < 0.5:
+            known = self.random.random() < 0.9
+            request.expected_cursor = self.cursor if known else str(start)
+            request.next_cursor = str(self.num_tasks)
         return request
 
     def lease_tasks(self) -> pb.LeaseTasksRequest:

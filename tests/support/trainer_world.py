@@ -162,6 +162,7 @@ class FakeReplay:
         # What an earlier trainer held, and of that what can be reopened.
         self.held: tuple[str, ...] = ()
         self.cursor = ""
+        self.settled: str | None = None
         self.is_full = False
         self.kept: dict[str, GroupLease] = {}
 
@@ -173,6 +174,7 @@ class FakeReplay:
         )
         return SimpleNamespace(
             cursor=self.cursor,
+            settled_cursor=self.cursor if self.settled is None else self.settled,
             policy_version=self.policy_version,
             training=counts,
             evaluation=counts,

@@ -205,6 +205,7 @@ class ReplayStats:
     """The state of a run's ledger.
 
     `is_full`: the store's memory is nearly used up, and offers and appends are refused.
+    `settled_cursor`: the position in the data before which every task was consumed or dropped.
     """
 
     training: LedgerCounts
@@ -219,6 +220,7 @@ class ReplayStats:
     cursor: str
     store: str
     is_full: bool
+    settled_cursor: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -520,7 +520,7 @@ class LedgerCounts(_message.Message):
     def __init__(self, num_tasks_offered: _Optional[int] = ..., num_groups_leased: _Optional[int] = ..., num_groups_unscored: _Optional[int] = ..., num_groups_scored: _Optional[int] = ..., num_groups_training: _Optional[int] = ..., num_groups_trained: _Optional[int] = ..., num_groups_consumed: _Optional[int] = ..., num_groups_dropped: _Optional[_Mapping[str, int]] = ..., num_trajectories_generated: _Optional[int] = ..., num_trajectories_consumed: _Optional[int] = ..., num_trajectories_dropped: _Optional[_Mapping[str, int]] = ..., num_trajectories_live: _Optional[int] = ..., num_trajectories_waiting: _Optional[int] = ..., num_groups_closed_short: _Optional[int] = ..., oldest_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ReplayStats(_message.Message):
-    __slots__ = ("training", "evaluation", "policy_version", "max_outstanding_groups", "credits", "num_redelivered", "num_dead_letters", "num_duplicate_appends", "num_rejected_appends", "cursor", "store", "is_full")
+    __slots__ = ("training", "evaluation", "policy_version", "max_outstanding_groups", "credits", "num_redelivered", "num_dead_letters", "num_duplicate_appends", "num_rejected_appends", "cursor", "store", "is_full", "settled_cursor")
     TRAINING_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -533,6 +533,7 @@ class ReplayStats(_message.Message):
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     IS_FULL_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_CURSOR_FIELD_NUMBER: _ClassVar[int]
     training: LedgerCounts
     evaluation: LedgerCounts
     policy_version: _trajectory_pb2.PolicyVersion
@@ -545,7 +546,8 @@ class ReplayStats(_message.Message):
     cursor: str
     store: str
     is_full: bool
-    def __init__(self, training: _Optional[_Union[LedgerCounts, _Mapping]] = ..., evaluation: _Optional[_Union[LedgerCounts, _Mapping]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., max_outstanding_groups: _Optional[int] = ..., credits: _Optional[int] = ..., num_redelivered: _Optional[int] = ..., num_dead_letters: _Optional[int] = ..., num_duplicate_appends: _Optional[int] = ..., num_rejected_appends: _Optional[int] = ..., cursor: _Optional[str] = ..., store: _Optional[str] = ..., is_full: bool = ...) -> None: ...
+    settled_cursor: str
+    def __init__(self, training: _Optional[_Union[LedgerCounts, _Mapping]] = ..., evaluation: _Optional[_Union[LedgerCounts, _Mapping]] = ..., policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., max_outstanding_groups: _Optional[int] = ..., credits: _Optional[int] = ..., num_redelivered: _Optional[int] = ..., num_dead_letters: _Optional[int] = ..., num_duplicate_appends: _Optional[int] = ..., num_rejected_appends: _Optional[int] = ..., cursor: _Optional[str] = ..., store: _Optional[str] = ..., is_full: bool = ..., settled_cursor: _Optional[str] = ...) -> None: ...
 
 class PeekRequest(_message.Message):
     __slots__ = ("run", "stage", "max_groups")

@@ -36,7 +36,9 @@ from tests.support.samples.replay_samples import (
     bare_group,
     counts_of,
     lease_tasks,
+    make_task,
     offer,
+    offer_tasks,
     play,
     purge,
     set_values,
@@ -52,6 +54,32 @@ async def test_a_lease_gives_distinct_groups_in_order(store: QueueStore, run: st
     assert names_of(first.leases) == ["a", "b"]
     assert names_of(second.leases) == ["c"]
     assert (first.num_ready, second.num_ready) == (1, 0)
+
+
+async def test_the_position_up_to_which_all_tasks_have_ended(store: QueueStore, run: str) -> None:
+    """A queue that loses its state goes on from there, and leaves out no task."""
+
+    async def settled() -> str:
+        stats = await stats_of(store, run)
+        assert stats.cursor == "0:4"
+        return stats.settled_cursor
+
+    await announce(store, run)
+    for names, cursors in (("ab", ("", "0:2")), ("c", ("0:2", "0:3")), ("", ("0:3", "0:4"))):
+        await offer_tasks(store, run, [make_task(name) for name in names], *cursors)
+    assert await settled() == ""
+    await ready_to_train(store, run, "a", "b", "c")
+    leases = (await lease(store, run, Stage.SCORED, num=3)).leases
+    by_name = {held.group.group_id: held.lease_id for held in leases}
+    assert await ack(store, run, by_name["c"]) == ""
+    assert await ack(store, run, by_name["a"]) == ""
+    assert await settled() == ""
+    assert await ack(store, run, by_name["b"], "stale") == ""
+    assert await settled() == "0:4"
+    await offer_tasks(store, run, [make_task("c"), make_task("d")], "0:4", "0:4")
+    await offer_tasks(store, run, [make_task("d"), make_task("e")], "0:4", "0:6")
+    stats = await stats_of(store, run)
+    assert (stats.cursor, stats.settled_cursor) == ("0:6", "0:4")
 
 
 async def test_below_the_minimum_nothing_is_leased(store: QueueStore, run: str) -> None:

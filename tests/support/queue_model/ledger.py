@@ -96,6 +96,7 @@ class Record:
     is_scored: bool = False
     is_refused: bool = False
     entries: dict[Stage, StagedGroup] = field(default_factory=dict)
+    page: int | None = None
 
     @property
     def num_finished(self) -> int:
@@ -126,6 +127,8 @@ class Ledger:
     now: float = 0.0
     order: int = 0
     cursor: str = ""
+    # Where each page of tasks began, and how many of it have not ended.
+    pages: dict[int, tuple[str, int]] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
     offered: dict[Purpose, list[tuple[int, str]]] = field(
         default_factory=lambda: {purpose: [] for purpose in Purpose}
@@ -254,6 +257,11 @@ class Ledger:
 
         A dead letter is kept until it is forgotten, and then ends a second time.
         """
+        if record.page is not None:
+            cursor, left = self.pages.pop(record.page)
+            if left > 1:
+                self.pages[record.page] = (cursor, left - 1)
+            record.page = None
         self.finished.append(record.task_id)
         while len(self.finished) > self.limits.max_finished:
             oldest = self.records.get(self.finished.popleft())

@@ -72,6 +72,7 @@ class ModelStore:
             # Tokens start at the clock, so that leases of a purged run are never used again.
             self._ledgers[run] = Ledger(limits=self.limits, token=int(now * 1_000_000))
         ledger = self._ledgers[run]
+        ledger.num_overflowed.clear()  # what runs out now, and finds no room, is of this call
         ledger.reap(now)
         return ledger
 
@@ -81,11 +82,14 @@ def _offer_tasks(ledger: Ledger, request: pb.OfferTasksRequest) -> pb.OfferTasks
         if request.expected_cursor != ledger.cursor:
             raise refusal(Reason.CURSOR_MOVED, ledger.cursor)
         ledger.cursor = request.next_cursor
-    num_new = 0
+    num_new, page = 0, None
     for task in request.tasks:
         if task.task_id in ledger.records:
             continue
+        if page is None and request.expected_cursor != request.next_cursor:
+            page = ledger.next_order()
         record = Record(
+            page=page,
             task_id=task.task_id,
             purpose=Purpose(task.purpose),
             assembly=Assembly(
@@ -99,6 +103,8 @@ def _offer_tasks(ledger: Ledger, request: pb.OfferTasksRequest) -> pb.OfferTasks
         ledger.count(record, GroupState.OFFERED, 1)
         ledger.push_task(record)
         num_new += 1
+    if page is not None:
+        ledger.pages[page] = (request.expected_cursor, num_new)
     return pb.OfferTasksResponse(
         num_new=num_new, num_known=len(request.tasks) - num_new, cursor=ledger.cursor
     )
@@ -139,7 +145,6 @@ def _lease_tasks(ledger: Ledger, request: pb.LeaseTasksRequest) -> pb.LeaseTasks
 
 
 def _append_members(ledger: Ledger, request: pb.AppendMembersRequest) -> pb.AppendMembersResponse:
-    ledger.num_overflowed.clear()
     outcomes = [_outcome(ledger, _append_member(ledger, item)) for item in request.items]
     return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=ledger.num_overflowed)
 
@@ -467,6 +472,7 @@ def _get_stats(ledger: Ledger, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
         num_duplicate_appends=ledger.num_duplicates,
         num_rejected_appends=ledger.num_rejected,
         cursor=ledger.cursor,
+        settled_cursor=ledger.pages[min(ledger.pages)][0] if ledger.pages else ledger.cursor,
         store="model",
     )
     stats.training.oldest_s.update(ledger.oldest_s(Purpose.TRAINING))

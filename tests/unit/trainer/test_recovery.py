@@ -415,9 +415,9 @@ async def test_the_first_policy_is_saved_before_anybody_hears_of_it(
 async def test_a_queue_that_lost_its_state_gets_the_position_in_the_data_before_a_policy(
     world: Callable[..., World],
 ) -> None:
-    """Otherwise collectors would offer the data from its first page again."""
+    """It is where tasks are left that have not ended, not the page that is offered next."""
     here = world(num_steps=9, checkpoint_every=1)
-    here.replay.cursor = "page 7"
+    here.replay.cursor, here.replay.settled = "page 9", "page 7"
     await killed_after(here, "ab")
     again = world(num_steps=1, checkpoint_every=1)
     cursors: list[str] = []

@@ -140,8 +140,8 @@ class Checkpointer:
     async def restore_cursor(self) -> None:
         """Give a queue that has lost its state the checkpoint's position in the data.
 
-        Call it before a policy is announced, since collectors offer tasks from then on. Tasks that
-        were offered before the checkpoint and not trained are left out until the next epoch.
+        Call it before a policy is announced, since collectors offer tasks from then on. A task from
+        there on whose group was trained may be played again: the group is then acknowledged.
         """
         cursor, run = self.state.cursor, self._settings.run
         if not cursor:
@@ -171,11 +171,14 @@ class Checkpointer:
         )
 
     async def _cursor(self) -> str:
-        """Return the data position, and raise or end the alarm of deleted dead letters."""
+        """Return up to where all tasks are done, and raise or end the alarm of deleted letters.
+
+        Tasks that are offered and not done are beyond it: a queue that loses them has them again.
+        """
         stats = await self._replay.get_stats(self._settings.run)
         dropped = (stats.training.num_groups_dropped, stats.evaluation.num_groups_dropped)
         num_forgotten = sum(reasons.get(DropReason.DEAD_LETTER_FORGOTTEN, 0) for reasons in dropped)
         self._parts.board.raise_alarm(DEAD_LETTERS_FORGOTTEN, on=num_forgotten > 0)
         if num_forgotten:
             log.warning("Dead letters were forgotten.", extra={"num_groups": num_forgotten})
-        return stats.cursor
+        return stats.settled_cursor

@@ -50,7 +50,7 @@ local stats = {
   max_outstanding_groups = tonumber(meta('max_outstanding')) or 0, credits = credits(),
   num_redelivered = counted('redelivered'), num_dead_letters = redis.call('XLEN', key('dead')),
   num_duplicate_appends = counted('duplicates'), num_rejected_appends = counted('rejected'),
-  cursor = meta('cursor'), store = call.store, is_full = is_full()}
+  cursor = meta('cursor'), settled_cursor = settled_cursor(), store = call.store, is_full = is_full()}
 if meta('lineage') ~= '' then
   stats.policy_version = {lineage = meta('lineage'), number = tonumber(meta('number'))}
 end

@@ -30,6 +30,7 @@
 -- ledger    hash: task id -> record as JSON (below); small, and kept so that repeats are noticed
 -- played:<purpose>   zset: task id by when it was leased
 -- offered:<purpose>  zset: task id by order       ready:<stage>  zset: task id by entry order
+-- pages     hash: number -> {cursor, left} of each page of tasks of which some have not ended
 -- ranked    zset: entry order and id of each task in ready:scored, by priority, the highest first
 -- finished  list: ids of consumed and dropped tasks, oldest first; records of older ones are deleted
 -- deadlines          zset: lease id by deadline
@@ -38,6 +39,7 @@
 --
 -- Record of a task:
 --   id, purpose, num_members, order, state
+--   page           number of the page that it came with, until it ends
 --   digests        of its members, '' until one is finished; in one string once the group has closed
 --   num_finished, num_bytes   of its members
 --   versions       {lineage = {oldest, newest}}
@@ -468,9 +470,41 @@ make_room = function()
   return num_waiting() < most
 end
 
+-- A page of tasks that came with one step of the cursor, from `cursor` on, and how many have not ended.
+local function new_page(cursor) return {id = string.format('%.0f', next_order()), cursor = cursor} end
+
+local function write_page(page, left)
+  if left > 0 then
+    redis.call('HSET', key('pages'), page.id, cjson.encode({cursor = page.cursor, left = left}))
+  else
+    redis.call('HDEL', key('pages'), page.id)
+  end
+end
+
+local function leave_page(rec)
+  local raw = rec.page and redis.call('HGET', key('pages'), rec.page)
+  if raw then
+    local page = cjson.decode(raw)
+    write_page({id = rec.page, cursor = page.cursor}, page.left - 1)
+  end
+  rec.page = nil
+end
+
+-- Return the position in the data before which every task has ended.
+local function settled_cursor()
+  local first, cursor
+  local flat = redis.call('HGETALL', key('pages'))
+  for i = 1, #flat, 2 do
+    local id = tonumber(flat[i])
+    if not first or id < first then first, cursor = id, cjson.decode(flat[i + 1]).cursor end
+  end
+  return first and cursor or meta('cursor')
+end
+
 -- Note that the task has ended, and forget the oldest of those that have, if too many. A dead letter
 -- is kept until it is forgotten, and then ends a second time. The caller saves the record itself.
 finish = function(rec)
+  leave_page(rec)
   local num = redis.call('RPUSH', key('finished'), rec.id)
   for _ = limits.max_finished + 1, num do
     local id = redis.call('LPOP', key('finished'))

@@ -1,5 +1,6 @@
 if #call.tasks > 0 and is_full() then return refused('STORE_FULL') end
 local cursor = meta('cursor')
+local before, page = cursor, nil
 if call.expected_cursor ~= '' or call.next_cursor ~= '' then
   if call.expected_cursor ~= cursor then return refused('CURSOR_MOVED', cursor) end
   cursor = call.next_cursor
@@ -11,7 +12,8 @@ for i, task in ipairs(call.tasks) do ids[i] = task.task_id end
 preload(ids)
 for i, task in ipairs(call.tasks) do
   if not load(task.task_id) then
-    local rec = {id = task.task_id, purpose = task.purpose, num_members = task.num_trajectories,
+    if before ~= cursor then page = page or new_page(before) end
+    local rec = {page = page and page.id, id = task.task_id, purpose = task.purpose, num_members = task.num_trajectories,
                  fewest = task.min_trajectories, order = next_order(), state = 'offered',
                  attempt = 1, lease = '', offered_at = now, digests = {}, failures = {},
                  expired = {}, num_finished = 0, num_bytes = 0, versions = {}, entries = {}}
@@ -23,4 +25,5 @@ for i, task in ipairs(call.tasks) do
     num_new = num_new + 1
   end
 end
+if page then write_page(page, num_new) end
 return {cjson.encode({num_new = num_new, num_known = #call.tasks - num_new, cursor = cursor})}
