@@ -11,6 +11,7 @@ from pathlib import Path
 
 import dialoop
 import dialoop.chat
+import dialoop_extras.compat.chat
 import dialoop_extras.compat.history
 import pytest
 
@@ -87,6 +88,9 @@ def test_a_name_that_is_not_exported():
         _ = dialoop.trainer
 
 
-def test_history_is_another_name_of_chat():
+def test_history_and_chat_have_the_names_of_dialoop_chat():
+    both = (dialoop_extras.compat.history, dialoop_extras.compat.chat)
+    own = {"History", "add_chat_template", "lazy_stack"}
     for name in dialoop_extras.compat.history.__all__:
-        assert getattr(dialoop_extras.compat.history, name) is getattr(dialoop.chat, name)
+        (value,) = {getattr(module, name) for module in both}
+        assert name in own or value is getattr(dialoop.chat, name)
