@@ -564,6 +564,7 @@ class Reason(_Named):
     TOOL_UNANNOTATED = "TOOL_UNANNOTATED", "The tool's function lacks an annotation or docstring."
     TOO_LARGE = "TOO_LARGE", "The groups do not fit one message."
     TOO_MANY_ADAPTERS = "TOO_MANY_ADAPTERS", "The replica holds no more adapters."
+    TOO_MANY_ITEMS = "TOO_MANY_ITEMS", "The request has more items than may be sent at once."
     TOO_MANY_RECORDINGS = "TOO_MANY_RECORDINGS", "The replica holds no more recordings."
     TOP_K_TOO_LARGE = "TOP_K_TOO_LARGE", "k is less than 1, or more than there are to choose from."
     TRACKER_MISSING = "TRACKER_MISSING", "The tracker's package is missing."

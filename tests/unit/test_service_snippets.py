@@ -312,7 +312,7 @@ def of_a_service(_: Path) -> Names:
     from dialoop_services.rest.requests import BodyLimits
     from dialoop_services.runtime import ServerSettings
     from dialoop_services.runtime.access.auth import Token
-    from dialoop_services.runtime.calls import Calls
+    from dialoop_services.runtime.calls import CallLimits, Calls
     from dialoop_services.runtime.handlers import Handlers
     from dialoop_services.runtime.metrics import Metrics
     from google.protobuf import descriptor_pool
@@ -326,7 +326,7 @@ def of_a_service(_: Path) -> Names:
 
     catalogue = Catalogue([arithmetic()])
     sessions: Any = SessionEngine(catalogue, SessionLimits())
-    facts: Names = {"token": Token(""), "bodies": BodyLimits(max_bytes=1000), "serving": dict}
+    facts: Names = {"token": Token(""), "bodies": BodyLimits(CallLimits()), "serving": dict}
     settings = ServerSettings(drain_s=1)
     register = "add_EnvironmentServiceServicer_to_server"
     return {

@@ -43,6 +43,12 @@ EPOCH_METADATA = "dialoop-epoch"
 """Key of the metadata that name the instance of the registry that a call is for."""
 
 _ONCE = RetryPolicy(max_attempts=1)
+_LOST = "Internal error from Core"
+_REFUSALS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAVAILABLE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +167,14 @@ class Channel:
         timeout_s = rpc.deadline_s if deadline_s is None else deadline_s
         with self._waiting_for(rpc):
             async with _Translating(self.address):
-                answer: A = await method(
-                    _with_mark(rpc.request, requests), timeout=timeout_s, metadata=self._metadata
-                )
+                marked = _with_mark(rpc.request, requests)
+                try:
+                    answer: A = await method(marked, timeout=timeout_s, metadata=self._metadata)
+                except grpc.aio.AioRpcError as error:
+                    if _is_status_lost(error):
+                        call = method(iter(()), timeout=timeout_s, metadata=self._metadata)
+                        raise await _refusal(call, error) from error
+                    raise
                 return answer
 
     async def exchange(self, rpc: Rpc[Q, A], requests: AsyncIterator[Q]) -> AsyncIterator[A]:
@@ -174,6 +185,12 @@ class Channel:
             try:
                 async for answer in call:
                     yield answer
+            except grpc.aio.AioRpcError as error:
+                if _is_status_lost(error):
+                    raise await _refusal(
+                        method(iter(()), metadata=self._metadata), error
+                    ) from error
+                raise
             finally:
                 call.cancel()
 
@@ -206,6 +223,26 @@ async def _with_mark(kind: Any, requests: AsyncIterator[Q]) -> AsyncIterator[Q]:
         yield request
         num_messages += 1
     yield kind(end=StreamEnd(num_messages=num_messages))
+
+
+def _is_status_lost(error: grpc.aio.AioRpcError) -> bool:
+    """Return whether grpc.aio may have put this in place of a call's status.
+
+    It does where a send meets the end of its call, as of one that is refused unread.
+    """
+    return error.code() is grpc.StatusCode.INTERNAL and error.details() == _LOST
+
+
+async def _refusal(asked_again: Any, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+    """Return what refuses the same call without requests, or the error where nothing does."""
+    if await asked_again.code() not in _REFUSALS:
+        return error
+    return grpc.aio.AioRpcError(
+        await asked_again.code(),
+        await asked_again.initial_metadata(),
+        await asked_again.trailing_metadata(),
+        await asked_again.details(),
+    )
 
 
 def tell_warnings(answer: Message) -> None:

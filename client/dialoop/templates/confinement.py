@@ -23,7 +23,7 @@ from dialoop.templates.chat_template import (
     compile_template,
     words_of,
 )
-from dialoop.templates.declared_parser import TemplateParser
+from dialoop.templates.declared_parser import TemplateParser, require_pattern
 from dialoop.templates.parsing import SpecialTokens
 
 MAX_TEXT = 1 << 22
@@ -59,6 +59,10 @@ class TemplateConfinement:
     def parser(self, parser: TemplateParser) -> ConfinedParser:
         """Return a parser that does what `parser` says in the other process."""
         return ConfinedParser(parser=parser, ask=self.ask)
+
+    def require_compilable(self, pattern: str) -> None:
+        """Raise InvalidInput for a regular expression that does not compile within the limits."""
+        self.ask("pattern", pattern=pattern)
 
     def require_renderable(self, source: str) -> None:
         """Raise InvalidInput for a source that does not compile, or exceeds the limits at once."""
@@ -150,10 +154,16 @@ def _compile(source: str) -> dict[str, Any]:
     return {}
 
 
+def _compile_pattern(pattern: str) -> dict[str, Any]:
+    require_pattern(pattern)
+    return {}
+
+
 def _render(source: str, variables: dict[str, Any], mark: str) -> dict[str, Any]:
     blocks = GenerationBlocks(mark)
     marks = {"_generation_blocks": blocks} if mark else {}
     text = compile_template(source).render(**variables, **marks)
+    text.encode()  # UnicodeEncodeError: a lone surrogate is no text that anybody could be sent
     return {"text": text, "num_blocks": blocks.count}
 
 
@@ -179,6 +189,7 @@ def _as_row(message: Message) -> tuple[dict[str, Any], list[dict[str, str]]]:
 
 _TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "compile": _compile,
+    "pattern": _compile_pattern,
     "render": _render,
     "parse": _parse,
 }

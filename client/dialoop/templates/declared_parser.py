@@ -50,14 +50,7 @@ class TemplateParser:
     reasoning_end: str = ""
 
     def __post_init__(self) -> None:
-        if len(self.message_pattern) > MAX_PATTERN:
-            raise _invalid(f"message_pattern has more than {MAX_PATTERN} characters.")
-        try:
-            groups = re.compile(self.message_pattern).groupindex
-        except (re.error, RecursionError, OverflowError) as error:
-            raise _invalid(f"message_pattern is not a regular expression: {error}.") from None
-        if not {"role", "content"} <= groups.keys():
-            raise _invalid("message_pattern lacks the group role or content.")
+        require_pattern(self.message_pattern)
         for name in ("tool_call", "tool_response", "reasoning"):
             if bool(getattr(self, f"{name}_start")) != bool(getattr(self, f"{name}_end")):
                 raise _invalid(f"{name}_start and {name}_end must be set together.")
@@ -104,6 +97,18 @@ class TemplateParser:
             )
             message = replace(message, content=content, reasoning=reasoning)
         return [message]
+
+
+def require_pattern(pattern: str) -> None:
+    """Raise InvalidInput (TEMPLATE_INVALID) for a message_pattern that cannot work."""
+    if len(pattern) > MAX_PATTERN:
+        raise _invalid(f"message_pattern has more than {MAX_PATTERN} characters.")
+    try:
+        groups = re.compile(pattern).groupindex
+    except (re.error, RecursionError, OverflowError) as error:
+        raise _invalid(f"message_pattern is not a regular expression: {error}.") from None
+    if not {"role", "content"} <= groups.keys():
+        raise _invalid("message_pattern lacks the group role or content.")
 
 
 def _invalid(message: str) -> InvalidInput:

@@ -134,6 +134,14 @@ class TemplateRegistry:
         )
         return self.info(name)
 
+    def require_compilable(self, pattern: str) -> None:
+        """Raise InvalidInput (TEMPLATE_INVALID; TEMPLATE_LIMIT) for a pattern of a parser.
+
+        To compile one can take minutes, so it is tried where templates are confined.
+        """
+        if self._confinement is not None:
+            self._confinement.require_compilable(pattern)
+
     def _reader(self, parser: Parser | ParserFunction | None) -> Parser | None:
         if parser is None or not hasattr(parser, "parse"):
             return None if parser is None else FunctionParser(function=parser)

@@ -29,6 +29,9 @@ _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_PER_CHARACTER = 4
 _WINDOW = 8
 _PIECE = 4000
+LONG_TEXT = 1 << 14
+"""Characters from which on to encode a text takes so long that others should go on meanwhile."""
+_MOST_COMPOSED = 4  # characters that a normaliser makes one of
 _HEX_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SHOWN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _HIDDEN = (byte for byte in range(0x100) if byte not in _SHOWN)
@@ -162,10 +165,25 @@ class Tokenizer:
         """Return the number of ids, added tokens included."""
         return self._trusting.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def max_token_chars(self) -> int | None:
+        """Return how many characters one token may spell; None where that has no limit.
+
+        A tokenizer that spells no bytes may have one token for any word that it does not know.
+        """
+        if not self._byte_decoder:
+            return None
+        longest = max(map(len, self._trusting.get_vocab(with_added_tokens=True)))
+        return longest if self._trusting.normalizer is None else _MOST_COMPOSED * longest
+
     def encode(self, text: str, *, trusted: bool = False) -> Encoded:
         """Encode without an automatic BOS. Untrusted text cannot spell a special token."""
         engine = self._trusting if trusted else self._literal
-        encoding = engine.encode(text, add_special_tokens=False)
+        if len(text) > LONG_TEXT:
+            # As a batch, which lets other threads work meanwhile.
+            (encoding,) = engine.encode_batch([text], add_special_tokens=False)
+        else:
+            encoding = engine.encode(text, add_special_tokens=False)
         return Encoded(ids=tuple(encoding.ids), offsets=tuple(encoding.offsets))
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

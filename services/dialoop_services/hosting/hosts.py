@@ -86,7 +86,7 @@ class OwnProcess:
         return Channel(
             address,
             token=self._credentials_for(audience),
-            max_message_bytes=self._settings.max_message_bytes,
+            max_message_bytes=self._settings.max_answer_bytes,
             retry=retry,
             epoch=epoch,
         )

@@ -49,6 +49,7 @@ class InProcessNetwork:
         settings = ServerSettings.model_construct(
             token=SecretStr(self._token),
             max_message_bytes=self._max_message_bytes,
+            max_large_message_bytes=self._max_message_bytes,
             drain_s=drain_s,
             rest_port=rest_port,
         )

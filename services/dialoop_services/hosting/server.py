@@ -25,7 +25,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.access.server_tls import ServerTls
 from dialoop_services.runtime.access.token_file import TokenFile
-from dialoop_services.runtime.calls import Calls
+from dialoop_services.runtime.calls import CallLimits, Calls
 from dialoop_services.runtime.fleet import Incarnation
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.listening import (
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _IDLE_MS = 600_000
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"  # the same messages as v1alpha's
 
 
 class GrpcServer:
@@ -229,7 +230,7 @@ class GrpcServer:
         options = RestOptions(
             token=self._token(),
             bodies=BodyLimits(
-                max_bytes=self._settings.max_message_bytes,
+                self._call_limits(),
                 max_pending_bytes=self._settings.max_pending_bytes,
                 time_s=self._settings.request_body_s,
             ),
@@ -255,6 +256,13 @@ class GrpcServer:
         return ConnectionLimits(
             max_connections=self._settings.max_connections,
             head_s=self._settings.request_head_s,
+        )
+
+    def _call_limits(self) -> CallLimits:
+        return CallLimits(
+            max_calls=self._settings.max_calls,
+            max_bytes=self._settings.max_message_bytes,
+            max_large_bytes=self._settings.max_answer_bytes,
         )
 
     def _token(self) -> Token:
@@ -298,33 +306,50 @@ class GrpcServer:
                 ending.create_task(rest_server.close())
 
     def _grpc_server(self, calls: Calls) -> grpc.aio.Server:
-        size = self._settings.max_message_bytes
+        handlers = Handlers(
+            calls, self._token(), limits=self._call_limits(), incarnation=self.incarnation
+        )
+        for register, servicer in self._registrations:
+            register(servicer, handlers)
+        reflected = reflection.aio.ReflectionServicer(
+            [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        )
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, handlers)
+        handlers.also_as(reflection.SERVICE_NAME, _REFLECTION_V1)
+        # Health needs no token: whoever has none gets the server's state, whatever they ask.
+        health_check = {f"/{health.SERVICE_NAME}/Check": self._own_health}
+        of_health = Handlers(calls, self._token(), limits=self._call_limits(), unread=health_check)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, of_health)
+        options = self._grpc_options(handlers.max_bytes)
+        return grpc.aio.server(handlers=[handlers, of_health], options=options)
+
+    async def _own_health(self, _: Any, context: Any) -> health_pb2.HealthCheckResponse:
+        answer: health_pb2.HealthCheckResponse = await self._health.Check(
+            health_pb2.HealthCheckRequest(), context
+        )
+        return answer
+
+    def _grpc_options(self, max_bytes: int) -> list[tuple[str, int]]:
+        settings = self._settings
         connections = self._connection_limits().within_descriptors()
-        options = [
+        unread_ms = round(1000 * settings.unread_s)
+        return [
             ("grpc.so_reuseport", 0),  # else two services could share a port unnoticed
-            ("grpc.max_send_message_length", size),
-            ("grpc.max_receive_message_length", size),
+            ("grpc.max_send_message_length", settings.max_answer_bytes),
+            ("grpc.max_receive_message_length", max_bytes),
             # Allow clients to ping idle connections, so that they notice a dead server.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+            # And notice clients that are gone, or leave their answers unread.
+            ("grpc.keepalive_time_ms", unread_ms // 2),
+            ("grpc.keepalive_timeout_ms", unread_ms // 2),
+            ("grpc.http2.ping_timeout_ms", unread_ms // 2),
+            ("grpc.max_concurrent_streams", settings.max_connection_calls),
             ("grpc.max_allowed_incoming_connections", connections.max_connections),
             ("grpc.server_handshake_timeout_ms", round(1000 * connections.head_s)),
             # A client that has no call connects again when it needs to.
             ("grpc.max_connection_idle_ms", _IDLE_MS),
         ]
-        handlers = Handlers(calls, self._token(), incarnation=self.incarnation)
-        for register, servicer in self._registrations:
-            register(servicer, handlers)
-        names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflected = reflection.aio.ReflectionServicer(names)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, handlers)
-        open_to_all = Handlers(calls, Token(""))  # health checks need no token
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, open_to_all)
-        return grpc.aio.server(
-            handlers=[handlers, open_to_all],
-            options=options,
-            maximum_concurrent_rpcs=self._settings.max_calls,
-        )
 
 
 def _middleware() -> Middleware | None:

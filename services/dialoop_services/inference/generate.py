@@ -56,7 +56,7 @@ async def generate(
             prompt, template_name=request.template_name, offers_tools=bool(request.tools)
         )
 
-    prompt, form = await renderer.run_with(request.template_name, prepare)
+    prompt, form = await renderer.run_with(request.template_name, prepare, is_long=request.is_long)
     prompt_ids = prompt.sequence.token_ids.tolist()
     sampling = sampling_of_turn(request.sampling, request.turn)
     named = "" if request.history is None else request.template_name

@@ -22,7 +22,7 @@ from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.confinement import TemplateConfinement
 from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.builder import Prompt, TokenBuilder
-from dialoop.tokens.tokenizer import Tokenizer
+from dialoop.tokens.tokenizer import LONG_TEXT, Tokenizer
 from dialoop.trajectory import SamplingParams, StopReason
 
 from dialoop_services.inference.answer_ends import watch_for
@@ -60,6 +60,17 @@ class GenerationRequest:
     num_samples: int = 1
     # What another replica sampled of the answer.
     partial_answer: Sequence | None = None
+
+    @property
+    def num_characters(self) -> int:
+        """Return the length of the text that has to be encoded."""
+        added = (self.history or ())[self.num_context_messages :]
+        return len(self.text or "") + sum(len(message.text) for message in added)
+
+    @property
+    def is_long(self) -> bool:
+        """Return whether encoding the text takes so long that others should go on meanwhile."""
+        return self.num_characters > LONG_TEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +128,11 @@ class Renderer:
         """Return the tokens to continue.
 
         Where `truncate_prompt` is set, a raw prompt that fills `max_model_len` loses its oldest
-        tokens until `room` new ones fit. At least half of the context stays.
+        tokens until `room` new ones fit. At least half of the context stays. Otherwise a text that
+        so many tokens cannot spell is refused before it is encoded: InvalidInput (CONTEXT_FULL).
         """
+        if max_model_len and not request.truncate_prompt:
+            self.require_may_fit(request.num_characters, max_model_len)
         if request.history is not None:
             tools = {"tools": request.tools} if request.tools else {}
             prompt = self.builder(request.template_name).prompt(
@@ -148,6 +162,20 @@ class Renderer:
             num_truncated_tokens=num_cut,
             skip_special_tokens=request.skip_special_tokens,
         )
+
+    def require_may_fit(self, num_characters: int, max_model_len: int) -> None:
+        """Raise InvalidInput (CONTEXT_FULL) for more text than so many tokens can spell."""
+        if not self.may_fit(num_characters, max_model_len):
+            raise InvalidInput(
+                f"{num_characters} characters do not fit the context of {max_model_len} tokens.",
+                reason=Reason.CONTEXT_FULL,
+                remedy="Send a shorter text, or start the service with a larger context.",
+            )
+
+    def may_fit(self, num_characters: int, max_model_len: int) -> bool:
+        """Return whether so many tokens can spell a text of that length."""
+        most = self.tokenizer.max_token_chars
+        return most is None or num_characters <= most * max_model_len
 
     def template_named(self, name: str) -> ChatTemplate:
         """Return a template by name, or the default one; NotFound (TEMPLATE_NOT_FOUND)."""
@@ -343,6 +371,13 @@ class Renderer:
             stop_string=sampled.stop_string,
             top_logprobs=sampled.top_logprobs,
         )
+
+
+async def apart(work: Callable[..., _T], *arguments: Any, size: int) -> _T:
+    """Return `work(*arguments)`, in a thread where texts of so many bytes take long to encode."""
+    if size <= LONG_TEXT:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
 
 
 def _require_no_empty(strings: Iterable[str]) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from dialoop_services.inference.recordings.store import (
     RecordingStore,
 )
 from dialoop_services.inference.recordings.trajectory import Closing, close
-from dialoop_services.inference.rendering import GenerationRequest, Renderer
+from dialoop_services.inference.rendering import GenerationRequest, Renderer, apart
 from dialoop_services.inference.replica.device_lease import DRAIN_S
 from dialoop_services.inference.requests import (
     contents_of,
@@ -98,7 +98,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def LogProb(self, request: pb.LogProbRequest, context: Context) -> pb.LogProbResponse:
         await announce_start(context)
-        rows, sequences = self._rows(request)
+        rows, sequences = await apart(self._rows, request, size=request.ByteSize())
         scored = await self._replica.logprobs(rows, adapter=request.adapter)
         return pb.LogProbResponse(
             logprobs=logprobs_to_proto(row.logprobs for row in scored),
@@ -244,12 +244,12 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     def _rows(self, request: pb.LogProbRequest) -> tuple[list[list[int]], list[Sequence]]:
         """Return the ids to score, and the sequences that were made from texts or histories."""
-        field = rows_field(request)
+        field, longest = rows_field(request), self._replica.engine.max_model_len
         if field == "token_ids":
             return [list(row.values) for row in request.token_ids], []
         if field == "texts":
             sequences = [
-                self._renderer.prompt(GenerationRequest(text=text)).sequence
+                self._renderer.prompt(GenerationRequest(text=text), max_model_len=longest).sequence
                 for text in request.texts
             ]
         else:

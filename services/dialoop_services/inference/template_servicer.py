@@ -47,19 +47,22 @@ class TemplateServicer(rpc.TemplateServiceServicer):
                 reason=Reason.TEMPLATE_CONFLICT,
                 remedy="Choose another name.",
             )
-        has_parser = request.HasField("parser")
-        parser = TEMPLATE_PARSER.from_proto(request.parser) if has_parser else None
         async with self._registering:
-            info = await self._renderer.run_foreign(
-                lambda: self._renderer.templates.add_chat_template(
-                    request.name,
-                    request.source,
-                    parser,
-                    request.model_family_keywords,
-                    replace=request.replace,
-                )
-            )
+            info = await self._renderer.run_foreign(partial(self._register, request))
         return pb.RegisterTemplateResponse(template=TEMPLATE_INFO.to_proto(info))
+
+    def _register(self, request: pb.RegisterTemplateRequest) -> TemplateInfo:
+        templates, parser = self._renderer.templates, None
+        if request.HasField("parser"):
+            templates.require_compilable(request.parser.message_pattern)
+            parser = TEMPLATE_PARSER.from_proto(request.parser)
+        return templates.add_chat_template(
+            request.name,
+            request.source,
+            parser,
+            request.model_family_keywords,
+            replace=request.replace,
+        )
 
     async def ListTemplates(
         self, request: pb.ListTemplatesRequest, context: Context

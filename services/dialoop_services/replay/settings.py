@@ -82,5 +82,5 @@ class ReplaySettings(JobSettings, ReplaySection):
             max_waiting_groups=self.max_waiting_groups,
             overflow=self.overflow,
             # The rest is room for the message around the groups. A larger answer cannot be sent.
-            max_lease_bytes=self.max_message_bytes * 9 // 10,
+            max_lease_bytes=self.max_answer_bytes * 9 // 10,
         )

@@ -34,6 +34,7 @@ from dialoop_services.rest.requests import (
     BodyLimits,
     Caller,
     read_body,
+    require_few_values,
     serve_call,
     time_limit,
     timeout_of,
@@ -257,7 +258,7 @@ class Endpoint:
         if self._reads_query:
             message = self._from_query(scope["query_string"])
         else:
-            content = await read_body(caller.receive, headers, self._bodies)
+            content = await read_body(caller.receive, headers, self._bodies, self._name)
             message, complete = self._from_body(content, headers, scope["query_string"])
         for parameter, field in self._route.bindings.items():
             _set_from_path(message, field, scope["path_params"][parameter])
@@ -291,6 +292,7 @@ class Endpoint:
         return self._middleware.read(body, read)
 
     def _from_json(self, body: bytes) -> Message:
+        require_few_values(body, self._bodies.calls.max_items(self._name))
         try:
             return self._read_json(body or b"{}")
         except ValidationError as error:
@@ -298,13 +300,15 @@ class Endpoint:
 
     def _from_protobuf(self, body: bytes) -> Message:
         try:
-            return self._kind.FromString(body)
+            message = self._kind.FromString(body)
         except DecodeError as error:
             raise InvalidInput(
                 f"The body is not a serialized {self._route.rpc.input_type.name}.",
                 reason=Reason.INVALID_PROTOBUF,
                 remedy="Send one message of that type, or JSON as application/json.",
             ) from error
+        self._bodies.calls.require_few_items(message, self._name)
+        return message
 
     def _from_query(self, query: bytes) -> Message:
         pairs = read_query(query)

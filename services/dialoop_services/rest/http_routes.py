@@ -27,6 +27,7 @@ from dialoop_services.rest.requests import (
     BodyLimits,
     Caller,
     read_body,
+    require_few_values,
     serve_call,
     time_limit,
     timeout_of,
@@ -202,4 +203,6 @@ class HttpEndpoint:
             raise UnsupportedMediaType(
                 "This route does not read the body's content-type.", remedy="Send application/json."
             )
-        return await read_body(caller.receive, headers, self._bodies)
+        body = await read_body(caller.receive, headers, self._bodies, self._route.name)
+        require_few_values(body, self._bodies.calls.max_items(self._route.name))
+        return body

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = b"application/problem+json"
 _MAX_FIELDS = 10
+_MAX_LISTED = 1000
 
 
 class FieldsRefused(InvalidInput):
@@ -83,8 +84,20 @@ class ForeignCaller(PermissionDenied):
     default_reason = Reason.FOREIGN_ORIGIN
 
 
+def require_few_errors(error: ValidationError, where: str) -> None:
+    """Raise FieldsRefused for a body or query with so many errors that to list them takes long."""
+    if error.error_count() > _MAX_LISTED:
+        raise FieldsRefused(
+            f"The {where} has {error.error_count()} wrong fields.",
+            reason=Reason.INVALID_FIELD,
+            remedy="Compare with /docs.",
+            fields=(),
+        )
+
+
 def fields_refused(error: ValidationError, *, where: str) -> FieldsRefused:
     """Return an error that names every wrong field of `where` ("body" or "query"), no values."""
+    require_few_errors(error, where)
     details = error.errors(include_url=False, include_input=False, include_context=False)
     names = [".".join(map(str, detail["loc"])) for detail in details]
     kinds = {detail["type"] for detail in details}

@@ -27,12 +27,13 @@ from dialoop_services.rest.problems import (
     RequestTooSlow,
     UnsupportedMediaType,
 )
+from dialoop_services.runtime.calls import too_many_items
 from dialoop_services.runtime.errors import public_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-    from dialoop_services.runtime.calls import Call
+    from dialoop_services.runtime.calls import Call, CallLimits
 
 TIMEOUT_HEADER = "x-request-timeout-s"
 # Calls that end before this are not watched: a watcher task for each would cost time.
@@ -150,11 +151,11 @@ async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
 class BodyLimits:
     """What bodies may take: each one alone, and all that are coming in together.
 
-    max_bytes: of one, as sent or decompressed. max_pending_bytes: of all whose last byte has not
+    calls: of one, as sent or decompressed. max_pending_bytes: of all whose last byte has not
     come; the next part beyond it is refused. time_s: seconds from head to last byte.
     """
 
-    max_bytes: int
+    calls: CallLimits
     max_pending_bytes: int = 1 << 28
     time_s: float = 120.0
     num_pending_bytes: int = 0
@@ -165,14 +166,17 @@ class ClientDisconnected(Exception):
 
 
 async def read_body(
-    receive: Callable[[], Awaitable[Any]], headers: Mapping[bytes, bytes], limits: BodyLimits
+    receive: Callable[[], Awaitable[Any]],
+    headers: Mapping[bytes, bytes],
+    limits: BodyLimits,
+    rpc: str,
 ) -> bytes:
-    """Return the whole body, decompressed.
+    """Return the whole body of a request to a rpc or route, decompressed.
 
     Raise BodyTooLarge once it exceeds the limit, RequestTooSlow, or CapacityExhausted (CAPACITY)
     where all that come in at the moment take too much memory.
     """
-    limit = limits.max_bytes
+    limit = limits.calls.max_bytes(rpc)
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length[:20]) > limit:
         raise _too_large(limit)
@@ -194,7 +198,7 @@ async def read_body(
                 return body
             chunks = _chunks(first, receive)
             return await _collect(
-                chunks if encoding == b"identity" else _decompress(chunks), limits
+                chunks if encoding == b"identity" else _decompress(chunks), limits, limit
             )
     except TimeoutError:
         if not timer.expired():
@@ -217,15 +221,15 @@ async def _chunks(
     raise ClientDisconnected
 
 
-async def _collect(chunks: AsyncIterator[bytes], limits: BodyLimits) -> bytes:
+async def _collect(chunks: AsyncIterator[bytes], limits: BodyLimits, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:
         async for chunk in chunks:
             size += len(chunk)
             limits.num_pending_bytes += len(chunk)
-            if size > limits.max_bytes:
-                raise _too_large(limits.max_bytes)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
             if limits.num_pending_bytes > limits.max_pending_bytes:
                 raise CapacityExhausted(
                     f"Bodies of more than {limits.max_pending_bytes} bytes are coming in.",
@@ -265,6 +269,26 @@ def _bad_gzip() -> InvalidInput:
         reason=Reason.BAD_GZIP,
         remedy="Send one gzip member, or leave content-encoding out.",
     )
+
+
+def require_few_values(body: bytes, most: int) -> None:
+    """Raise InvalidInput (TOO_MANY_ITEMS) for JSON with too many objects, lists, keys or numbers.
+
+    Of numbers there may be far more: a column has as many as there are tokens.
+    """
+    # An item is an object of a few keys and texts, or a few numbers.
+    if not _has_more(body, most, body.count(b'"') // 2):
+        return
+    # Many of the marks may stand inside texts. Without escapes every second quote ends one.
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_texts = plain.count(b'"') // 2
+    if num_texts > 4 * most or _has_more(b"".join(plain.split(b'"')[::2]), most, num_texts):
+        raise too_many_items(most)
+
+
+def _has_more(body: bytes, most: int, num_texts: int) -> bool:
+    num_marks = body.count(b"{") + body.count(b"[") + body.count(b":")
+    return num_texts + num_marks > 4 * most or body.count(b",") > 32 * most
 
 
 def _too_large(limit: int) -> BodyTooLarge:

@@ -31,6 +31,8 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from pydantic import BaseModel, ConfigDict, Field, create_model, field_serializer, model_validator
 
+from dialoop_services.runtime.calls import MAX_ITEMS
+
 Encoder: TypeAlias = Callable[[Any], Any]
 
 
@@ -131,8 +133,9 @@ class Models:
         item = self._item(field, without)
         if field.is_repeated:
             # There may be thousands of numbers: of those the first wrong one is named.
-            fail_fast = field.message_type is None
-            several = described(default_factory=list, fail_fast=fail_fast)
+            is_plain = field.message_type is None
+            limit = {"fail_fast": True} if is_plain else {"max_length": MAX_ITEMS}
+            several = described(default_factory=list, **limit)
             return (list[item], several)  # type: ignore[valid-type]
         if field.has_presence:
             return (item | None, described(default=None))

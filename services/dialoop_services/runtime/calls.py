@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dialoop.clients.errors import STARTED_METADATA
-from dialoop.errors import DialoopError, InvalidInput, Unauthenticated
+from dialoop.errors import CapacityExhausted, DialoopError, InvalidInput, Unauthenticated
 from dialoop.reasons import Reason
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dialoop_services.runtime.access.principals import current_principal
 from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
@@ -47,6 +48,111 @@ def require_known_fields(request: Message) -> None:
             reason=Reason.UNKNOWN_FIELD,
             remedy="The client is of another version: install the one that the service has.",
         )
+
+
+LARGE = frozenset(
+    {
+        "ReplayService.AppendGroups",
+        "ReplayService.AppendMembers",
+        "ReplayService.AppendTurns",
+        "ScorerService.Score",
+    }
+)
+"""Rpcs whose requests hold whole trajectories. Weights come as a stream of small chunks."""
+MAX_ITEMS, MAX_LARGE_ITEMS = 1 << 14, 1 << 20
+"""Most messages and texts in the lists of one request, and of one that holds trajectories."""
+
+
+def _num_items(message: Message, most: int) -> int:
+    """Return how many items the lists of a message have, also inside others, or above `most`."""
+    num_items = 0
+    for name, is_list, goes_on in _costly_fields(message.DESCRIPTOR):
+        if not is_list:
+            inner = [getattr(message, name)] if message.HasField(name) else []
+        else:
+            inner = getattr(message, name)
+            num_items += len(inner)
+        for item in inner if goes_on else ():
+            if num_items > most:
+                break
+            num_items += _num_items(item, most - num_items)
+    return num_items
+
+
+@cache
+def _costly_fields(descriptor: Descriptor) -> tuple[tuple[str, bool, bool], ...]:
+    """Return the fields that are or hold lists of more than numbers.
+
+    Each with whether it is a list, and whether there may be such lists in its items.
+    """
+    fields = []
+    for field in descriptor.fields:
+        kind = field.message_type
+        is_map = kind is not None and kind.GetOptions().map_entry
+        goes_on = kind is not None and not is_map and bool(_costly_fields(kind))
+        is_costly = kind is not None or field.cpp_type == FieldDescriptor.CPPTYPE_STRING
+        if goes_on or (field.is_repeated and is_costly):
+            fields.append((field.name, field.is_repeated, goes_on))
+    return tuple(fields)
+
+
+class CallLimits:
+    """How many calls of a server run at the same time, and how long their messages are.
+
+    Only calls of those who have a right are counted: the others are refused at once.
+    """
+
+    def __init__(
+        self, *, max_calls: int = 8192, max_bytes: int = 4 << 20, max_large_bytes: int = 64 << 20
+    ) -> None:
+        self._max_calls = max_calls
+        self._max_bytes, self._max_large_bytes = max_bytes, max(max_bytes, max_large_bytes)
+        self._num_calls = 0
+
+    def max_bytes(self, rpc: str) -> int:
+        """Return the bytes of the longest message that a rpc, Service.Method, takes."""
+        return self._max_large_bytes if rpc in LARGE else self._max_bytes
+
+    def too_large(self, rpc: str) -> CapacityExhausted:
+        """Return the error of a longer message."""
+        return CapacityExhausted(
+            f"The message to {rpc} has more than {self.max_bytes(rpc)} bytes.",
+            reason=Reason.MESSAGE_TOO_LARGE,
+            remedy="Send fewer or shorter items, or raise the service's max_message_bytes.",
+        )
+
+    def require_few_items(self, message: Message, rpc: str) -> None:
+        """Raise InvalidInput (TOO_MANY_ITEMS) where the lists of a request have too many items."""
+        most = self.max_items(rpc)
+        if _num_items(message, most) > most:
+            raise too_many_items(most)
+
+    def max_items(self, rpc: str) -> int:
+        """Return how many items the lists of a request to a rpc may have, all together."""
+        return MAX_LARGE_ITEMS if rpc in LARGE else MAX_ITEMS
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Take a call's place for the block; CapacityExhausted (CAPACITY) where there is none."""
+        if self._num_calls >= self._max_calls:
+            raise CapacityExhausted(
+                f"{self._max_calls} calls are being answered already.",
+                remedy="Try again later, or raise the service's max_calls.",
+            )
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
+
+def too_many_items(most: int) -> InvalidInput:
+    """Return the error of a request with more items than a service works on at once."""
+    return InvalidInput(
+        f"The request has more than {most} messages, texts or fields in lists.",
+        reason=Reason.TOO_MANY_ITEMS,
+        remedy="Send them in several requests.",
+    )
 
 
 class Counter(Protocol):

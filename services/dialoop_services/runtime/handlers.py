@@ -11,7 +11,9 @@ import asyncio
 import inspect
 from contextlib import aclosing, suppress
 from contextvars import Context
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import grpc
@@ -22,11 +24,16 @@ from grpc_status import rpc_status
 
 from dialoop_services.runtime.access.principals import Principal, current_principal
 from dialoop_services.runtime.access.token_file import scope_of
-from dialoop_services.runtime.calls import Calls, RightEnded, while_allowed
+from dialoop_services.runtime.calls import (
+    CallLimits,
+    Calls,
+    RightEnded,
+    while_allowed,
+)
 from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error, status_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from dialoop.v1.scope_pb2 import Scope
 
@@ -35,9 +42,11 @@ if TYPE_CHECKING:
 
     Handler = grpc.RpcMethodHandler[Any, Any]
     CallOfGrpc = grpc.aio.ServicerContext[Any, Any]
+    UnreadAnswer = Callable[[Any, CallOfGrpc], Awaitable[Any]]
 
 _OURS = "dialoop."
 _DRAIN_S = 1.0
+_COUNTED_BYTES = 1 << 14  # what is in a shorter message is too little to take long
 _ELSEWHERE = {
     "RegistryService.ListMembers": "Call RegistryService.ListInstances.",
     "RegistryService.WatchMembers": "Call RegistryService.WatchInstances.",
@@ -59,11 +68,20 @@ class Handlers(grpc.GenericRpcHandler):
     """Collects the methods that a generated `add_..._to_server` registers, and admits calls."""
 
     def __init__(
-        self, calls: Calls, token: Token, *, incarnation: Incarnation | None = None
+        self,
+        calls: Calls,
+        token: Token,
+        *,
+        limits: CallLimits | None = None,
+        incarnation: Incarnation | None = None,
+        unread: Mapping[str, UnreadAnswer] = MappingProxyType({}),
     ) -> None:
+        """Prepare; `unread` answers callers without a right, by path, with nothing of them read."""
         self._calls = calls
         self._token = token
+        self._limits = limits or CallLimits()
         self._incarnation = incarnation
+        self._unread = unread
         self._methods: dict[str, _Method] = {}
 
     def add_generic_rpc_handlers(self, _: Any) -> None:
@@ -80,7 +98,20 @@ class Handlers(grpc.GenericRpcHandler):
                 begin=self._calls.starter(rpc, "grpc") if is_ours else _Unobserved,
                 has_mark=is_ours and handler.request_streaming,
                 admit=partial(self._admit, rpc, scope_of(service, name)),
+                limits=self._limits,
+                unread=self._unread.get(f"/{service}/{name}"),
             )
+
+    @property
+    def max_bytes(self) -> int:
+        """Return the bytes of the longest message that any of the methods takes."""
+        return max(method.max_bytes for method in self._methods.values())
+
+    def also_as(self, service: str, name: str) -> None:
+        """Serve the methods of a service that is known by another name too."""
+        for path, method in list(self._methods.items()):
+            if path.startswith(f"/{service}/"):
+                self._methods[path.replace(service, name, 1)] = method
 
     def _admit(self, rpc: str, scope: Scope, metadata: Any) -> Principal | None:
         """Return who makes a call; raise what refuses it."""
@@ -124,7 +155,7 @@ class _Unobserved:
 class _Method:
     """One method, and what its calls have to have."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # a call's envelope, which is nowhere else
         self,
         rpc: str,
         handler: Any,
@@ -132,14 +163,21 @@ class _Method:
         begin: Callable[[], Observed],
         has_mark: bool,
         admit: Callable[[Any], Principal | None],
+        limits: CallLimits,
+        unread: UnreadAnswer | None,
     ) -> None:
         kind, make = _MAKE[bool(handler.request_streaming), bool(handler.response_streaming)]
+        self._limits, self.max_bytes = limits, limits.max_bytes(rpc)
         self._make = partial(
             make,
-            request_deserializer=_lenient(handler.request_deserializer),
+            request_deserializer=self._lenient(handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
-        self._is_stream = handler.request_streaming
+        self._unread: Handler | None = None
+        if unread is not None:
+            self._unread = grpc.stream_unary_rpc_method_handler(
+                unread, response_serializer=handler.response_serializer
+            )
         self._rpc = rpc
         self._function = _writing(getattr(handler, kind))
         self._begin = begin
@@ -151,15 +189,15 @@ class _Method:
         try:
             caller = Context().run(self._admit, metadata)
         except DialoopError as error:
-            # As a stream, whose messages gRPC leaves to the method to read.
-            return grpc.stream_stream_rpc_method_handler(partial(self._refuse, error))
+            # As a stream, whose messages gRPC leaves to the method to read. Nobody does.
+            return self._unread or grpc.stream_stream_rpc_method_handler(
+                partial(self._refuse, error)
+            )
         return self._make(partial(self._answer, caller))
 
-    async def _refuse(self, error: DialoopError, requests: Any, context: CallOfGrpc) -> NoReturn:
+    async def _refuse(self, error: DialoopError, _: Any, context: CallOfGrpc) -> NoReturn:
         call = self._begin()
         try:
-            if self._is_stream:
-                await _drain(requests, error)
             await _abort(context, error)
         finally:
             call.end(error.status.name)
@@ -170,9 +208,10 @@ class _Method:
         call = self._begin()
         status = "CANCELLED"
         try:
-            call.set_request(request)
-            async with while_allowed():
-                answer = await self._function(self._decoded(request), context)
+            with self._limits.place():
+                call.set_request(request)
+                async with while_allowed():
+                    answer = await self._function(self._decoded(request), context)
             status = "OK"
         except grpc.aio.AbortError:
             status = _status_in(context)
@@ -201,6 +240,32 @@ class _Method:
             return _require_decoded(request, self._rpc)
         return _until_mark(request, self._rpc) if self._has_mark else request
 
+    def _lenient(self, deserialize: Any) -> Any:
+        """Return the deserializer with errors as values, so that the envelope refuses the call."""
+        if deserialize is None:
+            return None
+
+        def decode(data: bytes) -> Any:
+            if len(data) > self.max_bytes:
+                return _Undecoded(self._limits.too_large(self._rpc))
+            try:
+                message = deserialize(data)
+                if len(data) > _COUNTED_BYTES:
+                    self._limits.require_few_items(message, self._rpc)
+                return message
+            except DialoopError as error:
+                return _Undecoded(error)
+            except DecodeError:
+                return _Undecoded(
+                    InvalidInput(
+                        f"The bytes are not a serialized request of {self._rpc}.",
+                        reason=Reason.INVALID_PROTOBUF,
+                        remedy="Send one message of the type that the protos name.",
+                    )
+                )
+
+        return decode
+
 
 def _writing(function: Any) -> Any:
     """Return a method that writes its answers, so that its generator is closed in its call."""
@@ -215,34 +280,16 @@ def _writing(function: Any) -> Any:
     return write
 
 
-class _Undecodable:
-    """Stands for bytes that are no message of the method's type."""
+@dataclass(frozen=True, slots=True)
+class _Undecoded:
+    """Stands for bytes that were not made a message, and says why."""
 
-
-_UNDECODABLE = _Undecodable()
-
-
-def _lenient(deserialize: Any) -> Any:
-    """Return the deserializer without its exception, so that the envelope refuses the call."""
-    if deserialize is None:
-        return None
-
-    def decode(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except DecodeError:
-            return _UNDECODABLE
-
-    return decode
+    error: DialoopError
 
 
 def _require_decoded(request: Any, rpc: str) -> Any:
-    if request is _UNDECODABLE:
-        raise InvalidInput(
-            f"The bytes are not a serialized request of {rpc}.",
-            reason=Reason.INVALID_PROTOBUF,
-            remedy="Send one message of the type that the protos name.",
-        )
+    if isinstance(request, _Undecoded):
+        raise request.error
     return request
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STALLS_EVERY_S = 5.0
+_MAX_TEXT = 4000  # characters of a message, or of one field
 _OURS = (
     *("dialoop", "dialoop_extras", "dialoop_learning", "dialoop_services", "dialoop_ops"),
     "__main__",  # the module that a service runs as
@@ -126,8 +127,8 @@ class _TextFormatter(_FieldsFormatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        fields = " ".join(f"{name}={value}" for name, value in self.fields_of(record).items())
-        return escape_controls(f"{super().formatMessage(record)} [{fields}]")
+        fields = " ".join(f"{k}={_shortened(str(v))}" for k, v in self.fields_of(record).items())
+        return escape_controls(f"{_shortened(super().formatMessage(record))} [{fields}]")
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
         return _indent(super().formatException(ei))
@@ -139,6 +140,12 @@ class _TextFormatter(_FieldsFormatter):
 def escape_controls(text: str) -> str:
     """Return the text on one line, without characters that move the cursor or turn the text."""
     return text if text.isprintable() else "".join(map(_escape, text))
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[:_MAX_TEXT]}... ({len(text) - _MAX_TEXT} more characters)"
 
 
 def _escape(character: str) -> str:
@@ -154,28 +161,31 @@ def _indent(text: str) -> str:
 class RepeatFilter(logging.Filter):
     """Let through the first records of a kind in each minute, and say how many were left out.
 
-    For records of other libraries alone, such as asyncio's for each connection that it cannot
-    accept: a loop of errors shall not fill the disk. A kind is a place in the code.
+    For those of other libraries, such as asyncio's for each connection that it cannot accept, and
+    far later for ours: neither a loop of errors nor a caller shall fill the disk. A kind is a place
+    in the code.
     """
 
-    def __init__(self, *, max_records: int = 20, every_s: float = 60.0) -> None:
+    def __init__(
+        self, *, max_records: int = 20, max_own_records: int = 2000, every_s: float = 60.0
+    ) -> None:
         super().__init__()
-        self._max_records = max_records
+        self._max_records, self._max_own_records = max_records, max_own_records
         self._every_s = every_s
         self._kinds: dict[tuple[str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record is written."""
-        if record.name.partition(".")[0] in _OURS:
-            return True
+        is_own = record.name.partition(".")[0] in _OURS
+        most = self._max_own_records if is_own else self._max_records
         kind = (record.pathname, record.lineno)
         begin, count = self._kinds.get(kind, (record.created, 0))
         if record.created - begin >= self._every_s:
-            if count > self._max_records:
-                record.num_left_out = count - self._max_records
+            if count > most:
+                record.num_left_out = count - most
             begin, count = record.created, 0
         self._kinds[kind] = (begin, count + 1)
-        return count < self._max_records
+        return count < most
 
 
 class _JsonFormatter(_FieldsFormatter):
@@ -184,8 +194,11 @@ class _JsonFormatter(_FieldsFormatter):
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
-            **self.fields_of(record),
+            "message": _shortened(record.getMessage()),
+            **{
+                k: _shortened(v) if isinstance(v, str) else v
+                for k, v in self.fields_of(record).items()
+            },
         }
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)

@@ -141,19 +141,32 @@ class ServerSettings(StrictSettings):
     """Whether callers have to show a certificate of these authorities."""
     drain_s: float = Field(default=10.0, ge=0)
     """Seconds that calls in flight may still run after the service has been asked to stop."""
-    max_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
-    """Size of the largest message that is sent or received, in bytes."""
+    max_message_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    """Size of the largest request, in bytes; those that hold trajectories may be larger."""
+    max_large_message_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
+    """Size of the largest request that holds trajectories, and of the largest answer, in bytes; at
+    least `max_message_bytes`."""
     max_pending_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
     """Bytes of all REST bodies together that are still coming in; more is refused."""
     max_connections: int = Field(default=2048, ge=1)
     """Connections to each of gRPC and REST; fewer where the process may open fewer files. Beyond
     it the idlest REST connection is closed, and a gRPC connection is refused."""
     max_calls: int = Field(default=8192, ge=1)
-    """Calls over gRPC that run at the same time, waiting ones included; more are refused."""
+    """Calls over gRPC that run at the same time, waiting ones included; more are refused. Those
+    without a right are not counted."""
+    max_connection_calls: int = Field(default=1024, ge=1)
+    """Calls of one gRPC connection at the same time; a client keeps more back until others end."""
+    unread_s: float = Field(default=60.0, ge=0.1)
+    """Seconds after which a gRPC connection is closed whose client reads nothing."""
     request_head_s: float = Field(default=10.0, gt=0)
     """Seconds in which the head of a REST request, or a new gRPC connection's, has to come."""
     request_body_s: float = Field(default=120.0, gt=0)
     """Seconds in which the body of a REST request has to come."""
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """Return the bytes of the largest answer, and of the largest request of any rpc."""
+        return max(self.max_message_bytes, self.max_large_message_bytes)
 
     @property
     def joined_run(self) -> str:

@@ -67,7 +67,15 @@ def test_a_loop_of_other_libraries_errors_is_written_in_part(monkeypatch):
     later = record("no", "asyncio", created=61.0)
     assert repeats.filter(later)
     assert later.num_left_out == 47
-    assert all(repeats.filter(record("ours", created=0.0)) for _ in range(50))
+
+
+def test_a_caller_can_fill_no_log_with_records_of_ours(formatter):
+    repeats = RepeatFilter(max_own_records=50)
+    assert sum(repeats.filter(record("ours", created=0.0)) for _ in range(1000)) == 50
+    assert len(formatter.format(record("x" * 100_000, session_id="y" * 100_000))) < 10_000
+
+
+def test_a_line_break_is_escaped():
     assert logs.escape_controls("a\nb") == "a\\nb"
 
 

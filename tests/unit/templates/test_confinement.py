@@ -143,6 +143,24 @@ def test_a_pattern_that_does_not_compile_is_invalid(pattern):
     assert caught.value.reason == "TEMPLATE_INVALID"
 
 
+def test_a_pattern_that_compiles_for_ever_is_stopped(registry):
+    pattern = "(?i)(?P<role>x)(?P<content>y)" + "[\x00-\uffff]" * 800
+    with pytest.raises(InvalidInput) as caught:
+        registry.require_compilable(pattern)
+    assert caught.value.reason == "TEMPLATE_LIMIT"
+    registry.require_compilable(PARSER.message_pattern)
+    with pytest.raises(InvalidInput) as caught:
+        registry.require_compilable("(")
+    assert caught.value.reason == "TEMPLATE_INVALID"
+
+
+def test_a_template_that_writes_no_text_is_refused(registry):
+    registry.add_chat_template("surrogate", "{{ '\\ud800' }}" + BLOCK)
+    with pytest.raises(InvalidInput) as caught:
+        registry.get("surrogate").render(HISTORY)
+    assert caught.value.reason == "TEMPLATE_REFUSED"
+
+
 def test_the_process_has_no_variables_of_this_one(confinement, monkeypatch):
     monkeypatch.setenv("DIALOOP_TOKEN", "secret")
     call = TemplateConfinement(TemplateLimits(max_processes=1))

@@ -280,7 +280,7 @@ class WireHost:
     @property
     def prompts(self) -> Prompts:
         """Return what makes prompts."""
-        return Prompts(self.renderer)
+        return Prompts(self.renderer, max_model_len=self.replica.engine.max_model_len)
 
     def routes(self, route: HttpRoute) -> tuple[HttpRoute, HttpRoute]:
         """Return a route as it is, and the same one under the URL of a recording.

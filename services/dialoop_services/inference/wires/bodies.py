@@ -9,7 +9,7 @@ from dialoop.errors import InvalidInput, NotFound
 from dialoop.reasons import Reason
 from pydantic import BaseModel, ValidationError
 
-from dialoop_services.rest.problems import FieldsRefused
+from dialoop_services.rest.problems import FieldsRefused, require_few_errors
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -58,6 +58,7 @@ def field_error(
 
 def body_error(error: ValidationError) -> FieldsRefused:
     """Return an error that says of each wrong field what was expected and found; no values."""
+    require_few_errors(error, "body")
     details = error.errors(include_url=False, include_context=False)
     if details[0]["type"] == "json_invalid":
         return FieldsRefused(

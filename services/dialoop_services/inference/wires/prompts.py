@@ -21,7 +21,7 @@ from dialoop.tokens.builder import Prompt
 from dialoop_services.inference.recordings.matching import Origin
 from dialoop_services.inference.recordings.store import CallPrompt, Recording
 from dialoop_services.inference.rendering import GenerationRequest, Renderer
-from dialoop_services.inference.wires.bodies import field_error
+from dialoop_services.inference.wires.bodies import ContextTooLong, field_error
 
 _COMPLETION = "completion"
 _KNOWN = "Qwen, GLM, DeepSeek, Kimi, Llama, Mistral, Gemma or gpt-oss"
@@ -45,8 +45,9 @@ class Offer:
 class Prompts:
     """Makes the prompts of calls."""
 
-    def __init__(self, renderer: Renderer) -> None:
+    def __init__(self, renderer: Renderer, *, max_model_len: int) -> None:
         self._renderer = renderer
+        self._max_model_len = max_model_len
 
     def chat(self, messages: History, offer: Offer, recording: Recording | None) -> CallPrompt:
         """Return the prompt of a conversation."""
@@ -78,7 +79,17 @@ class Prompts:
             variant=variant,
         )
 
+    def _require_may_fit(self, num_characters: int) -> None:
+        """Raise ContextTooLong for more text than the context can hold, before it is encoded."""
+        if not self._renderer.may_fit(num_characters, self._max_model_len):
+            raise ContextTooLong(
+                f"The prompt has {num_characters} characters, which do not fit the context of "
+                f"{self._max_model_len} tokens.",
+                remedy="Send a shorter conversation, or start the service with a larger context.",
+            )
+
     def _prompt(self, request: GenerationRequest) -> Prompt:
+        self._require_may_fit(request.num_characters)
         made = self._renderer.prompt(request)
         assert isinstance(made, Prompt)  # the request has a history
         return made
@@ -123,6 +134,7 @@ class Prompts:
     def _ids(self, text_or_ids: str | list[int], *, add_special_tokens: bool) -> list[int]:
         if not isinstance(text_or_ids, str):
             return text_or_ids
+        self._require_may_fit(len(text_or_ids))
         ids = self._renderer.tokenizer.encode_prompt(
             text_or_ids, add_special_tokens=add_special_tokens
         )

@@ -20,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from dialoop_services.runtime.calls import MAX_ITEMS
+
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 
@@ -35,6 +37,7 @@ def _require_no_penalty(value: float) -> float:
 
 
 _NoPenalty = Annotated[float, AfterValidator(_require_no_penalty)]
+_FEW = Field(max_length=MAX_ITEMS)
 _TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
@@ -85,15 +88,15 @@ class ChatMessage(_Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` means the same as `system`."""
-    content: str | list[ContentPartBody] | None = None
-    tool_calls: list[ToolCallBody] | None = None
+    content: str | Annotated[list[ContentPartBody], _FEW] | None = None
+    tool_calls: Annotated[list[ToolCallBody], _FEW] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
     """Accepted and ignored."""
-    annotations: list[Any] | None = None
+    annotations: Annotated[list[Any], _FEW] | None = None
     """Accepted and ignored."""
 
     @model_validator(mode="after")
@@ -249,12 +252,12 @@ class SamplingBody(_Body):
 class ChatBody(SamplingBody):
     """A chat completion."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """max_tokens wins where both are given, with a warning."""
     stop_in_reasoning: bool | None = None
     """Whether stop strings end the answer in its reasoning too. By default they end its content."""
-    tools: list[ToolBody] | None = None
+    tools: Annotated[list[ToolBody], _FEW] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     """auto; none to hide the tools; required or a tool's name with engines that can hold answers to
     a form, and such calls are not trained on."""
@@ -275,9 +278,9 @@ class CompletionBody(SamplingBody):
     prompt: (
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[list[_TokenId], Field(min_length=1)]
+        | Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
         | Annotated[
-            list[Annotated[list[_TokenId], Field(min_length=1)]],
+            list[Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]],
             Field(min_length=1, max_length=MAX_CHOICES),
         ]
     )
