@@ -26,6 +26,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Route as StarletteRoute
 from starlette.routing import WebSocketRoute
 from starlette.staticfiles import StaticFiles
 
@@ -213,12 +214,16 @@ async def _no_route(request: Request, _: Exception) -> Response:
     return _problem(RouteNotFound("There is no such route.", remedy="Look for it in /docs."))
 
 
-async def _no_method(request: Request, error: Any) -> Response:
+async def _no_method(request: Request, _: Exception) -> Response:
     refusal = MethodNotAllowed(
         "This route has another method.", remedy="Use a method that the `allow` header names."
     )
-    allowed = dict(error.headers or {}).get("Allow", "")
-    return _problem(refusal, {"allow": allowed})
+    # Starlette names the methods of the first route of the path alone.
+    path, allowed = request.scope["path"], set[str]()
+    for route in request.app.routes:
+        if isinstance(route, StarletteRoute) and route.path_regex.match(path):
+            allowed |= route.methods or set()
+    return _problem(refusal, {"allow": ", ".join(sorted(allowed))})
 
 
 def _problem(error: DialoopError, headers: Mapping[str, str] | None = None) -> Response:

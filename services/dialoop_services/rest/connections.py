@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 1 << 16
 _CONNECTION = "dialoop.connection"  # in the state that uvicorn hands over with each request
 _END_OF_HEAD = b"\r\n\r\n"
+_ABSOLUTE = re.compile(rb"\s*[A-Z]+ https?://([^/? ]*)", re.IGNORECASE)
 
 
 class HeadTooLarge(InvalidInput):
@@ -40,6 +42,11 @@ _NOT_HTTP = InvalidInput(
     "What was sent is not HTTP/1.1.",
     reason=Reason.INVALID_HTTP,
     remedy="Speak HTTP/1.1 on this port; gRPC has its own.",
+)
+_OTHER_HOST = InvalidInput(
+    "The request's target names another host than its header Host.",
+    reason=Reason.INVALID_HTTP,
+    remedy="Send the path alone as the target.",
 )
 _HEAD_TOO_LARGE = HeadTooLarge(
     f"The request's line and headers have more than {MAX_HEAD_BYTES} bytes.",
@@ -138,6 +145,9 @@ class LimitedConnection(asyncio.Protocol):
         if len(self._head) > MAX_HEAD_BYTES:
             self._refuse(_HEAD_TOO_LARGE)
             return
+        if self._head.endswith(_END_OF_HEAD) and _names_another_host(self._head):
+            self._refuse(_OTHER_HOST)
+            return
         # After the count: uvicorn serves at once a head that it has whole.
         self._uvicorn.data_received(data)
 
@@ -192,6 +202,15 @@ class LimitedConnection(asyncio.Protocol):
             line = b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode())
             self._transport.write(b"".join((line, *lines, b"\r\n", body)))
         self._transport.close()
+
+
+def _names_another_host(head: bytes) -> bool:
+    """Return whether an absolute target names another host than the header, which it overrules."""
+    match = _ABSOLUTE.match(head)
+    if match is None:
+        return False
+    hosts = re.findall(rb"\r\nhost:[ \t]*([^\r]*?)[ \t]*\r\n", head.lower())
+    return hosts != [match[1].lower()]
 
 
 def _may_be_http(begin: bytes) -> bool:

@@ -35,6 +35,7 @@ from dialoop_services.rest.requests import (
     Caller,
     read_body,
     require_few_values,
+    require_unique_keys,
     serve_call,
     time_limit,
     timeout_of,
@@ -293,6 +294,7 @@ class Endpoint:
 
     def _from_json(self, body: bytes) -> Message:
         require_few_values(body, self._bodies.calls.max_items(self._name))
+        require_unique_keys(body)
         try:
             return self._read_json(body or b"{}")
         except ValidationError as error:

@@ -12,10 +12,10 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, InvalidInput
 from dialoop.reasons import Reason
 
-from dialoop_services.rest.problems import ForeignCaller, problem_answer
+from dialoop_services.rest.problems import ForeignCaller, VersionNotServed, problem_answer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -32,6 +32,7 @@ HEALTH = frozenset({"/healthz", "/readyz"})
 # Open without a token: a browser cannot send one when it opens a page. They contain no data.
 DOCUMENTS = frozenset({"/", "/docs", "/openapi.json"})
 ASSETS = "/docs/assets/"
+_VERSIONS = ("1.0", "1.1")
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 # RFC 9110: uri-host [":" port]. An empty name is what HTTP/1.0 sends.
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]*))(?::\d{0,5})?")
@@ -75,8 +76,10 @@ class Guard:
     def _refusal(self, scope: Scope) -> DialoopError | None:
         headers = dict(scope["headers"])
         if self._needs_token:
-            return self._refusal_with_token(scope, headers) or _foreign_origin(scope, headers)
-        return _foreign_host(headers) or _foreign_origin(scope, headers)
+            refusal = self._refusal_with_token(scope, headers)
+        else:
+            refusal = _foreign_host(headers)
+        return refusal or _malformed(scope) or _foreign_origin(scope, headers)
 
     def _refusal_with_token(
         self, scope: Scope, headers: Mapping[bytes, bytes]
@@ -92,6 +95,29 @@ class Guard:
         except DialoopError as error:
             return error
         return None
+
+
+def _malformed(scope: Scope) -> DialoopError | None:
+    """Return what RFC 9112 has refused in a head: other versions, and not exactly one Host."""
+    version = scope["http_version"]
+    if version not in _VERSIONS:
+        return VersionNotServed(
+            f"The request is of HTTP/{version}.", remedy="Speak HTTP/1.1; gRPC has its own port."
+        )
+    hosts = [value for name, value in scope["headers"] if name == b"host"]
+    if len(hosts) != 1 and (hosts or version == "1.1"):
+        return InvalidInput(
+            f"The request has {len(hosts)} headers Host.",
+            reason=Reason.INVALID_HTTP,
+            remedy="Send one, with the name and the port of this service.",
+        )
+    if hosts and _HOST.fullmatch(hosts[0].decode("latin-1")) is None:
+        return InvalidInput(
+            "The header Host is no name with a port.",
+            reason=Reason.INVALID_HTTP,
+            remedy="Send the name and the port of this service.",
+        )
+    return None
 
 
 def authorization_of(headers: Mapping[bytes, bytes]) -> bytes:

@@ -28,6 +28,7 @@ from dialoop_services.rest.requests import (
     Caller,
     read_body,
     require_few_values,
+    require_unique_keys,
     serve_call,
     time_limit,
     timeout_of,
@@ -205,4 +206,5 @@ class HttpEndpoint:
             )
         body = await read_body(caller.receive, headers, self._bodies, self._route.name)
         require_few_values(body, self._bodies.calls.max_items(self._route.name))
+        require_unique_keys(body)
         return body

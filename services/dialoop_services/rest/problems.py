@@ -65,6 +65,13 @@ class UnsupportedMediaType(InvalidInput):
     default_reason = Reason.UNSUPPORTED_MEDIA_TYPE
 
 
+class VersionNotServed(Unsupported):
+    """The request is of a version of HTTP that is not served."""
+
+    http_status = HTTPStatus.HTTP_VERSION_NOT_SUPPORTED
+    default_reason = Reason.INVALID_HTTP
+
+
 class RouteNotFound(NotFound):
     """No rpc has that path."""
 
@@ -154,6 +161,8 @@ def problem_headers(error: DialoopError) -> list[tuple[bytes, bytes]]:
     headers = [(b"content-type", MEDIA_TYPE)]
     if error.http_status == HTTPStatus.UNAUTHORIZED:
         headers.append((b"www-authenticate", b"Bearer"))
+    if error.reason == Reason.UNSUPPORTED_ENCODING:
+        headers.append((b"accept-encoding", b"gzip"))
     if error.retryable and error.http_status in (429, 503):
         headers.append((b"retry-after", b"1"))
     return headers

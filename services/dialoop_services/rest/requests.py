@@ -6,9 +6,12 @@ A body's size is limited before and after decompression.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import re
 import zlib
-from contextlib import asynccontextmanager
+from collections import Counter
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
 TIMEOUT_HEADER = "x-request-timeout-s"
 # Calls that end before this are not watched: a watcher task for each would cost time.
 _UNWATCHED_S = 0.05
+# Of a longer body the lists of numbers are left out before it is read for its keys.
+_MAX_PARSED_BYTES = 1 << 18
+_NUMBERS = re.compile(rb"\[[-+0-9.eE,\s]*+\]")
 # Bytes that are decompressed before other requests get a turn: about 0.1 ms of work.
 _SLICE_BYTES = 1 << 16
 
@@ -284,6 +290,31 @@ def require_few_values(body: bytes, most: int) -> None:
     num_texts = plain.count(b'"') // 2
     if num_texts > 4 * most or _has_more(b"".join(plain.split(b'"')[::2]), most, num_texts):
         raise too_many_items(most)
+
+
+def require_unique_keys(body: bytes) -> None:
+    """Raise FieldsRefused for JSON with a key that stands twice in one object.
+
+    What is no JSON is left to who reads it.
+    """
+    if len(body) > _MAX_PARSED_BYTES:
+        body = _NUMBERS.sub(b"[]", body)
+    twice: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        if not twice and len(dict(pairs)) < len(pairs):
+            ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+            twice.append(key)
+
+    with suppress(ValueError, RecursionError):
+        json.loads(body, object_pairs_hook=note)
+    if twice:
+        raise FieldsRefused(
+            f"{twice[0][:100]!r} stands twice in one object.",
+            reason=Reason.INVALID_JSON,
+            remedy="Send each field once.",
+            fields=[twice[0][:100]],
+        )
 
 
 def _has_more(body: bytes, most: int, num_texts: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import hashlib
@@ -257,3 +258,54 @@ async def test_a_body_without_a_length_is_cut_off_at_the_limit():
     async with environment(max_message_bytes=4096) as http:
         response = await http.post("/v1/sessions", content=endless())
         assert refusal(response) == (413, "MESSAGE_TOO_LARGE")
+
+
+HOST = b"Host: 127.0.0.1\r\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "head", "expected"),
+    [
+        (b"GET /healthz HTTP/1.1", b"", 400),
+        (b"GET /healthz HTTP/1.1", HOST + HOST, 400),
+        (b"GET /healthz HTTP/1.1", b"Host: 127.0.0.1/x\r\n", 400),
+        (b"GET http://127.0.0.1/healthz HTTP/1.1", HOST, 200),
+        (b"GET http://elsewhere/healthz HTTP/1.1", HOST, 400),
+        (b"GET /healthz HTTP/1.0", b"", 200),
+        (b"GET /healthz HTTP/2.0", HOST, 505),
+    ],
+)
+async def test_a_request_names_its_host_once_and_a_version_that_is_served(
+    shared_url, line, head, expected
+):
+    url = httpx.URL(shared_url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(line + b"\r\n" + head + b"\r\n")
+    async with asyncio.timeout(PATIENCE_S):
+        assert int((await reader.readline()).split()[1]) == expected
+    writer.close()
+
+
+async def test_a_refusal_names_all_methods_and_encodings_of_its_route(shared_url):
+    async with client(shared_url) as http:
+        other = await http.put("/v1/sessions/x", json={})
+        assert (other.status_code, other.headers["allow"]) == (405, "DELETE, GET, HEAD")
+        packed = await http.post("/v1/sessions", content=b"{}", headers={"content-encoding": "br"})
+        assert (packed.status_code, packed.headers["accept-encoding"]) == (415, "gzip")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"session_id": "a", "session_id": "b", "environment": "arithmetic"}',
+        b'{"session_id": "a", "environment": "arithmetic", "x": {"y": 1, "y": 1}}',
+        b'{"z": [%s 1], "y": 1, "y": 2}' % (b"1, " * 100_000),
+    ],
+    ids=["twice", "deeper", "beside many numbers"],
+)
+async def test_a_key_that_stands_twice_is_refused(shared_url, body):
+    async with client(shared_url) as http:
+        answer = await http.post("/v1/sessions", content=body)
+        assert refusal(answer) == (400, "INVALID_JSON")
+        assert not await num_sessions(http, "a")
+        assert not await num_sessions(http, "b")

@@ -16,7 +16,7 @@ from dialoop_services.hosting import GrpcServer
 from dialoop_services.runtime import ServerSettings, load
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_status import rpc_status
 
 from tests.support.rest_world import http_of, refusal
@@ -135,16 +135,20 @@ async def test_the_right_token_passes():
         assert (await close(server, "right")).closed
 
 
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
 @pytest.mark.parametrize("token", ["", "right"])
-async def test_reflection_needs_the_token_too(token):
+async def test_reflection_needs_the_token_too(token, version):
     async with (
         serving(Raising(), token="right") as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         list_services = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            list_services, metadata=(("authorization", f"Bearer {token}"),)
+        reflect = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
         )
+        answers = reflect(list_services, metadata=(("authorization", f"Bearer {token}"),))
         if token:
             (answer,) = [answer async for answer in answers]
             assert NAME in [s.name for s in answer.list_services_response.service]
