@@ -21,6 +21,7 @@ from dialoop_ops.runs.display import (
     read_rows,
     token_table,
     transcript,
+    visible,
 )
 from dialoop_ops.runs.filters import Filters
 from dialoop_ops.runs.run_config import tokenizer_of
@@ -170,7 +171,13 @@ def _print(row: Row, which: str, tokenizer: Tokenizer | None, with_tokens: bool)
         f"reward {row['reward']:g}, {row['done_reason'].lower()}, "
         f"tool calls: {row['num_tool_calls']}"
     )
+    labels = ", ".join(f"{name} = {value}" for name, value in row.get("labels", {}).items())
+    head += f"\nlabels: {visible(labels)}" if labels else ""
     console.print(Text(head, style="dim"), soft_wrap=True)
+    for name, words in (
+        (n, w) for t in row.get("turns", ()) for n, w in t.get("feedback", {}).items()
+    ):
+        console.print(Text(f"{name}: {visible(words)}", style="yellow"), soft_wrap=True)
     for failure in row["failures"]:
         line = f"{failure['owner'].lower()} failed: {failure['reason']}: {failure['message']}"
         console.print(Text(line, style="bold red"), soft_wrap=True)

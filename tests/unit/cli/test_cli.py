@@ -202,6 +202,15 @@ def test_show_finds_a_trajectory(arguments, shown, capsys):
     assert shown in capsys.readouterr().out
 
 
+def test_show_says_what_each_episode_of_a_trial_earned_and_what_an_answer_missed(capsys):
+    turns = [{"rewards": {"ifeval": 0.0}, "feedback": {"ifeval": "No comma.\x1b[2J"}}]
+    write_rows(row(labels={"trial_rewards": "0 2"}, turns=turns))
+    assert main(["show", "."]) == 0
+    printed = capsys.readouterr().out
+    assert "labels: trial_rewards = 0 2" in printed
+    assert "ifeval: No comma.\\x1b[2J" in printed
+
+
 @pytest.mark.parametrize(("which", "shown"), [("--worst", "trained1"), ("--best", "trained2")])
 def test_show_prefers_what_was_trained(which, shown, capsys):
     played = {"outcome": "evaluation", "label": "before_greedy"}
