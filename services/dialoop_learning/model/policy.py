@@ -6,6 +6,7 @@ scores = policy(batch, temperature=1.0)     # log-probs [M] of the batch's M tra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -49,6 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes that a setting may name."""
 
 _LONGEST_PROBE = 256
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 class PolicyModel(nn.Module):
@@ -147,6 +149,17 @@ class PolicyModel(nn.Module):
             )
         }
         return [p for p in self.parameters() if p.ndim == 2 and id(p) not in outer]
+
+    def norms_and_biases(self) -> list[nn.Parameter]:
+        """Return what weight decay leaves alone, as transformers' Trainer chooses it."""
+        of_norms = {
+            id(parameter)
+            for module in self.modules()
+            if isinstance(module, nn.LayerNorm)
+            for parameter in module.parameters()
+        }
+        named = self.causal_lm.named_parameters()
+        return [p for name, p in named if id(p) in of_norms or _UNDECAYED.search(name.lower())]
 
     def take_kernel(self, kernel: LogprobKernel, *, device: torch.device) -> None:
         """Compute log-probs by this kernel from now on; raise InvalidConfig where it cannot run.

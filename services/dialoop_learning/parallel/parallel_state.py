@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,7 +106,7 @@ def load_optimizer(optimizer: GuardedOptimizer, state: Mapping[str, Any]) -> Non
     if len(state["optimizers"]) != len(optimizer.torch_optimizers):
         optimizer.load_state_dict(dict(state))  # raises InvalidConfig
     parts = []
-    for part, parameters in zip(state["optimizers"], _parameters(optimizer), strict=True):
+    for part, parameters in zip(state["optimizers"], optimizer.orders, strict=True):
         values = {
             index: {name: cut(value, parameters[index]) for name, value in of_parameter.items()}
             for index, of_parameter in part["state"].items()
@@ -143,7 +142,7 @@ def load_sharded(
     names: dict[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     for name, optimizer in optimizers.items():
-        for number, parameters in enumerate(_parameters(optimizer)):
+        for number, parameters in enumerate(optimizer.orders):
             rooms = _rooms(names, f"{_OPTIMIZER}/{name}/{number}", parameters)
             states[name]["optimizers"][number]["state"] = rooms
     tensors = _flat(policy, states)
@@ -209,12 +208,6 @@ def _flat(policy: PolicyModel, states: Mapping[str, Mapping[str, Any]]) -> dict[
                 flat |= {f"{start}/{number}/{index}/{k}": v for k, v in values.items()}
         flat[f"{start}/{_COUNTS}"] = torch.tensor([state["num_steps"], state["num_refused"]])
     return flat
-
-
-def _parameters(optimizer: GuardedOptimizer) -> Iterator[list[Tensor]]:
-    """Yield each torch optimiser's parameters, in the order in which its state numbers them."""
-    for torch_optimizer in optimizer.torch_optimizers:
-        yield list(chain.from_iterable(g["params"] for g in torch_optimizer.param_groups))
 
 
 def _whole(value: Any, ranks: Ranks) -> Any:

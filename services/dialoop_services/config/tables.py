@@ -456,7 +456,9 @@ class TrainFields(Section):
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay of AdamW's running means of gradients and of their squares."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay, decoupled from the gradient; 0: none."""
+    """Weight decay, decoupled from the gradient; 0: none. Norms and biases have none."""
+    weight_decay_all: bool = False
+    """Whether weight decay takes norms and biases too. An optimiser of your own decides itself."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Norm above which gradients are scaled down."""
     loss: LossName = DEFAULT_LOSS
@@ -580,6 +582,16 @@ class TrainFields(Section):
             )
 
     @model_validator(mode="after")
+    def _require_a_built_in_optimizer(self) -> Self:
+        for name in ("sharded_checkpoints", "weight_decay_all"):
+            if getattr(self, name) and self.optimizer not in OPTIMIZERS:
+                raise ValueError(
+                    f"optimizer is {self.optimizer}, your own, and {name} is for built-in ones "
+                    f"only: set {name} = false"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _require_keys_that_fit(self) -> Self:
         if (
             isinstance(self.max_staleness, int)
@@ -590,11 +602,6 @@ class TrainFields(Section):
                 f"max_staleness is {self.max_staleness}, below pipeline_depth "
                 f"{self.pipeline_depth}: all data would become too stale to train; set "
                 f"max_staleness to {self.pipeline_depth} or more"
-            )
-        if self.sharded_checkpoints and self.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"optimizer is {self.optimizer}, your own, and sharded_checkpoints holds the state "
-                "of built-in ones only: set sharded_checkpoints = false"
             )
         if self.objective.kl_inference_coeff and self.objective.kl_to == "inference":
             raise ValueError(

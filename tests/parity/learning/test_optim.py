@@ -1,14 +1,18 @@
 import math
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from dialoop.errors import InvalidConfig
+from dialoop_learning.model.policy import PolicyModel
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_services.config.tables import TrainSection
 from pydantic import ValidationError
 from torch import nn
+
+from benchmarks.servers.families import FAMILIES, family_config
 
 
 def _optimizer(**fields: float) -> tuple[nn.Parameter, GuardedOptimizer]:
@@ -148,6 +152,96 @@ def test_what_is_no_optimizer_is_refused_at_the_start(name: str, problem: str) -
         _own(name, *weights)
     assert caught.value.reason == "OPTIMIZER_NOT_FOUND"
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
+def test_weight_decay_leaves_alone_what_transformers_trainer_does(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+
+    small = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
+    is_gpt2 = family == "gpt2"  # whose norms are of nn.LayerNorm, and named otherwise
+    config = AutoConfig.for_model("gpt2", **small) if is_gpt2 else family_config(family)
+    policy = PolicyModel(AutoModelForCausalLM.from_config(config))
+    decayed = set(Trainer.get_decay_parameter_names(None, policy.causal_lm))
+    plain = {id(parameter) for parameter in policy.norms_and_biases()}
+    named = dict(policy.causal_lm.named_parameters())
+    assert {name for name, p in named.items() if id(p) not in plain} == decayed & named.keys()
+    assert plain
+    settings = OptimizerSettings(weight_decay=0.1)
+    (adamw,) = GuardedOptimizer(
+        named.items(), settings, undecayed=policy.norms_and_biases()
+    ).torch_optimizers
+    decays = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    assert decays == {id(p): 0.1 * (name in decayed) for name, p in named.items()}
+    for all_decay in ({}, {"undecayed": ()}):
+        (adamw,) = GuardedOptimizer(named.items(), settings, **all_decay).torch_optimizers
+        assert [group["weight_decay"] for group in adamw.param_groups] == [0.1]
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_checkpoint_goes_on_whatever_the_weight_decay_was(name: str) -> None:
+    """Its state lies in the order of the parameters, as it did before there were groups."""
+
+    def made(weight_decay: float) -> GuardedOptimizer:
+        weights = [nn.Parameter(torch.full((2, 2), 1.0 + n)) for n in range(4)]
+        settings = OptimizerSettings(name=name, learning_rate=0.1, weight_decay=weight_decay)
+        return GuardedOptimizer(weights, settings, matrices=weights[2:], undecayed=weights[::2])
+
+    def state_after_a_step(optimizer: GuardedOptimizer) -> list[dict[int, Any]]:
+        for number, weight in enumerate(optimizer.parameters):
+            weight.grad = torch.tensor([[1.0, 0.3], [-0.2, 0.5]]) * (number + 1)
+        optimizer.step(1.0)
+        return [part["state"] for part in optimizer.state_dict()["optimizers"]]
+
+    grouped, plain = made(0.5), made(0.0)
+    for _ in range(2):  # what AdamW and Muon keep follows from gradients alone
+        for of_grouped, of_plain in zip(
+            state_after_a_step(grouped), state_after_a_step(plain), strict=True
+        ):
+            assert sorted(of_grouped) == sorted(of_plain) == list(range(len(of_plain)))
+            for number, values in of_plain.items():
+                assert all(torch.equal(of_grouped[number][key], values[key]) for key in values)
+        states = deepcopy(grouped.state_dict()), deepcopy(plain.state_dict())
+        grouped.load_state_dict(states[1])
+        plain.load_state_dict(states[0])
+    decays = [
+        {group["weight_decay"] for part in each.torch_optimizers for group in part.param_groups}
+        for each in (grouped, plain)
+    ]
+    assert decays == [{0.5, 0.0}, {0.0}]
+
+
+def test_an_optimizer_of_ones_own_gets_the_names_of_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "named_optimizer.py").write_text(NAMED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    named = [
+        ("layer.weight", nn.Parameter(torch.ones(2))),
+        ("norm.weight", nn.Parameter(torch.ones(2))),
+    ]
+    settings = OptimizerSettings(
+        name="named_optimizer:make", learning_rate=0.1, weight_decay=0.5, max_grad_norm=1e9
+    )
+    optimizer = GuardedOptimizer(named, settings)
+    for _, parameter in named:
+        parameter.grad = torch.zeros(2)
+    optimizer.step(1.0)
+    assert [parameter.tolist() for _, parameter in named] == [pytest.approx([0.95] * 2), [1.0] * 2]
+    GuardedOptimizer(named, settings).load_state_dict(deepcopy(optimizer.state_dict()))
+
+
+NAMED = """
+import torch
+
+
+def make(parameters, *, lr, weight_decay):
+    groups = [
+        {"params": [parameter], "weight_decay": 0.0 if "norm" in name else weight_decay}
+        for name, parameter in parameters
+    ]
+    return torch.optim.AdamW(groups, lr=lr)
+"""
 
 
 def test_state_that_no_checkpoint_holds_is_refused_in_the_first_step() -> None:

@@ -166,7 +166,9 @@ class Learner:
             policy,
             {
                 "warm_start": _optimizer(policy, warm_start_optimizer_of(settings)),
-                "train": _optimizer(policy, optimizer_of(settings)),
+                "train": _optimizer(
+                    policy, optimizer_of(settings), decays_all=settings.weight_decay_all
+                ),
             },
             random.Random(settings.seed),
             model_dir=settings.model_dir,
@@ -489,8 +491,15 @@ def _by_trajectory(rows: Rows[TokenRow]) -> list[list[TokenRow]]:
     return list(parts.values())
 
 
-def _optimizer(policy: PolicyModel, settings: OptimizerSettings) -> GuardedOptimizer:
-    return GuardedOptimizer(policy.parameters(), settings, matrices=policy.hidden_matrices())
+def _optimizer(
+    policy: PolicyModel, settings: OptimizerSettings, *, decays_all: bool = False
+) -> GuardedOptimizer:
+    return GuardedOptimizer(
+        policy.causal_lm.named_parameters(),
+        settings,
+        matrices=policy.hidden_matrices(),
+        undecayed=() if decays_all else policy.norms_and_biases(),
+    )
 
 
 def _require_known_tokens(row: TrainedSequence, vocab_size: int) -> None:
