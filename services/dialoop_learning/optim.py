@@ -216,7 +216,7 @@ def _built_in(
 ) -> torch.optim.Optimizer:
     decayed = [p for p in parameters if id(p) not in undecayed]
     rest = [p for p in parameters if id(p) in undecayed]
-    groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
     if not (settings.weight_decay and decayed and rest):
         groups = [{"params": parameters, "weight_decay": settings.weight_decay if decayed else 0.0}]
     shared: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}

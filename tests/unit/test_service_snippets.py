@@ -162,6 +162,12 @@ def tiny_model(folder: Path) -> Path:
     return directory if directory.exists() else make_tiny_model(directory, seed=0)
 
 
+@context("dialoop_learning.model.weight_files", "dialoop_services.config.derived")
+def of_a_model(folder: Path) -> Names:
+    directory = tiny_model(folder)
+    return {"directory": directory, "values": {"model": {"directory": str(directory)}}}
+
+
 @context("dialoop_learning.lora.base_weights")
 def of_an_adapter(folder: Path) -> Names:
     from dialoop_learning.lora.layers import adapter_tensors, add_lora

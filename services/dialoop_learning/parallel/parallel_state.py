@@ -30,7 +30,7 @@ from dialoop_learning.model.weight_files import HEAD
 from dialoop_learning.parallel.ranks import Ranks, reshard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -184,7 +184,7 @@ def _quiet_alone(ranks: Ranks) -> Iterator[None]:
 
 
 def _rooms(
-    names: Mapping[str, Any], prefix: str, parameters: list[Tensor]
+    names: Mapping[str, Any], prefix: str, parameters: Iterable[Tensor]
 ) -> dict[int, dict[str, Tensor]]:
     """Return empty state, sharded as the parameters are, for all that the checkpoint holds."""
     rooms: dict[int, dict[str, Tensor]] = {}

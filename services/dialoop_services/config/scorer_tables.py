@@ -73,8 +73,9 @@ class ScorerFields(Section):
     directory} or {id, directory, server}."""
     dtype: Dtype = "float32"
     """Number format of the reference model: "float32" or "bfloat16"."""
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
-    """Device of the reference model: "cpu", "cuda", or one of several as "cuda:1"."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Device of the reference model: "cpu", "cuda", one of several as "cuda:1", or "auto" for that
+    of the trainer, where a GPU is left."""
     num_threads: int = Field(default=1, ge=1)
     """Number of CPU threads of the reference model."""
     rewards: tuple[RewardSpec, ...] = ()

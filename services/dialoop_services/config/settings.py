@@ -19,9 +19,10 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
+from dialoop_services.config.derived import AUTO, device_here
 from dialoop_services.config.file import Override, load_config, parse_config, values_in
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.values import table_of
@@ -63,6 +64,12 @@ class JobSettings(ServerSettings):
 
     TABLE: ClassVar[str] = ""
     """Name of the service's own table in the job file; its keys are fields here."""
+
+    @field_validator("device", mode="after", check_fields=False)
+    @classmethod
+    def choose_device(cls, device: str) -> str:
+        """Return a device also where a process is started by itself and told none."""
+        return device_here() if device == AUTO else device
 
     @property
     def joined_run(self) -> str:

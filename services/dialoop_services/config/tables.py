@@ -34,6 +34,7 @@ LossName = Annotated[str, AfterValidator(NameOf("loss", LOSSES))]
 OptimizerName = Annotated[str, AfterValidator(NameOf("optimizer", OPTIMIZERS))]
 """A built-in optimiser, or the import path of one."""
 Share = Annotated[float, Field(ge=0, lt=1)]
+Device = Literal["auto", "cpu", "cuda"]
 UpdateMode = Literal["recompute", "keep_kv", "wait"]
 Overflow = Literal["block", "reject", "drop_oldest"]
 """What happens when max_waiting_groups groups wait in the queue and another is to join them."""
@@ -195,15 +196,17 @@ class InferenceFields(Section):
     """How the policy is sampled from."""
 
     max_model_len: int = Field(default=384, ge=2)
-    """Largest number of tokens of prompt and response together."""
+    """Largest number of tokens of prompt and response together; left out, with a model.directory:
+    the smaller of its positions and 8192."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Largest number of sequences that the engine samples at the same time."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Number format of the engine's weights: "float32" or "bfloat16". Published weights are cast to
     it. Empty: the trainer's `dtype`."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the transformers engine's model: "cpu" or "cuda". Other engines choose theirs, as
-    vLLM does by the package that is installed; leave it out for them."""
+    device: Device = "auto"
+    """Device of the transformers engine's model: "cpu", "cuda", or "auto" for a GPU where one is
+    left. Other engines choose theirs, as vLLM does by the package that is installed; leave it out
+    for them."""
     data_plane: DataPlane = "shared_memory"
     """How published weights reach the engine. "shared_memory", a file in memory; "chunks", bytes
     over gRPC; "nccl" or "ipc", vLLM's own transfer (CUDA only); or your own as "module:Class". Left
@@ -212,7 +215,8 @@ class InferenceFields(Section):
     """What a publish does to answers that are being sampled. "recompute" computes their keys and
     values anew, "keep_kv" keeps them, "wait" lets them end first."""
     kv_cache_mib: int = Field(default=64, ge=1)
-    """Memory for vLLM's cache of keys and values, in MiB."""
+    """Memory for vLLM's cache of keys and values, in MiB; left out, with a model.directory: room
+    for max_num_seqs sequences of max_model_len tokens, of 32768 tokens at most, or one sequence."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Number of devices over which one replica spreads the model."""
     max_adapters: int = Field(default=0, ge=0)
@@ -312,7 +316,8 @@ class CollectorSection(Section):
     do not wait in the engines' queues, fewer while they do, from 16 on. pipeline_depth says how
     many there are to play."""
     max_new_tokens: int = Field(default=24, ge=1)
-    """Largest number of tokens sampled in one turn, for tasks that set none themselves."""
+    """Largest number of tokens sampled in one turn, for tasks that set none themselves; left out,
+    with a model.directory: the smaller of 1024 and half of inference.max_model_len."""
     stop: tuple[str, ...] | None = None
     """Strings that end an answer, for tasks that set none; absent: the environment's own."""
     max_turns: int = Field(default=64, ge=1)
@@ -489,8 +494,8 @@ class TrainFields(Section):
     min_free_disk_mb: int = Field(default=256, ge=0)
     """Free megabytes on the disk of the run's folder, beside room for one more checkpoint, below
     which training pauses with the alarm DISK_LOW; 0: the disk is not watched."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the trainer's model: "cpu" or "cuda"."""
+    device: Device = "auto"
+    """Device of the trainer's model: "cpu", "cuda", or "auto" for a GPU where one is left."""
     lease_s: float = Field(default=120.0, gt=0)
     """Seconds after which the queue takes the trainer's groups back unless it extends the lease."""
     publish_deadline_s: float = Field(default=120.0, gt=0)

@@ -22,6 +22,7 @@ from dialoop.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_t
 from dialoop.v1.template_service_pb2_grpc import add_TemplateServiceServicer_to_server
 from dialoop_learning.model.weight_files import num_parameters
 
+from dialoop_services.config.derived import AUTO, device_here
 from dialoop_services.config.engines import ENGINES, facts_of_engine
 from dialoop_services.config.own_data_plane import load_data_plane
 from dialoop_services.hosting.hosts import Host, OwnProcess
@@ -275,7 +276,7 @@ async def _start_engine(settings: InferenceSettings) -> Engine:
             max_num_seqs=settings.max_num_seqs,
             kv_cache_bytes=settings.kv_cache_mib << 20,
             dtype=settings.engine_dtype,
-            device=settings.device,
+            device=device_here() if settings.device == AUTO else settings.device,
             tensor_parallel_size=settings.tensor_parallel_size,
             num_threads=settings.num_threads,
             seed=_seed_of_start(settings),

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from dialoop_services.config.engines import require_device, require_options
@@ -53,6 +53,12 @@ class InferenceSettings(JobSettings, InferenceFields):
     """host:port under which others reach the replica; empty: the address it listens on."""
     device_lock: Path | None = None
     """Lock file of the device shared with a trainer; absent: the replica has its own device."""
+
+    @field_validator("device", mode="after")
+    @classmethod
+    def choose_device(cls, device: str) -> str:
+        """Return the device as it is: most engines choose theirs."""
+        return device
 
     @classmethod
     def derive(cls, job: JobConfig) -> dict[str, Any]:

@@ -88,7 +88,9 @@ def test_a_config_is_checked_and_printed_in_json(capsys: pytest.CaptureFixture[s
     assert (checked["config"], checked["mistakes"]) == ("job.toml", [])
     assert main(["config", "check", "job.toml"]) == 0
     text = capsys.readouterr().out
-    lines = [*(f"Warning: {each}." for each in checked["warnings"]), *checked["devices"]]
+    lines = [f"Warning: {each}." for each in checked["warnings"]]
+    lines += [f"value    {each}" for each in checked["values"]]
+    lines += checked["devices"]
     assert text.splitlines()[: len(lines)] == lines
     assert len(text.splitlines()) == len(lines) + len(checked["estimates"]) + 1
     words = [
@@ -141,6 +143,8 @@ def test_export_answers_in_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Policies:
+        stop = ("<call>",)
+
         @classmethod
         def of(cls, _: Path) -> Policies:
             return cls()
@@ -151,4 +155,5 @@ def test_export_answers_in_json(
     monkeypatch.setattr(export, "RunPolicies", Policies)
     monkeypatch.setattr(export, "export_policy", lambda _, __, out, **___: out)
     assert main(["export", "runs/mine", "main-2", "model", "--json"]) == 0
-    assert answer(capsys) == {"policy": "main-2", "directory": "model"}
+    exported = answer(capsys)
+    assert exported == {"policy": "main-2", "directory": "model", "stop_strings": ["<call>"]}
