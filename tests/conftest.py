@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from dialoop import failures
 
 # Before torch is imported, and for every process that tests start: on tiny models OpenMP's threads
 # would burn ten times the CPU of the work while they wait for each other. As many as ever compute.
@@ -86,6 +87,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = {item: item.nodeid.partition("::")[0] for item in items}
     kept = part_of(files.values(), config.getoption("--part"))
     items[:] = [item for item in items if files[item] in kept]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_logged() -> None:
+    """Let each test see its own failures in the log, also if one before had the same kind."""
+    failures.REPEATS.forget()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -29,7 +29,7 @@ from dialoop.failures import error_of, failure_of
 from dialoop.import_paths import load_attribute, make_from_options
 from dialoop.reasons import Reason
 from dialoop.trajectory import Failure, Owner, Reward, SamplingParams, Task, Trajectory
-from dialoop.user_functions import call, name_of
+from dialoop.user_functions import TimeIsUp, call, name_of
 
 if TYPE_CHECKING:
     from dialoop.environments.episode import Score
@@ -218,10 +218,9 @@ async def _run_agent(
     except Exception as error:
         return AgentOutcome(failures=(error_of(error, Owner.ENVIRONMENT),))
     try:
-        async with asyncio.timeout(host.time_limit_s) as limit:
-            answer = await call(agent, agent_task, connection)
+        answer = await call(agent, agent_task, connection, timeout_s=host.time_limit_s)
     except Exception as error:
-        if isinstance(error, TimeoutError) and limit.expired():
+        if isinstance(error, TimeIsUp):
             text = f"The agent took longer than {host.time_limit_s:g} s."
             return AgentOutcome(
                 failures=(Failure(owner=Owner.AGENT, reason=Reason.AGENT_TIMED_OUT, message=text),)

@@ -5,10 +5,18 @@ cut("What is 3+4, and why?", 12)      # "What is 3..."
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
+HIDDEN = "(hidden)"
+_SECRET = re.compile(
+    r"(?:^|[._-])(?:token|secret|pass(?:word|wd|phrase)?|credentials?|authorization|"
+    r"(?:(?:api|access|secret|private|auth)[_-]?)key)$",
+    re.IGNORECASE,
+)
+_USER_OF_ADDRESS = re.compile(r"(?<=[a-z]:)//[^/@\s]+@")
 _LENGTH = 60
 _MOST = 6
 _COLOURS = {"assistant": "green", "tool": "magenta", "system": "cyan"}
@@ -19,6 +27,27 @@ def cut(text: str, length: int = _LENGTH) -> str:
     if len(text) <= length:
         return text
     return text[: length - 3] + "..." if length > 3 else text[:length]
+
+
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy in which HIDDEN replaces each text whose key says that it is a secret.
+
+    So it does for what addresses hold of a name and a password.
+
+    without_secrets({"options": {"api_key": "k", "url": "http://me:k@host"}})
+    # {"options": {"api_key": "(hidden)", "url": "http://(hidden)@host"}}
+    """
+    return {key: _without_secrets(value, key) for key, value in values.items()}
+
+
+def _without_secrets(value: Any, key: str) -> Any:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    if isinstance(value, list | tuple):
+        return [_without_secrets(item, key) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    return HIDDEN if _SECRET.search(key) else _USER_OF_ADDRESS.sub(f"//{HIDDEN}@", value)
 
 
 def fields_line(name: str, fields: Mapping[str, Any]) -> str:

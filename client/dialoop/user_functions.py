@@ -20,6 +20,10 @@ from pathlib import PurePath
 from types import TracebackType
 from typing import Any
 
+# How long a cancelled coroutine has to free what it holds; then nobody waits for it any more.
+_FREES_IN_S = 2.0
+# Those that went on all the same; the event loop itself keeps only weak references.
+_LEFT_BEHIND: set[asyncio.Task[Any]] = set()
 _OUR_PACKAGES = frozenset(
     {
         *("dialoop", "dialoop_extras", "dialoop_learning", "dialoop_services", "dialoop_ops"),
@@ -28,22 +32,37 @@ _OUR_PACKAGES = frozenset(
 )
 
 
-async def call(
-    function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None, **options: Any
-) -> Any:
-    """Return the function's result; raise TimeoutError after `timeout_s`.
+class TimeIsUp(TimeoutError):
+    """The function took more than its `timeout_s`; no TimeoutError of its own is one."""
 
-    A sync function has a daemon thread to itself, since hanging calls would fill a pool and delay
-    the shutdown. A thread that hangs stays behind, because Python cannot end it.
+
+class OwnCancellation(RuntimeError):
+    """The function was cancelled by itself or by what it calls, and not by its caller."""
+
+
+async def call(
+    function: Callable[..., Any], /, *arguments: Any, timeout_s: float | None = None, **options: Any
+) -> Any:
+    """Return the function's result; raise TimeIsUp after `timeout_s`.
+
+    What it raises is its own, a cancellation too (OwnCancellation): only the caller's cancellation
+    is a CancelledError here. A sync function has a daemon thread to itself, since hanging calls
+    would fill a pool and delay the shutdown. A thread that hangs stays behind, because Python
+    cannot end it, and so does a coroutine that does not end when it is cancelled.
     """
-    async with asyncio.timeout(timeout_s):
-        try:
-            if is_async(function):
-                return await function(*arguments, **options)
-            result = await _in_thread(function, partial(function, *arguments, **options))
-            return await resolve(result)
-        except SystemExit as error:  # must not end the service
-            raise RuntimeError("The function called exit.") from error
+    if timeout_s is None:
+        return await _result_of(function, arguments, options)
+    work = asyncio.create_task(_result_of(function, arguments, options))
+    try:
+        await asyncio.wait((work,), timeout=timeout_s)
+        if not work.done():
+            raise TimeIsUp(f"it took more than {timeout_s:g} s")
+    finally:
+        if not work.done():
+            await _abandon(work)
+    if work.cancelled():  # it cancelled the very task that it ran in
+        raise OwnCancellation("it was cancelled")
+    return work.result()
 
 
 async def resolve(result: Any) -> Any:
@@ -109,6 +128,39 @@ def _places(traceback: TracebackType | None) -> list[tuple[str, int]]:
 
 async def _wait_for(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
+
+
+async def _result_of(
+    function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    task = asyncio.current_task()
+    num_cancelled = task.cancelling() if task else 0
+    try:
+        if is_async(function):
+            return await function(*arguments, **options)
+        return await resolve(await _in_thread(function, partial(function, *arguments, **options)))
+    except asyncio.CancelledError as error:
+        if task is None or task.cancelling() > num_cancelled:
+            raise
+        raise OwnCancellation("it was cancelled").with_traceback(error.__traceback__) from error
+    except (Exception, GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # such as SystemExit, which must not end the service
+        raise RuntimeError(repr(error)).with_traceback(error.__traceback__) from error
+
+
+async def _abandon(work: asyncio.Task[Any]) -> None:
+    """Cancel the work, and wait a little while it frees what it holds."""
+    work.cancel()
+    _LEFT_BEHIND.add(work)
+    work.add_done_callback(_forget)
+    await asyncio.wait((work,), timeout=_FREES_IN_S)
+
+
+def _forget(work: asyncio.Task[Any]) -> None:
+    _LEFT_BEHIND.discard(work)
+    if not work.cancelled():
+        work.exception()  # or else asyncio logs that nobody asked for it
 
 
 async def _in_thread(function: Callable[..., Any], call_it: Callable[[], Any]) -> Any:

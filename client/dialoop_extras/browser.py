@@ -27,7 +27,7 @@ from dialoop.environments.tools.tool_use import ToolUse
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from dialoop.user_functions import resolve
+from dialoop.user_functions import call
 
 _STATE = "browser_tab"
 _ACTIONS = ("navigate", "click", "type", "scroll", "extract")
@@ -108,7 +108,7 @@ class BrowserTools(Transform):
     async def acquire(self) -> None:
         """Start the browser; InvalidConfig (BROWSER_MISSING) when there is none."""
         try:
-            self._browser = await resolve(self._launch(self._launch_options))
+            self._browser = await call(self._launch, self._launch_options)
         except InvalidConfig:
             raise
         except Exception as error:

@@ -19,7 +19,7 @@ from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Reward
-from dialoop.user_functions import call, call_now, resolve
+from dialoop.user_functions import call, call_now
 
 from dialoop_extras.trials.twenty_questions import TwentyQuestions
 
@@ -74,7 +74,7 @@ class Play(Transform):
             return outcome.terminate(DoneReason.SUBMITTED if has_earned else DoneReason.CONTENT)
         if episode.step_index >= self.game.max_steps:
             return outcome.truncate(DoneReason.MAX_TURNS)
-        prompt = await resolve(self.game.prompt(move.state, episode.step_index))
+        prompt = await call(self.game.prompt, move.state, episode.step_index)
         return outcome.append(Message(role="user", content=prompt))
 
     async def score(self, episode: Episode) -> Score:

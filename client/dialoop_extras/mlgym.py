@@ -10,7 +10,6 @@ from its repository and register its tasks, or pass `make`, a function of a task
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from dialoop.failures import failure_of
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward
-from dialoop.user_functions import call_now
+from dialoop.user_functions import call, call_now
 
 SYSTEM_PROMPT = (
     "You improve machine learning code in a shell. Answer with your thoughts and one command in a "
@@ -98,9 +97,7 @@ class MlgymCommands(Transform):
             )
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
-            printed, _, done, info = await asyncio.to_thread(
-                episode.state[_BENCH].step, blocks[0].strip()
-            )
+            printed, _, done, info = await call(episode.state[_BENCH].step, blocks[0].strip())
             outcome = self._record_score(outcome, info)
         except Exception as error:
             failure = failure_of(
@@ -138,7 +135,7 @@ class MlgymCommands(Transform):
     async def close(self, episode: Episode) -> None:
         """End the episode's container."""
         if _BENCH in episode.state:
-            await asyncio.to_thread(episode.state[_BENCH].close)
+            await call(episode.state[_BENCH].close)
 
     def number(self, scores: Mapping[str, Any]) -> float:
         """Return the metric's value in an evaluation."""
@@ -165,7 +162,7 @@ class MlgymEnv(ChatEnv):
         """Make the task's bench; Unavailable (MLGYM_FAILED) when that fails."""
         opening = ChatEnv.reset(self, task, seed)
         try:
-            bench, text, baseline = await asyncio.to_thread(self._make_bench, task.key, seed)
+            bench, text, baseline = await call(self._make_bench, task.key, seed)
         except InvalidConfig:
             raise
         except Exception as error:

@@ -24,6 +24,7 @@ NOT_A_USERS = {
     "dialoop.clients.retry:": "its call is a client's",
     "dialoop.environments.rewards.rubrics:value_of": "the rubrics' own step",
     "dialoop.environments.sessions.engine:": "a clock, for tests",
+    "dialoop.failures:Repeats": "a clock, for tests",
     "dialoop.environments.stamps:PolicyVersions": "a clock, for tests",
     "dialoop.environments.tools.function_schema:Arguments": "it reads a signature, calls nothing",
     "dialoop.sandbox.persistent:": "its pool is the sandbox's",

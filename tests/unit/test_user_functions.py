@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import dialoop
 import pytest
@@ -47,6 +47,7 @@ from dialoop.environments.rewards.rubrics import (
     Gate,
     GroupRelative,
     InOrder,
+    Judge,
     WeightedSum,
     each_trajectory,
 )
@@ -54,10 +55,12 @@ from dialoop.environments.tools.tool_syntaxes import BlockCalls
 from dialoop.episode import ContinuedText, Sample
 from dialoop.rollout import EpisodePlayer, play, play_group
 from dialoop.tasks.files import file_tasks
+from dialoop.tasks.ifeval import IfEvalReward, ifeval
 from dialoop.templates.registry import DEFAULT_REGISTRY, TemplateRegistry, add_chat_template
 from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_tokenizer, group, trajectory
 from dialoop.trajectory import SamplingParams, StopReason, Task
 from dialoop_extras.browser import BrowserTools
+from dialoop_extras.compat import environments as compat_environments
 from dialoop_extras.compat import transforms as compat_transforms
 from dialoop_extras.compat.collectors import TrajectoryCollector
 from dialoop_extras.compat.names import add_chat_template as add_compat_template
@@ -155,9 +158,29 @@ async def rubrics(form: Form) -> None:
     part = form(one)
     for rubric in (WeightedSum({"one": (part, 1.0)}), Gate(part, part), InOrder([part])):
         assert await rubric(DONE) == 1.0
+    judge = Judge(base_url="", model="m", ask=form(lambda episode: f"Rate {episode.answer_text}"))
+    asked: list[Any] = []
+    reply = SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="8"))])
+    client = MagicMock()
+    client.chat.completions.create = _async(lambda **request: asked.append(request) or reply)
+    with patch.object(Judge, "_client") as connected:
+        connected.return_value.__aenter__.return_value = client
+        assert await judge(DONE) == 0.8
+    assert asked[0]["messages"] == [{"role": "user", "content": f"Rate {DONE.answer_text}"}]
     values = GroupRelative(form(lambda group: [0.0, 1.0]))
     assert await values(group(0.0, 1.0)) == [0.0, 1.0]
     assert await each_trajectory(part)(group(0.0)) == [1.0]
+
+
+async def instructions(form: Form) -> None:
+    """`ifeval` and `ifeval_scorer` pass the function on to this reward."""
+    check = _async(lambda arguments, *, timeout_s: {"strict": [True], "loose": [True]})
+    row = {"instruction_id_list": "[]", "kwargs": "[]"}
+    own: Any = IfEvalReward(aggregator=form(lambda followed: 0.25), check=check)
+    score = await own.score(replace(DONE, task=replace(DONE.task, metadata=row)))
+    assert score.rewards[0].value == 0.25
+    (*_, passed) = compat_environments.ifeval_scorer(aggregate_reward=own.aggregator)
+    assert passed.aggregator is own.aggregator
 
 
 async def kl_reward(form: Form) -> None:
@@ -551,7 +574,8 @@ async def windows(form: Form) -> None:
 
 CASES: dict[str, tuple[Function, ...]] = {
     "rewards": (Rewards, NamedReward),
-    "rubrics": (WeightedSum, Gate, InOrder, GroupRelative, each_trajectory),
+    "rubrics": (WeightedSum, Gate, InOrder, GroupRelative, each_trajectory, Judge),
+    "instructions": (IfEvalReward, ifeval, compat_environments.ifeval_scorer),
     "kl_reward": (KLReward,),
     "thinking": (AddThinkingPrompt,),
     "answer_tags": (AnswerTagReward,),

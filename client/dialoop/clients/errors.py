@@ -31,7 +31,9 @@ DEATHS: frozenset[str] = frozenset({Reason.ENGINE_DIED, Reason.SERVICE_DIED})
 # cursor that a collector expected stays behind, and the answer takes as long again.
 _HOPELESS = frozenset({Reason.MESSAGE_TOO_LARGE, Reason.CURSOR_MOVED, Reason.ANSWER_TIMED_OUT})
 # Errors of a retryable class that one request can have while others succeed.
-_OWN_FAILURES = frozenset({Reason.OPEN_FAILED, Reason.OPEN_TIMEOUT, *DEATHS})
+_OWN_FAILURES = frozenset(
+    {Reason.OPEN_FAILED, Reason.OPEN_TIMEOUT, Reason.TOO_MANY_RECORDINGS, *DEATHS}
+)
 
 
 def error_of(failure: grpc.aio.AioRpcError, *, address: str) -> DialoopError:
@@ -71,8 +73,9 @@ def is_worth_retrying(error: DialoopError) -> bool:
 def is_outage(error: DialoopError) -> bool:
     """Return whether the service was away or full, and the request itself is not at fault.
 
-    Work that failed so may be repeated without end. Work that takes too long, or whose episode does
-    not open, may be at fault itself: whoever repeats it must count.
+    Work that failed so may be repeated without end. Work that takes too long, whose episode does
+    not open, or that leaves recordings open until there is no room, may be at fault itself: whoever
+    repeats it must count.
     """
     is_own = isinstance(error, DeadlineExceeded) or error.reason in _OWN_FAILURES
     return is_worth_retrying(error) and not is_own

@@ -40,7 +40,7 @@ from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Failure, Owner, Trajectory, texts_of
-from dialoop.user_functions import call_now, resolve
+from dialoop.user_functions import call, call_now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +234,7 @@ class ChatEnv:
 
     async def snapshot(self, episode: Episode) -> bytes:
         """Return the episode's state and what the transforms hold of it; TypeError if not JSON."""
-        held = [await resolve(transform.snapshot(episode)) for transform in self.transforms]
+        held = [await call(transform.snapshot, episode) for transform in self.transforms]
         state = dict(episode.state)
         text = json.dumps({"state": state, "held": [part.hex() for part in held]})
         if json.loads(text)["state"] != state:
@@ -246,14 +246,14 @@ class ChatEnv:
         kept = json.loads(snapshot)
         episode = replace(episode, state=kept["state"])
         for transform, held in zip(self.transforms, kept["held"], strict=True):
-            episode = await resolve(transform.restore(episode, bytes.fromhex(held)))
+            episode = await call(transform.restore, episode, bytes.fromhex(held))
         return episode
 
     async def acquire(self) -> None:
         """Start the transforms in order; when one fails, stop those that have started."""
         for number, transform in enumerate(self.transforms):
             try:
-                await resolve(transform.acquire())
+                await call(transform.acquire)
             except BaseException:
                 await self._release(self.transforms[:number])
                 raise
@@ -274,7 +274,7 @@ class ChatEnv:
         """Let each transform free what the episode holds."""
         for transform in self.transforms:
             try:
-                await resolve(transform.close(episode))
+                await call(transform.close, episode)
             except Exception as error:
                 _failure_of(error, transform)
 
@@ -285,7 +285,7 @@ class ChatEnv:
     async def _release(self, transforms: tuple[Transform, ...]) -> None:
         for transform in reversed(transforms):
             try:
-                await resolve(transform.release())
+                await call(transform.release)
             except Exception as error:
                 _failure_of(error, transform)
 
@@ -376,7 +376,7 @@ class ChatEnv:
     async def _apply_transforms(self, outcome: Outcome) -> Outcome:
         for transform in self.transforms:
             try:
-                outcome = await resolve(transform.step(outcome))
+                outcome = await call(transform.step, outcome)
             except Exception as error:
                 return outcome.fail(_failure_of(error, transform))
         return outcome
@@ -385,7 +385,7 @@ class ChatEnv:
         score = Score()
         for transform in self.transforms:
             try:
-                part = drop_non_finite(await resolve(transform.score(episode)))
+                part = drop_non_finite(await call(transform.score, episode))
                 part = _require_shape(part, transform, episode)
             except Exception as error:
                 part = Score(failures=(_failure_of(error, transform, Owner.REWARD),))

@@ -10,6 +10,7 @@ import numpy as np
 from dialoop.chat import History
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
+from dialoop.user_functions import call_now
 from dialoop.views.views import Masks
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def add_default_template(
     from dialoop.templates.registry import DEFAULT_REGISTRY
 
     def parse(text: str) -> list[Message]:
-        parts = () if inverse_parser is None else inverse_parser(text)
+        parts = () if inverse_parser is None else call_now(inverse_parser, text)
         return [m for part in parts for m in (part if isinstance(part, History) else (part,))]
 
     parser = None if inverse_parser is None else parse

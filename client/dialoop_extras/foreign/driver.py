@@ -30,6 +30,7 @@ from dialoop.errors import (
 from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward, Trajectory
+from dialoop.user_functions import call
 
 _PLACE = "foreign"
 _POLICY = "assistant"
@@ -133,7 +134,8 @@ class ForeignEnvironment:
     async def open(self, task: TaskData, seed: int) -> Opening:
         """Begin an episode; raise Unavailable (ENVIRONMENT_UNAVAILABLE) when that fails."""
         try:
-            reset = await self.driver.begin(task, int(task.metadata.get("seed", seed)))
+            seed_there = int(task.metadata.get("seed", seed))
+            reset = await call(self.driver.begin, task, seed_there)
         except DialoopError:
             raise
         except Exception as error:
@@ -155,7 +157,8 @@ class ForeignEnvironment:
         """Let the driver move; raise only for a bad `answered`."""
         outcome = _add_response(episode, answered, self.name)
         try:
-            move = await self.driver.move(episode.state[_PLACE], outcome.episode.history)
+            place, history = episode.state[_PLACE], outcome.episode.history
+            move = await call(self.driver.move, place, history)
         except Exception as error:
             return outcome.fail(self._failure(error, Reason.ENVIRONMENT_FAILED))
         outcome = outcome.append(*move.messages).tell(**move.info)
@@ -191,7 +194,7 @@ class ForeignEnvironment:
 
     async def close(self, episode: Episode) -> None:
         """End the episode elsewhere."""
-        await self.driver.end(episode.state[_PLACE])
+        await call(self.driver.end, episode.state[_PLACE])
 
     def problem(self) -> str:
         """Return why episodes cannot begin at the moment, if the driver knows a reason."""

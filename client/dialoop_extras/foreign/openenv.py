@@ -23,7 +23,7 @@ from dialoop.environments.episode import TaskData
 from dialoop.environments.tasks.source import TaskSource
 from dialoop.errors import CapacityExhausted, InvalidConfig
 from dialoop.reasons import Reason
-from dialoop.user_functions import resolve
+from dialoop.user_functions import call
 
 from dialoop_extras.foreign.driver import (
     ForeignEnvironment,
@@ -112,7 +112,7 @@ class OpenEnvDriver:
 
     async def move(self, place: _Connection, history: History) -> ForeignStep:
         """Step with the action made from the policy's text."""
-        action = dict(await resolve(self.to_action(history[-1].text)))
+        action = dict(await call(self.to_action, history[-1].text))
         result = await place.ask("step", action)
         reward = None if result.reward is None else float(result.reward)
         if result.done:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.environments.rewards.functions import RewardCallable
@@ -72,7 +73,7 @@ class TrlReward:
         """Call the function with one prompt and its completion."""
         metrics: dict[str, float] = {}
         arguments = self._arguments(row_of(episode), sampled_text(episode.answer), metrics)
-        values = await call(self.function, **arguments)
+        values = await call(partial(self.function, **arguments))
         if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
             raise TypeError(
                 f"it returned {values!r:.60} (a {type(values).__name__}), not a list with a number "

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dialoop.tasks.stored_tasks import (
@@ -58,7 +59,7 @@ class ComputeScore:
     async def __call__(self, episode: Episode) -> tuple[Reward, ...]:
         """Call the function, and return its score first."""
         arguments = self._arguments(row_of(episode), sampled_text(episode.answer))
-        return self._rewards(await call(self.function, **arguments))
+        return self._rewards(await call(partial(self.function, **arguments)))
 
     def require_form(self, task: RowTask) -> None:
         """Raise InvalidConfig where the function does not take verl's four arguments."""

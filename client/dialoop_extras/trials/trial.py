@@ -24,7 +24,7 @@ from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion, Source, sequence_of
 from dialoop.sequences import Sequence as TokenSequence
 from dialoop.trajectory import Owner
-from dialoop.user_functions import call, resolve
+from dialoop.user_functions import call
 
 from dialoop_extras.trials.game import Move
 
@@ -279,7 +279,7 @@ async def _trial(
     memory: Any = None
     for number in range(options.episodes_per_trial):
         try:
-            state = await resolve(game.begin(task, seed=options.seed + index))
+            state = await call(game.begin, task, seed=options.seed + index)
         except DialoopError:
             raise
         except Exception as error:
@@ -302,7 +302,7 @@ async def _episode(
     for step in range(game.max_steps):
         owner = Owner.ENVIRONMENT
         try:
-            prompt = await resolve(game.prompt(state, step))
+            prompt = await call(game.prompt, state, step)
             messages = episode.messages.append(Message(role="user", content=prompt))
             owner = Owner.AGENT
             action = _as_action(await call(agent.get_action, messages, memory), tokenizer)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dialoop.errors import DialoopError
+from dialoop.representations import without_secrets
 from dialoop.tokens.tokenizer import Tokenizer
 
 RUN_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
 MISSING = "-"
-HIDDEN = '"(hidden)"'
-_SECRET = re.compile(r"(?:^|[._])(?:token|secret|password|api_?key)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ def flat_config(run_dir: Path) -> dict[str, str]:
     packages and the versions of some. The command is left out: it may contain a secret.
     """
     run = read_run(run_dir)
-    config = dict(_flat(run.get("config", {}), ""))
+    config = dict(_flat(without_secrets(run.get("config", {})), ""))
     started = run.get("started_with")
     facts = {
         name: started[name]
@@ -80,8 +78,6 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{name}.")
-        elif value and isinstance(value, str) and _SECRET.search(name):
-            yield f"{prefix}{name}", HIDDEN
         else:
             yield f"{prefix}{name}", json.dumps(value, ensure_ascii=False)
 

@@ -18,6 +18,7 @@ from dialoop.clients.errors import is_outage
 from dialoop.clients.replay import MemberItem, ReturnItem
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError
+from dialoop.failures import log_failure, log_repeated
 from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Purpose
 from dialoop.waits import OpenWait, waiting_for
@@ -170,10 +171,10 @@ class Collector:
                 play, sampling, partial(self._append, play), log_of=log_of
             )
         except DialoopError as error:
-            log.warning("A group failed: %s", error, extra={"group_id": play.group_id})
+            self._warn(play, f"A group failed: {error}", error.reason)
             await self._give_back(play, error.reason.lower(), failed=not is_outage(error))
-        except Exception:
-            log.exception("A group failed.", extra={"group_id": play.group_id})
+        except Exception as error:
+            log_failure(error, "A group")
             await self._give_back(play, DropReason.COLLECTOR_FAILED, failed=True)
         else:
             await self._end(play, failed)
@@ -196,7 +197,7 @@ class Collector:
     async def _end(self, play: GroupPlay, failed: Mapping[int, FailedMember]) -> None:
         """End a play whose members were all played: the ledger has those that did not fail."""
         for failure in failed.values():
-            log.warning("A member failed: %s", failure.message, extra={"group_id": play.group_id})
+            self._warn(play, f"A member failed: {failure.message}", failure.kind or failure.reason)
         at_fault = {member: f for member, f in failed.items() if not f.is_outage}
         if not failed:
             self._plays.pop(play.lease_id, None)
@@ -206,6 +207,10 @@ class Collector:
         await self._give_back(
             play, first.reason, failed=bool(at_fault), failed_members=tuple(sorted(at_fault))
         )
+
+    def _warn(self, play: GroupPlay, text: str, kind: str) -> None:
+        kinds = (play.task.environment, kind)
+        log_repeated(log, logging.WARNING, text, kind=kinds, group_id=play.group_id)
 
     async def _info_of(self, environment: str) -> EnvironmentInfo:
         """Return the environment's stop strings and limits, which are requested once."""

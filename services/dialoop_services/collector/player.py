@@ -37,11 +37,13 @@ _NAMED = frozenset({Reason.ANSWER_TIMED_OUT, Reason.DEADLINE_EXCEEDED, *DEATHS})
 class FailedMember:
     """A member that is not in the queue: why, in snake_case and in words.
 
-    `is_outage`: a service was away, which is no fault of the task.
+    `kind`: what failures of its kind have in common. `is_outage`: a service was away, which is no
+    fault of the task.
     """
 
     reason: str
     message: str
+    kind: str = ""
     is_outage: bool = False
 
 
@@ -249,8 +251,9 @@ def _failed_member(failure: Failure, *, is_outage: bool) -> FailedMember:
     reason: str = DropReason.SERVICE_AWAY if is_outage else DropReason.MEMBER_FAILED
     if failure.reason in _NAMED:
         reason = failure.reason.lower()
-    message = f"{failure.owner.name.lower()}: {failure.reason}: {failure.message}"
-    return FailedMember(reason=reason, message=message, is_outage=is_outage)
+    kind = f"{failure.owner.name.lower()}: {failure.reason}"
+    message = f"{kind}: {failure.message}"
+    return FailedMember(reason=reason, message=message, kind=kind, is_outage=is_outage)
 
 
 def _blameless_failure(trajectory: Trajectory) -> Failure | None:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.failures import log_failure
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.user_functions import call, call_now, raised_at
 
 from dialoop_services.config.tables import DATA_PLANES
-
-log = logging.getLogger(__name__)
 
 
 class FilePlane(Protocol):
@@ -62,8 +60,9 @@ class OwnDataPlane:
         try:
             return await call(getattr(self.plane, method), first, second)
         except Exception as error:
-            log.exception("The data plane %s failed in %s.", self.name, method)
-            raise self._error(method, f"raised {raised_at(error)}") from error
+            error_id = log_failure(error, f"The data plane {self.name}: {method}")
+            how = f"raised {raised_at(error)} (error_id {error_id})"
+            raise self._error(method, how) from error
 
     def _error(self, method: str, how: str) -> Unavailable:
         return Unavailable(

@@ -10,22 +10,20 @@ def brief(rewards: list[float], group: Group) -> list[float]:
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import InvalidConfig, PreconditionFailed
+from dialoop.failures import log_failure
 from dialoop.reasons import Reason
-from dialoop.user_functions import raised_at
+from dialoop.user_functions import TimeIsUp, raised_at
 
 from dialoop_services.scorer.rewards import call_apart, load_function
 
 if TYPE_CHECKING:
     from dialoop.trajectory import Group
-
-log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0
 
@@ -57,11 +55,11 @@ class Estimator:
         try:
             values = await call_apart(self.function, *arguments, timeout_s=_TIMEOUT_S)
             advantages = tuple(float(value) for value in values)
-        except TimeoutError as error:
+        except TimeIsUp as error:
             raise self._error(f"took more than {_TIMEOUT_S:g} s") from error
         except Exception as error:
-            log.exception("The advantage estimator %s failed.", self.path)
-            raise self._error(f"raised {raised_at(error)}") from error
+            error_id = log_failure(error, f"The advantage estimator {self.path}")
+            raise self._error(f"raised {raised_at(error)} (error_id {error_id})") from error
         if len(advantages) != len(rewards):
             raise self._error(f"gave {len(advantages)} advantages for {len(rewards)} rewards")
         if not all(map(math.isfinite, advantages)):

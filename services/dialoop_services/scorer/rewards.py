@@ -10,7 +10,6 @@ def solved(group: Group) -> list[Reward]:
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,18 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed
+from dialoop.failures import log_failure
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Reward, Trajectory
-from dialoop.user_functions import call, loop_of_users, raised_at
+from dialoop.user_functions import TimeIsUp, call, loop_of_users, raised_at
 from dialoop_learning.rl.turn_tokens import TurnTokens
 
 if TYPE_CHECKING:
     from dialoop.sequences import Floats
 
     from dialoop_services.config.scorer_tables import RewardSpec
-
-log = logging.getLogger(__name__)
 
 RewardFunction = Callable[[Group], Any]
 """Returns one value per trajectory of the group, in order; may be async. If it raises, the group
@@ -97,11 +95,13 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
     try:
         values = await call_apart(reward.function, group, timeout_s=reward.timeout_s)
         rewards = [_reward_of(value, reward) for value in values]
-    except TimeoutError as error:
+    except TimeIsUp as error:
         raise _reward_failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
     except Exception as error:
-        log.exception("Reward %s failed.", reward.name, extra={"group_id": group.group_id})
-        raise _reward_failed(reward.name, f"raised {raised_at(error)}") from error
+        error_id = log_failure(error, f"Reward {reward.name}")
+        raise _reward_failed(
+            reward.name, f"raised {raised_at(error)} (error_id {error_id})"
+        ) from error
     if len(rewards) != group.num_trajectories:
         raise _reward_failed(
             reward.name, f"gave {len(rewards)} values for {group.num_trajectories}"

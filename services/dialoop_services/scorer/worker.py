@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop.clients.replay import GroupLease, ReplayClient, ReturnItem
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.errors import DialoopError, InvalidInput
+from dialoop.failures import log_failure, log_repeated
 from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Group, Stage
 from dialoop.waits import waiting_for
@@ -109,16 +110,18 @@ class ScorerWorker:
         try:
             scored = await self._scorer.score(lease.group)
         except InvalidInput as error:
-            log.warning("A group is set aside: %s", error, extra={"group_id": group_id})
+            text = f"A group is set aside: {error}"
+            log_repeated(log, logging.WARNING, text, kind=error.reason, group_id=group_id)
             await self._set_aside(lease, error.reason.lower())
         except DialoopError as error:
             run, ids, reason = self._settings.run, [lease.lease_id], error.reason.lower()
             # Uniform rewards are normal where tasks are easy or hard, and the config drops them.
             level = logging.INFO if error.reason == Reason.UNIFORM_REWARD else logging.WARNING
-            log.log(level, "A group is dropped: %s", error, extra={"group_id": group_id})
+            text = f"A group is dropped: {error}"
+            log_repeated(log, level, text, kind=error.reason, group_id=group_id)
             await retry(lambda: self._replay.drop(run, ids, reason), self._retry_policy)
-        except Exception:
-            log.exception("A group cannot be scored.", extra={"group_id": group_id})
+        except Exception as error:
+            log_failure(error, "Scoring a group")
             # The queue delivers it again, or makes it a dead letter.
             failed = DropReason.SCORER_FAILED
             await self._give_back(ReturnItem(lease_id=lease.lease_id, reason=failed, failed=True))

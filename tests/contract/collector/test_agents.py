@@ -10,8 +10,9 @@ import openai
 import pytest
 from dialoop import Dialoop
 from dialoop.agents import AgentHost, AgentOutcome, load_agent, play_agent
+from dialoop.clients.errors import is_outage
 from dialoop.clients.retry import RetryPolicy
-from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.errors import CapacityExhausted, InvalidConfig, Unavailable
 from dialoop.trajectory import (
     DoneReason,
     Failure,
@@ -29,6 +30,7 @@ from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.training import update
 from dialoop_services.collector.agents import AgentPlayer, RecordingReplicas, load_agents
 from dialoop_services.collector.settings import CollectorSettings
+from dialoop_services.inference.recordings.store import RecordingLimits
 from dialoop_services.scorer.scoring import Scoring
 
 from tests.support import collector_world
@@ -145,6 +147,56 @@ async def test_an_agent_that_never_asked_and_a_replica_that_is_away_are_failures
     failures = [(f.owner, f.reason) for f in unasked.failures]
     assert failures == [(Owner.AGENT, "RECORDING_EMPTY")]
     assert [(f.owner, f.reason) for f in away.failures] == [(Owner.INFERENCE, "NOT_READY")]
+
+
+async def test_agents_that_fail_before_they_ask_leave_room_for_more_than_the_store_holds(directory):
+    """Each recording that nobody closed took a place: at 1,024 the job stood still."""
+
+    async def broken(task, connection):
+        raise KeyError("a secret")
+
+    async def cancelled(task, connection):
+        raise asyncio.CancelledError
+
+    async def idle(task, connection):
+        return 1.0
+
+    def exits(task, connection):
+        raise SystemExit(1)
+
+    async def slow(task, connection):
+        await asyncio.sleep(60)
+
+    class NoMessages:
+        async def create_session(self, session_id, environment):
+            raise RuntimeError("a secret")
+
+    limits = RecordingLimits(max_recordings=2)
+    engine = ScriptedEngine(directory, ["75"])
+    async with agent_world(directory, engine, limits=limits) as world:
+        host = AgentHost(recordings=world.recordings, time_limit_s=0.5)
+        agents = (broken, cancelled, idle, exits, slow, broken, cancelled, idle, exits)
+        played = [await play_agent(TASK, agent=agent, host=host) for agent in agents]
+        lost = replace(host, sessions=NoMessages())
+        played += [await play_agent(TASK, agent=idle, host=lost) for _ in range(3)]
+        patient = replace(host, time_limit_s=60)
+        assert (await play_agent(TASK, agent=ask_once, host=patient)).reward == 1.0
+    owners = [t.failures[0].owner for t in played]
+    assert owners == [Owner.AGENT] * len(agents) + [Owner.ENVIRONMENT] * 3
+    reasons = {t.failures[0].reason for t in played[: len(agents)]}
+    assert reasons == {"AGENT_FAILED", "AGENT_TIMED_OUT", "RECORDING_EMPTY"}
+
+
+async def test_a_full_store_is_not_told_as_a_service_that_is_away(directory):
+    policy = RetryPolicy(max_attempts=None, first_wait_s=0.01, total_s=0.05)
+    limits = RecordingLimits(max_recordings=1)
+    async with agent_world(directory, ScriptedEngine(directory, []), limits=limits) as world:
+        await world.recordings.create("open")
+        replicas = RecordingReplicas([world.recordings], policy)
+        with pytest.raises(CapacityExhausted) as caught:
+            await replicas.create("another")
+    assert caught.value.reason == "TOO_MANY_RECORDINGS"
+    assert not is_outage(caught.value)  # or else its task would be played for ever, uncounted
 
 
 async def test_a_full_context_ends_the_episode_without_a_failure(directory):

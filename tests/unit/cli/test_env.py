@@ -256,7 +256,7 @@ async def test_a_hanging_tool_takes_its_time_out_once():
     started = time.monotonic()
     by_check = await problems(environment)
     assert set(by_check) == {"traits"}
-    assert "Tool hang failed: TimeoutError" in by_check["traits"]
+    assert "Tool hang failed: it took more than" in by_check["traits"]
     assert time.monotonic() - started < 3.0
 
 

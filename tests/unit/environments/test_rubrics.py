@@ -120,6 +120,23 @@ async def test_a_judge_grades_through_any_openai_endpoint() -> None:
     assert "Be brief." in question
 
 
+async def test_what_a_judge_reads_is_the_users_to_choose() -> None:
+    pytest.importorskip("openai")
+
+    async def messages(episode: Episode) -> list[dict[str, str]]:
+        return [{"role": "system", "content": "Judge."}, {"role": "user", "content": "Rude?"}]
+
+    async with _endpoint("8") as (url, requests):
+        text = Judge(base_url=url, model="m", ask=lambda episode: f"Rude? {episode.answer_text}")
+        chat = Judge(base_url=url, model="m", ask=messages, options={"max_tokens": 4})
+        assert [await judge(_episode("It is 7.")) for judge in (text, chat)] == [0.8, 0.8]
+    assert requests[0]["messages"] == [{"role": "user", "content": "Rude? It is 7."}]
+    assert requests[0]["temperature"] == 0.0
+    assert requests[1]["messages"] == await messages(_episode())
+    assert requests[1]["max_tokens"] == 4
+    assert "temperature" not in requests[1]
+
+
 async def test_a_judge_that_fails_or_rambles_gives_no_reward() -> None:
     openai = pytest.importorskip("openai")
     async with _endpoint("x", status=500) as (url, _):

@@ -382,13 +382,13 @@ class CancelsItself:
         raise asyncio.CancelledError(query)
 
 
-async def test_a_cancellation_of_the_environments_own_is_its_failure():
+async def test_a_cancellation_within_a_tool_is_its_failure_and_loses_no_session():
     async with open_engine(CancelsItself()) as sessions:
         sessions.create("s", "gated")
         await sessions.reset(reset_call())
         played = await sessions.step(step_call())
         (failure,) = played.outcome.failures
-        assert (failure.owner, failure.reason) == (Owner.ENVIRONMENT, "STEP_FAILED")
+        assert (failure.owner, failure.reason) == (Owner.TOOL, "TOOL_FAILED")
         assert sessions.state("s").next_step_index == 1
 
 

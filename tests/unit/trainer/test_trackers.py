@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,9 +52,76 @@ def test_a_tracker_gets_the_rows_of_the_file(tmp_path: Path) -> None:
 
 def test_a_tracker_that_fails_is_left_out_and_the_file_is_whole(tmp_path: Path) -> None:
     tracker = FakeTracker(breaks=True)
-    write(RunRecords(tmp_path, trackers=(GuardedTracker(tracker),)))
+    write(RunRecords(tmp_path, trackers=(GuardedTracker(lambda: tracker),)))
     assert len(tracker.rows) == 1
     assert len((tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()) == 2
+
+
+def test_a_tracker_that_hangs_holds_up_nobody_and_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = threading.Event()
+    tracker = FakeTracker()
+    tracker.log = lambda row: release.wait(60)  # type: ignore[method-assign]
+    guarded = GuardedTracker(lambda: tracker, patience_s=0.05)
+    records = RunRecords(tmp_path, trackers=(guarded,))
+    for step in range(50):
+        records.metric("train", train_step=step, policy_version=VERSION, reward=0.25)
+        time.sleep(0.002)
+    records.close()
+    release.set()
+    assert len((tmp_path / "metrics.jsonl").read_text("utf-8").splitlines()) == 50
+    assert [record.message for record in caplog.records] == [
+        "A tracker took more than 0.05 s for a row and is left out from now on.",
+        "A tracker is not closed after 0.05 s and is left behind.",
+    ]
+
+
+def test_a_trackers_rows_come_from_one_thread_in_order(tmp_path: Path) -> None:
+    """Some libraries, such as sqlite3's, refuse an object of another thread."""
+    threads: set[int] = set()
+
+    class Own(FakeTracker):
+        def __init__(self) -> None:
+            super().__init__()
+            threads.add(threading.get_ident())
+
+        def log(self, row: Mapping[str, Any]) -> None:
+            threads.add(threading.get_ident())
+            super().log(row)
+
+        def close(self) -> None:
+            threads.add(threading.get_ident())
+            super().close()
+
+    guarded = GuardedTracker(Own)
+    records = RunRecords(tmp_path, trackers=(guarded,))
+    for step in range(20):
+        records.metric("train", train_step=step, policy_version=VERSION)
+    records.close()
+    assert len(threads - {threading.get_ident()}) == len(threads) == 1
+    assert [row["train_step"] for row in guarded.tracker().rows] == list(range(20))  # type: ignore
+
+
+def test_a_tracker_is_not_told_the_secrets_of_an_environments_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+
+    def init(**options: Any) -> Any:
+        opened.append(options)
+        return SimpleNamespace(log=lambda row: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    options = {"api_key": "tell-nobody", "judge": {"url": "http://me:tell-nobody@host"}, "n": 3}
+    settings = TrainerSettings(
+        run_dir=tmp_path, trackers={"trackio": True}, environment={"options": options}
+    )
+    trackers_of(settings)
+    assert "tell-nobody" not in str(opened)
+    told = opened[0]["config"]["environment"]["options"]
+    assert told["n"] == 3
+    assert told["judge"]["url"].endswith("@host")
 
 
 def test_numbers_are_named_by_kind_label_and_what_they_are_in() -> None:

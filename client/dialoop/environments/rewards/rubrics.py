@@ -14,7 +14,6 @@ reward that could not be computed is not 0.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from dialoop.environments.rewards.rescoring import episodes_of
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Trajectory
+from dialoop.user_functions import call
 
 Part = Callable[[Episode], Any]
 GroupFunction = Callable[["Group"], Any]
@@ -39,7 +39,7 @@ class WeightedSum:
 
     async def __call__(self, episode: Episode) -> float:
         """Compute all parts at the same time."""
-        values = await asyncio.gather(*(value_of(part, episode) for part, _ in self.parts.values()))
+        values = await _values([(part, episode) for part, _ in self.parts.values()])
         weights = [weight for _, weight in self.parts.values()]
         return sum(w * v for w, v in zip(weights, values, strict=True))
 
@@ -89,8 +89,7 @@ class GroupRelative:
 
     async def __call__(self, group: Group) -> list[float]:
         """Compare every trajectory with the others of its task."""
-        result = self.function(group)
-        values = [float(v) for v in (await result if inspect.isawaitable(result) else result)]
+        values = [float(value) for value in await call(self.function, group)]
         if len(values) < 2:
             raise InvalidInput(
                 f"The group has {len(values)} trajectories, too few to compare.",
@@ -108,7 +107,7 @@ def each_trajectory(part: Part) -> Callable[[Group], Awaitable[list[float]]]:
 
     async def rewards(group: Group) -> list[float]:
         episodes = [last_episode(trajectory) for trajectory in group.trajectories]
-        return list(await asyncio.gather(*(value_of(part, episode) for episode in episodes)))
+        return await _values([(part, episode) for episode in episodes])
 
     return rewards
 
@@ -131,13 +130,22 @@ def last_episode(trajectory: Trajectory, task: TaskData | None = None) -> Episod
 
 async def value_of(part: Part, episode: Episode) -> float:
     """Return a part's number; raise if it is missing, or ValueError if it is not finite."""
-    result = part(episode)
-    result = await result if inspect.isawaitable(result) else result
+    result = await call(part, episode)
     number: Any = getattr(result, "value", result)
     value = float(number)
     if not math.isfinite(value):
         raise ValueError(f"a part of the rubric returned {value}")
     return value
+
+
+async def _values(calls: Sequence[tuple[Part, Episode]]) -> list[float]:
+    """Return the numbers of parts, computed at the same time; the first failure ends all."""
+    try:
+        async with asyncio.TaskGroup() as computing:
+            tasks = [computing.create_task(value_of(part, episode)) for part, episode in calls]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 _QUESTION = (
@@ -154,11 +162,19 @@ class Judge:
 
     It needs the `openai` package (extra `dialoop[judge]`). If the endpoint fails, or the reply has
     no number from 0 to `most`, the reward fails; it is never a 0.
+
+    ask: what of the episode the judge reads, a text or chat messages; by default `question`, which
+    has the task, its answer and the policy's last message. options: further fields of the request.
+
+    at = "http://127.0.0.1:8000/v1"
+    Judge(base_url=at, model="m", ask=lambda episode: f"Is this rude? {episode.answer_text}")
     """
 
     base_url: str
     model: str
     criterion: str = ""
+    ask: Callable[[Episode], Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     api_key: str = field(default="none", repr=False)
     most: int = 10
     timeout_s: float = 30.0
@@ -168,11 +184,11 @@ class Judge:
 
     async def __call__(self, episode: Episode) -> float:
         """Ask the model once; the client retries connection errors."""
+        asked = await call(self.ask or self.question, episode)
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         async with self._client() as client:
             answer = await client.chat.completions.create(
-                model=self.model,
-                messages=[{"role": "user", "content": self.question(episode)}],
-                temperature=0.0,
+                model=self.model, messages=messages, **self.options
             )
         return self.read(answer.choices[0].message.content or "")
 

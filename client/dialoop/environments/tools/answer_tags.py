@@ -14,7 +14,7 @@ from dialoop.environments.episode import Episode, Score
 from dialoop.environments.rewards.functions import normalise, truth_of
 from dialoop.environments.transform import Traits, Transform
 from dialoop.trajectory import Reward
-from dialoop.user_functions import resolve
+from dialoop.user_functions import call
 
 
 def tag_text(text: str, tag: str) -> str | None:
@@ -44,8 +44,9 @@ class AnswerTagReward(Transform):
     absent: float = 0.0
     think: float = 0.0
     weight: float = 1.0
-    # Whether the answer is the truth: a quick function, sync or async.
+    # Whether the answer is the truth: a function, sync or async, that has `timeout_s` seconds.
     equal: Callable[[str, str], bool | Awaitable[bool]] = same_number
+    timeout_s: float = 30.0
 
     @property
     def traits(self) -> Traits:
@@ -61,7 +62,9 @@ class AnswerTagReward(Transform):
         if not truth:
             raise ValueError(f"task {episode.task.key} has no answer to compare with")
         content = tag_text(episode.answer_text, self.tag)
-        is_right = content is not None and bool(await resolve(self.equal(content, truth)))
+        is_right = content is not None and bool(
+            await call(self.equal, content, truth, timeout_s=self.timeout_s)
+        )
         value = self.absent if content is None else self.right if is_right else self.wrong
         rewards = [Reward(name=self.name, value=value, weight=self.weight, success=is_right)]
         if self.think:

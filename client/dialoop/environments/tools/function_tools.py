@@ -52,7 +52,8 @@ class ArgumentTool(Protocol):
     def run(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str | Awaitable[str]:
         """Return the answer; ToolInputError for bad arguments, TimeoutError after `timeout_s`.
 
-        It may be async. A sync one has to be quick: everything else waits for it.
+        It may be async; a sync one runs in a thread of its own. One that goes on for seconds after
+        `timeout_s` is cut.
         """
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from dialoop.answers import AnswerForm
@@ -27,9 +28,12 @@ from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.representations import cut
 from dialoop.trajectory import DoneReason, Failure, Owner
-from dialoop.user_functions import resolve
+from dialoop.user_functions import call
 
 ToolFailures = Literal["end", "tell"]
+
+# A tool keeps its time limit itself, as a sandbox that ends its process; then it is cut.
+_STOPS_ITSELF_IN_S = 2.0
 
 
 class ToolUse(Transform):
@@ -138,7 +142,9 @@ class ToolUse(Transform):
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
             with playing(outcome.episode):
-                text = str(await resolve(tool.run(parsed.arguments, timeout_s=self._timeout_s)))
+                run = partial(tool.run, parsed.arguments, timeout_s=self._timeout_s)
+                limit_s = getattr(tool, "timeout_s", None) or self._timeout_s
+                text = str(await call(run, timeout_s=limit_s + _STOPS_ITSELF_IN_S))
         except ToolInputError as error:
             return self._answer(outcome, parsed, str(error), worked=False), False, None
         except Exception as error:

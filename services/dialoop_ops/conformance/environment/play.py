@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Self
 
-from dialoop import failures
 from dialoop.chat import ChatHistory, History, Message
 from dialoop.environments.environment import Environment, Given, Managed, OpensSlowly
 from dialoop.environments.episode import Opening, Outcome
@@ -24,7 +21,6 @@ from dialoop.errors import Unsupported
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop.user_functions import raised_at
 
 MAX_TURNS = 64
 _TIME_OUTS = (Reason.TOOL_TIMEOUT, Reason.REWARD_TIMEOUT, Reason.STEP_TIMEOUT)
@@ -289,26 +285,6 @@ class Bench:
             cases += [Case(split=split, key=key, lines=(line,)) for line in lines]
             cases.append(Case(split=split, key=key, lines=tuple(reversed(lines))))
         return cases
-
-
-@contextmanager
-def each_error_once() -> Iterator[None]:
-    """Let the log show each error of the environment's code once, by its type and line."""
-    shown: set[str] = set()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        place = record.getMessage() if error is None else raised_at(error)
-        is_known = place in shown
-        shown.add(place)
-        return not is_known
-
-    log = logging.getLogger(failures.__name__)
-    log.addFilter(is_new)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_new)
 
 
 # What may be changed in place and can be compared; an interpreter, say, is neither.

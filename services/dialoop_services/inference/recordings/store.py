@@ -146,14 +146,11 @@ class Recording:
         self.time_to_live_s = time_to_live_s
         self.calls: list[CallRecord] = []
         self.trajectory: Trajectory | None = None
+        # Also one of which no call was answered, and which has no trajectory.
+        self.is_closed = False
         self.sequence_indices: dict[str, tuple[int, ...]] = {}
         self._max_calls = max_calls
         self._pasts = Pasts()
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether its trajectory was made."""
-        return self.trajectory is not None
 
     @property
     def is_running(self) -> bool:

@@ -123,10 +123,11 @@ class _Rows:
 
 
 def close(recording: Recording, closing: Closing) -> Trajectory:
-    """Make the recording's trajectory and keep it; the same one when it is closed already.
+    """End the recording; make its trajectory, or return the one that it has.
 
-    Raises PreconditionFailed (RECORDING_EMPTY) when no call was answered.
+    Raises PreconditionFailed (RECORDING_EMPTY) when no call was answered; it is ended all the same.
     """
+    recording.is_closed = True
     if recording.trajectory is None:
         recording.trajectory = _trajectory(recording, closing)
     return recording.trajectory

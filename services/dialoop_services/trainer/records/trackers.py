@@ -15,7 +15,11 @@ import importlib
 import inspect
 import json
 import logging
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
+from dialoop.representations import without_secrets
 from dialoop.user_functions import loop_of_users, raised_at, resolve
 
 from dialoop_services.trainer.records.rows import METRICS, is_kept, numbers_of
@@ -40,7 +45,8 @@ class TrackedRun:
     """What a tracker is made with.
 
     project, name: of the run. A job that is started again has the same, and continues the run.
-    directory: the run's folder. settings: the trainer's, without the token and addresses.
+    directory: the run's folder. settings: the trainer's, without the token, addresses, and values
+    whose names say that they are secrets, such as the api_key of an environment's options.
     """
 
     project: str
@@ -57,7 +63,7 @@ class Tracker(Protocol):
     """
 
     def log(self, row: Mapping[str, Any]) -> Any:
-        """Log a row. The trainer waits for it."""
+        """Log a row. Rows come one after the other, in a thread of the tracker's own."""
 
     def close(self) -> Any:
         """Write what is left."""
@@ -125,7 +131,7 @@ class HostedRun:
         if row["kind"] != "restore":
             self._run.log({**numbers_of(row), "train_step": row["train_step"]})
             return
-        rows, number = _counted(self._of.directory / METRICS)
+        rows, number = _counted(self._of.directory / METRICS, row)
         if number != self._number:
             self._run.finish()
             self._number = number
@@ -144,10 +150,13 @@ class HostedRun:
         return self._module.init(name=name, resume="allow", **settings, **by_id)
 
 
-def _counted(metrics: Path) -> tuple[list[dict[str, Any]], int]:
+def _counted(
+    metrics: Path, restore: Mapping[str, Any] | None = None
+) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of metrics.jsonl that count, without restores, and a number.
 
-    The number is 1, and one more for each restore that took rows back.
+    The number is 1, and one more for each restore that took rows back. With `restore`, a row of
+    the file, they are those up to it: later ones may be there, which are still to be logged.
     """
     kept: list[dict[str, Any]] = []
     number = 1
@@ -159,31 +168,69 @@ def _counted(metrics: Path) -> tuple[list[dict[str, Any]], int]:
                     continue
                 left = [earlier for earlier in kept if is_kept(earlier, row)]
                 kept, number = left, number + (len(left) < len(kept))
+                if restore is not None and row["time"] == restore["time"]:
+                    break
     return kept, number
 
 
 class GuardedTracker:
-    """A tracker whose first failure ends its use, so that it does not end the training."""
+    """A tracker in a thread of its own, where it is made, gets the rows in order, and is closed.
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
+    Nobody waits for a row. The first failure ends its use, and so does a row that takes longer than
+    `patience_s`, so that a tracker neither holds up nor ends the training.
+    """
+
+    def __init__(self, make: Callable[[], Any], *, patience_s: float = 60.0) -> None:
+        self._patience_s = patience_s
+        # Filled by `log` and `close`, drained by the thread; a row that is late ends it.
+        self._rows: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._busy_since: float | None = None  # while a row is being logged
         self._has_failed = False
+        self._made: Future[Tracker] = Future()
+        self._thread = threading.Thread(target=self._run, args=(make,), name="tracker", daemon=True)
+        self._thread.start()
+
+    def tracker(self) -> Tracker:
+        """Return the tracker once it is made; raise what making it raises, or TimeoutError."""
+        return self._made.result(2 * self._patience_s)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Log a row, unless an earlier one failed."""
-        if self._has_failed:
-            return
-        try:
-            _wait_for(self._tracker.log(row))
-        except Exception:
+        """Have the row logged, unless an earlier one failed."""
+        since = self._busy_since
+        is_late = since is not None and time.monotonic() - since > self._patience_s
+        if is_late and not self._has_failed:
             self._has_failed = True
-            log.exception("A tracker failed and is left out from now on.")
+            text = "A tracker took more than %g s for a row and is left out from now on."
+            log.error(text, self._patience_s)
+        if not self._has_failed:
+            self._rows.put(row)
 
     def close(self) -> None:
-        """Close the tracker, even if it failed."""
+        """Close the tracker, even if it failed, after the rows that it has not logged."""
+        self._rows.put(None)
+        self._thread.join(self._patience_s)
+        if self._thread.is_alive():
+            log.error("A tracker is not closed after %g s and is left behind.", self._patience_s)
+
+    def _run(self, make: Callable[[], Any]) -> None:
         try:
-            _wait_for(self._tracker.close())
-        except Exception:
+            tracker: Tracker = _wait_for(make())
+        except BaseException as error:
+            self._made.set_exception(error)
+            return
+        self._made.set_result(tracker)
+        while (row := self._rows.get()) is not None:
+            self._busy_since = time.monotonic()
+            try:
+                if not self._has_failed:
+                    _wait_for(tracker.log(row))
+            except BaseException:
+                self._has_failed = True
+                log.exception("A tracker failed and is left out from now on.")
+            self._busy_since = None
+        try:
+            _wait_for(tracker.close())
+        except BaseException:
             log.exception("A tracker could not be closed.")
 
 
@@ -218,15 +265,16 @@ def trackers_of(settings: TrainerSettings) -> tuple[Tracker, ...]:
     makers = {name: maker for name, maker in _BUILT_IN.items() if getattr(chosen, name)}
     for path in chosen.use:
         makers[path] = load_attribute(path, what="tracker", reason=Reason.TRACKER_NOT_FOUND)
-    return tuple(GuardedTracker(_start(name, maker, run)) for name, maker in makers.items())
+    return tuple(_start(name, maker, run) for name, maker in makers.items())
 
 
-def _start(name: str, maker: Callable[[TrackedRun], Tracker], run: TrackedRun) -> Tracker:
+def _start(name: str, maker: Callable[[TrackedRun], Tracker], run: TrackedRun) -> GuardedTracker:
+    guarded = GuardedTracker(lambda: maker(run))
     try:
-        tracker: Tracker = _wait_for(maker(run))
+        tracker = guarded.tracker()
     except DialoopError:
         raise
-    except Exception as error:
+    except (Exception, asyncio.CancelledError, SystemExit) as error:
         log.exception("The tracker %s cannot start.", name)
         raise InvalidConfig(
             f"The tracker {name} in [trackers] cannot start a run ({raised_at(error)}).",
@@ -241,13 +289,13 @@ def _start(name: str, maker: Callable[[TrackedRun], Tracker], run: TrackedRun) -
                 remedy="Give it log(row) and close(), as Tracker in "
                 "dialoop_services.trainer.records.trackers says.",
             )
-    return tracker
+    return guarded
 
 
 def _public_settings(settings: TrainerSettings) -> dict[str, Any]:
-    """Return the settings without the token and this machine's address."""
-    values: dict[str, Any] = settings.model_dump(mode="json", exclude={"token", "host", "port"})
-    return values
+    """Return the settings without the token, this machine's address and the secrets of options."""
+    values = settings.model_dump(mode="json", exclude={"token", "host", "port"})
+    return without_secrets(values)
 
 
 def _import_tracker(package: str, *, setting: str) -> Any:
