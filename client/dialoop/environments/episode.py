@@ -53,8 +53,8 @@ class Episode:
     """One running episode: the conversation so far and whether it is over.
 
     `answer` is the last message that the policy sent, whatever role or text it has. `state` holds
-    what the environment's transforms remember; replace it, never change it in place. `view` is the
-    running text in text mode and the running tokens in tokens mode.
+    what the environment's transforms and tools remember; replace it, never change it in place.
+    `view` is the running text in text mode and the running tokens in tokens mode.
     """
 
     task: TaskData
@@ -67,6 +67,22 @@ class Episode:
     done_reason: DoneReason = DoneReason.NOT_DONE
     state: Mapping[str, Any] = field(default_factory=dict)
     view: TextView | TokensView | None = None
+
+    def remember(self, **state: Any) -> None:
+        """Put more into the state, within a tool: the next call and step find it there.
+
+        Raise PreconditionFailed: NO_EPISODE outside of a tool, NEEDS_SESSION where ToolUse or
+        ToolCalls is not told that its tools remember.
+        """
+        call = _of_tool(_CURRENT)
+        if not call.remembers:
+            raise PreconditionFailed(
+                "A tool remembers something, and its environment does not say so.",
+                reason=Reason.NEEDS_SESSION,
+                remedy="Write ToolUse([...], remembers=True), or so for ToolCalls and "
+                "tool_environment: a step then needs its session.",
+            )
+        call.episode = replace(call.episode, state={**call.episode.state, **state})
 
     def rng(self, purpose: str) -> random.Random:
         """Return a generator seeded by the seed, the step and the purpose, as in every replay."""
@@ -83,7 +99,15 @@ class Episode:
         return "" if self.answer is None else self.answer.text
 
 
-_CURRENT: ContextVar[Episode] = ContextVar("dialoop_episode")
+@dataclass(slots=True)
+class ToolRun:
+    """The call of a tool under way, and the episode with what the tool has remembered in it."""
+
+    episode: Episode
+    remembers: bool
+
+
+_CURRENT: ContextVar[ToolRun] = ContextVar("dialoop_episode")
 _CALL_ID: ContextVar[str] = ContextVar("dialoop_call_id")
 # Gives the ids of the calls in one step, which run one after the other.
 _CALL_IDS: ContextVar[Iterator[str]] = ContextVar("dialoop_call_ids")
@@ -92,9 +116,10 @@ _CALL_IDS: ContextVar[Iterator[str]] = ContextVar("dialoop_call_ids")
 def current_episode() -> Episode:
     """Return the episode whose tool is running; PreconditionFailed outside of a tool.
 
-    Its `state` holds what the transforms remember.
+    Its `state` holds what transforms and tools remember. A tool remembers more by
+    `current_episode().remember(basket=(*basket, item))`.
     """
-    return _of_tool(_CURRENT)
+    return _of_tool(_CURRENT).episode
 
 
 def current_call_id() -> str:
@@ -131,12 +156,13 @@ def stepping(step_id: str) -> Iterator[None]:
 
 
 @contextmanager
-def playing(episode: Episode) -> Iterator[None]:
+def playing(episode: Episode, *, remembers: bool = False) -> Iterator[ToolRun]:
     """Make it the current episode, for the one call of a tool that runs inside."""
     call_id = next(_CALL_IDS.get(iter(())), "") or uuid.uuid4().hex
-    tokens = _CURRENT.set(episode), _CALL_ID.set(call_id)
+    run = ToolRun(episode, remembers)
+    tokens = _CURRENT.set(run), _CALL_ID.set(call_id)
     try:
-        yield
+        yield run
     finally:
         _CURRENT.reset(tokens[0])
         _CALL_ID.reset(tokens[1])

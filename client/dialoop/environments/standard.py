@@ -35,7 +35,7 @@ from dialoop.tokens.tokenizer import Tokenizer
 _RAW = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-def tool_transforms(
+def tool_transforms(  # noqa: PLR0913 - the options are the interface
     *,
     tools: Mapping[str, ToolFunction] | Sequence[ToolFunction],
     rewards: Sequence[RewardCallable],
@@ -43,6 +43,7 @@ def tool_transforms(
     max_tool_response: int = 100,
     tool_timeout_s: float = 10.0,
     syntax: CallSyntax | None = None,
+    remembers: bool = False,
 ) -> tuple[Transform, ...]:
     """Return the usual transforms, in the order in which they run.
 
@@ -59,6 +60,7 @@ def tool_transforms(
             syntax=syntax,
             max_tool_response=max_tool_response,
             timeout_s=tool_timeout_s,
+            remembers=remembers,
         ),
         MaxTurns(max_turns),
         Rewards(rewards),
@@ -79,14 +81,19 @@ def tool_environment(  # noqa: PLR0913 - the options are the interface
     tool_timeout_s: float = 10.0,
     demonstrate: Demonstrate | None = None,
     redo: Redo | str = "never",
+    remembers: bool = False,
 ) -> ChatEnv:
-    """Return a chat environment with tools, rewards, a submit marker and a turn limit."""
+    """Return a chat environment with tools, rewards, a submit marker and a turn limit.
+
+    remembers: whether tools use `Episode.remember`, so that a step needs its session.
+    """
     transforms = tool_transforms(
         tools=tools,
         rewards=rewards,
         max_turns=max_turns,
         max_tool_response=max_tool_response,
         tool_timeout_s=tool_timeout_s,
+        remembers=remembers,
     )
     return ChatEnv(
         name=name,

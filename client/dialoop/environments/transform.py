@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 
 from dialoop.answers import AnswerForm
-from dialoop.chat import ToolDefinition
+from dialoop.chat import Message, ToolDefinition
 from dialoop.environments.episode import Episode, Opening, Outcome, Score
 from dialoop.environments.modes import RewardShape
 from dialoop.environments.tasks.source import TaskSource
@@ -106,6 +106,10 @@ class Transform:
         reward before the end a failure (REWARD_BEFORE_END), since it would count at each step.
         """
         return Score()
+
+    def sample_calls(self, role: str) -> tuple[Message, ...]:
+        """Return messages of the policy that call its tools, each once, for `dialoop env check`."""
+        return ()
 
     def rehearse(self, tasks: TaskSource) -> None:
         """Raise InvalidConfig for what would fail in episodes; `dialoop config check` asks it."""

@@ -10,13 +10,15 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from dialoop.chat import Message
+from dialoop.chat import Message, ToolCall
 from dialoop.environments import (
     ChatEnv,
+    EndWithoutCalls,
     Episode,
+    FunctionTool,
     MaxTurns,
     Opening,
     Outcome,
@@ -32,6 +34,9 @@ from dialoop.environments import (
     tool_environment,
 )
 from dialoop.environments.sessions.catalogue import Catalogue
+from dialoop.environments.tools.function_tools import check_arguments, sample_of
+from dialoop.environments.tools.text_tools import CallSyntax
+from dialoop.environments.tools.tool_syntaxes import BlockCalls, JsonCalls, NativeCalls, XmlCalls
 from dialoop.testing import byte_tokenizer
 from dialoop.trajectory import Reward
 from dialoop_extras.games import twenty_questions
@@ -200,6 +205,115 @@ def failing(episode: Episode) -> float:
 async def test_a_reward_that_fails_or_is_no_number_is_found(function):
     by_check = await problems(chat(MaxTurns(3), Rewards([function])))
     assert set(by_check) == {"rewards"}
+
+
+@dataclass
+class Basket:
+    """A tool's state, kept in four ways; `total` reads what `add` was given."""
+
+    way: str
+    items: list[float] = field(default_factory=list)
+
+    def add(self, number: float, episode: Episode) -> str:
+        """Add a number."""
+        kept = episode.state.get("items", [])
+        if self.way == "assigned":
+            episode.state = {"items": [*kept, number]}  # type: ignore[misc]
+        elif self.way == "in place":
+            episode.state["items"] = [*kept, number]  # type: ignore[index]
+        elif self.way == "own":
+            self.items.append(number)
+        else:
+            episode.remember(items=[*kept, number])
+        return "added"
+
+    def total(self, episode: Episode) -> str:
+        """Add up."""
+        return str(sum(self.items or episode.state.get("items", [])))
+
+    def environment(self, **options: Any) -> ChatEnv:
+        return chat(ToolUse([self.add, self.total], **options))
+
+
+@pytest.mark.parametrize("syntax", [NativeCalls(), BlockCalls(), XmlCalls(), JsonCalls()])
+async def test_the_state_of_a_tool_has_one_way_and_the_others_are_found(syntax):
+    problem = await problems(Basket("assigned").environment(syntax=syntax))
+    assert "Tool add failed: FrozenInstanceError at test_env.py" in problem["traits"]
+    problem = await problems(Basket("in place").environment(syntax=syntax))
+    assert "changes state['items'] of an episode in place" in problem["state"]
+    problem = await problems(Basket("own").environment(syntax=syntax))
+    assert "beside other sessions, or a second time" in problem["sessions"]
+    problem = await problems(Basket("remembered").environment(syntax=syntax))
+    assert "remembers=True" in problem["traits"]
+    right = Basket("remembered").environment(syntax=syntax, remembers=True)
+    assert await problems(right) == {}
+    assert right.traits.needs_session
+
+
+class Hidden(Transform):
+    """Remembers, and says that the messages hold all."""
+
+    async def step(self, outcome: Outcome) -> Outcome:
+        number = outcome.episode.state.get("number", 0)
+        message = Message(role="user", content=f"Turn {number}")
+        outcome = outcome.remember(number=number + 1)
+        return outcome if outcome.episode.done else outcome.append(message)
+
+
+async def test_a_stateless_claim_is_tested_with_a_state_that_changed():
+    by_check = await problems(chat(Hidden()))
+    assert "from the messages alone gives another answer" in by_check["state"]
+
+
+def always_broken(number: int, choice: Literal["a", "b"], more: list[str] | None = None) -> str:
+    """Fail."""
+    raise RuntimeError("no network")
+
+
+@pytest.mark.parametrize("syntax", [NativeCalls(), BlockCalls(), XmlCalls(), JsonCalls()])
+async def test_each_tool_is_called_in_the_syntax_of_its_environment(syntax):
+    by_check = await problems(chat(ToolUse([always_broken], syntax=syntax)))
+    assert set(by_check) == {"traits"}
+    assert "Tool always_broken failed: RuntimeError at test_env.py" in by_check["traits"]
+    other = ToolCalls([broken], syntax=CallSyntax(request="[[", call="]]"))
+    assert "Tool broken failed" in (await problems(chat(other)))["traits"]
+
+
+@dataclass
+class Place:
+    name: str
+    floor: int
+
+
+def test_a_sample_fits_its_schema():
+    def look(place: Place, kind: Literal["x", "y"], far: bool, size: float | None, tags: list[str]):
+        """Look."""
+
+    definition = FunctionTool(look).definition
+    schema = json.loads(definition.parameters_json)
+    sample = sample_of(schema)
+    check_arguments(sample, schema)
+    assert sample["place"] == {"name": "1", "floor": 1}
+    assert sample["kind"] == "x"
+
+
+def answered(task: TaskData, rng: random.Random) -> tuple[Message, ...]:
+    return (
+        Message(role="assistant", tool_calls=(ToolCall(name="echo", arguments_json="{}"),)),
+        Message(role="tool", content="wrong"),
+        Message(role="assistant", content="done"),
+    )
+
+
+async def test_a_demonstration_of_native_calls_is_played_whole():
+    def echo() -> str:
+        """Echo."""
+        return "right"
+
+    environment = chat(ToolUse([echo]), EndWithoutCalls(), demonstrate=answered)
+    by_check = await problems(environment)
+    assert set(by_check) == {"demonstrations"}
+    assert "'wrong', and the environment says tool 'right'" in by_check["demonstrations"]
 
 
 class Secret(Transform):

@@ -118,6 +118,34 @@ def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> 
             raise ToolInputError(f"argument {name} must be {_describe_type(properties[name])}.")
 
 
+def sample_of(schema: Mapping[str, Any]) -> Any:
+    """Return a small value that fits a JSON schema, with its required properties alone."""
+    return _sample(schema, schema.get("$defs", {}), depth=8)
+
+
+def _sample(schema: Mapping[str, Any], definitions: Mapping[str, Any], *, depth: int) -> Any:
+    within = partial(_sample, definitions=definitions, depth=depth - 1)
+    if not depth:
+        return None
+    if "$ref" in schema:
+        return within(definitions.get(schema["$ref"].rpartition("/")[2], {}))
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return within(options[0])
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    if kind == "object":
+        properties = schema.get("properties", {})
+        return {name: within(properties.get(name, {})) for name in schema.get("required", ())}
+    if kind == "array":
+        return [within(schema.get("items", {})) for _ in range(schema.get("minItems", 0))]
+    values = {"integer": 1, "number": 1, "boolean": True, "null": None}
+    return schema.get("minimum", values[kind]) if kind in values else "1"
+
+
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     if "anyOf" in schema:
         return any(_fits(value, option) for option in schema["anyOf"])

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dialoop.answers import AnswerForm
-from dialoop.chat import ToolDefinition
+from dialoop.chat import Message, ToolDefinition
 from dialoop.environments.episode import Outcome
 from dialoop.environments.tools.function_tools import ArgumentTool, check_arguments
 from dialoop.environments.tools.text_tools import ToolInputError
@@ -105,6 +105,10 @@ class McpTools(Transform):
         bound._options = {**self._options, "syntax": bound_to(self._options["syntax"], form)}
         bound._use = _Use((), (), bound._options)
         return bound
+
+    def sample_calls(self, role: str) -> tuple[Message, ...]:
+        """Return a message for each tool of the servers."""
+        return self._use.sample_calls(role)
 
     async def step(self, outcome: Outcome) -> Outcome:
         """Run the calls of the policy's message."""

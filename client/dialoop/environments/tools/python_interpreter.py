@@ -60,6 +60,10 @@ class PythonInterpreter(Transform):
             facts={"sandbox": isolation.level, "sandbox_denies": ", ".join(isolation.denies)},
         )
 
+    def sample_calls(self, role: str) -> tuple[Message, ...]:
+        """Return a message with a block of Python."""
+        return (Message(role=role, content="```python\nprint(1)\n```"),)
+
     def reset(self, opening: Opening) -> Opening:
         """Remember an interpreter for this episode; it starts with the first block."""
         if not self.persistent:

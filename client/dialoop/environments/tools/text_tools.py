@@ -92,6 +92,8 @@ class ToolCalls(Transform):
     max_tool_response: int = field(default=100, kw_only=True)
     max_calls: int = field(default=8, kw_only=True)
     timeout_s: float = field(default=10.0, kw_only=True)
+    # Whether tools use `Episode.remember`; a step then needs its session.
+    remembers: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self._by_name()) != len(self.tools):
@@ -107,8 +109,19 @@ class ToolCalls(Transform):
 
     @property
     def traits(self) -> Traits:
-        """Return the tools' names, role and stop string."""
-        return Traits(stop=(self.syntax.call,), tools=tuple(self._by_name()), roles=(self.role,))
+        """Return the tools' names, role and stop string, and whether a step needs its session."""
+        return Traits(
+            stop=(self.syntax.call,),
+            tools=tuple(self._by_name()),
+            roles=(self.role,),
+            needs_session=self.remembers,
+        )
+
+    def sample_calls(self, role: str) -> tuple[Message, ...]:
+        """Return a message for each tool, which calls it with the text 1."""
+        request, call = self.syntax.request, self.syntax.call
+        texts = (f"{request}<{name}>1{call}" for name in self._by_name())
+        return tuple(Message(role=role, content=text) for text in texts)
 
     async def step(self, outcome: Outcome) -> Outcome:
         """Run each call in turn, up to the first tool that fails."""
@@ -132,8 +145,9 @@ class ToolCalls(Transform):
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
             # str() is inside the `try` because it runs the tool's code too.
-            with playing(outcome.episode):
+            with playing(outcome.episode, remembers=self.remembers) as run:
                 text = str(await call(tool, query, timeout_s=self.timeout_s))
+            outcome = replace(outcome, episode=run.episode)
         except ToolInputError as error:
             text = f"Tool error: {error}"
         except Exception as error:

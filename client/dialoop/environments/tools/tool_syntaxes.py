@@ -33,7 +33,11 @@ class ParsedCall:
 
 
 class ToolSyntax(Protocol):
-    """Finds the calls in a policy's message."""
+    """Finds the calls in a policy's message.
+
+    It may have `write(name, arguments_json)`, which returns a call as a text; `dialoop env check`
+    calls the tools so, and by `Message.tool_calls` without it.
+    """
 
     def calls(self, message: Message) -> list[ParsedCall]:
         """Return all calls of the message, in order."""
@@ -50,6 +54,10 @@ class BlockCalls:
         tag = re.escape(self.tag)
         spans = re.findall(rf"<{tag}>(.*?)</{tag}>", message.text, re.DOTALL)
         return [_block(span) for span in spans]
+
+    def write(self, name: str, arguments_json: str) -> str:
+        """Return a call as a text."""
+        return f"<{self.tag}>{name}\n{arguments_json}</{self.tag}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,10 @@ class XmlCalls:
         elements = re.findall(pattern, message.text, re.DOTALL)
         return [_element(attributes, body) for attributes, body in elements]
 
+    def write(self, name: str, arguments_json: str) -> str:
+        """Return a call as a text."""
+        return f'<{self.tag} name="{name}">{arguments_json}</{self.tag}>'
+
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
@@ -81,6 +93,10 @@ class JsonCalls:
             return []
         entries = content.get("tools") if isinstance(content, dict) else None
         return [_entry(entry) for entry in entries] if isinstance(entries, list) else []
+
+    def write(self, name: str, arguments_json: str) -> str:
+        """Return a call as a text."""
+        return json.dumps({"tools": [{"name": name, "arguments": json.loads(arguments_json)}]})
 
 
 _LENIENT = AnswerForm(reasoning=("<think>", "</think>"), calls="hermes", is_lenient=True)

@@ -5,6 +5,7 @@ ToolUse([search, FunctionTool(lookup, timeout_s=2.0)], syntax=NativeCalls())
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -12,9 +13,9 @@ from functools import partial
 from typing import Any, Literal
 
 from dialoop.answers import AnswerForm
-from dialoop.chat import Message
+from dialoop.chat import Message, ToolCall
 from dialoop.environments.episode import Outcome, playing
-from dialoop.environments.tools.function_tools import ArgumentTool, FunctionTool
+from dialoop.environments.tools.function_tools import ArgumentTool, FunctionTool, sample_of
 from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.environments.tools.tool_syntaxes import (
     NativeCalls,
@@ -46,7 +47,8 @@ class ToolUse(Transform):
     that went wrong.
 
     The chat template shows the policy the tools of a model's own syntax, NativeCalls. A prompt that
-    you write has to tell it the others. `tools_in_prompt` says otherwise.
+    you write has to tell it the others. `tools_in_prompt` says otherwise. `remembers` says that
+    tools put something into the episode's state, by `Episode.remember`.
     """
 
     def __init__(  # noqa: PLR0913 - the options are the interface
@@ -62,6 +64,7 @@ class ToolUse(Transform):
         max_tool_response: int = 10_000,
         show_outcome: bool = False,
         tools_in_prompt: bool | None = None,
+        remembers: bool = False,
     ) -> None:
         if timeout_s <= 0 or max_calls < 1 or max_tool_response < 1:
             raise InvalidConfig(
@@ -85,6 +88,8 @@ class ToolUse(Transform):
         if tools_in_prompt is None:
             tools_in_prompt = isinstance(self._syntax, NativeCalls)
         self._tools_in_prompt = tools_in_prompt
+        # Whether tools use `Episode.remember`; a step then needs its session.
+        self._remembers = remembers
 
     @property
     def traits(self) -> Traits:
@@ -101,7 +106,20 @@ class ToolUse(Transform):
             else "",
             roles=(self._role,),
             needs_messages=True,
+            needs_session=self._remembers,
         )
+
+    def sample_calls(self, role: str) -> tuple[Message, ...]:
+        """Return a message for each tool, which calls it with small values of its schema."""
+        messages = []
+        for name, tool in self._tools.items():
+            arguments = json.dumps(sample_of(json.loads(tool.definition.parameters_json or "{}")))
+            if write := getattr(self._syntax, "write", None):
+                messages.append(Message(role=role, content=write(name, arguments)))
+            else:
+                calls = (ToolCall(id="call_1", name=name, arguments_json=arguments),)
+                messages.append(Message(role=role, tool_calls=calls))
+        return tuple(messages)
 
     def bound_to(self, form: AnswerForm) -> ToolUse:
         """Return these tools for a model that writes calls in this form."""
@@ -141,10 +159,11 @@ class ToolUse(Transform):
             return self._answer(outcome, parsed, problem, worked=False), False, None
         outcome = replace(outcome, num_tool_calls=outcome.num_tool_calls + 1)
         try:
-            with playing(outcome.episode):
+            with playing(outcome.episode, remembers=self._remembers) as current:
                 run = partial(tool.run, parsed.arguments, timeout_s=self._timeout_s)
                 limit_s = getattr(tool, "timeout_s", None) or self._timeout_s
                 text = str(await call(run, timeout_s=limit_s + _STOPS_ITSELF_IN_S))
+            outcome = replace(outcome, episode=current.episode)
         except ToolInputError as error:
             return self._answer(outcome, parsed, str(error), worked=False), False, None
         except Exception as error:

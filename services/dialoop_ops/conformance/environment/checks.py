@@ -19,6 +19,7 @@ from dialoop.environments.environment import Environment, Stateless
 from dialoop.environments.modes import InputMode
 from dialoop.errors import DialoopError, NotFound
 from dialoop.failures import REPEATS
+from dialoop.representations import content_of
 from dialoop.trajectory import Owner
 
 from dialoop_ops.conformance.environment.play import (
@@ -216,18 +217,32 @@ async def _state(bench: Bench) -> str:
     """Check that an episode remembers in its state alone, and never changes that in place."""
     environment = bench.environment
     is_stateless = isinstance(environment, Stateless) and not environment.traits.needs_session
+    is_stateless &= bench.mode is InputMode.HISTORY
     for case in bench.cases:
-        changed, outcomes = await bench.step_twice(case)
-        if changed:
-            raise Broken(
-                f"{case}: a step changes state[{changed!r}] of an episode in place.",
-                "Remember a new value: outcome.remember(name=[*old, more]).",
-            )
-        if is_stateless and comparable(outcomes[0]) != comparable(outcomes[1]):
-            raise Broken(
-                f"{case}: the same step of the same episode gives another answer the second time.",
-                "Keep what is remembered in the episode, or declare Traits(needs_session=True).",
-            )
+        async for step in bench.step_twice(case, is_stateless=is_stateless):
+            first, second, *resumed = map(comparable, step.outcomes)
+            said = content_of(step.line)
+            if step.changed:
+                raise Broken(
+                    f"{case}: after {said!r}: a step changes state[{step.changed!r}] of an episode "
+                    "in place.",
+                    "Remember a new value: outcome.remember(name=[*old, more]) in a transform, "
+                    "episode.remember(name=[*old, more]) in a tool.",
+                )
+            if is_stateless and first != second:
+                raise Broken(
+                    f"{case}: after {said!r}: the same step of the same episode gives another "
+                    "answer the second time.",
+                    "Keep what is remembered in the episode, or declare "
+                    "Traits(needs_session=True).",
+                )
+            if any(first != other for other in resumed):
+                raise Broken(
+                    f"{case}: after {said!r}: a step from the messages alone gives another answer "
+                    "than in its session.",
+                    "Declare that it needs its session: Traits(needs_session=True) of a "
+                    "transform, or remembers=True of ToolUse, ToolCalls or tool_environment.",
+                )
     return "a step needs nothing but its episode" if is_stateless else "steps need their session"
 
 
@@ -236,16 +251,22 @@ async def _demonstrations(bench: Bench) -> str:
     shown = bench.demonstrations
     if not shown:
         return "none"
-    if bench.mode is not InputMode.HISTORY:
-        return "not checked: they are messages"
     for case, history in shown:
         played = await bench.play_case(case)
+        if bench.mode is not InputMode.HISTORY:  # they are messages, which nobody sees here
+            if len(played.outcomes) != len(case.lines) or not played.outcomes[-1].done:
+                raise Broken(
+                    f"{case}: the demonstration does not end where its episode does.",
+                    "Let it run to the message that ends the episode.",
+                )
+            continue
         after = played.outcomes[-1].history.require_prompt()
         for number, (ours, theirs) in enumerate(zip(after, history, strict=False)):
-            if (ours.role, ours.text) != (theirs.role, theirs.text):
+            said, shows = content_of(ours), content_of(theirs)
+            if (ours.role, said) != (theirs.role, shows):
                 raise Broken(
                     f"{case}: message {number} of the demonstration is {theirs.role} "
-                    f"{theirs.text!r}, and the environment says {ours.role} {ours.text!r}.",
+                    f"{shows!r}, and the environment says {ours.role} {said!r}.",
                     "Demonstrate what the environment and its tools say.",
                 )
         if len(after) != len(history) or not played.outcomes[-1].done:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Self
 
 from dialoop.chat import ChatHistory, History, Message
-from dialoop.environments.environment import Environment, Given, Managed, OpensSlowly
+from dialoop.environments.environment import Environment, Given, Managed, OpensSlowly, Stateless
 from dialoop.environments.episode import Opening, Outcome
 from dialoop.environments.modes import Answered, InputMode, Text, Tokens
 from dialoop.environments.spec import spec_of
@@ -20,6 +20,7 @@ from dialoop.episode import ResetResult, StepResult
 from dialoop.errors import Unsupported
 from dialoop.local.client import LocalEnvironmentClient
 from dialoop.reasons import Reason
+from dialoop.representations import content_of
 from dialoop.tokens.tokenizer import Tokenizer
 
 MAX_TURNS = 64
@@ -72,13 +73,22 @@ class Played:
     def last_answer(self) -> str:
         """Return what the policy said last."""
         lines = self.case.lines
-        return lines[min(len(self.outcomes), len(lines)) - 1].text
+        return content_of(lines[min(len(self.outcomes), len(lines)) - 1])
 
     @property
     def speakers(self) -> set[str]:
         """Return the roles of all messages."""
         history = self.outcomes[-1].history.prompt or ()
         return {message.role for message in history}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retaken:
+    """The outcomes of one step, and the name of what it changed of the state in place, or ""."""
+
+    changed: str
+    line: Message
+    outcomes: list[Outcome]
 
 
 @dataclass(slots=True)
@@ -209,21 +219,31 @@ class Bench:
             answers = [*await asyncio.gather(step(), step()), await step()]
         return counted, answers
 
-    async def step_twice(self, case: Case) -> tuple[str, list[Outcome]]:
-        """Take a step of one episode twice; return which of its state changed, and the outcomes."""
+    async def step_twice(self, case: Case, *, is_stateless: bool) -> AsyncIterator[Retaken]:
+        """Take each step of an episode twice, and once more from its messages if it is stateless.
+
+        So it is a later step that tells whether messages alone hold what the steps before changed.
+        """
         task, seed = choose_task(self.environment, case.choice)
         if isinstance(self.environment, OpensSlowly):
             episode = (await self.environment.open(task, seed)).episode
         else:
             episode = self.environment.reset(task, seed).episode
-        held = {k: v for k, v in episode.state.items() if isinstance(v, _CONTAINERS)}
-        kept = copy.deepcopy(held)
-        outcomes = [
-            await self.environment.step(episode, self._answer_of(case.lines[0])) for _ in "ab"
-        ]
+        lines = case.lines if len(case.lines) > 1 else case.lines * 2
+        for line in lines:
+            state, held = episode.state, _held(episode.state)
+            answer = self._answer_of(line)
+            outcomes = [await self.environment.step(episode, answer) for _ in "ab"]
+            if is_stateless and isinstance(self.environment, Stateless):
+                resumed = self.environment.resume(task, seed, episode.history)
+                outcomes.append(await self.environment.step(resumed, answer))
+            changed = [k for k, v in _held(state).items() if k not in held or held[k] != v]
+            yield Retaken(changed=changed[0] if changed else "", line=line, outcomes=outcomes)
+            episode = outcomes[0].episode
+            if episode.done:
+                break
         if isinstance(self.environment, Managed):
-            await self.environment.close(outcomes[-1].episode)
-        return next((name for name, old in kept.items() if held[name] != old), ""), outcomes
+            await self.environment.close(episode)
 
     async def _open(
         self, client: LocalEnvironmentClient, case: Case, session_id: str, seed: int
@@ -273,22 +293,35 @@ class Bench:
         cases = []
         for split, key in self._tasks():
             answer = self.environment.tasks.get(split, key).answer if key else "3"
-            texts = (
-                *self._answers,
-                "I do not know.",
-                f"<answer>{answer}</answer>",
-                *(f"<request><{tool}>1<call>" for tool in self.environment.traits.tools),
-                f"Result={answer}<submit>",
-            )
-            role = self.policy_role
-            lines = [Message(role=role, content=text) for text in texts]
+            texts = (*self._answers, "I do not know.", f"<answer>{answer}</answer>")
+            calls = self._sample_calls()
+            submit = f"Result={answer}<submit>"
+            lines = [self._say(text) for text in texts] + [*calls, self._say(submit)]
             cases += [Case(split=split, key=key, lines=(line,)) for line in lines]
             cases.append(Case(split=split, key=key, lines=tuple(reversed(lines))))
+            if len(calls) > 1:  # a tool may read what another has changed
+                cases.append(Case(split=split, key=key, lines=(*calls, *reversed(calls))))
         return cases
 
+    def _sample_calls(self) -> list[Message]:
+        """Return messages that call each tool in the syntax that its transform declares."""
+        transforms = getattr(self.environment, "transforms", ())
+        calls = [call for t in transforms for call in t.sample_calls(self.policy_role)]
+        return calls or [
+            self._say(f"<request><{tool}>1<call>") for tool in self.environment.traits.tools
+        ]
 
-# What may be changed in place and can be compared; an interpreter, say, is neither.
-_CONTAINERS = (list, dict, set, bytearray)
+    def _say(self, text: str) -> Message:
+        return Message(role=self.policy_role, content=text)
+
+
+# What can be compared; an interpreter, say, cannot.
+_COMPARED = (list, dict, set, bytearray, tuple, str, bytes, int, float, type(None))
+
+
+def _held(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of what of the state a step could change in place."""
+    return {k: copy.deepcopy(v) for k, v in state.items() if isinstance(v, _COMPARED)}
 
 
 def comparable(answer: Any) -> Any:
