@@ -175,7 +175,7 @@ async def rubrics(form: Form) -> None:
 async def instructions(form: Form) -> None:
     """`ifeval` and `ifeval_scorer` pass the function on to this reward."""
     check = _async(lambda arguments, *, timeout_s: {"strict": [True], "loose": [True]})
-    row = {"instruction_id_list": "[]", "kwargs": "[]"}
+    row = {"instruction_id_list": '["x"]', "kwargs": "[{}]"}
     own: Any = IfEvalReward(aggregator=form(lambda followed: 0.25), check=check)
     score = await own.score(replace(DONE, task=replace(DONE.task, metadata=row)))
     assert score.rewards[0].value == 0.25
