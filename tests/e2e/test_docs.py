@@ -71,6 +71,7 @@ TESTED_HERE = frozenset(
         "sandbox_examine",
         "sdk",
         "template",
+        "tool_state",
         "tracker",
     }
 )
@@ -436,6 +437,20 @@ def test_the_template_snippet_holds_as_printed() -> None:
 
 def test_the_sandbox_snippet_holds_as_printed() -> None:
     exec(snippet("sandbox_examine"), {})
+
+
+async def test_the_tool_of_the_docs_remembers_its_sum() -> None:
+    names: dict[str, Any] = {}
+    exec(snippet("tool_state"), names)
+    environment = names["environment"]
+    opening = environment.reset(environment.task_from(Given(query="Add up.")), seed=0)
+    episode, history = opening.episode, opening.history
+    for number in (1, 5):
+        call = f'<tool_call>{{"name": "add", "arguments": {{"number": {number}}}}}</tool_call>'
+        said = Message(role="assistant", content=call)
+        outcome = await environment.step(episode, history.respond(said))
+        episode, history = outcome.episode, outcome.history
+    assert episode.history[-1].text == "The sum is 6."
 
 
 async def test_what_the_model_writes_runs_in_the_environment_of_the_docs() -> None:
