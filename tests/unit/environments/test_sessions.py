@@ -405,3 +405,24 @@ async def test_steps_that_come_at_once_count_before_they_begin():
         gate.open.set()
         await asyncio.gather(*steps[:2])
         await sessions.step(step_call(session_id="c"))
+
+
+async def test_a_step_that_adds_megabytes_fails_and_the_environment_owns_it():
+    async def flood(_: str) -> str:
+        return "x" * 5_000_000
+
+    flooding = tool_environment(
+        name="flooding",
+        tasks=TASKS,
+        tools={"flood": flood},
+        rewards=[ExactResult()],
+        max_tool_response=10_000_000,
+    )
+    async with open_sessions(Catalogue([flooding]), SessionLimits()) as sessions:
+        sessions.create("s", "flooding")
+        await sessions.reset(reset_call())
+        played = await sessions.step(step_call("<request><flood>x<call>"))
+    (failure,) = played.outcome.failures
+    assert (failure.owner, failure.reason) == (Owner.ENVIRONMENT, "OUTPUT_TOO_LARGE")
+    assert played.outcome.episode.done
+    assert len(played.outcome.episode.history[-1].text) < 100

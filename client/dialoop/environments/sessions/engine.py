@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 _MAX_ID = 200
 
 T = TypeVar("T")
+MAX_ADDED = 1 << 21
+"""Most characters that a step may add to the conversation: no policy reads more."""
 
 
 @asynccontextmanager
@@ -473,12 +475,23 @@ async def _open_within(
 async def _try_step(environment: Environment, episode: Episode, answered: Answered) -> Outcome:
     """Return the environment's outcome; raise only for a bad `answered`."""
     try:
-        return await environment.step(episode, answered)
+        outcome = await environment.step(episode, answered)
     except DialoopError:
         raise
     except (Exception, asyncio.CancelledError) as error:
         _raise_if_cancelled(error)
         return _failed_step(environment, episode, answered, error)
+    num_added = sum(
+        len(message.text) for message in outcome.episode.history[len(episode.history) :]
+    )
+    if num_added <= MAX_ADDED:
+        return outcome
+    failure = Failure(
+        owner=Owner.ENVIRONMENT,
+        reason=Reason.OUTPUT_TOO_LARGE,
+        message=f"A step of {environment.name} added {num_added} characters; {MAX_ADDED} may be.",
+    )
+    return _without_response(episode, answered).fail(failure)
 
 
 def _raise_if_cancelled(error: BaseException) -> None:
