@@ -128,7 +128,7 @@ async def world(
     renderer = Renderer.of(model_dir)
     servicer = InferenceServicer(replica, renderer, num_parameters=7, max_new_tokens=20)
     server.add(add_InferenceServiceServicer_to_server, servicer, SERVICE)
-    templates = TemplateServicer(renderer, "tiny")
+    templates = TemplateServicer(renderer, "tiny", max_model_len=replica.engine.max_model_len)
     server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
     try:
         async with server, Channel(server.address, retry=RetryPolicy(max_attempts=1)) as channel:

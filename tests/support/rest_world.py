@@ -237,7 +237,8 @@ def _inference(server: GrpcServer, exits: AsyncExitStack) -> None:
     register = inference_service_pb2_grpc.add_InferenceServiceServicer_to_server
     server.add(register, servicer, "dialoop.v1.InferenceService")
     register = template_service_pb2_grpc.add_TemplateServiceServicer_to_server
-    server.add(register, TemplateServicer(renderer, "bytes"), "dialoop.v1.TemplateService")
+    templates = TemplateServicer(renderer, "bytes", max_model_len=replica.engine.max_model_len)
+    server.add(register, templates, "dialoop.v1.TemplateService")
 
 
 def _scorer(server: GrpcServer, exits: AsyncExitStack) -> None:

@@ -161,7 +161,9 @@ def _add_servicers(
     for routes_of in WIRES:
         for route in routes_of(host):
             server.add_route(route)
-    templates = TemplateServicer(renderer, settings.model_dir.name)
+    templates = TemplateServicer(
+        renderer, settings.model_dir.name, max_model_len=replica.engine.max_model_len
+    )
     server.add(add_InferenceServiceServicer_to_server, servicer, _SERVICE)
     server.add(add_TemplateServiceServicer_to_server, templates, "dialoop.v1.TemplateService")
 

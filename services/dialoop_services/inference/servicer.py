@@ -253,9 +253,13 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                 for text in request.texts
             ]
         else:
+            histories = [full_of(history) for history in request.histories]
+            for history in histories:
+                length = sum(len(message.text) for message in history)
+                self._renderer.require_may_fit(length, longest)
             sequences = [
-                self._renderer.render(full_of(history), add_generation_prompt=False)[1]
-                for history in request.histories
+                self._renderer.render(history, add_generation_prompt=False)[1]
+                for history in histories
             ]
         return [sequence.token_ids.tolist() for sequence in sequences], sequences
 

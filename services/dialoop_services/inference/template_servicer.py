@@ -33,8 +33,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class TemplateServicer(rpc.TemplateServiceServicer):
     """Serves the model's own template under the model's name, and those of the registry."""
 
-    def __init__(self, renderer: Renderer, name: str) -> None:
+    def __init__(self, renderer: Renderer, name: str, *, max_model_len: int) -> None:
         self._renderer = renderer
+        self._max_model_len = max_model_len
         self._name = name
         self._registering = asyncio.Lock()
 
@@ -106,6 +107,8 @@ class TemplateServicer(rpc.TemplateServiceServicer):
             self._template(request.template_name).for_tools(options["tools"]),
             HISTORY.from_proto(request.history),
         )
+        num_characters = sum(len(message.text) for message in history)
+        self._renderer.require_may_fit(num_characters, self._max_model_len)
         rendered, sequence = await self._renderer.run_with(
             request.template_name,
             partial(self._render, template, history, options),

@@ -52,7 +52,9 @@ async def outcomes(world: AgentWorld, engine: ScriptedEngine, arguments: str) ->
     """The tokens of the prompt, or the reason of the refusal, at each server."""
     chats = talk(arguments)
     history = HISTORY.to_proto(History.from_chats(chats))
-    rendering = TemplateServicer(Renderer.of(engine.directory), MODEL).Render(
+    rendering = TemplateServicer(
+        Renderer.of(engine.directory), MODEL, max_model_len=engine.max_model_len
+    ).Render(
         pb.RenderRequest(history=history),
         None,  # type: ignore[arg-type]
     )
