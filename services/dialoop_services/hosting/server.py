@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _IDLE_MS = 600_000
+_MAX_WAITING_CALLS = 1 << 14
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"  # the same messages as v1alpha's
 
 
@@ -345,6 +346,9 @@ class GrpcServer:
             ("grpc.keepalive_timeout_ms", unread_ms // 2),
             ("grpc.http2.ping_timeout_ms", unread_ms // 2),
             ("grpc.max_concurrent_streams", settings.max_connection_calls),
+            # gRPC drops calls by chance, whosever they are, where more than so many wait for us.
+            ("grpc.server.max_pending_requests", _MAX_WAITING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", _MAX_WAITING_CALLS),
             ("grpc.max_allowed_incoming_connections", connections.max_connections),
             ("grpc.server_handshake_timeout_ms", round(1000 * connections.head_s)),
             # A client that has no call connects again when it needs to.

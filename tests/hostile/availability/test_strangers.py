@@ -128,6 +128,39 @@ def test_nobody_writes_into_the_log(attacked):
     assert len(written) < 10_000, written[:1000]
 
 
+def resets(number: int) -> bytes:
+    return call_headers(2 * number + 1, LIST) + frame(3, 0, 2 * number + 1, struct.pack("!I", 8))
+
+
+def broken_headers(number: int) -> bytes:
+    """Headers that begin, and go on and on."""
+    return frame(1, 0, 1) if number == 0 else frame(9, 0, 1, b"\x00\x01a\x01b" * 100)
+
+
+FLOODS = {
+    "calls that are reset at once": resets,
+    "headers without an end": broken_headers,
+    "pings": lambda _: frame(6, 0, 0, bytes(8)),
+    "settings": lambda _: frame(4, 0, 0, struct.pack("!HI", 4, 1 << 16)),
+    "empty data": lambda number: frame(0, 0, 1) if number else call_headers(1, HEALTH),
+    "windows of one byte": lambda _: frame(8, 0, 0, struct.pack("!I", 1)),
+    "priorities": lambda number: frame(2, 0, 2 * number + 1, struct.pack("!IB", 0, 1)),
+    "unknown frames": lambda _: frame(0xEE, 0, 0, bytes(1000)),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_of_frames_holds_up_nobody(attacked, flood):
+    frames = b"".join(map(FLOODS[flood], range(2000)))
+    with watching(attacked) as cost:
+        for _ in range(5):
+            with raw_connection(attacked) as own, contextlib.suppress(OSError):
+                own.settimeout(1)
+                own.sendall(frames)
+                own.recv(1 << 20)
+    cost.require_small(added_mb=100)
+
+
 def test_a_connection_that_is_not_read_is_closed(attacked):
     """Answers wait in the service until their client takes them, but not for ever."""
     with raw_connection(attacked) as own:
