@@ -11,7 +11,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -283,7 +283,7 @@ def require_few_values(body: bytes, most: int) -> None:
     Of numbers there may be far more: a column has as many as there are tokens.
     """
     # An item is an object of a few keys and texts, or a few numbers.
-    if not _has_more(body, most, body.count(b'"') // 2):
+    if len(body) <= 4 * most or not _has_more(body, most, body.count(b'"') // 2):
         return
     # Many of the marks may stand inside texts. Without escapes every second quote ends one.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -299,22 +299,31 @@ def require_unique_keys(body: bytes) -> None:
     """
     if len(body) > _MAX_PARSED_BYTES:
         body = _NUMBERS.sub(b"[]", body)
-    twice: list[str] = []
-
-    def note(pairs: list[tuple[str, Any]]) -> None:
-        if not twice and len(dict(pairs)) < len(pairs):
-            ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
-            twice.append(key)
-
-    with suppress(ValueError, RecursionError):
-        json.loads(body, object_pairs_hook=note)
-    if twice:
+    try:
+        _KEYS.decode(body.decode())
+    except _StandsTwice as twice:
+        (key,) = twice.args
         raise FieldsRefused(
-            f"{twice[0][:100]!r} stands twice in one object.",
+            f"{key[:100]!r} stands twice in one object.",
             reason=Reason.INVALID_JSON,
             remedy="Send each field once.",
-            fields=[twice[0][:100]],
-        )
+            fields=[key[:100]],
+        ) from None
+    except (ValueError, RecursionError):
+        return
+
+
+class _StandsTwice(Exception):
+    """A key stands twice in one object."""
+
+
+def _require_unique(pairs: list[tuple[str, Any]]) -> None:
+    if len(dict(pairs)) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise _StandsTwice(key)
+
+
+_KEYS = json.JSONDecoder(object_pairs_hook=_require_unique)
 
 
 def _has_more(body: bytes, most: int, num_texts: int) -> bool:
