@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from dialoop.environments import TaskData, arithmetic
+from dialoop.environments import OneTurn, TaskData, arithmetic
 from dialoop.episode import ContinuedText
 from dialoop.errors import InvalidConfig
 from dialoop.tasks.ifeval import Followed
 from dialoop.testing import ScriptedPolicy
 from dialoop_extras.compat import (
     ChatEnv,
+    GSM8KRewardParser,
     IfEvalScorer,
     LLMCollector,
     PolicyVersion,
@@ -97,3 +98,31 @@ async def test_s1_lines_769_to_783_an_aggregator_of_ones_own() -> None:
     assert rewards[True] != rewards[aggregator]
     with pytest.raises(InvalidConfig, match="needs one reward"):
         IfEvalScorer(aggregate_reward=False)
+
+
+async def rewards_of(text: str) -> tuple[dict[str, float], Any]:
+    """The rewards of an answer to "3+4?" by GSM8K's parser, in an episode of one turn."""
+    env = ChatEnv(transforms=(OneTurn(),)).append_transform(GSM8KRewardParser())
+    task = TaskData(key="1", question="3+4?", answer="It is 3+4.\n#### 7")
+    opening = env.reset(task, seed=0)
+    answer = {"role": "assistant", "content": text}
+    outcome = await env.step(opening.episode, opening.history.respond(answer))
+    return {reward.name: reward.value for reward in outcome.rewards}, outcome
+
+
+async def test_s1_lines_704_to_710_and_739_to_751_the_parser_names_its_rewards_and_ends() -> None:
+    rewards, outcome = await rewards_of("<think>3 and 4</think><answer>7</answer>")
+    names = {"reward_answer", "reward_think", "reward_right", "reward_contained"}
+    env = ChatEnv().append_transform(GSM8KRewardParser())
+    assert set(rewards) == set(env.traits.reward_names) == names
+    assert outcome.episode.terminated
+    assert all(reward.success for reward in outcome.rewards)
+    wrong, _ = await rewards_of("<think>3 and 4</think><answer>8</answer>")
+    assert sum(wrong.values()) < sum(rewards.values())
+
+
+@pytest.mark.parametrize("text", ["<think>1 < 2 & 3</answer>", "<answer", "7", ""])
+async def test_s1_lines_795_to_798_what_cannot_be_parsed_is_an_empty_answer(text: str) -> None:
+    rewards, outcome = await rewards_of(text)
+    assert not outcome.failures
+    assert rewards["reward_right"] == 0.0
