@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import InvalidConfig
+from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_learning.model.weight_files import is_tied, model_shapes, num_parameters
 from dialoop_services.config.memory import (
@@ -33,10 +34,12 @@ from dialoop_services.config.memory import (
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
+    from dialoop_services.config.tables import TrainSection
 
     from dialoop_ops.stack.devices import DevicePlan
     from dialoop_ops.stack.gpus import Gpu
 
+_NUM_CHECKPOINTS = 3  # the newest two, and the one that is being written
 _NUM_PUBLISHED = 2  # in shared memory: the newest, and the one that is being written
 _GIB, _MIB = 2**30, 2**20
 _CONTEXT_BYTES, _SURE = 0.4 * _GIB, 0.8
@@ -51,7 +54,7 @@ class Estimate:
     publish_bytes: of the file. published_bytes: of what lies in the machine's memory of them.
     step_products: floating-point operations of one train step on one process, if every trajectory
     is as long as the context, max_model_len. row_tokens: of the longest row. on_gpus: processes
-    beside the trainer whose model lies on a GPU.
+    beside the trainer whose model lies on a GPU. num_policies: that may lie on the disk at a time.
     """
 
     processes: Mapping[str, Parts]
@@ -63,6 +66,19 @@ class Estimate:
     training: Training
     shape: ModelShape
     on_gpus: frozenset[str]
+    num_policies: int
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Return the bytes of a checkpoint: what is trained, and two numbers of AdamW for each."""
+        trained = self.training.num_trained
+        number = self.shape.num_parameters if trained is None else trained
+        return 3 * number * BYTES_OF[self.training.dtype]
+
+    @property
+    def disk_bytes(self) -> int:
+        """Return the bytes of policies and checkpoints that lie on the disk at a time."""
+        return self.num_policies * self.publish_bytes + _NUM_CHECKPOINTS * self.checkpoint_bytes
 
     @property
     def total(self) -> int:
@@ -89,6 +105,10 @@ class Estimate:
         )
         lines.append(
             f"publish  {self.publish_bytes / _MIB:.1f} MiB each time ({self.what_is_published})"
+        )
+        lines.append(
+            f"disk     {self.disk_bytes / _GIB:.2f} GiB at most = {self.num_policies} policies + "
+            f"{_NUM_CHECKPOINTS} checkpoints of {self.checkpoint_bytes / _MIB:.1f} MiB"
         )
         products = f"{self.step_products / 1e12:.1f} Tflop of the trainer"
         time = ""
@@ -164,7 +184,29 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         training=training,
         shape=shape,
         on_gpus=frozenset(on_gpus) & processes.keys(),
+        num_policies=_num_policies(train),
     )
+
+
+def _num_policies(train: TrainSection) -> int:
+    """Return how many policies lie on the disk at most: one of each step, or those that stay."""
+    every = train.num_steps + 1
+    if not (train.keep_policies and train.keep_milestones):
+        return every
+    return min(every, 1 + train.keep_policies + train.keep_milestones + 1)
+
+
+def warnings_for_disk(config: JobConfig, free: int) -> tuple[str, ...]:
+    """Return a warning where policies and checkpoints need more than the `free` bytes of a disk."""
+    with suppress(DialoopError):  # of a model that the preflight refuses
+        estimate = estimate_of(config)
+        if estimate is not None and estimate.disk_bytes > free:
+            return (
+                f"policies and checkpoints may take {estimate.disk_bytes / _GIB:.1f} GiB, and the "
+                f"disk of runs/ has {free / _GIB:.1f} free: lower keep_policies and "
+                "keep_milestones in [train], or make room",
+            )
+    return ()
 
 
 def gpu_needs(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.trainer import Phase
@@ -16,6 +18,7 @@ from dialoop_services.config.job import (
 )
 from dialoop_services.runtime.cores import threads_of
 
+from dialoop_ops.stack.estimates import warnings_for_disk
 from dialoop_ops.stack.layout import Layout, service_of
 from dialoop_ops.stack.processes.redis_server import version_of
 from dialoop_ops.stack.report import summary
@@ -80,6 +83,7 @@ def warnings_for(config: JobConfig) -> tuple[str, ...]:
         *warnings_for_formats(config),
         *warnings_for_cache(config),
         *warnings_for_template(config),
+        *warnings_for_disk(config, shutil.disk_usage(Path.cwd()).free),
     )
 
 

@@ -488,9 +488,11 @@ class TrainFields(Section):
     sharded_checkpoints: bool = False
     """Whether each process writes a part of a checkpoint; both kinds resume on any number."""
     keep_policies: int = Field(default=4, ge=0)
-    """Number of newest policies to keep on disk, beside the first and evaluated ones; 0: all."""
+    """Number of newest policies to keep on disk, beside the first and milestones; 0: all."""
     keep_policies_every: int = Field(default=10, ge=0)
-    """Every n-th policy stays on disk too, where keep_policies deletes others; 0: none does."""
+    """Every n-th policy is a milestone, beside those that were evaluated; 0: none is."""
+    keep_milestones: int = Field(default=8, ge=0)
+    """Number of newest milestones to keep on disk, beside the one that earned most; 0: all."""
     min_free_disk_mb: int = Field(default=256, ge=0)
     """Free megabytes on the disk of the run's folder, beside room for one more checkpoint, below
     which training pauses with the alarm DISK_LOW; 0: the disk is not watched."""

@@ -8,7 +8,7 @@ import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_ops.stack import preflight
-from dialoop_ops.stack.estimates import estimate_of, require_memory
+from dialoop_ops.stack.estimates import estimate_of, require_memory, warnings_for_disk
 from dialoop_services.config.file import parse_config
 from dialoop_services.config.memory import (
     LARGE_MODEL,
@@ -117,9 +117,29 @@ def test_a_publish_has_the_bytes_of_its_file(directory) -> None:
     merged = {"directory": str(directory), "lora_rank": 2, "publish": "merged"}
     assert estimate_of(job(directory, model=merged)).publish_bytes == whole.publish_bytes
     lines = whole.lines(gflops=50.0)
-    assert [line.split()[0] for line in lines] == [*["memory"] * 3, "publish", "step"]
+    assert [line.split()[0] for line in lines] == [*["memory"] * 3, "publish", "disk", "step"]
     assert "Gflop/s" in lines[-1]
     assert "Gflop/s" not in whole.lines()[-1]  # of a machine whose rate is not known
+
+
+def test_the_disk_that_a_run_needs_is_said_before_it_starts(directory) -> None:
+    policy = estimate_of(job(directory)).publish_bytes
+    for train, number in (
+        ({"num_steps": 500}, 1 + 4 + 8 + 1),
+        ({"num_steps": 3}, 4),
+        ({"num_steps": 500, "keep_policies": 0}, 501),
+        ({"num_steps": 500, "keep_milestones": 0}, 501),
+        ({"num_steps": 500, "keep_policies": 1, "keep_milestones": 1}, 4),
+    ):
+        config = job(directory, train=train)
+        needed = number * policy + 3 * 3 * policy  # AdamW keeps two numbers for each
+        assert estimate_of(config).disk_bytes == needed
+        assert warnings_for_disk(config, needed) == ()
+        (warning,) = warnings_for_disk(config, needed - 1)
+        assert "keep_milestones" in warning
+    adapter = job(directory, model={"directory": str(directory), "lora_rank": 2})
+    assert estimate_of(adapter).disk_bytes < policy * (4 + 8)
+    assert warnings_for_disk(parse_config({}, source="job.toml"), 0) == ()
 
 
 @pytest.mark.parametrize("max_model_len", [160, 4096])

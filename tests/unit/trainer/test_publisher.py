@@ -308,6 +308,21 @@ async def test_evaluated_and_every_nth_policy_are_kept_also_after_a_restart(
     assert policies_in(tmp_path) == {"main-1", "main-3", "main-4", "main-7"}
 
 
+async def test_milestones_stay_within_their_bound_and_so_does_the_best(tmp_path: Path) -> None:
+    settings = {"keep_policies": 1, "keep_policies_every": 0, "keep_milestones": 2}
+    publishing = publisher(tmp_path, FakeReplica(-1.0), **settings)
+    rewards = {2: 0.5, 3: 0.9, 4: None, 5: 0.1, 6: float("nan"), 7: 0.9, 8: 0.2}
+    for number in range(1, 10):
+        await publish_all(publishing, version(number))
+        if number in rewards:
+            publishing.keep(version(number))
+            publishing.keep(version(number), rewards[number])
+    assert policies_in(tmp_path) == {"main-1", "main-3", "main-7", "main-8", "main-9"}
+    again = publisher(tmp_path, FakeReplica(-1.0), **{**settings, "keep_milestones": 1})
+    await publish_all(again, version(10))
+    assert policies_in(tmp_path) == {"main-1", "main-3", "main-8", "main-10"}
+
+
 async def test_all_policies_are_kept_only_where_the_settings_say_so(tmp_path: Path) -> None:
     versions = [version(number) for number in range(1, 8)]
     for folder, settings, num_kept in (("all", {"keep_policies": 0}, 7), ("default", {}, 5)):

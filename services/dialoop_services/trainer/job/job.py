@@ -150,7 +150,8 @@ class TrainingJob:
                 self._parts.publisher.keep(live.policy_version)
             result = await self._parts.evaluator.evaluate(plan, train_step=step)
         if result.newest is not None:
-            self._parts.publisher.keep(result.newest)
+            reward = result.mean_reward if result.num_trajectories else None
+            self._parts.publisher.keep(result.newest, reward)
         row = result.row() | ({} if due is None else {"due_train_step": due})
         self._parts.records.metric(
             "evaluation",

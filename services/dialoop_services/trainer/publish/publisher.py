@@ -527,19 +527,26 @@ class Publisher:
             )
         return worst
 
-    def keep(self, version: PolicyVersion) -> None:
-        """Never delete this policy, if it is still there; it was evaluated, say."""
+    def keep(self, version: PolicyVersion, reward: float | None = None) -> None:
+        """Keep this policy among the milestones, if it is still there, with what it earned."""
         directory = self._root / str(version)
         if directory.is_dir():
             (directory / KEPT).touch()
+            if reward is not None:
+                (directory / KEPT).write_text(repr(reward), "utf-8")
 
     def _delete_old(self) -> None:
         """Delete policies that no setting keeps, of all lineages."""
         if not self._settings.keep_policies:
             return
         policies = [path for path in self._root.iterdir() if path.is_dir()]
-        newest, every = self._settings.keep_policies, self._settings.keep_policies_every
-        for old in policies_to_delete(policies, newest=newest, every=every):
+        settings = self._settings
+        for old in policies_to_delete(
+            policies,
+            newest=settings.keep_policies,
+            every=settings.keep_policies_every,
+            milestones=settings.keep_milestones,
+        ):
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -560,14 +567,28 @@ def weights_sender_of(settings: TrainerSettings) -> WeightsSender:
     return VllmTransfer(backend, num_workers=settings.inference_world_size)
 
 
-def policies_to_delete(policies: Iterable[Path], *, newest: int, every: int) -> list[Path]:
-    """Return which policies go: all but the first, the `newest`, every n-th, and those kept."""
-    ordered = sorted(policies, key=_export_order)
-    return [
-        path
-        for path in ordered[1:-newest]
-        if not (path / KEPT).exists() and not _is_every(path.name, every)
-    ]
+def policies_to_delete(
+    policies: Iterable[Path], *, newest: int, every: int, milestones: int
+) -> list[Path]:
+    """Return which policies go: all but the first, the `newest`, and the milestones.
+
+    Those are every n-th and those that were evaluated: the newest of both, so many as `milestones`
+    says (0: all), and the one that earned most.
+    """
+    older = sorted(policies, key=_export_order)[1:-newest]
+    marked = [p for p in older if (p / KEPT).exists() or _is_every(p.name, every)]
+    judged = {path: earned for path in marked if (earned := _earned(path)) is not None}
+    stay = {*marked[-milestones:], max(judged, key=judged.__getitem__, default=None)}
+    return [path for path in older if path not in stay]
+
+
+def _earned(policy: Path) -> float | None:
+    """Return the mean reward of an evaluated policy; None where none is known."""
+    try:
+        reward = float((policy / KEPT).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return None if math.isnan(reward) else reward
 
 
 def _is_every(name: str, every: int) -> bool:
