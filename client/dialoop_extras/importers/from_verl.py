@@ -213,6 +213,8 @@ def _map_steps(keys: ForeignKeys) -> None:
     else:
         first = int(share * (total or 0)) if warmup <= 0 else warmup
         mapped["train.num_warmup_updates"] = int(first) * updates
+    if ":" not in str(mapped.get("train.optimizer")):
+        mapped["train.weight_decay_all"] = True  # verl gives AdamW all parameters in one group
     mapped["train.learning_rate_floor"] = keys.number(f"{optim}.min_lr_ratio") or 0.0
     if keys.take(f"{_ACTOR}.fsdp_config.model_dtype") in ("bf16", "bfloat16"):
         mapped["dtype"] = "bfloat16"

@@ -122,6 +122,7 @@ def test_a_verl_config_becomes_a_job_that_passes_the_check(tmp_path: Path) -> No
     train, objective = config.train, config.train.objective
     assert (train.num_steps, train.groups_per_train_step, train.num_minibatches) == (30, 64, 4)
     assert (train.learning_rate, train.weight_decay, train.loss) == (1e-6, 0.01, "grpo")
+    assert train.weight_decay_all
     assert train.loss_options == {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
     assert (objective.aggregation, objective.kl_coeff, objective.kl_estimator) == (
         "sequence",
