@@ -288,6 +288,7 @@ class Reason(_Named):
     LEASE_LOST = "LEASE_LOST", "The lease ran out, or belongs to another attempt."
     LENGTHS_MISSING = "LENGTHS_MISSING", "Padded rows came without their lengths."
     LINEAGE_MISMATCH = "LINEAGE_MISMATCH", "The policy version is of another lineage."
+    LOCKS_OF_OTHERS = "LOCKS_OF_OTHERS", "The folder of locks is not this user's alone."
     LORA_TARGET = "LORA_TARGET", "The model has no linear layer of that name."
     LOSS_INPUT_MISSING = "LOSS_INPUT_MISSING", "The loss needs an input that is not there."
     MANIFEST_MISMATCH = "MANIFEST_MISMATCH", "The weights do not fit their manifest."

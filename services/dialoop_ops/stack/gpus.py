@@ -19,6 +19,8 @@ from pathlib import Path
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 
+from dialoop_ops.stack.processes.ports import private_folder
+
 _PROGRAM, _ANSWERS_IN_S = "nvidia-smi", 20.0
 _GIB, _MIB = 2**30, 2**20
 _FOLDER = Path(tempfile.gettempdir())
@@ -133,7 +135,7 @@ def hold(
         for entry in sorted(set(entries)):
             gpu = next((gpu for gpu in gpus if gpu.is_called(entry)), None)
             name = gpu.uuid if gpu else entry
-            path = (folder or _FOLDER) / f"dialoop-{os.getuid()}-{name.replace('/', '-')}.lock"
+            path = private_folder(folder or _FOLDER) / f"{name.replace('/', '-')}.lock"
             number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             file = stack.enter_context(os.fdopen(number, "r+", encoding="utf-8"))
             try:

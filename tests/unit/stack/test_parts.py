@@ -15,7 +15,7 @@ from dialoop_ops.stack.preflight import check
 from dialoop_ops.stack.processes import ports
 from dialoop_ops.stack.processes.guardian import leaders_from
 from dialoop_ops.stack.processes.log_stream import LogStream
-from dialoop_ops.stack.processes.ports import choose_ports
+from dialoop_ops.stack.processes.ports import choose_ports, private_folder
 from dialoop_ops.stack.processes.redis_server import find_redis
 from dialoop_ops.stack.report.live import PhaseProgress, TimeLeft
 from dialoop_ops.stack.report.report import choose_transcripts, report
@@ -318,3 +318,18 @@ def test_only_the_sandbox_knows_where_linux_keeps_its_processes() -> None:
     runtime = "services/dialoop_services/runtime"
     readers -= {f"{runtime}/probe.py", f"{runtime}/cores.py"}
     assert {path for path in readers if not path.startswith("client/dialoop/sandbox/")} == set()
+
+
+@pytest.mark.parametrize("kind", ["open to others", "a file", "a link"])
+def test_a_folder_of_locks_that_others_can_hold_is_refused(tmp_path, kind):
+    folder = private_folder(tmp_path)
+    assert folder == private_folder(tmp_path)
+    assert folder.stat().st_mode & 0o077 == 0
+    if kind == "open to others":
+        folder.chmod(0o777)
+    else:
+        folder.rmdir()
+        folder.touch(0o600) if kind == "a file" else folder.symlink_to(Path.home())
+    with pytest.raises(InvalidConfig) as caught:
+        private_folder(tmp_path)
+    assert caught.value.reason == "LOCKS_OF_OTHERS"

@@ -6,7 +6,9 @@ import fcntl
 import os
 import random
 import socket
+import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from dialoop.errors import InvalidConfig
@@ -56,11 +58,27 @@ def _bind_any(name: str) -> socket.socket:
     )
 
 
+def private_folder(within: Path | None = None) -> Path:
+    """Return this user's folder of locks among the machine's temporary files.
+
+    InvalidConfig (LOCKS_OF_OTHERS) where somebody else made it, who could hold every lock in it.
+    """
+    folder = (within or Path(tempfile.gettempdir())) / f"dialoop-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+        return folder
+    raise InvalidConfig(
+        f"{folder} is not a folder of this user alone.",
+        reason=Reason.LOCKS_OF_OTHERS,
+        remedy="Remove it, or set TMPDIR to a folder of your own.",
+    )
+
+
 def _reserve(port: int) -> bool:
     """Lock the port's file until this process ends; return false if another process has it."""
-    folder = Path(tempfile.gettempdir()) / f"dialoop-ports-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    file = os.open(folder / str(port), os.O_WRONLY | os.O_CREAT, 0o600)
+    file = os.open(private_folder() / f"port-{port}", os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
