@@ -53,6 +53,8 @@ _SELECTIONS = frozenset(pb.Selection.values())
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Leases = TypeVar("_Leases", pb.LeaseTasksResponse, pb.LeaseGroupsResponse)
 _Item = TypeVar("_Item")
+_LONG_BYTES = 1 << 16
+"""Bytes of a request from which on to check it takes so long that others should go on meanwhile."""
 
 
 class ReplayServicer(rpc.ReplayServiceServicer):
@@ -100,15 +102,16 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         for item in request.items:
             _check_count("num_discarded", item.num_discarded, least=0)
         vocab_size = self._vocab_size()
-        rejections = [
-            check_trajectory(
+
+        def check(item: pb.MemberItem) -> pb.AppendOutcome | None:
+            return check_trajectory(
                 item.trajectory,
                 group_id=_group_of(item),
                 stage=Stage.UNSCORED,
                 vocab_size=vocab_size,
             )
-            for item in request.items
-        ]
+
+        rejections = await _checked(request, check)
         valid = _valid(request.items, rejections)
         appended = await self._append_members(pb.AppendMembersRequest(run=request.run, items=valid))
         outcomes = await self._outcomes(request.run, rejections, appended.outcomes)
@@ -139,11 +142,13 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             _check_num_discarded(item, stage)
             _check_priority(item, stage)
         vocab_size = self._vocab_size()
-        rejections = [
-            _check_played(item, stage)
-            or check_group(item.group, stage=stage, vocab_size=vocab_size)
-            for item in request.items
-        ]
+
+        def check(item: pb.AppendItem) -> pb.AppendOutcome | None:
+            return _check_played(item, stage) or check_group(
+                item.group, stage=stage, vocab_size=vocab_size
+            )
+
+        rejections = await _checked(request, check)
         valid = _valid(request.items, rejections)
         if stage is Stage.SCORED:
             append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
@@ -301,6 +306,16 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         """Raise InvalidInput for an impossible `lease_s`; replace 0 by the default."""
         check_seconds("lease_s", request.lease_s)
         request.lease_s = request.lease_s or self.store.limits.lease_s
+
+
+async def _checked(
+    request: pb.AppendMembersRequest | pb.AppendGroupsRequest,
+    check: Callable[[Any], pb.AppendOutcome | None],
+) -> list[pb.AppendOutcome | None]:
+    """Return what rejects each item of a request, in a thread where that takes long."""
+    if request.ByteSize() <= _LONG_BYTES:
+        return [check(item) for item in request.items]
+    return await asyncio.to_thread(lambda: [check(item) for item in request.items])
 
 
 def _without_ages(stats: pb.ReplayStats) -> pb.ReplayStats:

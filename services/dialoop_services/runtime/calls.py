@@ -59,7 +59,7 @@ LARGE = frozenset(
     }
 )
 """Rpcs whose requests hold whole trajectories. Weights come as a stream of small chunks."""
-MAX_ITEMS, MAX_LARGE_ITEMS = 1 << 14, 1 << 20
+MAX_ITEMS, MAX_LARGE_ITEMS = 1 << 14, 1 << 18
 """Most messages and texts in the lists of one request, and of one that holds trajectories."""
 
 
