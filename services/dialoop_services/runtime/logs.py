@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STALLS_EVERY_S = 5.0
+# On a CPU a step or an answer of a real model takes longer than a stall, and is none.
+_WARN_AFTER_S = 60.0
+# What another library warns of at each normal start.
+_EXPECTED = {"vllm.triton_utils.importing": "doesn't include CPU backend"}
 _MAX_TEXT = 4000  # characters of a message, or of one field
 _OURS = (
     *("dialoop", "dialoop_extras", "dialoop_learning", "dialoop_services", "dialoop_ops"),
@@ -80,6 +84,7 @@ async def log_stalls(waits: Waits, *, every_s: float = _STALLS_EVERY_S) -> None:
     """Log every wait that is a stall, again whenever its age has doubled, and its end.
 
     One that takes no more than twice as long as the last of its kind is the rule: it is not told.
+    It is a warning once it has taken a minute.
     """
     due_s: dict[tuple[str, str], float] = {}  # of those that were told
     lasts_s: dict[tuple[str, str], float] = {}  # of those that go on
@@ -89,14 +94,15 @@ async def log_stalls(waits: Waits, *, every_s: float = _STALLS_EVERY_S) -> None:
         stalls = {(w.target, w.what): w for w in waits.current() if w.is_stall}
         for kind in lasts_s.keys() - stalls.keys():
             last_s[kind] = lasts_s.pop(kind)
-            if due_s.pop(kind, None) is not None:
+            if (due := due_s.pop(kind, None)) is not None:
                 facts = {"target": kind[0], "seconds": round(last_s[kind], 1)}
-                log.warning("Goes on, after a wait for %s.", kind[1], extra=facts)
+                log.log(_level(due / 2), "Goes on, after a wait for %s.", kind[1], extra=facts)
         for kind, wait in stalls.items():
             lasts_s[kind] = max(wait.seconds, lasts_s.get(kind, 0.0))
             if wait.seconds >= due_s.get(kind, 2 * last_s.get(kind, 0.0)):
                 due_s[kind] = 2 * wait.seconds
-                log.warning(
+                log.log(
+                    _level(wait.seconds),
                     "Waits for %s.",
                     wait.what,
                     extra={
@@ -105,6 +111,10 @@ async def log_stalls(waits: Waits, *, every_s: float = _STALLS_EVERY_S) -> None:
                         "seconds": round(wait.seconds, 1),
                     },
                 )
+
+
+def _level(seconds: float) -> int:
+    return logging.WARNING if seconds >= _WARN_AFTER_S else logging.INFO
 
 
 class _FieldsFormatter(logging.Formatter):
@@ -177,6 +187,8 @@ class RepeatFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the record is written."""
         is_own = record.name.partition(".")[0] in _OURS
+        if record.name in _EXPECTED and _EXPECTED[record.name] in record.getMessage():
+            return False
         most = self._max_own_records if is_own else self._max_records
         kind = (record.pathname, record.lineno)
         begin, count = self._kinds.get(kind, (record.created, 0))

@@ -90,7 +90,7 @@ def test_metrics_show_waits_as_the_watcher_reads_them(waits):
 
 
 async def test_a_stall_is_logged_once_then_when_it_doubled_and_at_its_end(waits, caplog):
-    caplog.set_level(logging.WARNING, logger="dialoop_services")
+    caplog.set_level(logging.INFO, logger="dialoop_services")
     checking = asyncio.create_task(log_stalls(waits, every_s=0.01))
 
     def lines(text: str) -> int:
@@ -108,11 +108,13 @@ async def test_a_stall_is_logged_once_then_when_it_doubled_and_at_its_end(waits,
     checking.cancel()
     record = caplog.records[0]
     assert (record.target, record.waits) == ("inference", 1)
+    # A real model's step on a CPU takes longer than a stall, and no normal start warns.
+    assert [r.levelname for r in caplog.records] == ["INFO", "WARNING", "WARNING"]
     assert not lines("tasks")
 
 
 async def test_waits_as_long_as_the_last_of_their_kind_are_the_rule_and_not_told(waits, caplog):
-    caplog.set_level(logging.WARNING, logger="dialoop_services")
+    caplog.set_level(logging.INFO, logger="dialoop_services")
     checking = asyncio.create_task(log_stalls(waits, every_s=0.01))
 
     async def wait(seconds: float) -> list[str]:

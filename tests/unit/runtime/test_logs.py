@@ -60,6 +60,13 @@ def test_a_traceback_cannot_forge_a_record(formatter):
     assert all(line.startswith("    ") and line.isprintable() for line in others)
 
 
+def test_what_a_library_says_at_each_start_is_left_out():
+    usual = "Triton is installed, but doesn't include CPU backend. Disabling Triton."
+    name = "vllm.triton_utils.importing"
+    passed = [RepeatFilter().filter(record(text, name)) for text in (usual, "Triton is broken.")]
+    assert passed == [False, True]
+
+
 def test_a_loop_of_other_libraries_errors_is_written_in_part(monkeypatch):
     repeats = RepeatFilter(max_records=3, every_s=60)
     passed = [repeats.filter(record("no", "asyncio", created=float(i))) for i in range(50)]

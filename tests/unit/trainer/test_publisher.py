@@ -491,6 +491,30 @@ async def test_a_replica_that_is_away_is_told_once_and_then_when_it_is_back(
     assert told_by(caplog)[1] == "A replica serves the newest policy."
 
 
+async def test_a_replica_that_is_still_starting_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = cast("InferenceClient", FakeReplica(-1.0))
+    publishing = publisher(tmp_path, cast("FakeReplica", replica))
+    publishing._tokenizer_digest = "digest"
+    now = 1000.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def refuse() -> Any:
+        raise Unavailable("not yet")
+
+    replica.get_policy = refuse  # type: ignore[method-assign]
+    for second in (0, 30, 59):
+        now = 1000.0 + second
+        assert not await publishing._is_fit(replica)
+    assert told_by(caplog) == []
+    now = 1061.0
+    await publishing._is_fit(replica)
+    assert told_by(caplog) == ["A replica does not say what it serves."]
+    publishing._note_well(replica)
+    assert told_by(caplog)[1:] == ["A replica serves the newest policy."]
+
+
 async def test_a_failure_of_a_replica_is_told_again_when_it_has_lasted_twice_as_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _LOOK_EVERY_S, _ANSWER_S = 2.0, 10.0
 _AGAIN_S = 20.0
+# A replica that is still starting does not answer.
+_STARTS_IN_S = 60.0
 """Least time until the same failure of a replica is told again."""
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
 _MOST_OF_ROUNDING = 0.05, 0.5
@@ -350,7 +352,8 @@ class Publisher:
         try:
             status = await replica.get_policy()
         except DialoopError as error:
-            self._warn(replica, "A replica does not say what it serves.", reason=error.reason)
+            text = "A replica does not say what it serves."
+            self._warn(replica, text, after_s=_STARTS_IN_S, reason=error.reason)
             return False
         return self._has_same_tokenizer(replica, status)
 
@@ -384,18 +387,20 @@ class Publisher:
         self._behind.add(replica)
         self._missed.add(replica)
 
-    def _warn(self, replica: InferenceClient, message: str, **facts: object) -> None:
-        """Tell what fails, and the same of that replica again only when it has lasted twice."""
+    def _warn(
+        self, replica: InferenceClient, message: str, *, after_s: float = 0.0, **facts: object
+    ) -> None:
+        """Tell what has failed for so long, and again only when it has lasted twice."""
         now = time.monotonic()
         since, due_at = self._failing.setdefault(replica, (now, {}))
-        if now >= due_at.get(message, now):
+        if now >= due_at.get(message, since + after_s):
             due_at[message] = now + max(now - since, _AGAIN_S)
             log.warning(message, extra={"replica": self._name_of(replica), **facts})
 
     def _note_well(self, replica: InferenceClient) -> None:
         """Tell that a replica serves the newest policy, if it was told that it fails."""
         failing = self._failing.pop(replica, None)
-        if failing is not None:
+        if failing is not None and failing[1]:
             seconds = round(time.monotonic() - failing[0], 1)
             facts = {"replica": self._name_of(replica), "seconds": seconds}
             log.warning("A replica serves the newest policy.", extra=facts)
