@@ -57,7 +57,7 @@ def python() -> ChatEnv:
 
 def lab() -> ChatEnv:
     """Sums, with the tools of an MCP server."""
-    tool = McpTools({"lab": McpServer(command=sys.executable, args=(str(PROGRAM),))})
+    tool = McpTools({"lab": McpServer(command=sys.executable, args=(str(PROGRAM),), shared=True)})
     return _asking("lab", "{} and {}", tool, lambda a, b: a + b)
 
 

@@ -23,6 +23,7 @@ from tests.support.waiting import PATIENCE_S
 
 PROGRAM = Path(__file__).parents[2] / "support" / "programs" / "mcp_program.py"
 STDIO = McpServer(command=sys.executable, args=(str(PROGRAM),))
+SHARED = McpServer(command=sys.executable, args=(str(PROGRAM),), shared=True)
 TASKS = ArithmeticTasks()
 TASK = {"split": "train", "task_key": TASKS.keys("train")[0]}
 
@@ -96,6 +97,29 @@ async def test_a_tool_that_never_answers_is_cut_off_and_the_next_call_works():
         assert texts(other)[-1].endswith("\n3")
 
 
+async def test_what_a_server_remembers_is_of_one_episode_unless_it_is_shared():
+    for server, counts in ((STDIO, ["1", "2", "1"]), (SHARED, ["1", "2", "3"])):
+        made = environment(server)
+        assert made.traits.needs_session is not server.shared
+        async with at("sdk", made) as client:
+            for name in "ab":
+                await open_session(client, "lab", name, **TASK)
+            outcomes = await play(client, call("lab.count"), call("lab.count"), session="a")
+            outcomes += await play(client, call("lab.count"), session="b")
+            assert [texts(outcome)[-1].rpartition("\n")[2] for outcome in outcomes] == counts
+
+
+async def test_an_episodes_server_that_dies_is_not_started_anew_without_its_state():
+    async with at("sdk", environment(tool_failures="tell")) as client:
+        await open_session(client, "lab", "a", **TASK)
+        await open_session(client, "lab", "b", **TASK)
+        lines = (call("lab.count"), call("lab.leave"), call("lab.count"))
+        outcomes = await play(client, *lines, session="a")
+        (other,) = await play(client, call("lab.count"), session="b")
+    assert "failed" in texts(outcomes[-1])[-1]
+    assert texts(other)[-1].endswith("\n1")
+
+
 async def test_59_mcp_tools_without_a_server():
     async with Dialoop(environment=environment()) as dialoop:
         await open_session(dialoop.environment, "lab", **TASK)
@@ -128,7 +152,7 @@ async def test_a_server_that_cannot_be_reached_keeps_the_service_down_and_says_w
 
 async def test_a_server_that_dies_is_seen_in_readyz_and_its_calls_are_failures():
     settings = EnvironmentSettings(rest_port=0, health_interval_s=0.05, drain_s=1)
-    catalogue = Catalogue([environment()])
+    catalogue = Catalogue([environment(SHARED)])
     async with (
         serving(settings, catalogue) as server,
         httpx.AsyncClient(base_url=f"http://{server.rest_address}", trust_env=False) as http,

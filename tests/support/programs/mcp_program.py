@@ -42,6 +42,16 @@ def picture() -> Image:
     return Image(data=b"png", format="png")
 
 
+counted: list[int] = []
+
+
+@server.tool()
+def count() -> int:
+    """Counts its calls."""
+    counted.append(1)
+    return len(counted)
+
+
 @server.tool()
 def leave() -> str:
     """Ends the server."""

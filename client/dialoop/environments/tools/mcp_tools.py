@@ -15,12 +15,12 @@ import contextlib
 import json
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dialoop.answers import AnswerForm
 from dialoop.chat import Message, ToolDefinition
-from dialoop.environments.episode import Outcome
+from dialoop.environments.episode import Episode, Opening, Outcome
 from dialoop.environments.tools.function_tools import ArgumentTool, check_arguments
 from dialoop.environments.tools.text_tools import ToolInputError
 from dialoop.environments.tools.tool_syntaxes import BlockCalls, ToolSyntax, bound_to
@@ -33,6 +33,7 @@ from dialoop.trajectory import Owner
 
 # The JSON-RPC code that the SDK uses for a connection that has ended.
 _CONNECTION_CLOSED = -32000
+_STATE = "mcp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,9 @@ class McpServer:
     url: str = ""
     # Names of the tools to offer; empty means all.
     allowed: tuple[str, ...] = ()
+    # Whether one connection serves all episodes: only for a server that remembers nothing of its
+    # calls, such as a search. Else each episode has its own, with a program of its own.
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url):
@@ -60,7 +64,8 @@ class McpServer:
 class McpTools(Transform):
     """The tools of some MCP servers, to which it connects when the service starts.
 
-    If a server cannot be reached, the service does not start.
+    If a server cannot be reached, the service does not start. An episode connects anew at its first
+    call, and so has a state of its own at a server that is not `shared`.
     """
 
     def __init__(  # noqa: PLR0913 - the options are the interface
@@ -79,8 +84,9 @@ class McpTools(Transform):
             raise InvalidConfig(
                 "`servers` of McpTools is empty.", remedy="Name at least one server."
             )
+        self._start_timeout_s = start_timeout_s
         self._connections = {
-            name: _Connection(name, _server(server), start_timeout_s)
+            name: _Connection(name, _server(server), start_timeout_s, reconnects=True)
             for name, server in servers.items()
         }
         self._options: dict[str, Any] = {
@@ -97,7 +103,8 @@ class McpTools(Transform):
     @property
     def traits(self) -> Traits:
         """Return the tools of all servers, as `server.tool`; there are none before `acquire`."""
-        return self._use.traits
+        needs_session = any(not c.server.shared for c in self._connections.values())
+        return replace(self._use.traits, needs_session=needs_session)
 
     def bound_to(self, form: AnswerForm) -> McpTools:
         """Return these tools for a model that writes calls in this form; before `acquire`."""
@@ -110,9 +117,27 @@ class McpTools(Transform):
         """Return a message for each tool of the servers."""
         return self._use.sample_calls(role)
 
+    def reset(self, opening: Opening) -> Opening:
+        """Remember the connections of the episode; the first call of a server opens its own."""
+        if all(connection.server.shared for connection in self._connections.values()):
+            return opening
+        return opening.remember(**{_STATE: _Own({})})
+
     async def step(self, outcome: Outcome) -> Outcome:
         """Run the calls of the policy's message."""
-        return await self._use.step(outcome)
+        use, own = self._use, outcome.episode.state.get(_STATE)
+        if isinstance(own, _Own):
+            # The first call of a server starts it too.
+            limit_s = self._options["timeout_s"] + self._start_timeout_s
+            tools = [replace(tool, own=own, timeout_s=limit_s) for tool in self._tools()]
+            use = _Use(tools, tuple(self._connections), self._options)
+        return await use.step(outcome)
+
+    async def close(self, episode: Episode) -> None:
+        """End the episode's own connections."""
+        own = episode.state.get(_STATE)
+        if isinstance(own, _Own):
+            await own.close()
 
     async def acquire(self) -> None:
         """Connect to every server and ask for its tools; InvalidConfig (MCP_UNREACHABLE)."""
@@ -122,8 +147,7 @@ class McpTools(Transform):
         except BaseException:
             await self.release()
             raise
-        tools = [tool for c in self._connections.values() for tool in c.tools]
-        self._use = _Use(tools, tuple(self._connections), self._options)
+        self._use = _Use(self._tools(), tuple(self._connections), self._options)
 
     async def release(self) -> None:
         """End every connection, and the programs with them."""
@@ -133,6 +157,9 @@ class McpTools(Transform):
     def problem(self) -> str:
         """Return which servers are not connected, or an empty text."""
         return " ".join(filter(None, (c.problem for c in self._connections.values())))
+
+    def _tools(self) -> list[_McpTool]:
+        return [tool for connection in self._connections.values() for tool in connection.tools]
 
 
 class _Use(ToolUse):
@@ -154,22 +181,50 @@ class _McpTool:
     definition: ToolDefinition
     name: str
     connection: _Connection
+    timeout_s: float | None = None
+    own: _Own | None = None
 
     async def run(self, arguments: Mapping[str, Any], *, timeout_s: float) -> str:
         check_arguments(arguments, json.loads(self.definition.parameters_json))
+        connection = self.connection
+        if self.own is not None and not connection.server.shared:
+            connection = await self.own.of(connection)
         async with asyncio.timeout(timeout_s):
-            return await self.connection.call(self.name, arguments)
+            return await connection.call(self.name, arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """The connections of one episode, by the server's name."""
+
+    connections: dict[str, _Connection]
+
+    async def of(self, shared: _Connection) -> _Connection:
+        """Return the episode's connection to a server, which the first call opens."""
+        if shared.name not in self.connections:
+            own = self.connections[shared.name] = shared.another()  # closed also if it fails
+            await own.open()
+        return self.connections[shared.name]
+
+    async def close(self) -> None:
+        """End the connections, and the programs with them."""
+        for connection in self.connections.values():
+            await connection.close()
 
 
 class _Connection:
     """One server. A task of its own holds the connection, since the SDK's scopes must nest.
 
-    The task reconnects when the connection breaks, after a wait that grows; until then calls fail.
+    With `reconnects` the task does so when the connection breaks, after a wait that grows; until
+    then calls fail. Without it they fail from then on: what the server remembered is lost.
     """
 
-    def __init__(self, name: str, server: McpServer, start_timeout_s: float) -> None:
-        self._name = name
-        self._server = server
+    def __init__(
+        self, name: str, server: McpServer, start_timeout_s: float, *, reconnects: bool = False
+    ) -> None:
+        self.name = name
+        self.server = server
+        self._reconnects = reconnects
         self._start_timeout_s = start_timeout_s
         self._holder: asyncio.Task[None] | None = None
         self._leave = asyncio.Event()
@@ -180,7 +235,11 @@ class _Connection:
     @property
     def problem(self) -> str:
         """Return that the server is not connected, or an empty text."""
-        return "" if self._client is not None else f"The MCP server {self._name} is not connected."
+        return "" if self._client is not None else f"The MCP server {self.name} is not connected."
+
+    def another(self) -> _Connection:
+        """Return a connection to the same server, which does not reconnect and is not open."""
+        return _Connection(self.name, self.server, self._start_timeout_s)
 
     async def open(self) -> None:
         """Connect and list the tools; InvalidConfig (MCP_UNREACHABLE, MCP_MISSING)."""
@@ -196,10 +255,10 @@ class _Connection:
             self._holder.cancel()
             raise self._unreachable(error) from error
         self.tools = [self._tool(t) for t in listed if self._is_allowed(t.name)]
-        missing = set(self._server.allowed) - {tool.name for tool in self.tools}
+        missing = set(self.server.allowed) - {tool.name for tool in self.tools}
         if missing:
             raise InvalidConfig(
-                f"The MCP server {self._name} has no tool {', '.join(sorted(missing))}.",
+                f"The MCP server {self.name} has no tool {', '.join(sorted(missing))}.",
                 reason=Reason.MCP_TOOL_MISSING,
                 remedy=f"It has: {', '.join(t.name for t in listed)}.",
             )
@@ -235,7 +294,7 @@ class _Connection:
         while not self._leave.is_set():
             self._broken.clear()
             try:
-                async with _client(self._server) as client:
+                async with _client(self.server) as client:
                     listed = (await client.list_tools()).tools
                     self._client = client
                     wait_s = 0.5
@@ -246,10 +305,12 @@ class _Connection:
                 if not ready.done():
                     ready.set_exception(error)
                     return
-                what = f"MCP server {self._name}"
+                what = f"MCP server {self.name}"
                 failure_of(error, owner=Owner.TOOL, reason=Reason.MCP_GONE, what=what)
             finally:
                 self._client = None
+            if not self._reconnects:
+                return
             await self._pause(wait_s)
             wait_s = min(wait_s * 2, 30.0)
 
@@ -260,20 +321,20 @@ class _Connection:
 
     def _tool(self, listed: Any) -> _McpTool:
         definition = ToolDefinition(
-            name=f"{self._name}.{listed.name}",
+            name=f"{self.name}.{listed.name}",
             description=listed.description or "",
             parameters_json=json.dumps(listed.input_schema),
         )
         return _McpTool(definition, listed.name, self)
 
     def _is_allowed(self, name: str) -> bool:
-        return not self._server.allowed or name in self._server.allowed
+        return not self.server.allowed or name in self.server.allowed
 
     def _unreachable(self, error: Exception) -> InvalidConfig:
-        where = self._server.url or " ".join((self._server.command, *self._server.args))
+        where = self.server.url or " ".join((self.server.command, *self.server.args))
         why = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
         return InvalidConfig(
-            f"The MCP server {self._name} ({where}) cannot be used: {why}.",
+            f"The MCP server {self.name} ({where}) cannot be used: {why}.",
             reason=Reason.MCP_UNREACHABLE,
             remedy="Run the command or open the address by hand, and fix the error that it shows.",
         )
