@@ -41,6 +41,8 @@ from dialoop_services.config.values import FilePath, Section
 SCHEMA = 1
 """Version of the job file that this package reads."""
 
+# Options by which the environments trl and verl are given reward functions.
+_REWARD_OPTIONS = ("reward_funcs", "compute_score")
 _HALF = "bfloat16"
 _ROUNDING = 1e-2
 """Nats: in bfloat16, log-probs of engine and trainer differ by more than this."""
@@ -436,6 +438,17 @@ def warnings_for_cache(config: JobConfig) -> tuple[str, ...]:
         f"gpu_memory_utilization = {share} in [inference.engine] takes the place of kv_cache_mib: "
         "vLLM fills that share of the GPU, and starts or restarts only where so much is free. "
         "Beside a trainer on the same GPU leave it out, and set kv_cache_mib in [inference]",
+    )
+
+
+def warnings_for_rewards(config: JobConfig) -> tuple[str, ...]:
+    """Return a warning for reward functions beside an agent, which may reward itself."""
+    return tuple(
+        f"{name} in the options of environment {section.served_name} rewards an episode only where "
+        f"the agent {section.agent} returns None: a reward that it returns takes their place"
+        for section in config.all_environments
+        for name in _REWARD_OPTIONS
+        if section.agent and section.options.get(name)
     )
 
 

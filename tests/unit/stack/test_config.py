@@ -10,7 +10,7 @@ from dialoop_ops.stack import preflight
 from dialoop_ops.stack.layout import Layout, ports_of
 from dialoop_ops.stack.run_dir import RunDir
 from dialoop_services.config.file import Override, load_config, load_with_origins, toml_of
-from dialoop_services.config.job import JobConfig, warnings_for_formats
+from dialoop_services.config.job import JobConfig, warnings_for_formats, warnings_for_rewards
 from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.settings import TrainerSettings
 from pydantic import ValidationError
@@ -330,3 +330,13 @@ def test_the_trainer_is_started_as_so_many_processes(
     )
     assert list(layout.spec("trainer").command[1:]) == ["-m", *program]
     assert list(layout.spec("scorer").command[1:]) == ["-m", "dialoop_services.scorer"]
+
+
+@pytest.mark.parametrize("option", ["reward_funcs", "compute_score"])
+def test_reward_functions_beside_an_agent_are_said_to_be_used_only_where_it_gives_none(option):
+    section = {"use": "trl", "options": {"dataset": "rows.jsonl", option: "mine:right"}}
+    assert warnings_for_rewards(JobConfig.model_validate({"environment": section})) == ()
+    config = JobConfig.model_validate({"environment": section | {"agent": "mine:run"}})
+    (warning,) = warnings_for_rewards(config)
+    assert option in warning
+    assert "only where the agent mine:run returns None" in warning
