@@ -11,6 +11,7 @@ export type Run = {
   path: string;
   run_id: string;
   started: number | null;
+  variant: string; // runs of one differ in their seeds alone
   progress: Progress;
 };
 export type Summary = {
@@ -44,6 +45,7 @@ export type Turn = {
   message_start: number;
   num_messages: number;
   rewards?: Record<string, unknown>;
+  feedback?: Record<string, string>; // what a scorer said beside its reward
   stop_reason?: string;
 };
 export type Failure = { owner: string; reason: string; message: string };
@@ -52,6 +54,50 @@ export type Trajectory = Member & {
   temperature?: unknown;
   update_mode?: string;
   sequences: { num_tokens: number; fork_cause: string; advantage: unknown }[];
+};
+export type Evaluated = {
+  label: string;
+  train_step: number;
+  value: number;
+  low: number | null;
+  high: number | null;
+  num_trajectories: number;
+};
+export type Answer = {
+  number: number;
+  label: string;
+  reward: number | null;
+  messages: Message[];
+};
+export type StepPart = { name: string; seconds: number };
+export type Overview = {
+  has_ended: boolean;
+  num_train_steps: number;
+  max_train_steps: number;
+  num_trajectories: number;
+  wall_s: number | null;
+  learning: {
+    verdict: string;
+    of: string;
+    before: number | null;
+    after: number | null;
+    low: number | null;
+    high: number | null;
+    num_pairs: number;
+    evaluations: Record<string, Evaluated[]>;
+    training: [number, number][];
+    trials: Record<string, number[]>;
+  };
+  checks: { name: string; holds: boolean | null; says: string }[];
+  parts: StepPart[];
+  answers: {
+    kind: string;
+    task_key: string;
+    prompt: Message[];
+    before: Answer;
+    after: Answer;
+  }[];
+  settings: { key: string; value: string; default: string }[];
 };
 // A number may come as "NaN", "Infinity" or "-Infinity".
 export type Value = number | string | null;

@@ -60,7 +60,7 @@ export function Config({ runs, run, address }: { runs: Run[]; run: Run; address:
       </div>
       {error && <Problem text={error.message} />}
       {value && lines.length === 0 && <p>No key to show: the configs agree, or none is recorded.</p>}
-      <div class="scroll">
+      <div class="scroll" tabIndex={0} role="group" aria-label="Config">
         <table class="config">
           <thead>
             <tr>

@@ -1,22 +1,23 @@
 // Metrics of one or several runs over each other, by step, time, policy version or samples.
 
-import { useEffect, useRef } from "preact/hooks";
-import uPlot from "uplot";
-import "uplot/dist/uPlot.min.css";
+import { useState } from "preact/hooks";
 import type { Run, Series, Value } from "./answers";
 import { query } from "./api";
+import { Chart, type Line } from "./chart";
 import { go, useAnswer, useKeys, type Address } from "./hooks";
-import { number, Problem } from "./texts";
+import { Breakable, Problem } from "./texts";
 
 const AXES: [string, string][] = [
   ["step", "train step"],
-  ["time", "time since the run's first row"],
+  ["time", "seconds since the run's first row"],
   ["version", "policy version"],
   ["samples", "trajectories trained"],
 ];
+const SCALES = ["auto", "linear", "log"];
 const FIRST = [
+  "heldout/sampled",
+  "heldout/greedy",
   "train/reward",
-  "evaluation/running/mean_reward",
   "train/lease_s",
   "train/train_s",
   "train/wait_s",
@@ -36,14 +37,22 @@ const SECONDS: Record<string, string> = {
   "train/group_play_s": "a group's play",
 };
 const BY_DEPTH = /^train\/by_depth\/(\d+)\/(\w+)$/;
-const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
-// Lines differ in their dashes as well, so that no colour has to be told from another.
-const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [1, 5]];
+const TRIAL = /^(.+\/trial_reward)\/(\d+)$/;
+const UNITS: [RegExp, string][] = [
+  [/tokens_per_s$/, "tokens/s"],
+  [/_s$|^who waits/, "s"],
+  [/_bytes$/, "bytes"],
+  [/kl$|logprob_difference$|entropy$/, "nats"],
+  [/tokens/, "tokens"],
+  [/staleness/, "versions"],
+];
+const HELPS_FROM = 1000; // a log scale, where the largest value is so many times the smallest
 
 type Props = { runs: Run[]; run: Run; address: Address; theme: string };
 
 export function Curves({ runs, run, address, theme }: Props) {
   const { values } = address;
+  const [words, setWords] = useState("");
   const chosen = values.getAll("run").filter((name) => runs.some((each) => each.name === name));
   const shown = chosen.length ? chosen : [run.name];
   const version = runs.map((each) => each.progress.num_bytes).join();
@@ -52,6 +61,7 @@ export function Curves({ runs, run, address, theme }: Props) {
   const wanted = values.getAll("name");
   const picked = wanted.length ? wanted : firstOf(names);
   const axis = values.get("x") ?? "step";
+  const scale = values.get("y") ?? "auto";
   const asked = query([
     ...shown.map((name): [string, string] => ["run", name]),
     ...picked.map((name): [string, string] => ["name", name]),
@@ -66,72 +76,127 @@ export function Curves({ runs, run, address, theme }: Props) {
   };
   const flip = (all: string[], name: string) =>
     all.includes(name) ? all.filter((each) => each !== name) : [...all, name];
-  const nextAxis = () => {
-    const place = AXES.findIndex(([name]) => name === axis);
-    set("x", [AXES[(place + 1) % AXES.length][0]]);
-  };
-  useKeys({ x: nextAxis, "/": () => document.getElementById("series-0")?.focus() });
+  const after = (all: string[], one: string) => all[(all.indexOf(one) + 1) % all.length];
+  const axes = AXES.map(([name]) => name);
+  const variants = variantsOf(runs.filter((each) => shown.includes(each.name)));
+  const hasSeeds = Object.values(variants).some((each) => each.length > 1);
+  const areTogether = hasSeeds && values.get("seeds") !== "apart";
+  useKeys({
+    x: () => set("x", [after(axes, axis)]),
+    l: () => set("y", [after(SCALES, scale)]),
+    "/": () => document.getElementById("search-metrics")?.focus(),
+  });
+  const found = names.filter((name) =>
+    words.toLowerCase().split(/\s+/).every((word) => name.toLowerCase().includes(word)),
+  );
+  const title = AXES.find(([name]) => name === axis)?.[1] ?? axis;
   return (
     <main class="with-side">
-      <aside class="side">
-        <fieldset>
-          <legend>Runs</legend>
+      <aside class="side" aria-label="What is shown">
+        <Choice title="Runs">
           {runs.map((each) => (
-            <label>
-              <input
-                type="checkbox"
-                checked={shown.includes(each.name)}
-                onChange={() => set("run", flip(shown, each.name))}
-              />
-              {each.name}
-            </label>
+            <Box
+              name={each.name}
+              isOn={shown.includes(each.name)}
+              onChange={() => set("run", flip(shown, each.name))}
+            />
           ))}
-        </fieldset>
-        <fieldset>
-          <legend>Over (x)</legend>
-          {AXES.map(([name, title]) => (
-            <label>
-              <input
-                type="radio"
-                name="axis"
-                checked={axis === name}
-                onChange={() => set("x", [name])}
-              />
-              {title}
-            </label>
+          {hasSeeds && (
+            <Box
+              name="seeds of one config as a band"
+              isOn={areTogether}
+              onChange={() => set("seeds", areTogether ? ["apart"] : [])}
+            />
+          )}
+        </Choice>
+        <Choice title="Over (x)">
+          {AXES.map(([name, text]) => (
+            <Box kind="axis" name={text} isOn={axis === name} onChange={() => set("x", [name])} />
           ))}
-        </fieldset>
-        <fieldset>
-          <legend>Metrics (/)</legend>
-          {names.map((name, index) => (
-            <label>
-              <input
-                id={`series-${index}`}
-                type="checkbox"
-                checked={picked.includes(name)}
-                onChange={() => set("name", flip(picked, name))}
-              />
-              {name}
-            </label>
+        </Choice>
+        <Choice title="Scale (l)">
+          {SCALES.map((name) => (
+            <Box kind="scale" name={name} isOn={scale === name} onChange={() => set("y", [name])} />
           ))}
-        </fieldset>
+        </Choice>
+        <Choice title={`Metrics: ${found.length} (/)`}>
+          <input
+            id="search-metrics"
+            type="search"
+            aria-label="Search in metrics"
+            placeholder="Search"
+            value={words}
+            onInput={(event) => setWords(event.currentTarget.value)}
+          />
+          {groupsOf(found).map(([group, own]) => (
+            <details key={group} open={words !== "" || own.some((name) => picked.includes(name))}>
+              <summary>
+                <Breakable text={group} /> <small>{own.length}</small>
+              </summary>
+              {own.map((name) => (
+                <Box
+                  name={name}
+                  says={name.slice(group.length + 1)}
+                  isOn={picked.includes(name)}
+                  onChange={() => set("name", flip(picked, name))}
+                />
+              ))}
+            </details>
+          ))}
+        </Choice>
       </aside>
       <div class="charts">
         {curves.error && <Problem text={curves.error.message} />}
         {names.length === 0 && <p>The run has no metrics yet.</p>}
-        {[...new Set(picked.map(chartOf))].map((chart) => (
-          <Chart
-            key={chart}
-            name={chart}
-            axis={axis}
-            theme={theme}
-            runs={shown}
-            series={(curves.value?.series ?? []).filter((each) => chartOf(each.name) === chart)}
-          />
-        ))}
+        {[...new Set(picked.map(chartOf))].map((chart) => {
+          const own = (curves.value?.series ?? []).filter((each) => chartOf(each.name) === chart);
+          const all = areTogether ? together(own, axis, variants) : apart(own, axis, shown);
+          return (
+            <Chart
+              key={chart}
+              title={chart}
+              x={title}
+              unit={UNITS.find(([pattern]) => pattern.test(chart))?.[1]}
+              isLog={isLog(all, scale)}
+              lines={all}
+              theme={theme}
+            />
+          );
+        })}
       </div>
     </main>
   );
+}
+
+function Choice({ title, children }: { title: string; children: unknown }) {
+  return (
+    <fieldset>
+      <legend>{title}</legend>
+      {children as never}
+    </fieldset>
+  );
+}
+
+type BoxProps = { name: string; says?: string; kind?: string; isOn: boolean; onChange: () => void };
+
+function Box({ name, says, kind, isOn, onChange }: BoxProps) {
+  return (
+    <label>
+      <input type={kind ? "radio" : "checkbox"} name={kind} checked={isOn} onChange={onChange} />
+      <span>
+        <Breakable text={says ?? name} />
+      </span>
+    </label>
+  );
+}
+
+function groupsOf(names: string[]): [string, string[]][] {
+  const groups = new Map<string, string[]>();
+  for (const name of names) {
+    const group = name.slice(0, name.lastIndexOf("/"));
+    groups.set(group, [...(groups.get(group) ?? []), name]);
+  }
+  return [...groups];
 }
 
 /** Return what is shown before anybody chooses; the mismatch at each context depth has one chart. */
@@ -139,7 +204,8 @@ function firstOf(names: string[]): string[] {
   const depths = names
     .filter((name) => BY_DEPTH.exec(name)?.[2] === "mismatch_kl")
     .sort((a, b) => Number(BY_DEPTH.exec(a)?.[1]) - Number(BY_DEPTH.exec(b)?.[1]));
-  return [...FIRST.filter((name) => names.includes(name)), ...depths];
+  const trials = names.filter((name) => name.startsWith("train/") && TRIAL.test(name));
+  return [...FIRST.filter((name) => names.includes(name)), ...trials, ...depths];
 }
 
 /** Return the chart of a metric: what is to be compared with each other has one. */
@@ -147,120 +213,77 @@ function chartOf(name: string): string {
   if (name.startsWith("lengths/")) return "sampled tokens of a trajectory, mean";
   if (name in SECONDS) return "who waits for whom: seconds of a train step";
   const depth = BY_DEPTH.exec(name);
-  return depth ? `train/by_depth/${depth[2]}` : name;
+  return depth ? `train/by_depth/${depth[2]}` : (TRIAL.exec(name)?.[1] ?? name);
 }
 
-/** Return what tells a line from the others of its chart. */
-function labelOf(each: Series): string {
-  const depth = BY_DEPTH.exec(each.name);
-  if (depth) return `${each.run}, from token ${depth[1]}`;
-  if (each.name in SECONDS) return `${each.run}, ${SECONDS[each.name]}`;
-  return each.name.startsWith("lengths/") ? `${each.run}, ${each.name.slice(8)}` : each.run;
+/** Return what tells a metric from the others of its chart; "" where it is alone. */
+function partOf(name: string): string {
+  const depth = BY_DEPTH.exec(name);
+  if (depth) return `from token ${depth[1]}`;
+  const trial = TRIAL.exec(name);
+  if (trial) return `episode ${trial[2]}`;
+  return SECONDS[name] ?? (name.startsWith("lengths/") ? name.slice(8) : "");
 }
 
-type ChartProps = { name: string; axis: string; theme: string; runs: string[]; series: Series[] };
+function placesOf(each: Series, axis: string): (number | null)[] {
+  if (axis === "time") return each.time.map((time) => time - (each.time[0] ?? 0));
+  if (axis === "samples") return each.samples ?? each.train_step;
+  return axis === "version" ? each.policy_version : each.train_step;
+}
 
-function Chart({ name, axis, theme, runs, series }: ChartProps) {
-  const place = useRef<HTMLDivElement>(null);
-  useEffect(() => {
-    const element = place.current;
-    if (!element || series.every((each) => each.value.length === 0)) return;
-    const banded = series.filter((each) => each.low && each.high);
-    const style = getComputedStyle(document.documentElement);
-    const ink = style.getPropertyValue("--ink").trim();
-    const line = style.getPropertyValue("--line").trim();
-    const ticks: uPlot.Axis = {
-      stroke: ink,
-      grid: { stroke: line, width: 1 },
-      ticks: { stroke: line },
-      values: (_, splits) => splits.map((value) => number(value, 3)),
+function apart(series: Series[], axis: string, runs: string[]): Line[] {
+  const areSeveral = new Set(series.map((each) => each.name)).size > 1;
+  return series.map((each, place) => {
+    const words = [runs.length > 1 ? each.run : "", partOf(each.name)].filter(Boolean);
+    return {
+      label: `${words.join(", ") || each.run}${each.low ? ", 95 %" : ""}`,
+      xs: placesOf(each, axis),
+      ys: each.value,
+      low: each.low,
+      high: each.high,
+      index: areSeveral ? place : runs.indexOf(each.run),
     };
-    const several = new Set(series.map((each) => each.name)).size > 1;
-    const placeOf = (each: Series) => (several ? series.indexOf(each) : runs.indexOf(each.run));
-    const chart = new uPlot(
-      {
-        width: element.clientWidth || 600,
-        height: 240,
-        scales: { x: { time: false } },
-        axes: [ticks, { ...ticks, size: 70 }],
-        series: [
-          { label: AXES.find(([each]) => each === axis)?.[1] ?? axis },
-          ...series.map((each) => {
-            const index = placeOf(each);
-            return {
-              label: labelOf(each),
-              stroke: COLOURS[index % COLOURS.length],
-              dash: DASHES[index % DASHES.length],
-              width: 2,
-              value: (_: uPlot, value: number | null) => number(value, 5),
-              spanGaps: true,
-              points: { show: each.value.length < 60 },
-            };
-          }),
-          ...banded.flatMap((each) =>
-            ["to", "from"].map((end) => ({
-              label: `${each.run}, 95 % ${end}`,
-              stroke: COLOURS[runs.indexOf(each.run) % COLOURS.length],
-              width: 0.5,
-              spanGaps: true,
-              points: { show: false },
-              value: (_: uPlot, value: number | null) => number(value, 3),
-            })),
-          ),
-        ],
-        bands: banded.map((each, place) => {
-          const first = 1 + series.length + 2 * place;
-          const fill = `${COLOURS[runs.indexOf(each.run) % COLOURS.length]}33`;
-          return { series: [first, first + 1] as [number, number], fill };
-        }),
-      },
-      joined(series, banded, axis),
-      element,
-    );
-    const resize = new ResizeObserver(() =>
-      chart.setSize({ width: element.clientWidth, height: 240 }),
-    );
-    resize.observe(element);
-    return () => {
-      resize.disconnect();
-      chart.destroy();
-    };
-  }, [series, axis, theme, runs.join()]);
-  return (
-    <section class="chart" aria-label={name}>
-      <h2>{name}</h2>
-      <p class="last">
-        {series
-          .filter((each) => each.value.length)
-          .map((each) => `${labelOf(each)}: ${number(each.value[each.value.length - 1])}`)
-          .join(", ") || "no values"}
-      </p>
-      <div ref={place} />
-    </section>
-  );
+  });
 }
 
-/** Return uPlot's columns: all x in order, each run's values there, then each band's two ends. */
-function joined(series: Series[], banded: Series[], axis: string): uPlot.AlignedData {
-  const places = (each: Series): (number | null)[] => {
-    if (axis === "time") return each.time.map((time) => time - (each.time[0] ?? 0));
-    if (axis === "samples") return each.samples ?? each.train_step;
-    return axis === "version" ? each.policy_version : each.train_step;
-  };
-  // Of equal x the last counts.
-  const map = (each: Series, values: Value[]) =>
-    new Map(places(each).map((x, index) => [x, values[index]]));
-  const maps = [
-    ...series.map((each) => map(each, each.value)),
-    ...banded.flatMap((each) => [map(each, each.high ?? []), map(each, each.low ?? [])]),
-  ];
-  const all = new Set(maps.flatMap((map) => [...map.keys()]));
-  const xs = [...all].filter((x): x is number => x !== null).sort((a, b) => a - b);
-  const columns = maps.map((map) =>
-    xs.map((x) => {
-      const value = map.get(x);
-      return typeof value === "number" ? value : null;
-    }),
-  );
-  return [xs, ...columns];
+type Variants = Record<string, string[]>;
+
+/** Return the runs by config: those of one differ in their seeds alone. */
+function variantsOf(runs: Run[]): Variants {
+  const variants: Variants = {};
+  for (const run of runs) (variants[run.variant] ??= []).push(run.name);
+  return variants;
+}
+
+/** Return for each config and metric the mean over its seeds, from the least to the most. */
+function together(series: Series[], axis: string, variants: Variants): Line[] {
+  const names = [...new Set(series.map((each) => each.name))];
+  return Object.values(variants)
+    .flatMap((runs) => names.map((name) => ({ runs, name })))
+    .map(({ runs, name }, index) => {
+      const at = new Map<number, number[]>();
+      for (const each of series) {
+        if (each.name !== name || !runs.includes(each.run)) continue;
+        placesOf(each, axis).forEach((x, place) => {
+          const value = each.value[place];
+          if (x !== null && typeof value === "number") at.set(x, [...(at.get(x) ?? []), value]);
+        });
+      }
+      const points = [...at].sort(([a], [b]) => a - b);
+      const what = runs.length > 1 ? `mean, least and most of ${runs.length} seeds` : "";
+      return {
+        label: [runs.join(" + "), partOf(name), what].filter(Boolean).join(", "),
+        xs: points.map(([x]) => x),
+        ys: points.map(([, all]): Value => all.reduce((sum, one) => sum + one, 0) / all.length),
+        low: runs.length > 1 ? points.map(([, all]) => Math.min(...all)) : null,
+        high: runs.length > 1 ? points.map(([, all]) => Math.max(...all)) : null,
+        index,
+      };
+    });
+}
+
+function isLog(lines: Line[], scale: string): boolean {
+  const values = lines.flatMap((line) => line.ys).filter((value) => typeof value === "number");
+  if (scale === "linear" || values.length === 0 || Math.min(...values) <= 0) return false;
+  return scale === "log" || Math.max(...values) / Math.min(...values) >= HELPS_FROM;
 }

@@ -8,6 +8,7 @@ type Exported = Run & {
   folder: string;
   fields: string[];
   parts: Record<Kind, number[]>; // the number of the trajectory with which each part begins
+  overview: unknown;
   choices: unknown;
   metrics: string[];
   publishes: unknown;
@@ -65,6 +66,9 @@ function load<T>(name: string): Promise<T> {
 
 function fetchPart(name: string): Promise<unknown> {
   return new Promise<string>((resolve, reject) => {
+    // A report has its parts in the page itself.
+    const inside = document.querySelector(`script[data-part="${name}"]`);
+    if (inside) return resolve(inside.textContent ?? "");
     const script = document.createElement("script");
     waiting.set(name, resolve);
     script.onload = () => script.remove();
@@ -130,6 +134,7 @@ const RANGES = {
   step: ["train_step", "train_step"],
   version: ["oldest", "newest"],
   length: ["num_sampled", "num_sampled"],
+  tools: ["num_tool_calls", "num_tool_calls"],
 } as const;
 const NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
 
@@ -275,6 +280,7 @@ export async function answerOf(path: string): Promise<unknown> {
   if (first === "config") return config(values.getAll("run").map(find));
   if (name === undefined) return { runs: read.runs };
   const run = find(name);
+  if (what === "overview") return run.overview;
   if (what === "choices") return run.choices;
   if (what === "metrics") return { names: run.metrics };
   if (what === "publishes") return run.publishes;

@@ -9,7 +9,7 @@ export function ForkTree({ path, address }: { path: string; address: Address }) 
   if (error) return <Problem text={error.message} />;
   const branches = value?.branches ?? [];
   return (
-    <section aria-label="Fork tree" id="forks">
+    <section class="card" aria-label="Fork tree" id="forks">
       <h2>Fork tree</h2>
       <Children branches={branches} parent={null} address={address} />
     </section>

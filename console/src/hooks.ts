@@ -8,7 +8,7 @@ export type Address = { page: string; values: URLSearchParams };
 
 export function readAddress(): Address {
   const [page, values] = location.hash.replace(/^#\/?/, "").split("?");
-  return { page: page || "trajectories", values: new URLSearchParams(values ?? "") };
+  return { page: page || "overview", values: new URLSearchParams(values ?? "") };
 }
 
 export function linkTo(page: string, values: URLSearchParams | Record<string, string>): string {
@@ -65,13 +65,14 @@ export function useAnswer<T>(path: string | null, version: unknown = 0): Answer<
   return answer;
 }
 
-/** The newest event of a path; it is asked again when the connection ends. */
-export function useEvents<T>(path: string): { event: T | undefined; error: string } {
+/** The newest event of a path, none for null; it is asked again when the connection ends. */
+export function useEvents<T>(path: string | null): { event: T | undefined; error: string } {
   const [state, setState] = useState<{ event: T | undefined; error: string }>({
     event: undefined,
     error: "",
   });
   useEffect(() => {
+    if (path === null) return;
     const abort = new AbortController();
     let timer = 0;
     const listen = () =>

@@ -10,6 +10,7 @@ import { isExport, readHead } from "./exported";
 import { change, go, linkTo, useAddress, useAnswer, useKeys, useTheme, useTicks } from "./hooks";
 import "./style.css";
 import { NowPage } from "./now";
+import { OverviewPage } from "./overview";
 import { QueuePage } from "./queue";
 import { moment, Problem } from "./texts";
 import { Trajectories } from "./trajectories";
@@ -17,6 +18,7 @@ import { TrajectoryPage } from "./trajectory";
 import { Weights } from "./weights";
 
 const ALL_PAGES: [string, string][] = [
+  ["overview", "Overview"],
   ["trajectories", "Trajectories"],
   ["curves", "Curves"],
   ["config", "Config"],
@@ -27,6 +29,7 @@ const ALL_PAGES: [string, string][] = [
 const LIVE = ["now", "queue"];
 // An export has no stack that runs.
 const PAGES = ALL_PAGES.filter(([page]) => !isExport() || !LIVE.includes(page));
+const KNOWN = [...PAGES.map(([page]) => page), "trajectory"];
 const HELP: [string, string][] = [
   [PAGES.map((_, index) => index + 1).join(", "), PAGES.map(([, title]) => title).join(", ")],
   ["r", "next run"],
@@ -38,7 +41,9 @@ const HELP: [string, string][] = [
   ["Enter", "list: open the row"],
   ["n, p", "next and previous page, of the list, of tokens or of publishes"],
   ["x", "list: clear filters; curves: next axis"],
+  ["l", "curves: next scale"],
   ["j, k", "trajectory: next and previous of the list"],
+  ["c", "trajectory: differences from another answer to its task"],
   ["g, G", "trajectory: next and previous of its group"],
   ["u", "trajectory: back to the list"],
   ["←, →", "tokens: previous and next"],
@@ -87,12 +92,13 @@ function Console() {
   return (
     <>
       <header class="head">
-        <b>Dialoop console</b>
-        <nav>
+        <b>Dialoop</b>
+        {address.page !== "trajectory" && <h1 class="unseen">{titleOf(address.page)}</h1>}
+        <nav aria-label="Pages">
           {PAGES.map(([page, title], index) => (
             <a
               href={linkTo(page, run ? { run: run.name } : {})}
-              aria-current={address.page.startsWith(page.slice(0, 8)) ? "page" : undefined}
+              aria-current={address.page === page || (page === "trajectories" && address.page === "trajectory") ? "page" : undefined}
             >
               {title} <kbd>{index + 1}</kbd>
             </a>
@@ -135,6 +141,13 @@ function Console() {
       )}
       {error && <Problem text={error.message} />}
       {isUnknown && <Problem text={`There is no run '${name}' here; this is ${run.name}.`} />}
+      {!KNOWN.includes(address.page) && (
+        <Problem text={`There is no page '${address.page.slice(0, 40)}' here. Choose one above.`} />
+      )}
+      {!run && value && <main>There is no run here.</main>}
+      {run && address.page === "overview" && (
+        <OverviewPage key={run.name} run={run} theme={theme} />
+      )}
       {run && address.page === "trajectories" && <Trajectories run={run} address={address} />}
       {run && address.page === "trajectory" && <TrajectoryPage run={run} address={address} />}
       {run && address.page === "curves" && (
@@ -146,6 +159,10 @@ function Console() {
       {run && !isExport() && address.page === "queue" && <QueuePage key={run.name} run={run} />}
     </>
   );
+}
+
+function titleOf(page: string): string {
+  return PAGES.find(([name]) => name === page)?.[1] ?? "No such page";
 }
 
 /** Say that this is a copy, and of when. */

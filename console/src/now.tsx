@@ -55,7 +55,7 @@ function Services({ now }: { now: Now }) {
   return (
     <>
       <h2>Services</h2>
-      <div class="scroll">
+      <div class="scroll" tabIndex={0} role="group" aria-label="Services">
         <table id="services">
           <thead>
             <tr>

@@ -49,11 +49,11 @@ export function QueuePage({ run }: { run: Run }) {
           Put {number(ids.length)} back <kbd>e</kbd>
         </button>
       </p>
-      <div class="scroll">
+      <div class="scroll" tabIndex={0} role="group" aria-label="Dead letters">
         <table class="weights" id="letters">
           <thead>
             <tr>
-              {["", "group", "reason", "stage", "deliveries", "environment", "task", "rewards", "tokens"].map(
+              {["choose", "group", "reason", "stage", "deliveries", "environment", "task", "rewards", "tokens"].map(
                 (title) => (
                   <th>{title}</th>
                 ),

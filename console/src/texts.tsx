@@ -9,6 +9,23 @@ export function number(value: Value | undefined, digits = 4): string {
   return Number(value.toPrecision(digits)).toString();
 }
 
+/** A change: "+0.043", "−0.1". */
+export function signed(value: number): string {
+  return `${value < 0 ? "−" : "+"}${number(Math.abs(value), 3)}`;
+}
+
+export function duration(seconds: number): string {
+  const [minutes, hours] = [Math.floor(seconds / 60), Math.floor(seconds / 3600)];
+  if (hours > 0) return `${hours} h ${minutes % 60} min`;
+  return minutes > 0 ? `${minutes} min ${Math.round(seconds % 60)} s` : `${number(seconds, 3)} s`;
+}
+
+/** A value of JSON without the quotation marks of a text; "" for null. */
+export function bare(json: string): string {
+  if (json === "null") return "";
+  return json.startsWith('"') ? String(JSON.parse(json)) : json;
+}
+
 const UNITS = ["B", "kB", "MB", "GB", "TB"];
 
 export function bytes(value: Value | undefined): string {
@@ -56,10 +73,27 @@ export function plain(text: string): string {
   );
 }
 
+/** A key or path that may be broken after its dots and strokes, and not inside of a word. */
+export function Breakable({ text }: { text: string }) {
+  return <>{text.split(/(?<=[._/:])/).flatMap((part, place) => (place ? [<wbr />, part] : [part]))}</>;
+}
+
 export function Problem({ text }: { text: string }) {
   return (
     <p class="problem" role="alert">
       {text}
     </p>
+  );
+}
+
+/** A reward in colour: blue from 1 on, orange down to 0 and below. */
+export function Reward({ value, name }: { value: Value | undefined; name?: string }) {
+  if (value === null || value === undefined) return <span class="reward">no reward</span>;
+  const share = typeof value === "number" ? Math.max(0, Math.min(1, value)) : 0;
+  return (
+    <span class="reward" style={{ "--share": `${Math.round(100 * share)}%` }}>
+      {name && `${plain(name)} `}
+      <b>{number(value, 3)}</b>
+    </span>
   );
 }

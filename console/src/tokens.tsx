@@ -4,12 +4,13 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import type { Tokens, Value } from "./answers";
 import { query } from "./api";
 import { change, useAnswer, useKeys, type Address } from "./hooks";
-import { number, Problem, visible } from "./texts";
+import { number, plain, visible } from "./texts";
 
 const PAGE = 2000;
 const MODES: [string, string][] = [
+  ["", "none"],
   ["logprob", "log-prob"],
-  ["difference", "trainer − engine"],
+  ["difference", "log ratio"],
   ["advantage", "advantage"],
   ["mask", "trained"],
   ["version", "policy version"],
@@ -17,34 +18,36 @@ const MODES: [string, string][] = [
 ];
 // Okabe and Ito's colours, which people with any colour vision tell apart.
 const PALETTE = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442"];
-const BLUE = "0, 114, 178";
-const ORANGE = "230, 120, 0";
 const SOURCES = ["MODEL", "PROMPT", "TOOL", "ENVIRONMENT", "TEMPLATE"];
 
-type Props = {
-  path: string;
-  sequences: { num_tokens: number; fork_cause: string; advantage: unknown }[];
-  address: Address;
+export type TokenState = {
+  value: Tokens | null;
+  error: string;
+  start: number;
+  pinned: number | null;
+  shown: number | null; // the token whose numbers are shown
+  pin: (token: number) => void;
+  hover: (token: number | null) => void;
+  page: (to: number) => void;
 };
 
-export function TokenMap({ path, sequences, address }: Props) {
+/** The tokens of the chosen sequence around the chosen token, and the keys that move in them. */
+export function useTokens(path: string, address: Address, numSequences: number): TokenState {
   const { values } = address;
   const sequence = values.get("sequence") ?? "0";
   const linked = values.get("token");
   const start = Number(values.get("start") ?? Math.floor(Number(linked ?? 0) / PAGE) * PAGE);
-  const mode = values.get("by") ?? "logprob";
   const asked = query([
     ["sequence", sequence],
     ["start", `${start}`],
     ["limit", `${PAGE}`],
   ]);
   const { value, error } = useAnswer<Tokens>(`${path}/tokens?${asked}`);
-  const [hovered, setHovered] = useState<number | null>(null);
-  const map = useRef<HTMLDivElement>(null);
+  const [hovered, hover] = useState<number | null>(null);
   const pinned = linked === null ? null : Number(linked);
-  const shown = hovered ?? pinned;
   const last = (value?.num_tokens ?? 1) - 1;
   const pin = (token: number) => change({ token: `${Math.max(0, Math.min(last, token))}` }, true);
+  const mode = values.get("by") ?? "";
   const byMode = (by: number) => {
     const place = MODES.findIndex(([name]) => name === mode);
     change({ by: MODES[(place + by + MODES.length) % MODES.length][0] }, true);
@@ -55,31 +58,30 @@ export function TokenMap({ path, sequences, address }: Props) {
     ArrowLeft: () => pin(pinned === null ? start : pinned - 1),
     m: () => byMode(1),
     M: () => byMode(-1),
-    s: () => change({ sequence: `${(Number(sequence) + 1) % sequences.length}`, start: "", token: "" }),
+    s: () => change({ sequence: `${(Number(sequence) + 1) % numSequences}`, start: "", token: "" }),
     n: () => start + PAGE <= last && page(start + PAGE),
     p: () => start > 0 && page(start - PAGE),
   });
   useEffect(() => {
-    if (pinned !== null && value) {
-      map.current?.querySelector(`[data-token="${pinned}"]`)?.scrollIntoView({ block: "nearest" });
-    }
-  }, [pinned, value]);
-  useEffect(() => {
     const outside = pinned !== null && (pinned < start || pinned >= start + PAGE);
     if (outside) change({ start: `${Math.floor(pinned / PAGE) * PAGE}` }, true);
   }, [pinned, start]);
-  const point = (event: Event) => {
-    const token = (event.target as HTMLElement).dataset.token;
-    setHovered(token === undefined ? null : Number(token));
-  };
-  const choose = (event: Event) => {
-    const token = (event.target as HTMLElement).dataset.token;
-    if (token !== undefined) pin(Number(token));
-  };
+  const shown = hovered ?? pinned;
+  return { value, error: error?.message ?? "", start, pinned, shown, pin, hover, page };
+}
+
+type ChoiceProps = {
+  sequences: { num_tokens: number; fork_cause: string; advantage: unknown }[];
+  address: Address;
+};
+
+export function ColourChoice({ sequences, address }: ChoiceProps) {
+  const { values } = address;
+  const mode = values.get("by") ?? "";
   return (
-    <section aria-label="Tokens">
-      <h2>Tokens</h2>
+    <>
       <div class="controls" role="radiogroup" aria-label="Colour tokens by">
+        Colour by
         {MODES.map(([name, title]) => (
           <button
             type="button"
@@ -91,43 +93,69 @@ export function TokenMap({ path, sequences, address }: Props) {
             {title}
           </button>
         ))}
-        {sequences.length > 1 && (
-          <label>
-            Sequence
-            <select
-              value={sequence}
-              onChange={(event) =>
-                change({ sequence: event.currentTarget.value, start: "", token: "" })
-              }
-            >
-              {sequences.map((each, index) => (
-                <option value={`${index}`}>
-                  {index}: {each.num_tokens} tokens, {each.fork_cause.toLowerCase()}
-                </option>
-              ))}
-            </select>
-          </label>
-        )}
       </div>
-      {error && <Problem text={error.message} />}
-      {value && <Legend tokens={value} mode={mode} />}
-      <div class="tokens-and-numbers">
-        {value && (
-          <div
-            ref={map}
-            class="tokens"
-            onPointerOver={point}
-            onPointerLeave={() => setHovered(null)}
-            onClick={choose}
+      {sequences.length > 1 && (
+        <label>
+          Sequence{" "}
+          <select
+            value={values.get("sequence") ?? "0"}
+            onChange={(event) =>
+              change({ sequence: event.currentTarget.value, start: "", token: "" })
+            }
           >
-            <Spans tokens={value} mode={mode} pinned={pinned} />
-          </div>
-        )}
-        {value && <Numbers tokens={value} token={shown} />}
+            {sequences.map((each, index) => (
+              <option value={`${index}`}>
+                {index}: {each.num_tokens} tokens, {each.fork_cause.toLowerCase()}
+              </option>
+            ))}
+          </select>
+        </label>
+      )}
+    </>
+  );
+}
+
+type MapProps = { tokens: Tokens; state: TokenState; address: Address };
+
+/** All tokens of the sequence as the model saw them, coloured by log-prob unless otherwise asked. */
+export function TokenMap({ tokens, state, address }: MapProps) {
+  const { start, pinned, pin, hover, page } = state;
+  const mode = address.values.get("by") || "logprob";
+  const map = useRef<HTMLDivElement>(null);
+  const last = tokens.num_tokens - 1;
+  useEffect(() => {
+    if (pinned !== null) {
+      map.current?.querySelector(`[data-token="${pinned}"]`)?.scrollIntoView({ block: "nearest" });
+    }
+  }, [pinned, tokens]);
+  const tokenAt = (event: Event) => {
+    const { token } = (event.target as HTMLElement).dataset;
+    return token === undefined ? null : Number(token);
+  };
+  return (
+    <section class="card all-tokens" aria-label="Tokens">
+      <h2>
+        Tokens as the model saw them <small>by {MODES.find(([name]) => name === mode)?.[1]}</small>
+      </h2>
+      <Legend tokens={tokens} mode={mode} />
+      <div
+        ref={map}
+        class="tokens"
+        tabIndex={0}
+        role="group"
+        aria-label="All tokens"
+        onPointerOver={(event) => hover(tokenAt(event))}
+        onPointerLeave={() => hover(null)}
+        onClick={(event) => {
+          const token = tokenAt(event);
+          if (token !== null) pin(token);
+        }}
+      >
+        <Spans tokens={tokens} mode={mode} pinned={pinned} />
       </div>
-      {value && last >= PAGE && (
+      {last >= PAGE && (
         <p>
-          Tokens {start} to {Math.min(start + PAGE, last + 1) - 1} of {last + 1}
+          Tokens {start} to {Math.min(start + PAGE, last + 1) - 1} of {last + 1}{" "}
           <button type="button" disabled={start === 0} onClick={() => page(start - PAGE)}>
             Previous
           </button>
@@ -140,24 +168,29 @@ export function TokenMap({ path, sequences, address }: Props) {
   );
 }
 
-function Spans({ tokens, mode, pinned }: { tokens: Tokens; mode: string; pinned: number | null }) {
+type SpansProps = { tokens: Tokens; mode: string; pinned: number | null; places?: number[] };
+
+/** Tokens with the colours of a mode; `places`: some of them, as text to read. */
+export function Spans({ tokens, mode, pinned, places }: SpansProps) {
   const colour = colours(tokens, mode);
   return (
     <>
-      {tokens.ids.map((id, index) => {
+      {(places ?? tokens.ids.map((_, index) => index)).map((index) => {
         const place = tokens.start + index;
         const classes = [
           tokens.sources[index] === "MODEL" ? "sampled" : "given",
           tokens.special[index] ? "special" : "",
           place === pinned ? "pinned" : "",
         ];
+        const text = tokens.texts ? tokens.texts[index] : `${tokens.ids[index]} `;
         return (
           <span
-            data-token={place}
+            data-token={places ? undefined : place}
+            title={places ? number(numbersOf(tokens, mode)[index]) : undefined}
             class={classes.filter(Boolean).join(" ")}
             style={{ backgroundColor: colour(index) }}
           >
-            {tokens.texts ? visible(tokens.texts[index]) || "∅" : `${id} `}
+            {places ? plain(text) : visible(text) || "∅"}
           </span>
         );
       })}
@@ -211,8 +244,8 @@ function colours(tokens: Tokens, mode: string): (index: number) => string | unde
     if (value === null) return undefined;
     if (typeof value === "string") return "#d55e00"; // not finite: never to be overlooked
     const share = Math.min(1, Math.abs(value) / scale);
-    const base = mode === "logprob" || value < 0 ? ORANGE : BLUE;
-    return `rgba(${base}, ${(0.75 * share).toFixed(3)})`;
+    const base = mode === "logprob" || value < 0 ? "--hot" : "--cold";
+    return `color-mix(in srgb, var(${base}) ${(75 * share).toFixed(1)}%, transparent)`;
   };
 }
 
@@ -225,7 +258,7 @@ function Legend({ tokens, mode }: { tokens: Tokens; mode: string }) {
   if (["mask", "version", "source"].includes(mode)) {
     const used = new Set(names(tokens, mode));
     return (
-      <p class="legend">
+      <p class="scale-legend">
         {palette(tokens, mode).map(
           (name, index) =>
             used.has(name) && (
@@ -240,12 +273,12 @@ function Legend({ tokens, mode }: { tokens: Tokens; mode: string }) {
   }
   const values = numbersOf(tokens, mode);
   if (finite(values).length === 0) {
-    return <p class="legend">{MISSING[mode] ?? "No token of this page has one."}</p>;
+    return <p class="scale-legend">{MISSING[mode] ?? "No token of this page has one."}</p>;
   }
   const scale = number(scaleOf(values, mode), 2);
   const ends = mode === "logprob" ? [`−${scale} or less`, "0"] : [`−${scale}`, `+${scale}`];
   return (
-    <p class="legend">
+    <p class="scale-legend">
       {ends[0]} <i class={`scale ${mode === "logprob" ? "one" : "two"}`} /> {ends[1]}
     </p>
   );
@@ -258,12 +291,12 @@ const MISSING: Record<string, string> = {
   advantage: "These tokens have no advantage: the trajectory was not scored for training.",
 };
 
-function Numbers({ tokens, token }: { tokens: Tokens; token: number | null }) {
+export function Numbers({ tokens, token }: { tokens: Tokens; token: number | null }) {
   const index = token === null ? -1 : token - tokens.start;
   if (index < 0 || index >= tokens.ids.length) {
-    return <aside class="numbers-of">Point at a token, or use ← and →.</aside>;
+    return <section class="card numbers-of">Point at a token below, or use ← and →.</section>;
   }
-  const logprob = tokens.logprobs[index];
+  const [logprob, ratio] = [tokens.logprobs[index], difference(tokens, index)];
   const rows: [string, string][] = [
     ["token", `${token} of ${tokens.num_tokens}`],
     ["id", `${tokens.ids[index]}${tokens.special[index] ? " (special)" : ""}`],
@@ -274,6 +307,7 @@ function Numbers({ tokens, token }: { tokens: Tokens; token: number | null }) {
     ["probability", typeof logprob === "number" ? number(Math.exp(logprob), 4) : "–"],
     ["log-prob, trainer", number(tokens.trainer_logprobs[index], 6)],
     ["trainer − engine", number(difference(tokens, index), 4)],
+    ["ratio", typeof ratio === "number" ? number(Math.exp(ratio), 5) : "–"],
     ["log-prob, reference", number(tokens.ref_logprobs[index], 6)],
     ["advantage", number(tokens.advantages[index], 5)],
     ["trained", tokens.trained[index] ? "yes" : "no"],
@@ -281,7 +315,7 @@ function Numbers({ tokens, token }: { tokens: Tokens; token: number | null }) {
     ["message", number(tokens.messages[index])],
   ];
   return (
-    <aside class="numbers-of" aria-live="polite">
+    <section class="card numbers-of" aria-label="Token" aria-live="polite">
       <table>
         {rows.map(([name, value]) => (
           <tr>
@@ -290,6 +324,6 @@ function Numbers({ tokens, token }: { tokens: Tokens; token: number | null }) {
           </tr>
         ))}
       </table>
-    </aside>
+    </section>
   );
 }

@@ -4,9 +4,10 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import type { Choices, Page, Run, Summary } from "./answers";
 import { query } from "./api";
 import { change, go, linkTo, useAnswer, useKeys, type Address } from "./hooks";
-import { number, plain, policy, Problem } from "./texts";
+import { number, plain, policy, Problem, Reward } from "./texts";
 
 const PAGE = 50;
+const PAUSE_MS = 80; // after a key, until the list is asked for
 const SELECTS: [string, string][] = [
   ["environment", "Environment"],
   ["outcome", "Outcome"],
@@ -19,6 +20,7 @@ const RANGES: [string, string][] = [
   ["staleness", "Staleness"],
   ["version", "Policy version"],
   ["length", "Sampled tokens"],
+  ["tools", "Tool calls"],
   ["step", "Train step"],
 ];
 const TEXTS: [string, string][] = [
@@ -123,7 +125,7 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
           Next
         </button>
       </p>
-      <div class="scroll">
+      <div class="scroll" tabIndex={0} role="group" aria-label="Trajectories">
         <table ref={table} class="list" aria-busy={page.isLoading}>
           <thead>
             <tr>
@@ -153,7 +155,7 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
               <tr
                 key={summary.number}
                 class={index === row ? "chosen" : ""}
-                aria-selected={index === row}
+                aria-current={index === row ? "true" : undefined}
                 onClick={() => open(run, summary, values)}
               >
                 <td>
@@ -167,13 +169,15 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
                     <span class="failure"> {summary.owners.join(" ")} failed</span>
                   )}
                 </td>
-                <td>{summary.train_step}</td>
-                <td>{number(summary.reward)}</td>
-                <td>{number(summary.advantage)}</td>
-                <td>{policy(summary)}</td>
-                <td>{number(summary.staleness)}</td>
-                <td>{number(summary.num_sampled)}</td>
-                <td>{summary.num_turns}</td>
+                <td data-name="step">{summary.train_step}</td>
+                <td>
+                  <Reward value={summary.reward} />
+                </td>
+                <td data-name="advantage">{number(summary.advantage)}</td>
+                <td data-name="policy">{policy(summary)}</td>
+                <td data-name="stale">{number(summary.staleness)}</td>
+                <td data-name="tokens">{number(summary.num_sampled)}</td>
+                <td data-name="turns">{summary.num_turns}</td>
                 <td>{summary.stop_reasons.join(" ")}</td>
                 <td class="preview">{plain(summary.preview)}</td>
               </tr>
@@ -208,7 +212,7 @@ function Field(props: { name: string; label: string; value: string; hint: string
           const { value } = event.currentTarget;
           setDraft(value);
           clearTimeout(timer.current);
-          timer.current = setTimeout(() => set(value), 300);
+          timer.current = setTimeout(() => set(value), PAUSE_MS);
         }}
         onChange={(event) => set(event.currentTarget.value)}
       />

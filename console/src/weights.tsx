@@ -36,7 +36,7 @@ export function Weights({ run }: { run: Run }) {
         The proof of a publish is the largest difference, in nats, between the trainer's and any
         replica's log-probs of the probe prompts.
       </p>
-      <div class="scroll">
+      <div class="scroll" tabIndex={0} role="group" aria-label="Publishes">
         <table class="weights">
           <thead>
             <tr>

@@ -145,8 +145,37 @@ def filters_of(rows: list[tuple[TrajectorySummary, str]]) -> list[tuple[str, str
         ("staleness", "1:"),
         ("version", "3:5"),
         ("length", ":9"),
+        ("tools", "1:"),
         ("step", "4:6"),
     ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_overview_answers_on_one_screen_with_the_figures_of_the_run(
+    scheme, page, address, demo, tmp_path
+):
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_selector(".chart canvas")
+    page.wait_for_selector(".answers article >> nth=2")
+    size = "() => [document.documentElement.scrollWidth, document.documentElement.scrollHeight]"
+    assert page.evaluate(size) == [1400, 900]
+    metrics = [json.loads(line) for line in (demo / METRICS).read_text().splitlines()]
+    means = {row["label"]: row["mean_reward"] for row in metrics if row["kind"] == "evaluation"}
+    shown = page.inner_text("#tile-learning .figures")
+    ends = (means["before_sampled"], means["after_sampled"])
+    assert [float(text) for text in shown.split(" \u2192 ")] == pytest.approx(ends, abs=6e-4)
+    train = [row for row in metrics if row["kind"] == "train"]
+    assert f"{train[-1]['train_step']} of" in page.inner_text("#tile-far strong")
+    parts = page.inner_text("section[aria-label='What does it wait for?']")
+    for part, name in (("lease_s", "waits for groups"), ("train_s", "computes")):
+        mean = sum(row[part] for row in train) / len(train)
+        assert f"{name} {mean:.3g} s" in parts
+    chart = page.locator(".chart .plot").get_attribute("aria-label") or ""
+    assert f"training reward: {train[-1]['reward']:.4g}" in chart
+    keep_picture(page, f"overview-{scheme}", tmp_path)
 
 
 def test_every_filter_shows_what_a_plain_pass_accepts(page, address, rows):
@@ -179,7 +208,6 @@ def test_the_first_trajectory_that_used_the_tool_is_reached_by_keys(page, addres
     page.keyboard.press("M")
     page.locator(".tokens span.sampled").nth(3).click()
     page.wait_for_selector(".numbers-of td")
-    page.locator("section[aria-label=Tokens]").scroll_into_view_if_needed()
     keep_picture(page, "trajectory", tmp_path)
 
 
@@ -192,7 +220,7 @@ def test_the_curves_and_the_list_of_the_demo_are_shown(page, address, tmp_path):
     page.wait_for_function("() => document.querySelectorAll('.chart').length === 2")
     page.wait_for_selector(".chart canvas")
     keep_picture(page, "curves", tmp_path)
-    for number, head in (("3", "table.config"), ("4", "table.weights"), ("1", "table.list")):
+    for number, head in (("4", "table.config"), ("5", "table.weights"), ("2", "table.list")):
         page.keyboard.press(number)
         page.wait_for_selector(f"{head} tbody tr")
 

@@ -73,6 +73,13 @@ def parser() -> argparse.ArgumentParser:
         help="write a folder that any browser opens, and end",
     )
     console.set_defaults(module="console.serving", function="console", root=ROOT)
+    report = commands.add_parser("report", help="write runs into one page that any browser opens")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="names or directories of runs")
+    report.add_argument(
+        "--to", type=Path, metavar="FILE", help="the page (report.html in the first run's folder)"
+    )
+    add_json(report, "the page and its size")
+    report.set_defaults(module="console.serving", function="report", root=ROOT)
     completion = commands.add_parser(
         "completion", help="print a script that completes dialoop's words in your shell"
     )
@@ -278,6 +285,7 @@ def _add_show(commands: Commands) -> None:
         ("--staleness", "range of policy versions by which the oldest token lagged"),
         ("--version", "range of policy versions that sampled it"),
         ("--length", "range of sampled tokens"),
+        ("--tools", "range of tool calls that were run"),
         ("--step", "range of train steps"),
     ):
         show.add_argument(name, default="", help=text)

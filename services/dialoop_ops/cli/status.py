@@ -21,6 +21,8 @@ from dialoop_ops.cli.console import rich_console, say
 from dialoop_ops.cli.stack import choose_stack
 from dialoop_ops.now import Now, Watcher
 from dialoop_ops.now.snapshot import ages_by_place, groups_line
+from dialoop_ops.runs import RunIndex
+from dialoop_ops.runs.overview import Overview, overview_of
 
 _EVERY_S = 1.0
 
@@ -69,16 +71,29 @@ async def _watch(stack: Stack, *, as_json: bool) -> None:
     from rich.live import Live
     from rich.text import Text
 
+    from dialoop_ops.cli.overview import screen_of
+
     console = rich_console()
     if as_json or not console.is_terminal:
         async for now in _looks(stack):
             say(json.dumps(now.as_json()) if as_json else "\n".join([*lines_of(now), ""]))
         return
+    index = RunIndex(stack.run_dir) if stack.run_dir.is_dir() else None
     with Live(console=console, auto_refresh=False) as live:
         async for now in _looks(stack):
             clock = time.strftime("%H:%M:%S", time.localtime(now.time))
             lines = [f"{_heading(stack)}, {clock}", *lines_of(now)]
-            live.update(Text("\n".join(lines)), refresh=True)
+            if index is None:  # the run's files are on another machine
+                live.update(Text("\n".join(lines)), refresh=True)
+                continue
+            overview = await asyncio.to_thread(_read_on, index)
+            screen = screen_of(stack.run_dir.name, overview, lines, now.alarms)
+            live.update(screen, refresh=True)
+
+
+def _read_on(index: RunIndex) -> Overview:
+    index.refresh()
+    return overview_of(index)
 
 
 async def _looks(stack: Stack) -> AsyncIterator[Now]:

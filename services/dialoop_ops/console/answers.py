@@ -7,6 +7,7 @@ texts "NaN", "Infinity" and "-Infinity", because JSON has none.
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 import json
 import math
@@ -16,9 +17,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dialoop_ops.runs.index import Point, RunIndex
-from dialoop_ops.runs.intervals import wilson_interval
+from dialoop_ops.runs.overview import EVALUATIONS, band_of
 from dialoop_ops.runs.policies import proof_bound, publishes_of
-from dialoop_ops.runs.run_config import read_run
+from dialoop_ops.runs.run_config import read_run, settings_of
 from dialoop_ops.runs.summaries import TrajectorySummary
 
 _PER_STEP = "train/reward"
@@ -29,6 +30,8 @@ its place in `RunIndex.trained_by_step`. If long ones are lost on the way, the s
 _THROUGHPUT = "throughput/trained_tokens_per_s"
 """Trained tokens per second of a train step, its wait and its publish, but of no more than the time
 since the row of the step before: a publish may run beside other steps."""
+_HELDOUT = {f"heldout/{name.split()[-1]}": labels for name, labels in EVALUATIONS.items()}
+"""The evaluations before, while and after a run trained, as one curve each."""
 _EVALUATION, _MEAN_REWARD, _NUM_TRAJECTORIES = "evaluation/", "mean_reward", "num_trajectories"
 
 
@@ -40,6 +43,7 @@ def describe_run(name: str, index: RunIndex) -> dict[str, Any]:
         "path": str(index.run_dir),
         "run_id": facts.get("run_id", ""),
         "started": facts.get("started"),
+        "variant": hashlib.sha256(to_json(settings_of(index.run_dir))).hexdigest()[:12],
         "progress": asdict(index.progress()),
     }
 
@@ -81,7 +85,12 @@ def names_of(index: RunIndex) -> list[str]:
     """Return the names of a run's curves: those of metrics.jsonl, and those made of them."""
     names = index.metric_names()
     made = (*_LENGTHS, _THROUGHPUT) if _PER_STEP in names else ()
-    return sorted((*names, *made))
+    heldout = (
+        name
+        for name, labels in _HELDOUT.items()
+        if any(f"{_EVALUATION}{label}/{_MEAN_REWARD}" in names for label in labels)
+    )
+    return sorted((*names, *made, *heldout))
 
 
 def points_of(index: RunIndex, name: str) -> Sequence[Point]:
@@ -94,6 +103,9 @@ def points_of(index: RunIndex, name: str) -> Sequence[Point]:
             for point in index.points(_PER_STEP)
             if (length := lengths.get(point.train_step)) is not None
         ]
+    if name in _HELDOUT:
+        means = (f"{_EVALUATION}{label}/{_MEAN_REWARD}" for label in _HELDOUT[name])
+        return [point for mean in means for point in index.points(mean)]
     if name == _THROUGHPUT:
         return _throughput_of(index)
     return index.points(name)
@@ -117,24 +129,20 @@ def _throughput_of(index: RunIndex) -> list[Point]:
 def bands_of(index: RunIndex, name: str) -> tuple[list[float | None], list[float | None]] | None:
     """Return the 95 % interval around each point of an evaluation's mean reward; None for others.
 
-    It is Wilson's interval for a share. Rewards between 0 and 1 have at most a share's variance, so
-    for them it is no narrower than it has to be. A mean outside 0..1 has no interval.
+    `dialoop_ops.runs.overview.band_of` says which.
     """
-    if not (name.startswith(_EVALUATION) and name.endswith(f"/{_MEAN_REWARD}")):
+    labels = _HELDOUT.get(name, ())
+    if name.startswith(_EVALUATION) and name.endswith(f"/{_MEAN_REWARD}"):
+        labels = (name[len(_EVALUATION) : -len(_MEAN_REWARD) - 1],)
+    if not labels:
         return None
     counts = {
         point.row: point.value
-        for point in index.points(f"{name[: -len(_MEAN_REWARD)]}{_NUM_TRAJECTORIES}")
+        for label in labels
+        for point in index.points(f"{_EVALUATION}{label}/{_NUM_TRAJECTORIES}")
     }
-    lows: list[float | None] = []
-    highs: list[float | None] = []
-    for point in index.points(name):
-        count = counts.get(point.row, 0.0)
-        is_share = 0.0 <= point.value <= 1.0 and count >= 1.0 and math.isfinite(count)
-        low, high = wilson_interval(point.value, count) if is_share else (None, None)
-        lows.append(low)
-        highs.append(high)
-    return lows, highs
+    bands = [band_of(point.value, counts.get(point.row, 0.0)) for point in points_of(index, name)]
+    return [low for low, _ in bands], [high for _, high in bands]
 
 
 def num_samples_of(index: RunIndex, points: Sequence[Point]) -> list[int]:

@@ -41,6 +41,7 @@ from dialoop_ops.console.answers import (
 from dialoop_ops.console.live_runs import LOOK_EVERY_S, LiveRuns
 from dialoop_ops.runs import Filters
 from dialoop_ops.runs.forks import fork_tree
+from dialoop_ops.runs.overview import overview_of
 from dialoop_ops.runs.run_config import compare_configs, flat_config
 from dialoop_ops.runs.token_numbers import MAX_TOKENS, token_page
 
@@ -84,6 +85,7 @@ def console_app(runs: WatchedRuns, live: LiveRuns, *, token: Token) -> App:
     one_trajectory = f"{one_run}/trajectories/{{number}}"
     served: dict[str, Callable[[Request], Any]] = {
         "/api/runs": routes.runs,
+        f"{one_run}/overview": routes.overview,
         f"{one_run}/choices": routes.choices,
         f"{one_run}/trajectories": routes.trajectories,
         one_trajectory: routes.trajectory,
@@ -135,6 +137,10 @@ class _Routes:
         """List the runs with what they are and how far their indexes are."""
         self._runs.keep_reading()
         return {"runs": [describe_run(name, i) for name, i in self._runs.indexes.items()]}
+
+    def overview(self, request: Request) -> Any:
+        """Return the run at a glance."""
+        return asdict(overview_of(self._runs.index_of(request.path_params["run"])))
 
     def choices(self, request: Request) -> Any:
         """List the values that filters of a run can have."""

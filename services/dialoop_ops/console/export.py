@@ -1,21 +1,24 @@
-"""A run as a folder that any browser opens, from a disk or from any web server: no service runs.
+"""A run as a folder or one page that any browser opens, from a disk or a web server, without us.
 
 `export_runs({"demo": RunIndex(Path("runs/demo"))}, Path("out"))` writes the console's page and what
 its routes would answer, packed into script files, since a page that is opened from a disk may load
 nothing else. The page asks them as it asks the routes (`console/src/exported.ts`).
+`report_runs(..., Path("report.html"))` writes the same into one page.
 """
 
 from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
+import html
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dialoop.errors import AlreadyExists
 from dialoop.reasons import Reason
@@ -33,13 +36,16 @@ from dialoop_ops.console.app import page_files
 from dialoop_ops.runs import Filters, RunIndex
 from dialoop_ops.runs.forks import fork_tree
 from dialoop_ops.runs.index import MAX_LIMIT
+from dialoop_ops.runs.overview import overview_of
 from dialoop_ops.runs.run_config import flat_config, tokenizer_of
-from dialoop_ops.runs.summaries import TrajectorySummary, text_of
+from dialoop_ops.runs.summaries import EVALUATION, TrajectorySummary, text_of
 from dialoop_ops.runs.token_numbers import token_page
 
 FORMAT = 1
 _PART_BYTES = 1 << 20
 """About so much JSON is in one part; the page loads the parts that it shows."""
+MAX_REPORTED = 5000
+"""So many trajectories of a run are in a report, which a browser reads whole."""
 _HEAD = "data/head.js"
 # A page from a disk has no headers. 'self' is the folder of a web server, file: that of a disk.
 _POLICY = (
@@ -63,18 +69,69 @@ def export_runs(
             f"{folder} exists already.", reason=Reason.EXPORT_EXISTS, remedy="Name a new directory."
         )
     writer = _Writer(folder)
-    runs = []
-    for number, (name, index) in enumerate(indexes.items()):
-        index.catch_up()
-        runs.append(_export_run(name, index, writer, f"{number}/", partial(show, name)))
-    head = {"format": FORMAT, "time": time.time(), "runs": runs}
+    head = _export_all(indexes, writer, show=show)
     for path, (content, _) in page_files().items():
         if path != "/":
             writer.write(path.removeprefix("/"), content)
     # The head goes last, so that a folder that has one is whole.
     writer.write("index.html", _page_of(page_files()["/"][0]))
-    writer.write(_HEAD, b'window.dialoopExport="' + _pack(to_json(head)) + b'";\n')
+    writer.write(_HEAD, head)
     return writer.num_bytes
+
+
+def report_runs(indexes: Mapping[str, RunIndex], file: Path) -> int:
+    """Write runs into one page that needs no other file, and return its size in bytes.
+
+    It has all evaluations and the newest other trajectories, up to 5,000 in all.
+    """
+    writer = _PageWriter()
+    head = _export_all(indexes, writer, max_trajectories=MAX_REPORTED)
+    files = {path.rpartition("/")[2]: content for path, (content, _) in page_files().items()}
+    style, icon = files["console.css"].decode(), base64.b64encode(files["icon.svg"]).decode()
+    # A text of the script that ends an element would end the script itself.
+    scripts = [head.decode(), files["console.js"].decode().replace("</script", "<\\/script")]
+    page = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8" />
+<meta http-equiv="Content-Security-Policy" content="{_report_policy(style, scripts)}" />
+<meta name="viewport" content="width=device-width, initial-scale=1" />
+<meta name="color-scheme" content="light dark" />
+<title>{html.escape(", ".join(indexes))}</title>
+<link rel="icon" href="data:image/svg+xml;base64,{icon}" />
+<style>{style}</style></head><body><div id="page"></div>
+{"".join(writer.elements)}{"".join(f"<script>{script}</script>" for script in scripts)}
+</body></html>
+"""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file.write_bytes(page.encode())
+
+
+def _report_policy(style: str, scripts: Sequence[str]) -> str:
+    """Return the policy that lets the page run what it was written with, and nothing else."""
+    style_hash, *hashes = (
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        for text in (style, *scripts)
+    )
+    return (
+        f"default-src 'none'; script-src {' '.join(hashes)}; style-src {style_hash}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _export_all(
+    indexes: Mapping[str, RunIndex],
+    writer: _Parted,
+    *,
+    max_trajectories: int | None = None,
+    show: Callable[[str, int, int], object] = lambda *_: None,
+) -> bytes:
+    """Write the parts of all runs, and return the script of the head."""
+    runs = []
+    for number, (name, index) in enumerate(indexes.items()):
+        index.catch_up()
+        chosen = _chosen(index, max_trajectories)
+        runs.append(_export_run(name, index, writer, f"{number}/", chosen, partial(show, name)))
+    head = {"format": FORMAT, "time": time.time(), "runs": runs}
+    return b'window.dialoopExport="' + _pack(to_json(head)) + b'";\n'
 
 
 def _page_of(page: bytes) -> bytes:
@@ -87,6 +144,25 @@ def _page_of(page: bytes) -> bytes:
 
 def _pack(text: bytes) -> bytes:
     return base64.b64encode(gzip.compress(text, 6, mtime=0))
+
+
+class _Parted(Protocol):
+    """What takes JSON that the page loads by its name."""
+
+    def write_part(self, name: str, text: bytes) -> None:
+        """Keep a part."""
+
+
+class _PageWriter:
+    """Parts as elements of a page; a browser runs no script of this type."""
+
+    def __init__(self) -> None:
+        self.elements: list[str] = []
+
+    def write_part(self, name: str, text: bytes) -> None:
+        """Add an element."""
+        packed = _pack(text).decode()
+        self.elements.append(f'<script type="text/plain" data-part="{name}">{packed}</script>\n')
 
 
 class _Writer:
@@ -111,7 +187,7 @@ class _Writer:
 class _Parts:
     """Values in the order of trajectories, in parts; `firsts`: the number each part begins with."""
 
-    def __init__(self, writer: _Writer, name: str) -> None:
+    def __init__(self, writer: _Parted, name: str) -> None:
         self._writer = writer
         self._name = name
         self._values: list[bytes] = []
@@ -136,14 +212,19 @@ class _Parts:
 
 
 def _export_run(
-    name: str, index: RunIndex, writer: _Writer, folder: str, show: Callable[[int, int], object]
+    name: str,
+    index: RunIndex,
+    writer: _Parted,
+    folder: str,
+    summaries: Iterable[TrajectorySummary],
+    show: Callable[[int, int], object],
 ) -> dict[str, Any]:
     """Write the parts of a run, and return what the head says of it."""
     tokenizer = tokenizer_of(index.run_dir)
     kinds = ("summaries", "texts", "rows")
     parts = {kind: _Parts(writer, f"{folder}{kind}-") for kind in kinds}
     total = index.progress().num_trajectories
-    for done, summary in enumerate(_summaries(index), start=1):
+    for done, summary in enumerate(summaries, start=1):
         row = index.row(summary.number)
         debug_rows = index.debug_rows(summary.trajectory_id)
         # Fields that are asked for by their place take half of the room.
@@ -162,6 +243,7 @@ def _export_run(
         "folder": folder,
         "fields": [field.name for field in fields(TrajectorySummary)],
         "parts": {kind: parts[kind].firsts for kind in kinds},
+        "overview": asdict(overview_of(index)),
         "choices": index.choices(),
         "metrics": names,
         "publishes": describe_publishes(index),
@@ -169,9 +251,23 @@ def _export_run(
     }
 
 
-def _summaries(index: RunIndex) -> Iterator[TrajectorySummary]:
+def _chosen(index: RunIndex, most: int | None) -> Iterable[TrajectorySummary]:
+    """Return all trajectories in order, or of more than `most` evaluations and the newest."""
+    if most is None or index.progress().num_trajectories <= most:
+        return _summaries(index, "number")
+    newest = _summaries(index, "-number", outcome=EVALUATION)
+    chosen = {summary.number: summary for summary in itertools.islice(newest, most)}
+    for summary in _summaries(index, "-number"):
+        if len(chosen) >= most:
+            break
+        chosen[summary.number] = summary
+    return [chosen[number] for number in sorted(chosen)]
+
+
+def _summaries(index: RunIndex, sort: str, outcome: str = "") -> Iterator[TrajectorySummary]:
+    filters = Filters(outcome=outcome)
     for offset in itertools.count(0, MAX_LIMIT):
-        page = index.page(Filters(), sort="number", offset=offset, limit=MAX_LIMIT)
+        page = index.page(filters, sort=sort, offset=offset, limit=MAX_LIMIT)
         yield from page.summaries
         if len(page.summaries) < MAX_LIMIT:
             return

@@ -1,4 +1,4 @@
-"""Run `dialoop console`: serve the console of runs, or export it."""
+"""Run `dialoop console` and `dialoop report`: serve the console of runs, or write it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dialoop.errors import AlreadyExists
+from dialoop.reasons import Reason
 from dialoop_services.rest.app import RestServer
 from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.listening import address_of, bound_socket, require_safe_address
@@ -17,8 +19,9 @@ from dialoop_services.runtime.shutdown import StopSignal
 from rich.console import Console
 from rich.progress import Progress
 
+from dialoop_ops.cli.console import say, say_json
 from dialoop_ops.console.app import console_app
-from dialoop_ops.console.export import export_runs
+from dialoop_ops.console.export import export_runs, report_runs
 from dialoop_ops.console.live_runs import LiveRuns
 from dialoop_ops.console.watched_runs import WatchedRuns
 from dialoop_ops.runs.run_config import find_run
@@ -36,6 +39,23 @@ def console(arguments: argparse.Namespace) -> int:
     require_safe_address(settings)
     with WatchedRuns(run_dirs) as runs:
         asyncio.run(_serve(settings, runs))
+    return 0
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write runs into one page; return 0. A file that --to names must not exist."""
+    run_dirs = [find_run(name, arguments.root) for name in arguments.runs]
+    file = arguments.to or run_dirs[0] / "report.html"
+    if arguments.to is not None and file.exists():
+        raise AlreadyExists(
+            f"{file} exists already.", reason=Reason.EXPORT_EXISTS, remedy="Name a new file."
+        )
+    with WatchedRuns(run_dirs) as runs:
+        num_bytes = report_runs(runs.indexes, file)
+    if arguments.json:
+        say_json({"page": str(file), "num_bytes": num_bytes})
+    else:
+        say(f"{file}: {num_bytes / 1e6:.1f} MB; open it in a browser")
     return 0
 
 

@@ -24,7 +24,13 @@ MIN_TEXT = 3
 """Fewest characters of a text search: the index keeps triples of characters."""
 
 _EXACT = ("environment", "outcome", "label", "task_key", "group_id")
-_RANGES = {"reward": "reward", "staleness": "staleness", "step": "train_step"}
+_RANGES = {
+    "reward": "reward",
+    "staleness": "staleness",
+    "step": "train_step",
+    "length": "num_sampled",
+    "tools": "num_tool_calls",
+}
 # A bit for each member, so that a trajectory with several turns or failures has them all.
 _STOPS = {reason.name: 1 << reason for reason in StopReason}
 _OWNERS = {owner.name: 1 << owner for owner in Owner}
@@ -73,9 +79,9 @@ _ANY = Range()
 class Filters:
     """Conditions that all hold. An empty text and an open range ask for nothing.
 
-    `version`: any policy version that sampled it. `length`: sampled tokens. `stop_reason`: of any
-    turn. `owner`: of any failure; "ANY" for whichever. `text`: part of the messages, in capitals or
-    not.
+    `version`: any policy version that sampled it. `length`: sampled tokens. `tools`: tool calls
+    that were run. `stop_reason`: of any turn. `owner`: of any failure; "ANY" for whichever. `text`:
+    part of the messages, in capitals or not.
     """
 
     trajectory_id: str = ""
@@ -92,6 +98,7 @@ class Filters:
     staleness: Range = _ANY
     version: Range = _ANY
     length: Range = _ANY
+    tools: Range = _ANY
     step: Range = _ANY
 
     def __post_init__(self) -> None:
@@ -132,7 +139,6 @@ class Filters:
             and (not self.owner or is_asked_owner)
             and all(getattr(self, n).has(getattr(summary, field)) for n, field in _RANGES.items())
             and self.version.meets(summary.oldest, summary.newest)
-            and self.length.has(summary.num_sampled)
             and (not self.text or self.text.lower() in text.lower())
         )
 
@@ -149,7 +155,7 @@ class Filters:
             bits = sum(_OWNERS.values()) if self.owner == ANY_OWNER else _OWNERS[self.owner]
             terms.append(("owners & ? <> 0", bits))
         columns = {name: (column, column) for name, column in _RANGES.items()}
-        columns |= {"version": ("oldest", "newest"), "length": ("num_sampled", "num_sampled")}
+        columns["version"] = ("oldest", "newest")
         for name, (first, last) in columns.items():
             bounds: Range = getattr(self, name)
             terms += [(f"{last} >= ?", bounds.low)] if bounds.low is not None else []

@@ -290,6 +290,33 @@ class RunIndex:
             )
             return {step: (count, played, of_trained) for step, count, played, of_trained in rows}
 
+    def rewards_by_task(self, label: str, train_step: int) -> dict[str, tuple[int, float]]:
+        """Return the mean reward of each task of one evaluation, with its first trajectory."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                "SELECT task_key, min(number), avg(reward) FROM trajectory WHERE outcome = ? "
+                "AND label = ? AND train_step = ? AND reward IS NOT NULL "
+                "GROUP BY task_key ORDER BY min(number)",
+                (EVALUATION, label, train_step),
+            )
+            return {task: (number, reward) for task, number, reward in rows}
+
+    def count_failures(self) -> dict[str, int]:
+        """Return how many trajectories had a failure of each owner."""
+        counts: Counter[str] = Counter()
+        with self._reading() as connection:
+            for bits, count in connection.execute(
+                "SELECT owners, count(*) FROM trajectory WHERE owners <> 0 GROUP BY owners"
+            ):
+                counts.update(dict.fromkeys(owners_of_bits(bits), count))
+        return dict(counts)
+
+    def last_time(self) -> float | None:
+        """Return when the newest row of metrics.jsonl was written; None before the first."""
+        with self._reading() as connection:
+            (time,) = connection.execute("SELECT max(time) FROM metric WHERE is_kept").fetchone()
+        return None if time is None else float(time)
+
     def points(self, name: str) -> tuple[Point, ...]:
         """Return a series in the order of writing, without steps that a restore discarded.
 

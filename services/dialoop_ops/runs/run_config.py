@@ -15,6 +15,8 @@ from dialoop.tokens.tokenizer import Tokenizer
 RUN_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
 MISSING = "-"
+_OWN, _OWN_TABLES = ("run", "seed"), ("ports.", "versions.", "started_with.")
+"""Keys, and tables, in which seeds of one variant may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,7 @@ def find_run(name: str | Path, root: Path) -> Path:
 
 def read_run(run_dir: Path) -> dict[str, Any]:
     """Return run.json; {} where it is missing or torn."""
-    return _read_object(run_dir / RUN_FILE)
+    return read_object(run_dir / RUN_FILE)
 
 
 def flat_config(run_dir: Path) -> dict[str, str]:
@@ -45,15 +47,21 @@ def flat_config(run_dir: Path) -> dict[str, str]:
     packages and the versions of some. The command is left out: it may contain a secret.
     """
     run = read_run(run_dir)
-    config = dict(_flat(without_secrets(run.get("config", {})), ""))
+    config = dict(flat(without_secrets(run.get("config", {}))))
     started = run.get("started_with")
     facts = {
         name: started[name]
         for name in ("origins", "branch_of", "code", "packages")
         if isinstance(started, dict) and started.get(name)
     }
-    versions = _read_object(run_dir / SUMMARY_FILE).get("versions", {})
-    return config | dict(_flat(facts, "started_with.")) | dict(_flat(versions, "versions."))
+    versions = read_object(run_dir / SUMMARY_FILE).get("versions", {})
+    return config | dict(flat(facts, "started_with.")) | dict(flat(versions, "versions."))
+
+
+def settings_of(run_dir: Path) -> dict[str, str]:
+    """Return the config without what may differ between the seeds of one variant."""
+    config = flat_config(run_dir)
+    return {k: v for k, v in config.items() if k not in _OWN and not k.startswith(_OWN_TABLES)}
 
 
 def compare_configs(configs: Sequence[Mapping[str, str]]) -> tuple[ConfigLine, ...]:
@@ -74,15 +82,17 @@ def tokenizer_of(run_dir: Path) -> Tokenizer | None:
         return None
 
 
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each key, as "train.loss", with its value as JSON."""
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", json.dumps(value, ensure_ascii=False)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; {} where it is missing or torn."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):

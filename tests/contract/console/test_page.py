@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import random
 import re
@@ -23,7 +24,10 @@ import pytest
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_learning.model.tiny import write_tokenizer
 from dialoop_ops.runs import Filters
+from dialoop_ops.runs.intervals import wilson_interval
 from dialoop_ops.runs.summaries import summary_of, text_of, versions_by_step
+
+from tests.support.stack_jobs import ROOT
 
 PROGRAM = os.environ.get("DIALOOP_TEST_BROWSER", "")
 pytestmark = [
@@ -103,6 +107,7 @@ def make_rows(tokenizer: Tokenizer) -> list[dict[str, Any]]:
                 "task_key": f"task-{number % 3}",
                 "environment": ("arithmetic", "web")[number % 2],
                 "reward": chance.choice((0.0, 0.5, 1.0)),
+                "num_tool_calls": number % 4,
                 "messages": [
                     {"role": "user", "content": "1+2"},
                     {"role": "assistant", "content": answer},
@@ -242,6 +247,7 @@ FILTERS = [
     ("staleness", "2:"),
     ("version", ":3"),
     ("length", "6:"),
+    ("tools", "1:2"),
     ("step", "4:5"),
 ]
 
@@ -304,9 +310,9 @@ def test_the_list_by_keys_alone(page, site):
     page.keyboard.press("Escape")
     page.keyboard.press("x")
     page.wait_for_function("() => document.getElementById('total').textContent === '160'")
-    pages = [(2, ".chart"), (3, "table.config"), (4, "table.weights")]
-    pages += [(5, "#no-stack")] if site.kind == "served" else []
-    pages.append((1, "table.list"))
+    pages = [(1, "#tile-learning"), (3, ".chart"), (4, "table.config"), (5, "table.weights")]
+    pages += [(6, "#no-stack")] if site.kind == "served" else []
+    pages.append((2, "table.list"))
     for key, head in pages:
         page.keyboard.press(str(key))
         page.wait_for_selector(head)
@@ -317,12 +323,11 @@ def test_the_list_by_keys_alone(page, site):
 def test_a_group_stands_side_by_side_with_rewards_and_advantages(page, site):
     open_page(page, site, "trajectory?run=a&number=1")
     page.wait_for_selector(".member")
-    members = page.locator(".member .numbers").all_inner_texts()
-    expected = [
-        f"reward {row['reward']:g} advantage {row['sequences'][0]['advantage']:g}"
-        for row in site.rows[:4]
-    ]
-    assert members == expected
+    rewards = page.locator(".member .reward").all_inner_texts()
+    advantages = page.locator(".member .numbers").all_inner_texts()
+    assert rewards == [f"reward {row['reward']:g}" for row in site.rows[:4]]
+    given = [row["sequences"][0]["advantage"] for row in site.rows[:4]]
+    assert advantages == [f"advantage {advantage:g}" for advantage in given]
 
 
 def test_tokens_have_their_numbers_and_a_link(page, site):
@@ -338,6 +343,7 @@ def test_tokens_have_their_numbers_and_a_link(page, site):
     engine = sequence["inference_logprobs"][0]
     assert float(cells["log-prob, engine"]) == pytest.approx(engine, rel=1e-5)
     assert float(cells["trainer \u2212 engine"]) == pytest.approx(-0.125, rel=1e-3)
+    assert float(cells["ratio"]) == pytest.approx(math.exp(-0.125), rel=1e-3)
     assert float(cells["advantage"]) == sequence["advantage"]
     assert cells["id"] == str(sequence["token_ids"][start])
     assert page.locator(".tokens .special").all_inner_texts() == [
@@ -349,10 +355,11 @@ def test_tokens_have_their_numbers_and_a_link(page, site):
     page.wait_for_function(f"() => location.hash.includes('token={start + 1}')")
     page.hover(f"[data-token='{start + 2}']")
     assert f"{start + 2} of" in page.inner_text(".numbers-of")
-    for mode in ("difference", "advantage", "mask", "version", "source"):
+    assert page.locator(".message .tokens").count() == 0  # the conversation is text until asked
+    for mode in ("logprob", "difference", "advantage", "mask", "version", "source"):
         page.keyboard.press("m")
         page.wait_for_function(f"() => location.hash.includes('by={mode}')")
-        colours = page.locator(".tokens .sampled").evaluate_all(
+        colours = page.locator(".message.assistant .tokens .sampled").evaluate_all(
             "spans => spans.map(span => span.style.backgroundColor)"
         )
         assert any(colours), mode
@@ -389,21 +396,21 @@ def test_text_of_a_model_stays_text(page, site):
 def test_curves_of_two_runs_lie_over_each_other(page, site):
     open_page(page, site, "curves?run=a&run=b&name=train/reward")
     page.wait_for_selector(".chart .last:text-is('a: 1, b: 1')")
-    assert page.locator(".u-legend .u-series").count() == 3
+    assert page.locator(".chart .legend li").all_inner_texts() == ["a", "b"]
     page.keyboard.press("x")
     page.wait_for_function("() => location.hash.includes('x=time')")
-    page.wait_for_selector(".u-legend:has-text('time since')")
+    page.wait_for_selector(".axis-title:has-text('seconds since')")
     for axis, title in (("version", "policy version"), ("samples", "trajectories trained")):
         page.keyboard.press("x")
         page.wait_for_function(f"() => location.hash.includes('x={axis}')")
-        page.wait_for_selector(f".u-legend:has-text('{title}')")
+        page.wait_for_selector(f".axis-title:has-text('{title}')")
 
 
 def test_a_box_that_was_clicked_leaves_the_keys_to_the_page(page, site):
     open_page(page, site, "curves?run=a&name=train/reward")
     page.get_by_label("b", exact=True).check()
     page.wait_for_function("() => location.hash.includes('run=b')")
-    page.keyboard.press("3")
+    page.keyboard.press("4")
     page.wait_for_selector("table.config tbody tr")
 
 
@@ -411,16 +418,20 @@ def test_what_is_compared_with_each_other_has_one_chart(page, site):
     open_page(page, site, "curves?run=a")
     page.wait_for_selector("section[aria-label='train/by_depth/mismatch_kl'] canvas")
     depths = page.locator("section[aria-label='train/by_depth/mismatch_kl'] .last")
-    assert depths.inner_text() == "a, from token 0: 0.0001, a, from token 128: 0.009"
+    assert depths.inner_text() == "from token 0: 0.0001, from token 128: 0.009"
     lengths = page.locator("section[aria-label='sampled tokens of a trajectory, mean'] .last")
-    assert re.fullmatch(r"a, generated: [\d.]+, a, trained: [\d.]+", lengths.inner_text())
+    assert re.fullmatch(r"generated: [\d.]+, trained: [\d.]+", lengths.inner_text())
 
 
 def test_evaluations_have_bands(page, site):
     open_page(page, site, "curves?run=a&name=evaluation/running/mean_reward")
     page.wait_for_selector(".chart canvas")
-    assert page.locator(".u-legend .u-series").count() == 4
-    assert "95 % from" in page.inner_text(".u-legend")
+    assert page.inner_text(".chart .legend") == "a, 95 %"
+    page.hover(".chart .u-over", position={"x": 2, "y": 20})
+    low, high = wilson_interval(EVALUATIONS[0]["mean_reward"], 64)
+    shown = page.inner_text(".chart .tip").split()
+    assert shown[:3] == ["train", "step", "3"]
+    assert shown[-4:] == ["0.33333", f"({low:.3g}", "to", f"{high:.3g})"]
 
 
 def test_configs_are_compared(page, site):
@@ -459,6 +470,81 @@ def test_dark_and_light_follow_the_system_and_the_switch(site):
         context.close()
 
 
+PAGES = (
+    *("overview?run=a", "trajectories?run=a", "trajectory?run=a&number=11&by=logprob"),
+    *("trajectory?run=a&number=158&with=155", "curves?run=a&run=b", "config?run=a&run=b"),
+    *("weights?run=a", "now?run=a", "queue?run=a"),
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_fits_a_telephone_and_a_screen_reader(scheme, site):
+    """No page scrolls sideways at 390 px, and axe-core finds nothing serious at any width."""
+    if site.kind != "served":
+        pytest.skip("an export has the same pages")
+    axe = ROOT / "console" / "node_modules" / "axe-core" / "axe.min.js"
+    if not axe.is_file():
+        pytest.skip("needs axe-core: run `npm ci` in console/")
+    for width in (390, 1400):
+        context = site.browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme
+        )
+        page = context.new_page()
+        for address in PAGES:
+            open_page(page, site, address)
+            page.wait_for_selector("main:not(:has-text('Loading'))")
+            page.wait_for_timeout(600)
+            wide = page.evaluate("() => document.documentElement.scrollWidth")
+            assert wide <= width, f"{address} is {wide} px wide at {width}"
+            page.evaluate(axe.read_text())
+            found = page.evaluate("async () => (await axe.run()).violations")
+            serious = [
+                (each["id"], each["nodes"][0]["html"][:200], each["nodes"][0]["failureSummary"])
+                for each in found
+                if each["impact"] in ("serious", "critical")
+            ]
+            assert serious == [], f"{address} at {width} px in {scheme}"
+        context.close()
+
+
+def test_a_page_that_is_not_here_says_so(page, site):
+    open_page(page, site, "nowhere?run=a")
+    page.wait_for_selector("[role=alert]:has-text(\"There is no page 'nowhere' here\")")
+
+
+def test_two_answers_to_one_task_are_compared(page, site):
+    open_page(page, site, "trajectory?run=a&number=4")
+    page.wait_for_selector("#with option >> nth=1", state="attached")
+    page.keyboard.press("c")
+    page.wait_for_selector(".versions ins")
+    other = int(re.search(r"with=(\d+)", page.url).group(1))  # type: ignore[union-attr]
+    ours, theirs = site.rows[3], site.rows[other - 1]
+    assert ours["task_key"] == theirs["task_key"]
+    texts = page.locator(".versions pre").all_inner_texts()
+    assert texts == [row["messages"][1]["content"] for row in (theirs, ours)]
+    assert page.inner_text("ins") == str(3)
+    page.keyboard.press("c")
+    page.wait_for_selector(".messages")
+
+
+def test_metrics_are_searched_and_saved(page, site):
+    open_page(page, site, "curves?run=a&name=train/reward")
+    page.wait_for_selector(".chart canvas")
+    page.keyboard.press("/")
+    page.keyboard.type("depth kl")
+    page.wait_for_function("() => document.querySelectorAll('.side details label').length === 2")
+    for kind, begin in (("CSV", b"line,"), ("PNG", b"\x89PNG")):
+        with page.expect_download() as saved:
+            page.click(f".chart button:text('{kind}')")
+        content = Path(saved.value.path()).read_bytes()
+        assert content.startswith(begin)
+        if kind == "CSV":
+            rows = [line.split(",") for line in content.decode().splitlines()[1:]]
+            assert [(int(x), float(y)) for _, x, y, *_ in rows] == [
+                (row["train_step"], row["reward"]) for row in METRICS
+            ]
+
+
 def test_an_export_has_no_page_of_a_running_stack_and_says_when_it_was_made(page, site):
     open_page(page, site, "trajectories?run=a")
     total(page)
@@ -466,12 +552,32 @@ def test_an_export_has_no_page_of_a_running_stack_and_says_when_it_was_made(page
     if site.kind == "served":
         assert titles[-2:] == ["Now", "Queue"]
         return
-    assert titles == ["Trajectories", "Curves", "Config", "Weights"]
+    assert titles == ["Overview", "Trajectories", "Curves", "Config", "Weights"]
     page.wait_for_selector("text=/exported 20[0-9-]+ [0-9:]+/")
-    page.keyboard.press("5")
+    page.keyboard.press("6")
     page.keyboard.press("?")
     assert "#/trajectories" in page.url
     assert "pause" not in page.inner_text(".help")
+
+
+def test_a_report_is_opened_from_a_disk_and_asks_for_nothing(site):
+    if site.kind != "served":
+        pytest.skip("the runs are taken away from the others")
+    file = site.root / "report.html"
+    words = ["report", str(site.root / "a"), "--to", str(file)]
+    subprocess.run([sys.executable, "-m", "dialoop_ops.stack", *words], check=True)
+    page = site.browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: asked.append(message.text))
+    page.goto(file.as_uri())
+    page.wait_for_selector("#tile-learning")
+    page.goto(f"{file.as_uri()}#/trajectories?text=Result=99")
+    page.wait_for_selector("#total:text-is('1')")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".message.assistant pre:text-is('Result=99')")
+    assert [url for url in asked if not url.startswith("data:")] == [file.as_uri()]
+    page.close()
 
 
 def test_an_export_that_lacks_a_file_says_which(site, tmp_path):

@@ -107,3 +107,25 @@ def test_lengths_trained_stand_beside_those_generated_and_tokens_have_a_rate(tmp
     assert curve("throughput/trained_tokens_per_s") == [(1, 100.0), (2, 200.0), (3, 450.0)]
     assert curve("train/reward") == [(1, 0.5), (2, 0.5), (3, 0.5)]
     index.close()
+
+
+def test_the_evaluations_of_a_run_are_one_curve_with_a_band(tmp_path):
+    index = write_run(tmp_path / "run")
+    row = {"kind": "evaluation", "num_trajectories": 9, "time": 10.0, "lineage": "main"}
+    with (index.run_dir / "metrics.jsonl").open("a") as file:
+        for label, step, reward in (("before_sampled", 0, 0.25), ("after_sampled", 5, 0.75)):
+            file.write(
+                json.dumps(row | {"label": label, "train_step": step, "mean_reward": reward})
+            )
+            file.write("\n")
+    index.catch_up()
+    assert "heldout/sampled" in names_of(index)
+    assert "heldout/greedy" not in names_of(index)
+    points = points_of(index, "heldout/sampled")
+    rewards = [(point.train_step, point.value) for point in points]
+    assert rewards == [(0, 0.25), (0, 0.0), (2, 0.5), (4, 1.5), (5, 0.75)]
+    bands = bands_of(index, "heldout/sampled")
+    assert bands is not None
+    ends = list(zip(*bands, strict=True))
+    assert ends[0] == wilson_interval(0.25, 9)
+    assert ends[3] == (None, None)  # 1.5 is no share

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -106,3 +107,43 @@ def test_a_run_whose_last_line_is_torn_is_exported_up_to_it(tmp_path):
     (run,) = read_head(tmp_path / "out")["runs"]
     assert run["progress"]["num_trajectories"] == 3
     assert run["progress"]["num_bytes"] < run["progress"]["num_bytes_of_run"]
+
+
+def test_a_report_is_one_page_with_its_parts_inside(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export, "MAX_REPORTED", 5)
+    run_dir = write_run(tmp_path / "a", num_rows=9)
+    rows = [row(n, outcome="evaluation" if n in (1, 2) else "trained") for n in range(9)]
+    (run_dir / "trajectories.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert main(["report", str(run_dir)]) == 0
+    file = run_dir / "report.html"
+    assert str(file) in capsys.readouterr().out
+    page = file.read_text()
+    parts = dict(re.findall(r'<script type="text/plain" data-part="(.+?)">(.+?)</script>', page))
+    head, console = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    (run,) = unpack(head.split('"')[1])["runs"]
+    summaries = [dict(zip(run["fields"], v, strict=True)) for v in unpack(parts["0/summaries-0"])]
+    # All evaluations, and the newest of the others.
+    assert [each["number"] for each in summaries] == [2, 3, 7, 8, 9]
+    assert len(unpack(parts["0/rows-0"])) == 5
+    assert run["overview"]["num_trajectories"] == 9
+    assert XSS not in page
+    assert str(tmp_path) not in json.dumps(run)
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    for text in (head, console, style):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in page
+    assert not re.search(r'(src|href)="(?!data:)', page.replace(console, ""))
+
+
+def test_a_report_replaces_its_own_file_and_no_other(tmp_path, capsys):
+    run_dir = write_run(tmp_path / "a")
+    assert main(["report", str(run_dir)]) == main(["report", str(run_dir)]) == 0
+    mine = tmp_path / "mine.html"
+    mine.write_text("mine")
+    capsys.readouterr()
+    assert main(["report", str(run_dir), "--json"]) == 0
+    size = (run_dir / "report.html").stat().st_size
+    said = json.loads(capsys.readouterr().out)
+    assert said == {"page": str(run_dir / "report.html"), "num_bytes": size}
+    assert main(["report", str(run_dir), "--to", str(mine)]) == 1
+    assert (mine.read_text(), "Name a new file" in capsys.readouterr().err) == ("mine", True)

@@ -50,7 +50,7 @@ def trajectory(chance: random.Random, number: int, **fields: Any) -> dict[str, A
         "environment": chance.choice(("arithmetic", "web")),
         "reward": chance.choice((0.0, 0.5, 1.0, float("nan"))),
         "done_reason": "SUBMITTED",
-        "num_tool_calls": 1,
+        "num_tool_calls": number % 4,
         "messages": [
             {"role": "user", "content": "a question"},
             {"role": "assistant", "content": " ".join(chance.choices(WORDS, k=3))},
@@ -103,6 +103,7 @@ FILTERS: list[dict[str, str]] = [
     {"version": "3:4"},
     {"version": ":2", "length": "6:"},
     {"length": "10"},
+    {"tools": "1:2"},
     {"step": "2:3"},
     {"stop_reason": "LENGTH"},
     {"owner": "TOOL"},

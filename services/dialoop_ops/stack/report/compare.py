@@ -25,7 +25,7 @@ from dialoop_ops.runs.intervals import (
     paired_difference,
     share_of,
 )
-from dialoop_ops.runs.run_config import compare_configs, find_run, flat_config
+from dialoop_ops.runs.run_config import compare_configs, find_run, settings_of
 
 if TYPE_CHECKING:
     import argparse
@@ -49,8 +49,6 @@ FIGURES = (
 """Figures of summary.json that are compared."""
 _SHARES = ("heldout_greedy", "heldout_sampled", "tool_call_rate")
 """How names of figures begin that are shares, or mean rewards: those may lie between 0 and 1."""
-_OWN, _OWN_TABLES = ("run", "seed"), ("ports.", "versions.", "started_with.")
-"""Keys, and tables, in which seeds of one variant may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +101,7 @@ def variants_of(run_dirs: Sequence[Path]) -> tuple[Variant, ...]:
     Raises NotFound (RUN_NOT_FOUND) for a run that has not ended, and for what is no run.
     """
     summaries = [_summary_of(run_dir) for run_dir in run_dirs]
-    configs = [_settings_of(run_dir) for run_dir in run_dirs]
+    configs = [settings_of(run_dir) for run_dir in run_dirs]
     num_tasks = [int(config.get("evaluation.num_tasks", 0)) for config in configs]
     differing = [line.key for line in compare_configs(configs) if line.differs]
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
@@ -184,11 +182,6 @@ def _summary_of(run_dir: Path) -> dict[str, Any]:
             "compares running ones.",
         ) from None
     return summary
-
-
-def _settings_of(run_dir: Path) -> dict[str, str]:
-    config = flat_config(run_dir)
-    return {k: v for k, v in config.items() if k not in _OWN and not k.startswith(_OWN_TABLES)}
 
 
 def _figures(summaries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
