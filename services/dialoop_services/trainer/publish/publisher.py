@@ -49,7 +49,7 @@ _RETRY_S = 1.0
 _LOOK_EVERY_S, _ANSWER_S = 2.0, 10.0
 _AGAIN_S = 20.0
 # A replica that is still starting does not answer.
-_STARTS_IN_S = 60.0
+_STARTS_IN_S = 300.0
 """Least time until the same failure of a replica is told again."""
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
 _MOST_OF_ROUNDING = 0.05, 0.5
