@@ -65,11 +65,13 @@ class DropReason(_Named):
     MEMBER_FAILED = "member_failed", "A member of the group could not be played."
     MEMBER_RETRIED = "member_retried", "Members that were played again; counted in trajectories."
     NO_FEEDBACK = "no_feedback", "The loss learns from failed checks, and no reward names one."
+    NO_REWARD = "no_reward", "Fewer than two members have a reward to compare: functions gave None."
     NO_ROOM = (
         "no_room",
         "The group was played while max_waiting_groups were waiting, and found no room.",
     )
     NO_TRAINABLE_TOKEN = "no_trainable_token", "No token of the group was sampled."
+    REFUSED = "refused", "Every update on its batch was refused, since one was not finite."
     SCORER_FAILED = "scorer_failed", "The scorer could not score the group."
     SERVICE_AWAY = "service_away", "A service that the group needed was away for too long."
     SHUTDOWN = "shutdown", "The worker stopped."
@@ -290,6 +292,7 @@ class Reason(_Named):
     LINEAGE_MISMATCH = "LINEAGE_MISMATCH", "The policy version is of another lineage."
     LOCKS_OF_OTHERS = "LOCKS_OF_OTHERS", "The folder of locks is not this user's alone."
     LORA_TARGET = "LORA_TARGET", "The model has no linear layer of that name."
+    LOSS_FAILED = "LOSS_FAILED", "The loss function raised, or returned no scalar to differentiate."
     LOSS_INPUT_MISSING = "LOSS_INPUT_MISSING", "The loss needs an input that is not there."
     MANIFEST_MISMATCH = "MANIFEST_MISMATCH", "The weights do not fit their manifest."
     MASK_UNAVAILABLE = "MASK_UNAVAILABLE", "The template cannot tell which tokens are whose."
@@ -355,6 +358,7 @@ class Reason(_Named):
     NO_REDIS = "NO_REDIS", "There is no Redis to use or to start."
     NO_REFERENCE_MODEL = "NO_REFERENCE_MODEL", "The scorer has no reference model."
     NO_REST_ADDRESS = "NO_REST_ADDRESS", "Agents need a REST address of each replica."
+    NO_REWARD = "NO_REWARD", "Fewer than two of the group's trajectories have a reward to compare."
     NO_SLURM = "NO_SLURM", "Slurm is not here, or does not take the job."
     NO_STACK = "NO_STACK", "No stack is serving."
     NO_TASKS = "NO_TASKS", "The split is empty."
@@ -451,6 +455,7 @@ class Reason(_Named):
     RUN_EXISTS = "RUN_EXISTS", "The run's folder exists and cannot be resumed."
     RUN_IN_USE = "RUN_IN_USE", "Another process uses the run's folder."
     RUN_NOT_FOUND = "RUN_NOT_FOUND", "The folder is no run of Dialoop."
+    SAME_FAILURE = "SAME_FAILURE", "The trainer failed twice in the same way at one train step."
     SAMPLING_UNSUPPORTED = "SAMPLING_UNSUPPORTED", "The engine does not sample that way."
     SANDBOX_BUSY = "SANDBOX_BUSY", "All sandboxes are in use."
     SANDBOX_FAILED = "SANDBOX_FAILED", "The sandbox itself failed."
@@ -603,6 +608,10 @@ class Reason(_Named):
     )
     UNSUPPORTED_TOOL_CHOICE = "UNSUPPORTED_TOOL_CHOICE", "tool_choice cannot be forced."
     UNSUPPORTED = "UNSUPPORTED", "The service does not support this."
+    UPDATES_REFUSED = (
+        "UPDATES_REFUSED",
+        "Many updates in a row were refused: the loss or its gradients are not finite.",
+    )
     VALUE_NOT_FINITE = "VALUE_NOT_FINITE", "A value is not finite."
     VERSION_NOT_NEWER = "VERSION_NOT_NEWER", "The policy version is not newer than the present one."
     VLLM_MISSING = "VLLM_MISSING", "vLLM does not import."

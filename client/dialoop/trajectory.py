@@ -230,7 +230,8 @@ class Reward:
     A dense reward has one number per token of the response, and their sum as its value:
     Reward.dense("kl", (-0.5, 0.25)).value == -0.25
 
-    feedback says in words which checks the answer failed; it is empty where none did.
+    feedback says in words which checks the answer failed; it is empty where none did. absent: the
+    function gave no reward, which is not a reward of 0. Its value is 0 and counts nowhere.
     """
 
     name: str
@@ -239,8 +240,15 @@ class Reward:
     success: bool | None = None
     per_token: tuple[float, ...] = ()
     feedback: str = ""
+    absent: bool = False
 
     def __post_init__(self) -> None:
+        if self.absent and (self.value or self.per_token):
+            raise InvalidInput(
+                f"Reward {self.name} is absent, and {self.value}.",
+                reason=Reason.RAGGED,
+                remedy="Leave out its value, or absent.",
+            )
         if not self.per_token:
             return
         total, size = sum(self.per_token), sum(map(abs, self.per_token))
@@ -251,6 +259,11 @@ class Reward:
                 remedy="Make it with Reward.dense, which sums them.",
             )
 
+    @property
+    def recorded(self) -> float:
+        """Return value * weight; with weight 0, which counts nowhere, the value for the records."""
+        return self.value * self.weight if self.weight else self.value
+
     @classmethod
     def dense(cls, name: str, per_token: Iterable[float], *, weight: float = 1.0) -> Reward:
         """Make a reward with one number per sampled token of the response, in order."""
@@ -259,10 +272,10 @@ class Reward:
 
 
 def sums_by_name(rewards: Iterable[Reward]) -> dict[str, float]:
-    """Return the sum of value * weight of the rewards of each name."""
+    """Return the sum of the rewards of each name, as they are recorded; without absent ones."""
     sums: dict[str, float] = {}
-    for reward in rewards:
-        sums[reward.name] = sums.get(reward.name, 0.0) + reward.value * reward.weight
+    for reward in (reward for reward in rewards if not reward.absent):
+        sums[reward.name] = sums.get(reward.name, 0.0) + reward.recorded
     return sums
 
 
@@ -359,10 +372,23 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
     @property
+    def success(self) -> bool | None:
+        """Return whether its rewards that state a success all state one; None if none states it."""
+        stated = [r.success for turn in self.turns for r in turn.rewards if r.success is not None]
+        return all(stated) if stated else None
+
+    @property
     def feedback(self) -> str:
         """Return the words of its rewards on failed checks, turn by turn, each once."""
         words = (reward.feedback for turn in self.turns for reward in turn.rewards)
         return "\n".join(dict.fromkeys(text for text in words if text.strip()))
+
+    @property
+    def is_unrewarded(self) -> bool:
+        """Return whether reward functions were asked, and none that counts gave a reward."""
+        rewards = [reward for turn in self.turns for reward in turn.rewards]
+        is_given = any(reward.weight and not reward.absent for reward in rewards)
+        return not is_given and any(reward.absent for reward in rewards)
 
     @property
     def num_model_tokens(self) -> int:

@@ -114,6 +114,18 @@ def raised_at(error: BaseException) -> str:
     return f"{type(error).__name__} at {PurePath(file).name}, line {line}"
 
 
+def place_of(function: Callable[..., Any]) -> str:
+    """Return where a user's function begins: "my.py, line 3"; "" where Dialoop or C wrote it."""
+    while isinstance(function, partial):
+        function = function.func
+    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    code = getattr(function, "__code__", None)
+    code = code or getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004
+    if code is None or package in _OUR_PACKAGES:
+        return ""
+    return f"{PurePath(code.co_filename).name}, line {code.co_firstlineno}"
+
+
 def _places(traceback: TracebackType | None) -> list[tuple[str, int]]:
     """Return file and line of each frame, from the first that is not Dialoop's own."""
     places: list[tuple[str, int]] = []

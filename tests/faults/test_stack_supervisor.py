@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import InvalidConfig, Unavailable
+from dialoop_ops.launch.plan import RestartRule
 from dialoop_ops.stack.processes.child import ServiceSpec
 from dialoop_ops.stack.processes.log_stream import LogStream
 from dialoop_ops.stack.processes.processes import members
@@ -53,6 +55,9 @@ MISTAKEN, UNLUCKY = RAISING.format(kind="InvalidConfig"), RAISING.format(kind="U
 UNFORESEEN = RAISING.replace(
     '{kind}("The colour is wrong.", remedy="Choose another.")', 'OSError(27, "File too large")'
 ).format(kind="Unavailable")
+FAILS_ONCE_READY = UNFORESEEN.replace(
+    "    raise", "    pathlib.Path(sys.argv[1]).write_text('0'); time.sleep(0.5)\n    raise"
+).replace("import atexit, sys", "import atexit, pathlib, sys, time")
 WRONG_NAME = """
 from dialoop.errors import NotFound
 from dialoop.reasons import Reason
@@ -229,6 +234,26 @@ async def test_a_service_that_was_ready_once_is_restarted_however_often_it_dies_
         (tmp_path / "probe.again").unlink()
         await until(service.ready.is_set)
     assert (tmp_path / "probe.restarts").read_text().split()[:3] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("kind", ["OSError", "Unavailable"])
+async def test_an_error_that_no_restart_mends_ends_the_stack_and_one_that_may_pass_does_not(
+    tmp_path: Path, kind: str
+) -> None:
+    code = FAILS_ONCE_READY.replace('OSError(27, "File too large")', f'{kind}("Too large.")')
+    rule = RestartRule(first_wait_s=0.01, max_wait_s=0.01, max_same_ends=3)
+    failing = replace(spec(tmp_path, code.replace("InvalidConfig", kind)), restart=rule)
+    is_passing, ended = kind == "Unavailable", None
+    try:
+        async with supervise(log_in(tmp_path)) as supervisor:
+            await supervisor.start(failing)
+            await until(lambda: supervisor.services[0].num_restarts == 4)
+    except ExceptionGroup as error:
+        ended = error
+    assert (ended is None) == is_passing
+    if ended is not None:
+        sentence = r"probe ended with exit code 1: OSError: Too large.* It did so 3 times in a row"
+        assert any(re.search(sentence, str(e)) for e in ended.exceptions)
 
 
 @pytest.mark.redis

@@ -101,6 +101,9 @@ class FakeLearner:
     def heldout_loss(self, rows: Any) -> tuple[float, int]:
         return 1.0 / (1 + self.weights), len(rows)
 
+    def found_in(self, loss: float, grad_norm: float, kind: str = "rl") -> str:
+        return "what was not finite"
+
     def rows_to_imitate(self, demonstrations: Any) -> Any:
         return demonstrations
 
@@ -274,6 +277,7 @@ class FakeEvaluator:
             raise Unavailable("away")
         return EvaluationResult(
             mean_reward=self.rewards.pop(0) if is_running else 0.0,
+            accuracy=None,
             tool_call_rate=0.0,
             num_trajectories=1,
             num_failed=0,

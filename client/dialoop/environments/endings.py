@@ -56,7 +56,7 @@ class EndWithoutCall(Transform):
 
 @dataclass(frozen=True, slots=True)
 class EndOnTag(Transform):
-    """Terminate the episode (CONTENT) at a whole `<answer>...</answer>` in the policy's message."""
+    """Terminate the episode (CONTENT) at a whole `<answer>...</answer>` that is not empty."""
 
     tag: str = "answer"
 

@@ -198,20 +198,22 @@ class Sequence(_message.Message):
     def __init__(self, columns: _Optional[_Iterable[_Union[Column, _Mapping]]] = ..., segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., policy_versions: _Optional[_Iterable[_Union[PolicyVersion, _Mapping]]] = ..., advantage: _Optional[float] = ..., fork_cause: _Optional[_Union[ForkCause, str]] = ...) -> None: ...
 
 class Reward(_message.Message):
-    __slots__ = ("name", "value", "weight", "success", "per_token", "feedback")
+    __slots__ = ("name", "value", "weight", "success", "per_token", "feedback", "absent")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SUCCESS_FIELD_NUMBER: _ClassVar[int]
     PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     name: str
     value: float
     weight: float
     success: bool
     per_token: _containers.RepeatedScalarFieldContainer[float]
     feedback: str
-    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ..., weight: _Optional[float] = ..., success: bool = ..., per_token: _Optional[_Iterable[float]] = ..., feedback: _Optional[str] = ...) -> None: ...
+    absent: bool
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ..., weight: _Optional[float] = ..., success: bool = ..., per_token: _Optional[_Iterable[float]] = ..., feedback: _Optional[str] = ..., absent: bool = ...) -> None: ...
 
 class Turn(_message.Message):
     __slots__ = ("message_start", "num_messages", "rewards", "stop_reason", "generate_s", "step_s", "num_tool_calls")

@@ -6,13 +6,12 @@
 
 A row has `prompt`, a text or chat messages, and any other columns. A function is
 `f(prompts, completions, **columns)`, sync or async, and returns a list of numbers. It is called for
-one completion at a time. None or NaN in the list says that it does not apply to the row.
+one completion at a time. None in the list says that it does not apply to the row; NaN is a failure.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -84,8 +83,9 @@ class TrlReward:
             raise ValueError(f"it returned {len(values)} rewards for 1 completion")
         (value,) = values
         recorded = tuple(Reward(name=n, value=v, weight=0.0) for n, v in metrics.items())
-        if value is None or math.isnan(number_of(value)):
-            return recorded
+        if value is None:
+            none = Reward(name=self.name, value=0.0, weight=self.weight, absent=True)
+            return (none, *recorded)
         return (Reward(name=self.name, value=number_of(value), weight=self.weight), *recorded)
 
     def require_form(self, task: RowTask) -> None:

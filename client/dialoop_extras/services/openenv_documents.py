@@ -71,7 +71,7 @@ def reply_of(
     observation = {
         "messages": [message.to_chat() for message in episode.history],
         "text": text,
-        "rewards": {reward.name: reward.value * reward.weight for reward in rewards},
+        "rewards": {r.name: r.recorded for r in rewards if not r.absent},
         "failures": [
             {"owner": f.owner.name, "reason": f.reason, "message": f.message} for f in failures
         ],

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.reasons import Reason
+from dialoop.user_functions import place_of, raised_at
 
 from dialoop_learning.loss.losses import MAX_LOG_RATIO, LossInputs, LossOutput
 from dialoop_learning.rl.buckets import buckets_of
@@ -99,7 +102,7 @@ class Objective:
         if self.correction is not None:
             inputs, corrected = self.correction.apply(inputs)
             metrics |= corrected
-        output = self.loss(inputs)
+        output = _output_of(self.loss, inputs)
         loss = output.loss
         terms = {"loss_objective": loss}
         for name, other, coeff in self._kl_terms():
@@ -125,6 +128,47 @@ class Objective:
             ("loss_kl_to_inference", "inference", self.kl_inference_coeff),
         ]
         return [(name, other, coeff) for name, other, coeff in terms if coeff]
+
+
+def _output_of(loss: Loss, inputs: LossInputs) -> LossOutput:
+    """Return what a loss gives; InvalidConfig (LOSS_FAILED) where the user's own gives none.
+
+    One that raises is called once more: what fails twice on the same numbers fails for ever.
+    """
+    place = place_of(loss)
+    if not place:
+        return loss(inputs)
+    try:
+        output = loss(inputs)
+    except (DialoopError, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        output = _second_try(loss, inputs, place)
+    value = getattr(output, "loss", None)
+    if not isinstance(value, torch.Tensor) or value.ndim:
+        shape = (
+            f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.40}"
+        )
+        raise _loss_failed(place, f"returned {shape} as the loss, not a scalar tensor")
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise _loss_failed(place, "returned a loss that depends on no weight of the policy")
+    return output
+
+
+def _second_try(loss: Loss, inputs: LossInputs, place: str) -> LossOutput:
+    try:
+        return loss(inputs)
+    except Exception as error:
+        raise _loss_failed(place, f"raised {raised_at(error)}: {error}") from error
+
+
+def _loss_failed(place: str, how: str) -> InvalidConfig:
+    return InvalidConfig(
+        f"The loss function at {place} {how}.",
+        reason=Reason.LOSS_FAILED,
+        remedy="Correct that function: it takes LossInputs and returns LossOutput(loss, metrics), "
+        "whose loss is a scalar made of policy_logprobs.",
+    )
 
 
 def combine_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, Any]:

@@ -122,7 +122,9 @@ def _conclude(trajectory: Trajectory) -> int:
             f"{failure.owner.name.capitalize()} failed: {failure.message}",
             reason=reason_of(failure.reason),
         )
-    rewards = {r.name: r.value * r.weight for turn in trajectory.turns for r in turn.rewards}
+    rewards = {
+        r.name: r.recorded for turn in trajectory.turns for r in turn.rewards if not r.absent
+    }
     parts = ", ".join(f"{name} {value:g}" for name, value in rewards.items())
     say(f"{trajectory.done_reason.name.lower()}: reward {trajectory.reward:g} ({parts or 'none'})")
     return 0

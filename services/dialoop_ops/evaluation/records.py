@@ -133,15 +133,15 @@ class EvaluationRecords:
 
 
 def is_scored(trajectory: Trajectory) -> bool:
-    """Return whether nothing but the policy failed."""
-    return all(failure.owner is Owner.POLICY for failure in trajectory.failures)
+    """Return whether it has a reward and nothing but the policy failed."""
+    return not trajectory.is_unrewarded and all(
+        failure.owner is Owner.POLICY for failure in trajectory.failures
+    )
 
 
 def is_success(trajectory: Trajectory) -> bool:
     """Return whether its rewards that state a success all state one; else, if the reward is 1."""
-    rewards = [reward for turn in trajectory.turns for reward in turn.rewards]
-    stated = [reward.success for reward in rewards if reward.success is not None]
-    return all(stated) if stated else trajectory.reward >= 1
+    return trajectory.reward >= 1 if trajectory.success is None else trajectory.success
 
 
 def read_spec(run_dir: Path) -> EvaluationSpec:

@@ -30,13 +30,16 @@ class RestartRule:
     """When a process that ended is started again, and what ends the job instead.
 
     A process that was ready once is started again as often as it ends, after waits that double up
-    to `max_wait_s`. One that ends `max_failures_to_start` times before it was ready ends the job,
-    and so does an exit code in `fatal_exit_codes`, which is a mistake in the settings.
+    to `max_wait_s`. One that ends `max_failures_to_start` times before it was ready ends the job.
+    So does one that ends `max_same_ends` times in a row, never a minute after it was ready, by the
+    same error of its own, and an exit code in `fatal_exit_codes`, which is a mistake in the
+    settings.
     """
 
     first_wait_s: float = 0.5
     max_wait_s: float = 30.0
     max_failures_to_start: int = 2
+    max_same_ends: int = 5
     fatal_exit_codes: tuple[int, ...] = (CONFIG_ERROR,)
 
 

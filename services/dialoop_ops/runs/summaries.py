@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Versions = Mapping[tuple[str, int], int]
     """(lineage, train step) -> number of the policy version that came out of the step."""
 
-EVALUATION, TRAINED, REFUSED = "evaluation", "trained", "refused"
+EVALUATION, TRAINED = "evaluation", "trained"
 _PREVIEW = 120
 
 
@@ -118,7 +118,7 @@ def staleness_of(summary: TrajectorySummary, versions: Versions) -> int | None:
     current = versions.get((summary.lineage, summary.train_step))
     if current is None:
         return None
-    return current - (summary.outcome in (TRAINED, REFUSED)) - summary.oldest
+    return current - (summary.outcome == TRAINED) - summary.oldest
 
 
 def versions_by_step(metric_rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], int]:
@@ -126,7 +126,7 @@ def versions_by_step(metric_rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str
     return {
         (row["lineage"], row["train_step"]): row["policy_version"]
         for row in metric_rows
-        if row.get("kind") in ("publish", "train", "refused") and row.get("lineage") is not None
+        if row.get("kind") in ("publish", "train") and row.get("lineage") is not None
     }
 
 

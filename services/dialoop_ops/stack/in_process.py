@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from dialoop import BlockingDialoop, Dialoop
 from dialoop.clients.blocking.loop import BackgroundLoop
 from dialoop.clients.trainer import Phase
-from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 from dialoop_services.config.engines import facts_of_engine
 from dialoop_services.config.file import (
@@ -40,6 +40,7 @@ from dialoop_services.config.file import (
 )
 from dialoop_services.hosting.in_process import InProcessNetwork
 from dialoop_services.runtime.cores import threads_of
+from dialoop_services.runtime.exit_reason import known_error
 from dialoop_services.runtime.settings import load
 
 from dialoop_ops.stack import preflight
@@ -70,6 +71,7 @@ log = logging.getLogger(__name__)
 
 _STARTED_IN_S = 120.0
 _STOPPED_IN_S = 30.0
+_ENDS_IN_S = 10.0
 _POLL_S = 0.2
 _REACHABLE = ("environment", "inference", "replay", "scorer", "trainer")
 
@@ -126,7 +128,11 @@ async def train_in_process(
 async def _until_done(services: _Services, dialoop: Dialoop, clock: PhaseClock) -> None:
     """Wait until training is done."""
     while True:
-        status = await dialoop.trainer.get_status()
+        try:
+            status = await dialoop.trainer.get_status()
+        except DialoopError:  # its server closes before its task has ended with the cause
+            await services.require_running()
+            raise
         services.require_no_failure()
         policy = await dialoop.inference.get_policy()
         clock.record(status.phase.name.lower(), policy.num_sampled_tokens)
@@ -268,10 +274,17 @@ class _Services:
                 await asyncio.wait([task])
 
     def require_no_failure(self) -> None:
-        """Raise the error of a service that ended by itself."""
+        """Raise the error of a service that ended by itself: Dialoop's own, if there is one."""
         for task in self._tasks.values():
-            if task.done():
-                task.result()
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise known_error(error) or error
+
+    async def require_running(self) -> None:
+        """Raise the error of the first service that ends, if one does soon."""
+        await asyncio.wait(
+            self._tasks.values(), timeout=_ENDS_IN_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        self.require_no_failure()
 
     def _begin(self, name: str) -> None:
         service = service_of(name)

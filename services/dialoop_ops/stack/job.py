@@ -51,6 +51,7 @@ async def train(layout: Layout, log: LogStream, console: Console) -> int:
         log.say("stack", "all services are ready")
         async with observing(layout) as observer:
             await _until_done(observer, supervisor, clock, LiveView(console, log))
+            alarms = supervisor.alarms
             # Now nothing writes to the queue any more.
             names = [service.spec.name for service in supervisor.services]
             collectors = [name for name in names if service_of(name) == "collector"]
@@ -71,6 +72,7 @@ async def train(layout: Layout, log: LogStream, console: Console) -> int:
         num_sampled_tokens=clock.num_sampled_tokens,
         redis_version=version_of(program) if program else "",
         num_restarts=restarts,
+        alarms=alarms,
     )
     draw_learning(run_dir.path / "metrics.jsonl", run_dir.path / "learning.png")
     report(result, run_dir.path, run_dir.model(config), console)

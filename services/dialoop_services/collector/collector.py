@@ -198,6 +198,7 @@ class Collector:
         """End a play whose members were all played: the ledger has those that did not fail."""
         for failure in failed.values():
             self._warn(play, f"A member failed: {failure.message}", failure.kind or failure.reason)
+            self._counters.note_failure(failure.message)
         at_fault = {member: f for member, f in failed.items() if not f.is_outage}
         if not failed:
             self._plays.pop(play.lease_id, None)

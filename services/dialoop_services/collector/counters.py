@@ -36,6 +36,7 @@ class Counters:
         self._returned: Counter[str] = Counter()
         self._num_leases_lost = 0
         self._num_continued = 0
+        self._last_failure = ""
         self._restarted: Counter[str] = Counter()
 
     def count_trajectory(self, trajectory: Trajectory, purpose: Purpose) -> None:
@@ -70,6 +71,10 @@ class Counters:
     def count_group(self, purpose: Purpose) -> None:
         """Count a group whose last members this collector appended."""
         self._counts[purpose].update(num_groups_appended=1)
+
+    def note_failure(self, message: str) -> None:
+        """Keep why the newest member was given up."""
+        self._last_failure = message
 
     def count_return(self, reason: str) -> None:
         """Count a task that was given back."""
@@ -138,6 +143,7 @@ class Counters:
             **by_purpose,
             "num_forks": dict(self._forks),
             "num_failures": dict(self._failures),
+            "last_failure": self._last_failure,
             "num_tasks_returned": dict(self._returned),
             "num_leases_lost": self._num_leases_lost,
             "num_episodes_continued": self._num_continued,

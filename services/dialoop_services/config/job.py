@@ -93,6 +93,9 @@ class EvaluationSection(Section):
     """Number of train steps between evaluations during training; 0: none."""
     num_running_tasks: int = Field(default=64, ge=1)
     """Number of tasks in an evaluation during training."""
+    min_share: float = Field(default=0.9, gt=0, le=1)
+    """Share of an evaluation's episodes that must count, since nothing but the policy failed in
+    them. Below it the mean ends no training, is no best, and no gate on it holds."""
     stop_at: float | None = None
     """Reward in an evaluation during training at which training stops; absent: never. With mode
     "sft" it is the negative of the held-out loss."""
@@ -119,11 +122,11 @@ class GatesSection(Section):
     """What must hold at the end for exit code 0, besides the built-in checks; absent: no check."""
 
     heldout_greedy_before_at_most: float | None = None
-    """Largest greedy held-out accuracy before training, from 0 to 1."""
+    """Largest mean reward of the greedy held-out evaluation before training."""
     heldout_greedy_after_at_least: float | None = None
-    """Smallest greedy held-out accuracy after training, from 0 to 1."""
+    """Smallest mean reward of the greedy held-out evaluation after training."""
     heldout_sampled_gain_at_least: float | None = None
-    """Smallest gain of sampled held-out accuracy: after training, minus before."""
+    """Smallest gain of the sampled held-out mean reward: after training, minus before."""
     tool_call_rate_after_at_least: float | None = None
     """Smallest share of sampled held-out trajectories that call a tool, after training."""
     older_data_share_at_least: float | None = None

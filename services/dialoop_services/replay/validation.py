@@ -18,6 +18,7 @@ from dialoop.sequences import Sequence
 from dialoop.trajectory import Stage
 from dialoop.v1 import replay_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
+from dialoop.wire.records import REWARD
 from dialoop.wire.sequences import sequence_from_proto
 from dialoop_learning.rl import routed_experts
 from dialoop_learning.rl.bounds import BOUNDS, MAX_SIZE
@@ -84,13 +85,13 @@ def _require_fit(trajectory: pb.Trajectory, group_id: str, stage: Stage, vocab_s
     num_messages, num_turns = len(trajectory.history.messages), len(trajectory.turns)
     for index, turn in enumerate(trajectory.turns):
         _require_turn(turn, f"{name}, turn {index}", num_messages)
-    num_sampled = 0
+    num_sampled, is_unrewarded = 0, _is_unrewarded(trajectory)
     for index, proto in enumerate(trajectory.sequences):
         try:
             sequence = _read(proto)
             _require_places(sequence, num_turns, num_messages)
             _require_numbers(sequence, vocab_size)
-            _require_advantages(sequence, stage)
+            _require_advantages(sequence, needed=stage is Stage.SCORED and not is_unrewarded)
         except InvalidInput as error:
             where = f"{name}, sequence {index}"
             raise _unfit(Reason(error.reason), f"{where}: {error}") from None
@@ -186,7 +187,14 @@ def _require_numbers(sequence: Sequence, vocab_size: int) -> None:
         )
 
 
-def _require_advantages(sequence: Sequence, stage: Stage) -> None:
+def _is_unrewarded(trajectory: pb.Trajectory) -> bool:
+    """Return `Trajectory.is_unrewarded`: such a one has no advantage."""
+    rewards = [REWARD.from_proto(reward) for turn in trajectory.turns for reward in turn.rewards]
+    is_given = any(reward.weight and not reward.absent for reward in rewards)
+    return not is_given and any(reward.absent for reward in rewards)
+
+
+def _require_advantages(sequence: Sequence, *, needed: bool) -> None:
     """Raise InvalidSequence where what training needs is absent or cannot be trained."""
     num_sampled = sequence.num_model_tokens
     if num_sampled and not len(sequence.inference_logprobs):
@@ -196,5 +204,5 @@ def _require_advantages(sequence: Sequence, stage: Stage) -> None:
         reason = Reason.OUT_OF_RANGE if math.isfinite(advantage) else Reason.NON_FINITE
         raise _unfit(reason, f"advantage is {advantage:g}.")
     has_advantages = advantage is not None or len(sequence.token_advantages)
-    if stage is Stage.SCORED and num_sampled and not has_advantages:
+    if needed and num_sampled and not has_advantages:
         raise _unfit(Reason.NO_ADVANTAGE, "sampled tokens have no advantage.")

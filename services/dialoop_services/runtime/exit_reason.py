@@ -14,7 +14,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from dialoop.errors import DialoopError, InvalidConfig, PermissionDenied, Unauthenticated
+from dialoop.errors import (
+    Busy,
+    CapacityExhausted,
+    DeadlineExceeded,
+    DialoopError,
+    InvalidConfig,
+    PermissionDenied,
+    PreconditionFailed,
+    Unauthenticated,
+    Unavailable,
+)
 from dialoop.reasons import Reason
 from pydantic import ValidationError
 
@@ -27,6 +37,7 @@ ENDS_FOR_GOOD_VARIABLE = "DIALOOP_ENDS_FOR_GOOD"
 """Variable that is set where the starter starts again whatever ends with a code above 0."""
 
 _OF_TOKENS = (Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED, Reason.SCOPE_MISSING)
+_PASSING = (Unavailable, DeadlineExceeded, Busy, CapacityExhausted, PreconditionFailed)
 _MISTAKES = (InvalidConfig, PermissionDenied, Unauthenticated, ValidationError)
 # Another service says these about a name that only this service's settings contain.
 _MISTAKEN_NAMES = frozenset({Reason.ENVIRONMENT_NOT_FOUND, Reason.SPLIT_NOT_FOUND})
@@ -34,11 +45,15 @@ _MISTAKEN_NAMES = frozenset({Reason.ENVIRONMENT_NOT_FOUND, Reason.SPLIT_NOT_FOUN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitReason:
-    """The error that ended a process: a sentence, its reason, and the exit code it asks for."""
+    """The error that ended a process: a sentence, its reason, and the exit code it asks for.
+
+    may_pass: whether it was of something else, such as a service that is away, and may be gone.
+    """
 
     message: str
     reason: str
     exit_code: int
+    may_pass: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> ExitReason:
@@ -46,7 +61,12 @@ class ExitReason:
         cause = known_error(error) or _first(error)
         code = CONFIG_ERROR if is_mistake(cause) else 1
         if isinstance(cause, DialoopError):
-            return cls(message=_one_line(str(cause)), reason=cause.reason, exit_code=code)
+            return cls(
+                message=_one_line(str(cause)),
+                reason=cause.reason,
+                exit_code=code,
+                may_pass=isinstance(cause, _PASSING),
+            )
         if isinstance(cause, ValidationError):
             details = cause.errors(include_input=False)
             text = "; ".join(f"{'.'.join(map(str, d['loc']))}: {d['msg']}" for d in details) + "."

@@ -34,7 +34,8 @@ RewardFunction = Callable[[Group], Any]
 is dropped. Calls for different groups run at the same time: async ones on one event loop, each sync
 one in a thread of its own.
 
-A value is a number, a bool (which is also the success) or a Reward. Of a Reward the value, success
+A value is a number, a bool (which is also the success), a Reward, or None where the reward does not
+apply. Of a Reward the value, success
 and values per token are kept; its weight is multiplied with the setting's, whose name it gets.
 A Reward with values per token has one for each token that the policy sampled in the trajectory,
 turn by turn. They become a reward of each turn.
@@ -170,6 +171,8 @@ def token_kl(policy: Floats, reference: Floats, estimator: str = "k1") -> Floats
 def _reward_of(value: Any, setting: GroupReward) -> Reward:
     if isinstance(value, Reward):
         return replace(value, name=setting.name, weight=setting.weight * value.weight)
+    if value is None:
+        return Reward(name=setting.name, value=0.0, weight=setting.weight, absent=True)
     success = bool(value) if isinstance(value, (bool, np.bool_)) else None
     return Reward(name=setting.name, value=float(value), weight=setting.weight, success=success)
 

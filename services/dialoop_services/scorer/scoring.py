@@ -45,23 +45,43 @@ class Scoring:
 
         Raise InvalidInput (GROUP_INCOMPLETE, GROUP_TOO_SMALL, UNSCORABLE_TRAJECTORY,
         TRAJECTORY_NOT_DONE, ...) or PreconditionFailed (REWARD_FAILED, ESTIMATOR_FAILED,
-        UNIFORM_REWARD). The worker drops or sets aside the group under that reason.
+        UNIFORM_REWARD, NO_REWARD). The worker drops or sets aside the group under that reason.
         """
         require_scorable(group)
         for reward in self.rewards:
             group = await with_reward(group, reward)
         if self.reference is not None:
             group = await with_reference(group, self.reference)
-        if self.kl_penalty is not None:
-            group = with_kl_penalty(group, self.kl_penalty)
-        scored = await self._with_advantages(group)
+        scored = await self._compared(group)
         if self.drop_uniform and not _has_advantage(scored):
+            is_rewarded = sum(not t.is_unrewarded for t in scored.trajectories) > 1
             raise PreconditionFailed(
-                f"All advantages of {group.group_id} are 0.",
-                reason=Reason.UNIFORM_REWARD,
+                f"All advantages of {group.group_id} are 0."
+                if is_rewarded
+                else f"Fewer than two trajectories of {group.group_id} have a reward.",
+                reason=Reason.UNIFORM_REWARD if is_rewarded else Reason.NO_REWARD,
                 remedy="Training learns nothing from it; set drop_uniform to false to keep it.",
             )
         return scored
+
+    async def _compared(self, group: Group) -> Group:
+        """Return the group with advantages of the trajectories that have a reward.
+
+        The others have none, and are in no baseline. One that is alone is compared with nothing.
+        """
+        rewarded = [t for t in group.trajectories if not t.is_unrewarded]
+        part = replace(group, trajectories=tuple(rewarded))
+        if len(rewarded) > 1:
+            if self.kl_penalty is not None:
+                part = with_kl_penalty(part, self.kl_penalty)
+            part = await self._with_advantages(part)
+        else:
+            part = with_values(part, [0.0] * len(rewarded))
+        scored = {t.trajectory_id: t for t in part.trajectories}
+        return replace(
+            group,
+            trajectories=tuple(scored.get(t.trajectory_id, t) for t in group.trajectories),
+        )
 
     async def _with_advantages(self, group: Group) -> Group:
         if self.top_k:

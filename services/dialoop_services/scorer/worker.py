@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.replay import GroupLease, ReplayClient, ReturnItem
 from dialoop.clients.retry import RetryPolicy, retry
-from dialoop.errors import DialoopError, InvalidInput
+from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
 from dialoop.failures import log_failure, log_repeated
 from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Group, Stage
@@ -23,7 +23,7 @@ from dialoop.waits import waiting_for
 from dialoop_learning.rl.advantages import mean_absolute_advantage
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from dialoop_services.scorer.servicer import Scorer
     from dialoop_services.scorer.settings import ScorerSettings
@@ -32,6 +32,12 @@ log = logging.getLogger(__name__)
 
 _ALARM_EVERY = 16
 """Number of groups in a row that cannot be scored after which an error is logged."""
+
+_MOST_FAILURES: Mapping[str, int] = {Reason.ESTIMATOR_FAILED: 2, Reason.REWARD_FAILED: 10}
+"""Failures in a row, all alike, after which a user's function is not called again.
+
+An estimator computes on numbers alone. A reward may ask a service, which comes back.
+"""
 
 
 class ScorerWorker:
@@ -43,6 +49,7 @@ class ScorerWorker:
         self._scorer = scorer
         self._retry_policy = RetryPolicy(max_attempts=None, total_s=settings.patience_s)
         self._num_set_aside = 0  # in a row
+        self._num_alike, self._failure = 0, ""  # failures of a user's function in a row
         self._leased: set[str] = set()  # leases of the groups that are being scored
         self._has_room = asyncio.Event()
 
@@ -99,6 +106,8 @@ class ScorerWorker:
         """Score one group; where the queue stays away, leave the group to a later delivery."""
         try:
             await self._score(lease)
+        except InvalidConfig:  # no other delivery mends it
+            raise
         except DialoopError as error:
             log.warning(
                 "A scored group did not reach the queue: %s", error, extra={"reason": error.reason}
@@ -120,6 +129,7 @@ class ScorerWorker:
             text = f"A group is dropped: {error}"
             log_repeated(log, level, text, kind=error.reason, group_id=group_id)
             await retry(lambda: self._replay.drop(run, ids, reason), self._retry_policy)
+            self._require_mendable(error)
         except Exception as error:
             log_failure(error, "Scoring a group")
             # The queue delivers it again, or makes it a dead letter.
@@ -127,6 +137,20 @@ class ScorerWorker:
             await self._give_back(ReturnItem(lease_id=lease.lease_id, reason=failed, failed=True))
         else:
             await self._append(lease, scored)
+
+    def _require_mendable(self, error: DialoopError) -> None:
+        """Raise InvalidConfig where a function of the user has failed so often in the same way."""
+        most = _MOST_FAILURES.get(error.reason)
+        if most is None:
+            return
+        self._num_alike = self._num_alike + 1 if error.message == self._failure else 1
+        self._failure = error.message
+        if self._num_alike >= most:
+            raise InvalidConfig(
+                f"{error.message} It did so {self._num_alike} times in a row.",
+                reason=error.reason,
+                remedy=error.remedy,
+            )
 
     async def _append(self, lease: GroupLease, scored: Group) -> None:
         """Append the scored group; it is a duplicate if an earlier delivery was appended."""
@@ -143,7 +167,7 @@ class ScorerWorker:
             log.error("A scored group was rejected: %s", outcome.message)
             await self._set_aside(lease, outcome.reason.lower())
         else:
-            self._num_set_aside = 0
+            self._num_set_aside = self._num_alike = 0
             run, ids = self._settings.run, [lease.lease_id]
             await retry(lambda: self._replay.acknowledge(run, ids), self._retry_policy)
 

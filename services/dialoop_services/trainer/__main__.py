@@ -12,15 +12,17 @@ of the run and the model. The first one is the service:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Collection
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
+from pathlib import Path
 
 import torch
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.retry import RetryPolicy
-from dialoop.errors import Unavailable
+from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
@@ -32,6 +34,7 @@ from dialoop_learning.parallel.group_commands import RankGroup
 from dialoop_services.hosting.hosts import Host, OwnProcess
 from dialoop_services.hosting.server import GrpcServer
 from dialoop_services.runtime.cores import let_others_go_first, threads_of
+from dialoop_services.runtime.exit_reason import CONFIG_ERROR, ExitReason
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.process import run_blocking
 from dialoop_services.runtime.settings import load
@@ -63,6 +66,8 @@ from dialoop_services.trainer.servicer import TrainerServicer
 from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
+
+_LAST_FAILURE = "last_failure.json"
 
 # The trainer waits for a queue that restarts until each call's deadline. If it gave up sooner, it
 # would lose the train steps since its checkpoint.
@@ -140,14 +145,18 @@ async def serve_in(
         beside = _tasks_beside(publisher, rotation, exits)
         unforeseen = map(asyncio.wrap_future, (learner.group.failed, job.broken))
         async with host.server as server:
-            await _run_until_stopped(
-                server,
-                job,
-                board,
-                drain_s=settings.drain_s,
-                failures=(*beside, *unforeseen),
-                exit_when_done=settings.exit_when_done,
-            )
+            try:
+                await _run_until_stopped(
+                    server,
+                    job,
+                    board,
+                    drain_s=settings.drain_s,
+                    failures=(*beside, *unforeseen),
+                    exit_when_done=settings.exit_when_done,
+                )
+            except Exception as error:
+                require_new_failure(settings.run_dir, board.state.num_train_steps, error)
+                raise
 
 
 def _tasks_beside(
@@ -230,6 +239,26 @@ async def _run_until_stopped(
         await asyncio.wait({running})
     elif running.exception() is not None:
         log.error("The job failed while it stopped.", exc_info=running.exception())
+
+
+def require_new_failure(run_dir: Path, train_step: int, error: BaseException) -> None:
+    """Raise InvalidConfig (SAME_FAILURE) where the trainer failed at this step in this way before.
+
+    An error of a service that is away may pass, and is none of these.
+    """
+    reason, path = ExitReason.of(error), run_dir / _LAST_FAILURE
+    if reason.may_pass or reason.exit_code == CONFIG_ERROR:
+        return
+    failure = {"train_step": train_step, "message": reason.message}
+    before = json.loads(path.read_text("utf-8")) if path.is_file() else None
+    if before == failure:
+        raise InvalidConfig(
+            f"The trainer failed twice after train step {train_step}: {reason.message}",
+            reason=Reason.SAME_FAILURE,
+            remedy="No restart mends it: see the trainer's log.",
+        ) from error
+    with suppress(OSError):  # a full disk is no reason to hide the error
+        path.write_text(json.dumps(failure) + "\n", encoding="utf-8")
 
 
 def with_steps_of(

@@ -14,11 +14,13 @@ import pytest
 from dialoop.clients.channel import Channel
 from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.scorer import ScorerClient
-from dialoop.errors import InvalidInput, PreconditionFailed, Unavailable
+from dialoop.errors import InvalidConfig, InvalidInput, PreconditionFailed, Unavailable
 from dialoop.trajectory import Purpose, Stage
 from dialoop.v1.scorer_service_pb2_grpc import add_ScorerServiceServicer_to_server
 from dialoop_services.hosting import GrpcServer
 from dialoop_services.runtime import ServerSettings
+from dialoop_services.runtime.exit_reason import known_error
+from dialoop_services.scorer.estimator import Estimator
 from dialoop_services.scorer.reference_batches import ReferenceBatches
 from dialoop_services.scorer.rewards import GroupReward
 from dialoop_services.scorer.scoring import Scoring
@@ -371,3 +373,22 @@ async def test_the_process_scores_and_ends_with_exit_code_0():
         (group,) = await w.replay.peek(RUN, Stage.SCORED, max_groups=1)
         names = [r.name for r in group.trajectories[0].turns[-1].rewards]
         assert names[-1] == "brief"
+
+
+def _mistaken(rewards: list[float]) -> list[float]:
+    return [reward / 0 for reward in rewards]
+
+
+async def test_an_estimator_that_fails_twice_in_the_same_way_ends_the_service() -> None:
+    scorer = Scorer(Scoring(estimator=Estimator(path="mine:mistaken", function=_mistaken)))
+    async with world() as w:
+        await collect(w, 3)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with scoring(w, scorer, max_groups=1):
+                await w.until(lambda c: c.num_groups_dropped.get("estimator_failed") == 2)
+        error = known_error(caught.value)
+        assert isinstance(error, InvalidConfig)
+        assert "ZeroDivisionError at test_scorer.py, line" in str(error)
+        assert "It did so 2 times in a row" in str(error)
+        stats = await w.replay.get_stats(RUN)
+        assert stats.training.num_groups_unscored == 1

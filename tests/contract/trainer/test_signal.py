@@ -68,7 +68,8 @@ def test_training_without_any_signal_can_end_by_a_setting(tmp_path: Path):
     )
     assert done.result["num_train_steps"] == 0
     assert done.result["num_empty_batches"] == 5
-    assert done.result["stopped_early"] == "5 empty batches in a row"
+    assert done.result["stopped_early"] == "5 empty batches in a row (groups: 20 uniform_reward)"
+    assert done.result["gave_up"]
     assert done.rows_per_step == []
     assert done.alarms == []
 

@@ -1,6 +1,7 @@
 """Aggregation, KL terms, entropy, corrections and metrics: what goes with any loss."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop_learning.loss.corrections import Correction
 from dialoop_learning.loss.loss_loading import load_objective
-from dialoop_learning.loss.losses import LossInputs, dppo_mask, grpo, reinforce, sft
+from dialoop_learning.loss.losses import LossInputs, LossOutput, dppo_mask, grpo, reinforce, sft
 from dialoop_learning.loss.objective import Objective, combine_metrics, k1, k2, k3, mean_metrics
 from dialoop_services.trainer.learner.learner import objective_of
 from dialoop_services.trainer.settings import TrainerSettings
@@ -294,3 +295,56 @@ def test_the_mismatch_of_fresh_tokens_is_told_by_their_depth() -> None:
     assert by_depth[0]["mismatch_kl"] == 0
     assert by_depth[128]["mismatch_kl"] == pytest.approx(2 - 1 - math.log(2), rel=1e-5)
     assert by_depth[256]["mismatch_kl"] == pytest.approx(4 - 1 - math.log(4), rel=1e-5)
+
+
+def vector_loss(inputs: LossInputs) -> LossOutput:
+    return LossOutput(inputs.policy_logprobs, {})
+
+
+def constant_loss(inputs: LossInputs) -> LossOutput:
+    return LossOutput(torch.zeros(()), {})
+
+
+def bare_loss(inputs: LossInputs) -> Any:
+    return inputs.policy_logprobs.sum()
+
+
+def raising_loss(inputs: LossInputs) -> LossOutput:
+    raise KeyError("reward")
+
+
+class FailsOnce:
+    """Fails at its first call, as a function that reads something over the network may."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise OSError("away")
+        return LossOutput(-inputs.policy_logprobs.sum(), {})
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (vector_loss, "returned a tensor [4] as the loss"),
+        (constant_loss, "depends on no weight"),
+        (bare_loss, "returned None as the loss"),
+        (raising_loss, "raised KeyError at test_objective.py, line"),
+    ],
+)
+def test_a_users_loss_of_another_form_is_named_by_file_and_line(loss: Any, says: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        Objective(loss=partial(loss))(_two_prompts())
+    assert caught.value.reason == "LOSS_FAILED"
+    line = loss.__code__.co_firstlineno
+    assert f"The loss function at test_objective.py, line {line} " in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_a_users_loss_that_fails_once_is_called_again() -> None:
+    loss = FailsOnce()
+    assert Objective(loss=loss)(_two_prompts()).loss == 12.0
+    assert loss.num_calls == 2

@@ -6,8 +6,9 @@ import pytest
 from dialoop.chat import History, Message
 from dialoop.environments import Episode, ExactResult, NamedReward, Rewards, TaskData
 from dialoop.environments.rewards.functions import normalise, truth_of
-from dialoop.errors import InvalidConfig
-from dialoop.trajectory import DoneReason, Owner, Reward
+from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.testing import trajectory
+from dialoop.trajectory import DoneReason, Owner, Reward, Turn
 
 
 def finished_episode(
@@ -86,12 +87,21 @@ async def test_a_task_without_an_answer_is_a_failure_and_not_zero():
     assert score.failures[0].owner is Owner.REWARD
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "no number"])
-async def test_a_reward_that_is_no_finite_number_is_a_failure(value):
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (float("nan"), "REWARD_NOT_FINITE"),
+        (float("inf"), "REWARD_NOT_FINITE"),
+        (Reward(name="odd", value=float("nan"), weight=0.0), "REWARD_NOT_FINITE"),
+        ("no number", "REWARD_FAILED"),
+    ],
+)
+async def test_a_reward_that_is_no_finite_number_is_a_failure(value, reason):
     score = await Rewards([NamedReward(lambda episode: value, name="odd")]).score(
         finished_episode("x")
     )
-    assert (score.rewards, len(score.failures)) == ((), 1)
+    assert score.rewards == ()
+    assert [(f.owner, f.reason) for f in score.failures] == [(Owner.REWARD, reason)]
 
 
 async def test_a_hanging_reward_is_a_failure():
@@ -112,9 +122,34 @@ async def test_none_is_no_reward_and_a_bool_is_a_success():
         ]
     ).score(finished_episode("x"))
     assert score.rewards == (
+        Reward(name="none", value=0.0, absent=True),
         Reward(name="right", value=1.0, success=True),
         Reward(name="own", value=2.0, weight=0.5),
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "is_unrewarded"),
+    [
+        ((None, None), True),
+        ((None, 0.0), False),
+        ((None, Reward(name="n", value=3.0, weight=0.0)), True),
+    ],
+)
+async def test_a_trajectory_without_a_reward_that_counts_is_not_one_of_reward_0(
+    values, is_unrewarded
+):
+    functions = [NamedReward(lambda e, v=v: v, name=f"f{i}") for i, v in enumerate(values)]
+    score = await Rewards(functions).score(finished_episode("x"))
+    turn = Turn(message_start=0, num_messages=2, rewards=score.rewards)
+    played = trajectory(turns=(turn,))
+    assert (played.reward, played.is_unrewarded) == (0.0, is_unrewarded)
+
+
+def test_a_number_of_weight_0_is_recorded_as_it_is():
+    assert [Reward(name="n", value=3.0, weight=w).recorded for w in (0.0, 0.5)] == [3.0, 1.5]
+    with pytest.raises(InvalidInput):
+        Reward(name="n", value=1.0, absent=True)
 
 
 async def test_rewards_wait_for_the_end_unless_told_otherwise():

@@ -143,10 +143,11 @@ async def test_a_judge_that_fails_or_rambles_gives_no_reward() -> None:
         with pytest.raises(openai.APIError):
             await Judge(base_url=url, model="m", num_retries=0)(_episode())
     judge = Judge(base_url="", model="m")
-    for reply in ("great!", "11", "-1", "Score: 5 because 7"):
+    for reply in ("great!", "11", "-1", "Score: 5 because 7", "6/5", "1/0"):
         with pytest.raises(ValueError, match="number"):
             judge.read(reply)
-    assert judge.read(" 5/10. ") == 0.5
+    shares = {" 5/10. ": 0.5, "4/5": 0.8, "8": 0.8, "3 / 4": 0.75, "7/100": 0.07}
+    assert {reply: judge.read(reply) for reply in shares} == pytest.approx(shares)
 
 
 def test_a_judge_does_not_show_its_key() -> None:

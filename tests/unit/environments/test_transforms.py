@@ -380,7 +380,8 @@ def test_versions_are_numbers_or_names_and_keep_their_past():
         ("<answer>a\nb</answer>", "a\nb"),
         ("<answer>7", None),
         ("7</answer>", None),
-        ("<answer></answer>", ""),
+        ("<answer></answer>", None),
+        ("<answer> \n</answer>", None),
     ],
 )
 def test_tags(text, content):

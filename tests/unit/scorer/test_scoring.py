@@ -170,6 +170,39 @@ def test_uniform_groups_are_kept_with_advantage_zero_or_dropped_when_asked():
     assert caught.value.reason == "UNIFORM_REWARD"
 
 
+UNREWARDED = (Turn(message_start=1, num_messages=1),)
+
+
+def gives_none_to(*places: int) -> GroupReward:
+    """A function without a reward for the trajectories at these places, and else their number."""
+
+    def function(group: Group) -> list[float | None]:
+        numbers = range(group.num_trajectories)
+        return [None if number in places else float(number) for number in numbers]
+
+    return GroupReward(name="own", function=function)
+
+
+def test_a_trajectory_without_a_reward_has_no_advantage_and_is_in_no_baseline():
+    unplayed = make_group(0.0, 0.0, 0.0, turns=UNREWARDED)
+    scored = score_with(Scoring(rewards=(gives_none_to(1),)), unplayed)
+    alone = score_with(Scoring(), make_group(0.0, 2.0))
+    assert advantages(scored) == [advantages(alone)[0], None, advantages(alone)[1]]
+    assert [t.is_unrewarded for t in scored.trajectories] == [False, True, False]
+    penalty = KlPenalty(coefficient=0.1)
+    reference = ReferenceBatches(Halved)
+    held = Scoring(rewards=(gives_none_to(1),), kl_penalty=penalty, reference=reference)
+    assert len(score_with(held, unplayed).trajectories[1].turns[-1].rewards) == 1
+
+
+@pytest.mark.parametrize("places", [(0, 1), (1,)])
+def test_a_group_in_which_fewer_than_two_have_a_reward_says_so(places):
+    scoring = Scoring(rewards=(gives_none_to(*places),), drop_uniform=True)
+    with pytest.raises(PreconditionFailed) as caught:
+        score_with(scoring, make_group(0.0, 0.0, turns=UNREWARDED))
+    assert caught.value.reason == "NO_REWARD"
+
+
 def played_turns(*rewards: float) -> dict[str, Any]:
     """Turns of one sampled token and one reward each."""
     turns = tuple(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import socket
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,7 @@ from dialoop_ops.stack.processes.redis_server import find_redis
 from dialoop_ops.stack.report.live import PhaseProgress, TimeLeft
 from dialoop_ops.stack.report.report import choose_transcripts, report
 from dialoop_ops.stack.report.summary import (
+    ending_of,
     gates_of,
     group_counts,
     lengths,
@@ -179,6 +181,11 @@ def test_generated_groups_are_trained_dropped_or_left() -> None:
 DEEP = {"num_tokens": 100.0, "mismatch_kl": 0.02}
 
 
+HELDOUT = [
+    f"{name}, {how}" for name in ("accuracy", "mean reward") for how in ("greedy", "sampled")
+]
+
+
 def summary(**changes: Any) -> dict[str, Any]:
     return {
         "accounting": {"ledger_adds_up": True, "collectors_agree": True, "trainer_agrees": True},
@@ -187,6 +194,15 @@ def summary(**changes: Any) -> dict[str, Any]:
         "rescoring": {"max_difference": 2e-6},
         "heldout_greedy_before": 0.2,
         "heldout_greedy_after": 0.99,
+        "evaluations": {},
+        "undecided_evaluations": [],
+        "num_train_steps": 4,
+        "num_steps": 4,
+        "num_refused_updates": 0,
+        "stopped_early": "",
+        "gave_up": False,
+        "alarms": [],
+        "ending": "",
         **changes,
     }
 
@@ -228,6 +244,45 @@ def test_accuracy_is_a_gate_only_when_asked_for() -> None:
     assert gates_of(summary(), config)["heldout_greedy_after at least 0.995"] is False
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_train_steps": 0}, "0 of 4 train steps"),
+        (
+            {"num_train_steps": 0, "stopped_early": "100 empty batches in a row", "gave_up": True},
+            "0 of 4 train steps: 100 empty batches in a row. What does not hold",
+        ),
+        ({"num_train_steps": 2, "stopped_early": "given up", "gave_up": True}, "2 of 4"),
+        ({"num_refused_updates": 3}, "no update was refused (3 were)"),
+        ({"alarms": ["FRESH_MISMATCH"]}, "no alarm was on at the end (FRESH_MISMATCH)"),
+    ],
+)
+def test_a_job_that_did_not_do_what_was_asked_is_no_success(
+    changes: dict[str, Any], says: str
+) -> None:
+    ended = summary(**changes)
+    ended["gates"] = gates_of(ended, CONFIG)
+    assert not all(ended["gates"].values())
+    assert ending_of(ended).startswith("Not a success: ")
+    assert says in ending_of(ended)
+
+
+def test_a_job_that_a_rule_of_its_settings_ended_is_a_success() -> None:
+    ended = summary(num_train_steps=2, stopped_early="held-out evaluation reached 0.9")
+    ended["gates"] = gates_of(ended, CONFIG)
+    assert all(ended["gates"].values())
+    assert ending_of(ended) == "A success: 2 of 4 train steps: held-out evaluation reached 0.9."
+
+
+def test_no_gate_on_an_evaluation_holds_whose_episodes_failed() -> None:
+    bounds = {"heldout_greedy_after_at_least": 0.9, "heldout_greedy_before_at_most": 0.5}
+    config = JobConfig.model_validate({"gates": bounds})
+    assert all(gates_of(summary(), config).values())
+    labels = ["before_greedy", "after_greedy"]
+    gates = gates_of(summary(undecided_evaluations=labels), config)
+    assert [holds for name, holds in gates.items() if "heldout" in name] == [False, False]
+
+
 def test_the_end_of_a_run_shows_lengths_played_and_trained_and_empty_batches(
     tmp_path: Path,
 ) -> None:
@@ -235,9 +290,12 @@ def test_the_end_of_a_run_shows_lengths_played_and_trained_and_empty_batches(
     played = [{"training": {"lengths": {"8": 6, "16": 2}}}, {"training": {"lengths": {"16": 8}}}]
     findings: Any = SimpleNamespace(collectors=played, trainer={"trained_lengths": {"8": 4}})
     assert lengths(findings) == {"generated": {8: 6, 16: 10}, "trained": {8: 4}}
-    rates = ("heldout_greedy", "heldout_sampled", "tool_call_rate")
+    greedy = {"mean_reward": 0.32, "tool_call_rate": 0.5, "accuracy": 0.328}
+    greedy |= {"num_trajectories": 7, "num_failed": 1, "oldest": "main-1", "newest": "main-3"}
     shown: dict[str, Any] = {
-        f"{name}_{when}": 0.5 for name in rates for when in ("before", "after")
+        "evaluations": {"after_greedy": greedy, "after_sampled": greedy | {"accuracy": None}},
+        "undecided_evaluations": ["after_greedy"],
+        "ending": "Not a success: 4 of 5 train steps.",
     }
     shown |= {"run": "r", "num_train_steps": 4, "num_policy_versions": 5, "gates": {}}
     shown |= {"tokens_per_s_generated": 1.0, "tokens_per_s_trained": 1.0, "wall_s": 1, "cpu_s": 1}
@@ -265,6 +323,12 @@ def test_the_end_of_a_run_shows_lengths_played_and_trained_and_empty_batches(
     assert f"pipeline depth 3: play 41.0 s at p99, train 9.0 s, {waits}" in lines
     assert "groups with a signal 8 of 40 (20%); 3 empty batches" in lines
     assert {"up to 8 37.5% 100.0%", "up to 16 62.5% 0.0%"} <= set(lines)
+    table = output.getvalue()
+    shows = {name: re.search(f"held-out {name}", table) is not None for name in HELDOUT}
+    assert shows == dict.fromkeys(HELDOUT, True) | {"accuracy, sampled": False}
+    for text in ("0.328", "0.320", "7 of 8", "main-1 to main-3", "after_greedy: nothing is"):
+        assert text in table
+    assert lines[-1] == "Not a success: 4 of 5 train steps."
 
 
 def test_the_transcripts_show_a_task_that_was_learned(tmp_path: Path) -> None:

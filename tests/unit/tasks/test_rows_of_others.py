@@ -224,7 +224,9 @@ async def test_reward_funcs_get_columns_in_the_form_of_the_prompt(
         "is_right": (1.0, 1.0),
         "length": (float(length), 0.0),
         "short": (1.0, 0.5),
+        "only_ones": (0.0, 1.0),
     }
+    assert [r.name for r in outcome.rewards if r.absent] == ["only_ones"]
     assert rewards_of(await play(environment, "no", key="0"))["only_ones"] == (2.0, 1.0)
 
 
@@ -387,9 +389,10 @@ def test_rewards_of_a_job_are_those_of_the_functions_called_directly(
         (turn,) = played["turns"]
         row = dict(train[int(played["task_key"])])
         expected = score_directly(table["use"], row, played["messages"][-1]["content"])
-        weighted = {name: value * WEIGHTS.get(name, 0.0) for name, value in expected.items()}
-        assert turn["rewards"] == pytest.approx(weighted, rel=1e-5)
-        assert played["reward"] == pytest.approx(sum(weighted.values()), rel=1e-5)
+        recorded = {name: value * WEIGHTS.get(name, 1.0) for name, value in expected.items()}
+        assert turn["rewards"] == pytest.approx(recorded, rel=1e-5)
+        counted = sum(value for name, value in recorded.items() if name in WEIGHTS)
+        assert played["reward"] == pytest.approx(counted, rel=1e-5)
         compared += 1
     assert compared >= 8
 

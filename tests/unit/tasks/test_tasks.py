@@ -84,6 +84,7 @@ def test_data_that_cannot_be_read_says_so(tmp_path: Path, name: str, content: st
         ("<answer>7</answer>", 0.1, False),
         ("72", 0.0, False),
         ("<answer>72", 0.0, False),
+        ("<think></think><answer> </answer>", 0.0, False),
     ],
 )
 async def test_gsm8k_rewards_are_one_a_tenth_or_nothing(

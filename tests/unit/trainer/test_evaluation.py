@@ -14,8 +14,22 @@ from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.replay import ReplayClient
 from dialoop.clients.retry import RetryPolicy
 from dialoop.errors import Unavailable
-from dialoop.trajectory import Group, Purpose, SamplingParams, Stage, Task
-from dialoop_services.trainer.job.evaluation import EvaluationPlan, EvaluationResult, Evaluator
+from dialoop.trajectory import (
+    Group,
+    Purpose,
+    Reward,
+    SamplingParams,
+    Stage,
+    Task,
+    Trajectory,
+    Turn,
+)
+from dialoop_services.trainer.job.evaluation import (
+    EvaluationPlan,
+    EvaluationResult,
+    Evaluator,
+    _summarise,
+)
 from dialoop_services.trainer.records.records import RunRecords
 
 from tests.support.waiting import PATIENCE_S
@@ -129,7 +143,23 @@ async def test_groups_that_a_killed_trainer_waited_for_do_not_hold_up_the_next_e
     async with asyncio.timeout(PATIENCE_S):
         result: EvaluationResult = await evaluate(replay).evaluate(plan("after"), train_step=1)
     assert (result.num_trajectories, result.num_failed) == (2, 1)
+    assert result.share == pytest.approx(2 / 3)
+    assert (result.judged(0.9), result.judged(0.6)) == (None, result.mean_reward)
     assert replay.dropped == [orphan().task_id]
+
+
+def test_a_mean_is_over_what_counts_and_accuracy_needs_a_success_of_each() -> None:
+    def played(*rewards: Reward) -> Trajectory:
+        return testing.trajectory(turns=(Turn(message_start=1, num_messages=1, rewards=rewards),))
+
+    right, wrong = (Reward(name="r", value=float(holds), success=holds) for holds in (True, False))
+    short = Reward(name="short", value=1.0, weight=0.1)
+    none = Reward(name="r", value=0.0, absent=True)
+    result = _summarise([played(right, short), played(wrong), played(none)], 4)
+    assert (result.mean_reward, result.accuracy) == (pytest.approx(0.55), 0.5)
+    assert (result.num_trajectories, result.num_failed, result.share) == (2, 2, 0.5)
+    unstated = Reward(name="r", value=0.3)
+    assert _summarise([played(right), played(unstated)], 2).accuracy is None
 
 
 async def test_groups_that_a_killed_trainer_held_are_dropped_and_no_others(

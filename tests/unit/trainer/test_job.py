@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion
+from dialoop_services.runtime.exit_reason import known_error
 from dialoop_services.trainer.job.state import JobState
 
 from tests.support.trainer_world import World, until_extended, worlds
@@ -129,14 +131,38 @@ async def test_a_batch_of_which_every_update_is_refused_is_no_train_step(
     here.offer("c", "d")
     await here.run()
     assert (here.job.state.num_train_steps, here.job.state.num_empty_batches) == (1, 1)
-    assert alarms == [set(), {"NO_SIGNAL"}]
+    assert alarms == [set(), {"NO_SIGNAL", "REFUSED_UPDATES"}]
     assert not here.board.alarms
     rows = [(row["kind"], row["train_step"], row["policy_version"]) for row in here.rows]
-    assert [row for row in rows if row[0] != "publish"] == [("refused", 0, 2), ("train", 1, 3)]
+    assert rows == [("publish", 0, 1), ("refused", 0, 1), ("publish", 1, 2), ("train", 1, 2)]
     written = (here.run_dir / "trajectories.jsonl").read_text("utf-8").splitlines()
     outcomes = [json.loads(line)["outcome"] for line in written]
     assert outcomes == ["refused"] * 4 + ["trained"] * 4
     assert sum(here.job.state.trained_lengths.values()) == 4
+    assert here.replay.dropped == {"lease-a": "refused", "lease-b": "refused"}
+    assert here.publisher.published == [("main-1", 0), ("main-2", 2)]
+
+
+async def test_ten_refused_updates_in_a_row_end_the_job_and_publish_nothing(
+    world: Callable[..., World],
+) -> None:
+    here = world(num_steps=20)
+    train_step = here.learner.train_step
+
+    def refuse(rows: Any) -> Any:
+        return replace(train_step(rows), num_updates=0, num_refused=4)
+
+    here.learner.train_step = refuse  # type: ignore[method-assign]
+    for number in range(20):
+        here.offer(f"a{number}", f"b{number}")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await here.run()
+    error = known_error(caught.value)
+    assert isinstance(error, InvalidConfig)
+    assert error.reason == "UPDATES_REFUSED"
+    assert "The last 12 updates were refused: what was not finite." in str(error)
+    assert len(here.learner.trained) == 3
+    assert here.publisher.published == [("main-1", 0)]
 
 
 async def test_no_step_starts_after_a_pause_and_its_leases_are_kept(

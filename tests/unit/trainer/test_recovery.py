@@ -14,7 +14,6 @@ from dialoop.clients.replay import GroupLease, ReturnItem
 from dialoop.sequences import PolicyVersion
 from dialoop_ops.stack.report.plot import read_metrics
 from dialoop_services.trainer.job.state import JobState
-from dialoop_services.trainer.records.records import BATCH_KINDS
 from dialoop_services.trainer.recovery.checkpoint import JournalEntry
 
 from tests.support.trainer_world import (
@@ -94,30 +93,24 @@ async def test_recovered_steps_are_saved_so_that_the_next_restart_does_not_repea
     assert third.publisher.published == [("main-3", 2), ("main-4", 3)]
 
 
-async def test_a_refused_batch_whose_row_a_kill_prevented_is_recorded_after_it(
-    world: Callable[..., World],
-) -> None:
-    """It has the train step of the batch before, whose row was written."""
+async def test_a_refused_batch_is_not_repeated_after_a_kill(world: Callable[..., World]) -> None:
     here = world()
     refuse_second(here)
     await killed_after(here, "ab", "cd")
-    metrics = here.run_dir / "metrics.jsonl"
-    kinds = [row["kind"] for row in here.rows]
-    assert kinds[-1] == "refused"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    (here.run_dir / "trajectories.jsonl").write_text("")
     again = after(here, world(num_steps=2))
-    refuse_second(again)
     again.offer("e", "f")
     await again.run()
-    batches = [row for row in again.rows if row["kind"] in BATCH_KINDS]
+    assert again.learner.trained == [4, 4]  # the first batch, and the third
+    assert again.publisher.published == [("main-2", 1), ("main-3", 2)]
+    batches = [row for row in again.rows if row["kind"] in ("train", "refused")]
     assert [(row["kind"], row["train_step"], row["policy_version"]) for row in batches] == [
         ("train", 1, 2),
-        ("refused", 1, 3),
-        ("train", 2, 4),
+        ("refused", 1, 2),
+        ("train", 2, 3),
     ]
     lines = (here.run_dir / "trajectories.jsonl").read_text("utf-8").splitlines()
-    assert [json.loads(line)["outcome"] for line in lines] == ["refused"] * 4 + ["trained"] * 4
+    outcomes = [json.loads(line)["outcome"] for line in lines]
+    assert outcomes == ["trained"] * 4 + ["refused"] * 4 + ["trained"] * 4
 
 
 def refuse_second(here: World) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from dialoop.clients.replay import GroupLease
 from dialoop.clients.trainer import Phase
-from dialoop.errors import DataLost, DeadlineExceeded, InvalidInput
+from dialoop.errors import DataLost, DeadlineExceeded, InvalidConfig, InvalidInput, Unavailable
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop_ops.stack.report.plot import draw_learning, read_metrics
-from dialoop_services.trainer.__main__ import _run_until_stopped
+from dialoop_services.trainer.__main__ import _run_until_stopped, require_new_failure
 from dialoop_services.trainer.job.checkpointer import DEAD_LETTERS_FORGOTTEN
 from dialoop_services.trainer.job.policy_versions import PUBLISH_WAITS, REPLICA_BEHIND
 from dialoop_services.trainer.job.status import StatusBoard
@@ -428,7 +428,7 @@ async def test_a_resumed_job_counts_its_empty_batches_anew(world: Callable[..., 
     )
     stopped.offer("a", "b")
     await stopped.run()
-    assert stopped.job.state.stopped_early == "1 empty batches in a row"
+    assert stopped.job.state.stopped_early.startswith("1 empty batches in a row")
     again = world(num_steps=2, candidates={"stop_after_empty": 1})
     again.replay.policy_version = stopped.job.state.policy_version
     again.offer("c", "d")
@@ -601,3 +601,15 @@ async def test_a_queue_that_is_not_full_gets_its_checkpoints_when_they_are_due(
     assert here.replay.acknowledged == ["lease-a", "lease-b", "lease-c", "lease-d"]
     saved = {path.name for path in (here.run_dir / "checkpoints").glob("*-*")}
     assert saved == {"main-1-000000", "main-3-000002"}, "at the beginning and at the end"
+
+
+def test_the_same_failure_twice_at_one_step_is_final_and_one_that_may_pass_is_not(
+    tmp_path: Path,
+) -> None:
+    mistake = ValueError("wrong shape")
+    for step in (3, 4):  # another step is another failure
+        require_new_failure(tmp_path, step, mistake)
+    for _ in range(2):
+        require_new_failure(tmp_path, 5, Unavailable("away"))
+    with pytest.raises(InvalidConfig, match="failed twice after train step 4: ValueError: wrong"):
+        require_new_failure(tmp_path, 4, ExceptionGroup("tasks", [mistake]))

@@ -36,7 +36,10 @@ class RewardFunction(Protocol):
         """Return the factor of its value."""
 
     def __call__(self, episode: Episode) -> Any:
-        """Return a number, a Reward or several, or None for none; an exception is a failure."""
+        """Return a number, a Reward or several, or None for none; an exception is a failure.
+
+        A trajectory to which every function gave None is not compared with the others of its group.
+        """
 
 
 RewardCallable = RewardFunction | Callable[[Episode], Any]
@@ -88,34 +91,32 @@ class Rewards(Transform):
         """Return every function's reward; for one that fails, return a failure instead."""
         if not (episode.done or self.every_turn):
             return Score()
-        rewards, failures = [], []
+        rewards: list[Reward] = []
+        failures: list[Failure] = []
         for function in self.functions:
             try:
                 value = await call(function, episode, timeout_s=self.timeout_s)
-                rewards.extend(_components(value, function))
+                score = drop_non_finite(Score(rewards=tuple(_components(value, function))))
+                rewards.extend(score.rewards)
+                failures.extend(score.failures)
             except Exception as error:
-                reason = (
-                    Reason.REWARD_TIMEOUT
-                    if isinstance(error, TimeoutError)
-                    else Reason.REWARD_FAILED
-                )
+                is_late = isinstance(error, TimeoutError)
+                reason = Reason.REWARD_TIMEOUT if is_late else Reason.REWARD_FAILED
                 what = f"Reward {name_of(function)}"
                 failures.append(failure_of(error, owner=Owner.REWARD, reason=reason, what=what))
         return Score(rewards=tuple(rewards), failures=tuple(failures))
 
 
 def _components(value: Any, function: RewardCallable) -> list[Reward]:
-    if value is None:
-        return []
     if isinstance(value, tuple):
         return [part for item in value for part in _components(item, function)]
-    if not isinstance(value, Reward):
-        success = value if isinstance(value, bool) else None
-        weight = float(getattr(function, "weight", 1.0))
-        value = Reward(name=name_of(function), value=float(value), weight=weight, success=success)
-    if not math.isfinite(value.value * value.weight):
-        raise ValueError(f"reward {value.name} is {value.value} * {value.weight}")
-    return [value]
+    if isinstance(value, Reward):
+        return [value]
+    name, weight = name_of(function), float(getattr(function, "weight", 1.0))
+    if value is None:
+        return [Reward(name=name, value=0.0, weight=weight, absent=True)]
+    success = value if isinstance(value, bool) else None
+    return [Reward(name=name, value=float(value), weight=weight, success=success)]
 
 
 def drop_non_finite(score: Score) -> Score:
@@ -127,7 +128,8 @@ def drop_non_finite(score: Score) -> Score:
         Failure(
             owner=Owner.REWARD,
             reason=Reason.REWARD_NOT_FINITE,
-            message=f"Reward {reward.name} is not a finite number.",
+            message=f"Reward {reward.name} is {reward.value:g} * {reward.weight:g}, not a finite "
+            "number.",
         )
         for reward in wrong
     )
@@ -136,15 +138,15 @@ def drop_non_finite(score: Score) -> Score:
 
 
 def _is_finite(reward: Reward) -> bool:
-    return math.isfinite(reward.value * reward.weight) and all(map(math.isfinite, reward.per_token))
+    return all(map(math.isfinite, (reward.value, reward.weight, *reward.per_token)))
 
 
 def normalise(answer: str) -> str:
-    """Return an answer in the form for comparisons: no `, $ %`, trailing dot or trailing zeros.
+    """Return an answer in the form for comparisons: no `, $ %`, trailing dots or zeros.
 
     normalise(" $1,200.50. ")      # "1200.5"
     """
-    text = re.sub(r"[,$%]", "", answer).strip().removesuffix(".").strip()
+    text = re.sub(r"[,$%]", "", answer).strip().rstrip(".").strip()
     return text.rstrip("0").rstrip(".") if re.fullmatch(r"[-+]?\d*\.\d+", text) else text
 
 

@@ -203,11 +203,15 @@ class Judge:
         )
 
     def read(self, reply: str) -> float:
-        """Return the number in a reply divided by `most`; ValueError if none is in range."""
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:/\s*\d+)?\.?\s*", reply)
-        if match is None or float(match.group(1)) > self.most:
+        """Return the share that a reply gives: "8", "8/10" and "4/5" are 0.8 where `most` is 10.
+
+        ValueError if it is no number from 0 to `most`, or no share of what it names itself.
+        """
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:/\s*(\d+(?:\.\d+)?))?\.?\s*", reply)
+        most = float(self.most if match is None or match.group(2) is None else match.group(2))
+        if match is None or not most or float(match.group(1)) > most:
             raise ValueError("the judge's reply is not a number in range")
-        return float(match.group(1)) / self.most
+        return float(match.group(1)) / most
 
     def _client(self) -> Any:
         try:

@@ -2,6 +2,7 @@
 
 tag_text("<answer> 75 </answer>", "answer")        # "75"
 tag_text("<answer>75", "answer")                   # None: the block is not closed
+tag_text("<answer></answer>", "answer")            # None: it holds nothing
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from dialoop.user_functions import call
 
 
 def tag_text(text: str, tag: str) -> str | None:
-    """Return the content of the first whole block of a tag, trimmed; None when there is none."""
+    """Return the trimmed content of the first whole block of a tag; None without any."""
     name = re.escape(tag)
     match = re.search(rf"<{name}>(.*?)</{name}>", text, re.DOTALL)
-    return None if match is None else match.group(1).strip()
+    return match.group(1).strip() or None if match is not None else None
 
 
 def same_number(answer: str, truth: str) -> bool:

@@ -67,6 +67,10 @@ class Service:
     num_restarts: int = 0
     num_failures: int = 0
     """Ends in a row, since it was last ready for a minute."""
+    last_error: str = ""
+    """The error of its own by which it ended last, unless that may pass."""
+    num_same_ends: int = 0
+    """Ends in a row by that error."""
     was_ready: bool = False
     """Whether it was ready at any time."""
     ready_since: float = math.inf
@@ -160,7 +164,7 @@ class Supervisor:
             if service.is_stopping:
                 return
             if service.is_stable:
-                service.num_failures = 0
+                service.num_failures, service.num_same_ends = 0, min(1, service.num_same_ends)
             service.num_failures += 1
             self._require_restartable(service, end)
             await self._wait_to_restart(service, end)
@@ -203,7 +207,12 @@ class Supervisor:
             if child.exit_code is None and not service.is_stopping:
                 killed = self._give_up_starting(service, child)
             code = await child.wait()
-        return killed or self._how_it_ended(spec, code, read_exit_reason(reason_file))
+        reason = read_exit_reason(reason_file)
+        own = reason.message if reason is not None and code > 0 and not reason.may_pass else ""
+        is_same = bool(own) and own == service.last_error
+        service.num_same_ends = service.num_same_ends + 1 if is_same else int(bool(own))
+        service.last_error = own
+        return killed or self._how_it_ended(spec, code, reason)
 
     async def _becomes_ready(self, service: Service, child: Process) -> bool:
         """Return False when the process has ended, or its time for becoming ready."""
@@ -274,10 +283,15 @@ class Supervisor:
         return f"ended with exit code {code}; the last line of its log is: {last_line}"
 
     def _require_restartable(self, service: Service, end: str) -> None:
-        most = service.spec.restart.max_failures_to_start
-        if service.was_ready or service.num_failures < most:
+        rule, name = service.spec.restart, service.spec.name
+        if service.num_same_ends >= rule.max_same_ends:
+            raise Unavailable(
+                f"{name} {end} It did so {service.num_same_ends} times in a row.",
+                reason=Reason.SERVICE_FAILED,
+                remedy=f"No restart mends it. Read {self._log.path_of(name)}.",
+            )
+        if service.was_ready or service.num_failures < rule.max_failures_to_start:
             return
-        name = service.spec.name
         raise Unavailable(
             f"{name} ended {service.num_failures} times before it was ready. At last it {end}",
             reason=Reason.SERVICE_FAILED,

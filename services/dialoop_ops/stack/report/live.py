@@ -83,13 +83,12 @@ def figures_of(snapshot: Snapshot) -> dict[str, str]:
     """Return everything that is shown beside the progress, by name."""
     metrics = snapshot.status.metrics if snapshot.status else {}
     stats = snapshot.stats
-    heldout = next((metrics[key] for key in _heldout_keys() if key in metrics), None)
     version = snapshot.status.policy_version if snapshot.status else None
     alarms = snapshot.status.alarms if snapshot.status else ()
     return {
         "reward": _number(metrics.get("train/reward")),
         "signal": _signal_of(metrics),
-        "held-out accuracy": _number(heldout),
+        "held-out reward": _heldout_of(metrics),
         "tool-call rate": _number(metrics.get("train/tool_call_rate")),
         "tokens/s": _rates_of(snapshot),
         "queue": groups_line(stats.training) if stats else _UNKNOWN,
@@ -110,8 +109,15 @@ def _signal_of(metrics: dict[str, float]) -> str:
     return f"{num_trained:.0f} of {num_candidates:.0f} groups"
 
 
-def _heldout_keys() -> list[str]:
-    return [f"evaluation/{label}/mean_reward" for label in _HELDOUT]
+def _heldout_of(metrics: dict[str, float]) -> str:
+    """Return the newest held-out mean reward, with the episodes that failed and are not in it."""
+    labels = (f"evaluation/{label}" for label in _HELDOUT)
+    newest = next((label for label in labels if f"{label}/mean_reward" in metrics), None)
+    if newest is None:
+        return _UNKNOWN
+    num_failed = metrics.get(f"{newest}/num_failed", 0.0)
+    failed = f" ({num_failed:.0f} failed)" if num_failed else ""
+    return _number(metrics[f"{newest}/mean_reward"]) + failed
 
 
 def _rates_of(snapshot: Snapshot) -> str:

@@ -1,4 +1,4 @@
-"""Draw learning.png from metrics.jsonl: reward, held-out accuracy and tool use over the steps."""
+"""Draw learning.png from metrics.jsonl: rewards and tool use over the steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw_learning(metrics: Path, target: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True)
     _line(above, train, "reward", label="reward (training)")
     _line(above, train, "tool_call_rate", label="tool-call rate (training)")
-    _line(above, heldout, "mean_reward", "o-", label="held-out accuracy (sampled)")
+    _line(above, heldout, "mean_reward", "o-", label="held-out mean reward (sampled)")
     above.set_ylim(-0.02, 1.02)
     if above.lines:
         above.legend(loc="best")

@@ -1,4 +1,4 @@
-"""Print the end of a run: accuracy before and after, two transcripts, gates and file names."""
+"""Print the end of a run: rewards before and after, two transcripts, gates, how it ended."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _COMPARED = (
-    ("held-out accuracy, greedy", "heldout_greedy"),
-    ("held-out accuracy, sampled", "heldout_sampled"),
-    ("tool-call rate, sampled", "tool_call_rate"),
+    ("held-out accuracy", "accuracy"),
+    ("held-out mean reward", "mean_reward"),
+    ("tool-call rate", "tool_call_rate"),
 )
 
 
@@ -39,13 +39,39 @@ def report(summary: Mapping[str, Any], run_dir: Path, model: Path, console: Cons
         console.print(mark + Text(name), soft_wrap=True)
     files = ", ".join(("summary.json", "metrics.jsonl", "trajectories.jsonl", "learning.png"))
     console.print(f"{run_dir}/: {files}, logs/", soft_wrap=True, highlight=False)
+    style = "green" if all(summary["gates"].values()) else "bold red"
+    console.print(Text(summary["ending"], style=style), soft_wrap=True)
 
 
 def _comparison(summary: Mapping[str, Any]) -> Table:
+    """Return the evaluations; accuracy stands only where rewards say what a success is."""
+    evaluations = summary["evaluations"]
     table = Table("", "before", "after", title=f"Run {summary['run']}")
-    for title, name in _COMPARED:
-        table.add_row(title, *(_rate(summary[f"{name}_{when}"]) for when in ("before", "after")))
+    for how in ("greedy", "sampled"):
+        pair = [evaluations.get(f"{when}_{how}", {}) for when in ("before", "after")]
+        for title, name in _COMPARED:
+            values = [result.get(name) for result in pair]
+            if name != "accuracy" or any(value is not None for value in values):
+                table.add_row(f"{title}, {how}", *map(_rate, values))
+        table.add_row(f"episodes that count, {how}", *map(_counted, pair))
+        table.add_row(f"answered by policy, {how}", *map(_versions, pair))
+    if summary["undecided_evaluations"]:
+        table.caption = (
+            f"Too few episodes count in {', '.join(summary['undecided_evaluations'])}: nothing is "
+            "decided by them."
+        )
     return table
+
+
+def _counted(result: Mapping[str, Any]) -> str:
+    if not result:
+        return "-"
+    return f"{result['num_trajectories']} of {result['num_trajectories'] + result['num_failed']}"
+
+
+def _versions(result: Mapping[str, Any]) -> str:
+    versions = dict.fromkeys(result.get(name, "") for name in ("oldest", "newest"))
+    return " to ".join(filter(None, versions)) or "-"
 
 
 def _rate(value: float | None) -> str:

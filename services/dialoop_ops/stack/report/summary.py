@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _WITHOUT_SIGNAL = (
     DropReason.UNIFORM_REWARD,
+    DropReason.NO_REWARD,
+    DropReason.REFUSED,
     DropReason.SUCCESS_RATE,
     DropReason.NO_TRAINABLE_TOKEN,
     DropReason.TRUNCATED_SAMPLING,
@@ -59,6 +61,8 @@ class Findings:
     num_restarts: Mapping[str, int] = field(default_factory=dict)
     pace: Mapping[str, float] = field(default_factory=dict)
     is_resumed: bool = False
+    alarms: tuple[str, ...] = ()
+    """What was wrong with processes when the training ended."""
 
 
 def conclude(run_dir: RunDir, config: JobConfig, **others: Any) -> dict[str, Any]:
@@ -77,6 +81,7 @@ def conclude(run_dir: RunDir, config: JobConfig, **others: Any) -> dict[str, Any
     )
     summary = summarise(findings)
     summary["gates"] = gates_of(summary, config)
+    summary["ending"] = ending_of(summary)
     text = json.dumps(summary, indent=2) + "\n"
     (run_dir.path / "summary.json").write_text(text, encoding="utf-8")
     return summary
@@ -93,8 +98,11 @@ def summarise(findings: Findings) -> dict[str, Any]:
         "versions": versions(findings.redis_version),
         "num_parameters": trainer["num_parameters"],
         **_seconds(findings),
-        **_evaluations(trainer["evaluations"]),
+        **_evaluations(trainer["evaluations"], findings.config.evaluation.min_share),
         "num_train_steps": trainer["num_train_steps"],
+        "num_steps": trainer["num_steps"],
+        "num_refused_updates": trainer["num_refused_updates"],
+        "alarms": [*trainer["alarms"], *findings.alarms],
         "num_policy_versions": trainer["num_policy_versions"],
         "signal": signal(stats.training, trainer),
         "groups": group_counts(stats.training),
@@ -110,7 +118,8 @@ def summarise(findings: Findings) -> dict[str, Any]:
         "max_logprob_difference": trainer["max_logprob_difference"],
         "forks": trainer["forks"],
         "heldout_losses": trainer.get("heldout_losses", {}),
-        "stopped_early": trainer.get("stopped_early", ""),
+        "stopped_early": trainer["stopped_early"],
+        "gave_up": trainer["gave_up"],
         "rescoring": dict(findings.rescoring),
         "num_redelivered": stats.num_redelivered,
         "num_dead_letters": stats.num_dead_letters,
@@ -157,13 +166,16 @@ def _seconds(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _evaluations(evaluations: Mapping[str, Mapping[str, float]]) -> dict[str, float | None]:
-    """Return held-out accuracy and tool use; None for an evaluation that did not take place."""
+def _evaluations(evaluations: Mapping[str, Mapping[str, Any]], min_share: float) -> dict[str, Any]:
+    """Return held-out mean rewards and tool use; None for an evaluation that did not take place.
+
+    There is no gain where fewer than `min_share` of the episodes of one count.
+    """
 
     def value(label: str, name: str) -> float | None:
         return evaluations.get(label, {}).get(name)
 
-    accuracies = {
+    means = {
         f"heldout_{how}_{when}": value(f"{when}_{how}", "mean_reward")
         for how in ("greedy", "sampled")
         for when in ("before", "after")
@@ -172,9 +184,19 @@ def _evaluations(evaluations: Mapping[str, Mapping[str, float]]) -> dict[str, fl
         f"tool_call_rate_{when}": value(f"{when}_sampled", "tool_call_rate")
         for when in ("before", "after")
     }
-    before, after = (accuracies[f"heldout_sampled_{when}"] for when in ("before", "after"))
-    gain = None if before is None or after is None else after - before
-    return {**accuracies, "heldout_sampled_gain": gain, **rates}
+    before, after = (means[f"heldout_sampled_{when}"] for when in ("before", "after"))
+    undecided = [label for label, result in evaluations.items() if result["share"] < min_share]
+    gain = None
+    if before is not None and after is not None:
+        is_decided = not {"before_sampled", "after_sampled"} & set(undecided)
+        gain = after - before if is_decided else None
+    return {
+        **means,
+        "heldout_sampled_gain": gain,
+        **rates,
+        "evaluations": {label: dict(result) for label, result in evaluations.items()},
+        "undecided_evaluations": undecided,
+    }
 
 
 def group_counts(counts: LedgerCounts) -> dict[str, Any]:
@@ -311,8 +333,26 @@ def count_outcomes(run_dir: Path) -> Counter[str]:
 
 
 def gates_of(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
-    """Return each gate by name, and whether it holds: exactness, and what the config asks for."""
-    return {**_exactness(summary, config), **_configured_gates(summary, config)}
+    """Return each gate by name, and whether it holds: the end, exactness, what the config asks."""
+    return {
+        **_whole(summary),
+        **_exactness(summary, config),
+        **_configured_gates(summary, config),
+    }
+
+
+def _whole(summary: Mapping[str, Any]) -> dict[str, bool]:
+    """Return whether the job did what was asked, and nothing was wrong at its end."""
+    done, asked, refused = (
+        summary[name] for name in ("num_train_steps", "num_steps", "num_refused_updates")
+    )
+    is_ended_by_rule = bool(summary["stopped_early"]) and not summary["gave_up"]
+    alarms = ", ".join(summary["alarms"])
+    return {
+        f"{asked} train steps were taken": done >= asked or (done > 0 and is_ended_by_rule),
+        f"no update was refused{f' ({refused} were)' if refused else ''}": not refused,
+        f"no alarm was on at the end{f' ({alarms})' if alarms else ''}": not alarms,
+    }
 
 
 def _exactness(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
@@ -372,21 +412,38 @@ NOT_RESCORED: Mapping[str, Any] = MappingProxyType(
 
 
 def _configured_gates(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
-    gates = config.gates
-    at_least = (
-        ("heldout_greedy_after", gates.heldout_greedy_after_at_least),
-        ("heldout_sampled_gain", gates.heldout_sampled_gain_at_least),
-        ("tool_call_rate_after", gates.tool_call_rate_after_at_least),
-        ("share_of_train_steps_with_older_data", gates.older_data_share_at_least),
-        ("num_policy_versions", gates.policy_versions_at_least),
+    """Return the gates that the config names; none on too few of an evaluation's episodes holds."""
+    gates, undecided = config.gates, set(summary["undecided_evaluations"])
+    at_least: tuple[tuple[str, float | None, set[str]], ...] = (
+        ("heldout_greedy_after", gates.heldout_greedy_after_at_least, {"after_greedy"}),
+        (
+            "heldout_sampled_gain",
+            gates.heldout_sampled_gain_at_least,
+            {"before_sampled", "after_sampled"},
+        ),
+        ("tool_call_rate_after", gates.tool_call_rate_after_at_least, {"after_sampled"}),
+        ("share_of_train_steps_with_older_data", gates.older_data_share_at_least, set()),
+        ("num_policy_versions", gates.policy_versions_at_least, set()),
     )
     results = {
-        f"{name} at least {bound:g}": (summary[name] or 0) >= bound
-        for name, bound in at_least
+        f"{name} at least {bound:g}": (summary[name] or 0) >= bound and not labels & undecided
+        for name, bound, labels in at_least
         if bound is not None
     }
     bound = gates.heldout_greedy_before_at_most
     if bound is not None:
         before = summary["heldout_greedy_before"]
-        results[f"heldout_greedy_before at most {bound:g}"] = before is not None and before <= bound
+        is_known = before is not None and "before_greedy" not in undecided
+        results[f"heldout_greedy_before at most {bound:g}"] = is_known and before <= bound
     return results
+
+
+def ending_of(summary: Mapping[str, Any]) -> str:
+    """Return in one sentence how the job ended: what it did, and what keeps it from a success."""
+    done, asked = summary["num_train_steps"], summary["num_steps"]
+    steps = f"{done} of {asked} train steps"
+    why = f": {summary['stopped_early']}" if summary["stopped_early"] else ""
+    wrong = [name for name, holds in summary["gates"].items() if not holds]
+    if not wrong:
+        return f"A success: {steps}{why}."
+    return f"Not a success: {steps}{why}. What does not hold: {'; '.join(wrong)}."

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import DropReason
 from dialoop.sequences import ForkCause, PolicyVersion, Sequence
 from dialoop.trajectory import Group, StopReason, Trajectory, sums_by_name
@@ -150,23 +150,27 @@ def keep_for_step(kept: Rows[GroupLease], batch: Batch) -> list[GroupLease]:
 class TrajectoryFigures:
     """What the metrics need of a trajectory: without its tokens, which may be dropped.
 
+    reward: None where no function gave one. numbers: rewards of weight 0, as they were given.
     trial_rewards: of each episode, where it is a trial of several.
     """
 
-    reward: float
+    reward: float | None
     rewards: Mapping[str, float]
     num_tokens: int
     calls_tools: bool
     is_truncated: bool
     trial_rewards: Rows[float] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryFigures:
         """Return the figures of a trajectory; its rewards are sums over turns, by name."""
         is_cut_off = any(turn.stop_reason in _CUT_OFF for turn in trajectory.turns)
+        rewards = [reward for turn in trajectory.turns for reward in turn.rewards]
         return cls(
-            reward=trajectory.reward,
-            rewards=sums_by_name(r for turn in trajectory.turns for r in turn.rewards),
+            reward=None if trajectory.is_unrewarded else trajectory.reward,
+            rewards=sums_by_name(r for r in rewards if r.weight),
+            numbers=sums_by_name(r for r in rewards if not r.weight),
             num_tokens=trajectory.num_model_tokens,
             calls_tools=trajectory.num_tool_calls > 0,
             is_truncated=trajectory.truncated or is_cut_off,
@@ -200,7 +204,7 @@ def metrics_of(trajectories: Rows[TrajectoryFigures]) -> dict[str, float]:
     """
     if not trajectories:
         return {"reward": 0.0, "tool_call_rate": 0.0}
-    rewards = [t.reward for t in trajectories]
+    rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
     lengths = [t.num_tokens for t in trajectories]
     metrics = {
         "reward": statistics.fmean(rewards),
@@ -211,9 +215,11 @@ def metrics_of(trajectories: Rows[TrajectoryFigures]) -> dict[str, float]:
         "response_tokens_min": min(lengths),
         "response_tokens_max": max(lengths),
     }
-    for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
-        # A trajectory without a reward of that name, as one that ended early, has 0 of it.
-        values = [t.rewards.get(name, 0.0) for t in trajectories]
+    for name in dict.fromkeys(name for t in trajectories for name in (*t.rewards, *t.numbers)):
+        # A rewarded trajectory without a reward of that name, as one that ended early, has 0 of it.
+        values = [t.rewards.get(name, 0.0) for t in trajectories if t.reward is not None]
+        if not any(name in t.rewards for t in trajectories):
+            values = [t.numbers[name] for t in trajectories if name in t.numbers]
         metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
         metrics[f"rewards/{name}/std"] = statistics.pstdev(values)
     return metrics | trial_means(t.trial_rewards for t in trajectories)
@@ -289,7 +295,10 @@ def _reason_to_drop(
         return DropReason.TRUNCATED_SAMPLING
     sequences = (s for trajectory in group.trajectories for s in trajectory.sequences)
     has_signal = any(_has_signal(sequence, needs_advantages) for sequence in sequences)
-    return None if has_signal else DropReason.UNIFORM_REWARD
+    if has_signal:
+        return None
+    num_rewarded = sum(not trajectory.is_unrewarded for trajectory in group.trajectories)
+    return DropReason.UNIFORM_REWARD if num_rewarded > 1 else DropReason.NO_REWARD
 
 
 def num_with_feedback(groups: Rows[Group]) -> int:
@@ -300,8 +309,8 @@ def num_with_feedback(groups: Rows[Group]) -> int:
 
 def _is_in_bounds(group: Group, candidates: CandidateSettings) -> bool:
     """Return whether the group's share of successes is between the bounds, which are exclusive."""
-    num_successes = sum(t.reward >= candidates.success_reward for t in group.trajectories)
-    rate = num_successes / group.num_trajectories
+    rewards = [t.reward for t in group.trajectories if not t.is_unrewarded]
+    rate = sum(reward >= candidates.success_reward for reward in rewards) / max(1, len(rewards))
     low, high = candidates.success_rate_above, candidates.success_rate_below
     return (low is None or rate > low) and (high is None or rate < high)
 
@@ -337,11 +346,14 @@ class Untrainable:
 def read_rows(batch: Batch, to_rows: ToRows) -> tuple[list[TokenRow], tuple[Untrainable, ...]]:
     """Return the rows of the groups to train and (), or [] and the groups that cannot be trained.
 
-    `to_rows` is the learner's. It raises a DialoopError where a sequence cannot be trained.
+    `to_rows` is the learner's. It raises a DialoopError where a sequence cannot be trained, and
+    InvalidConfig where none can, as with a loss that fails.
     """
     sequences = batch.sequences
     try:
         return (to_rows(sequences) if sequences else []), ()
+    except InvalidConfig:
+        raise
     except DialoopError:
         pass  # the rest finds out which groups are at fault
     kept: list[TrainedSequence] = []

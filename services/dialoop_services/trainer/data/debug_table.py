@@ -57,7 +57,7 @@ def _line(batch: Batch, row: TokenRow, logprobs: Tensor) -> dict[str, Any]:
         "temperature": row.temperature,
         "reward": trajectory.reward,
         "rewards": [
-            {reward.name: reward.value * reward.weight for reward in turn.rewards}
+            {reward.name: reward.recorded for reward in turn.rewards if not reward.absent}
             for turn in trajectory.turns
         ],
         "answer": trajectory.history[-1].content,

@@ -64,12 +64,15 @@ class EvaluationPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Means over trajectories. Failed tasks are counted and not scored.
+    """Means over the trajectories that count: they have a reward, and only the policy failed.
 
+    accuracy: the share of successes; None unless the rewards of each say whether it is one.
+    num_failed: episodes that gave none. share: of all episodes, those that count.
     trial_rewards: mean reward of each episode of a trial, by the name that metrics.jsonl has.
     """
 
     mean_reward: float
+    accuracy: float | None
     tool_call_rate: float
     num_trajectories: int
     num_failed: int
@@ -77,9 +80,19 @@ class EvaluationResult:
     newest: PolicyVersion | None
     trial_rewards: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def share(self) -> float:
+        """Return the share of the episodes that count; 0 without any."""
+        return self.num_trajectories / max(1, self.num_trajectories + self.num_failed)
+
+    def judged(self, min_share: float) -> float | None:
+        """Return the mean reward; None if fewer episodes count, so that it decides nothing."""
+        is_decisive = self.num_trajectories and self.share >= min_share
+        return self.mean_reward if is_decisive else None
+
     def row(self) -> dict[str, float | str | None]:
         """Return the row for metrics.jsonl."""
-        row = asdict(self)
+        row = asdict(self) | {"share": self.share}
         row |= row.pop("trial_rewards")
         return row | {"oldest": str(self.oldest or ""), "newest": str(self.newest or "")}
 
@@ -103,7 +116,7 @@ class Evaluator:
         prefix = f"{_PREFIX}{plan.label}/{uuid.uuid4().hex[:8]}/"
         self._arrived[prefix] = []
         try:
-            trajectories, num_failed = await self._play(plan, prefix)
+            trajectories, num_tasks = await self._play(plan, prefix)
         finally:
             del self._arrived[prefix]
         await asyncio.to_thread(
@@ -113,7 +126,7 @@ class Evaluator:
             label=plan.label,
             train_step=train_step,
         )
-        return _summarise(trajectories, num_failed)
+        return _summarise(trajectories, num_tasks * plan.num_trajectories)
 
     async def drop_held(self) -> None:
         """Drop the evaluation groups that a killed trainer of this run had leased.
@@ -128,12 +141,12 @@ class Evaluator:
         await self._replay.drop(self._run, held, DropReason.ABANDONED)
 
     async def _play(self, plan: EvaluationPlan, prefix: str) -> tuple[list[Trajectory], int]:
-        """Return the plan's trajectories, and how many tasks gave none."""
+        """Return the plan's trajectories, and how many tasks it has."""
         tasks = await self._tasks(plan, prefix)
         for start in range(0, len(tasks), _OFFER):
             await self._offer(tasks[start : start + _OFFER])
         trajectories: list[Trajectory] = []
-        num_failed, num_open = 0, len(tasks)
+        num_open = len(tasks)
         with waiting_for("replay", "groups of an evaluation") as wait:
             while num_open > 0:
                 groups = await self._take(prefix)
@@ -142,8 +155,8 @@ class Evaluator:
                 if groups:
                     wait.restart()
                 elif num_open and await self._nothing_live():
-                    num_failed, num_open = num_open, 0
-        return trajectories, num_failed
+                    break
+        return trajectories, len(tasks)
 
     async def _offer(self, tasks: list[Task]) -> None:
         await retry(lambda: self._replay.offer_tasks(self._run, tasks), self._retry_policy)
@@ -202,14 +215,18 @@ class Evaluator:
         return not (await self._replay.get_stats(self._run)).evaluation.num_open
 
 
-def _summarise(trajectories: list[Trajectory], num_failed: int) -> EvaluationResult:
+def _summarise(trajectories: list[Trajectory], num_episodes: int) -> EvaluationResult:
     versions = [v for t in trajectories for v in t.policy_versions]
+    trajectories = [t for t in trajectories if not t.is_unrewarded]
+    successes = [t.success for t in trajectories]
+    stated = [success for success in successes if success is not None]
     count = max(1, len(trajectories))
     return EvaluationResult(
+        accuracy=sum(stated) / count if stated and len(stated) == len(successes) else None,
         mean_reward=sum(t.reward for t in trajectories) / count,
         tool_call_rate=sum(t.num_tool_calls > 0 for t in trajectories) / count,
         num_trajectories=len(trajectories),
-        num_failed=num_failed,
+        num_failed=num_episodes - len(trajectories),
         oldest=min(versions, default=None),
         newest=max(versions, default=None),
         trial_rewards=trial_means(map(trial_rewards_of, trajectories)),

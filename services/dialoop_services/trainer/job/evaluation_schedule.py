@@ -52,7 +52,8 @@ class EvaluationSchedule:
         for due in tuple(self._state.due_evaluations):
             row = self._records.evaluation_due_after(due)
             if row is not None:
-                judged = row["mean_reward"] if row["num_trajectories"] else None
+                least = self._settings.evaluation.min_share
+                judged = row["mean_reward"] if row["share"] >= least else None
                 self.mark_evaluated(due, judged=judged)
 
     def observe(self, value: float) -> None:

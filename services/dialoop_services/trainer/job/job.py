@@ -106,6 +106,8 @@ class TrainingJob:
         facts = {
             "num_parameters": learner.num_parameters,
             "matrix_products": learner.matrix_products,
+            "num_steps": self._settings.num_steps,
+            "alarms": sorted(self._board.alarms),
         }
         self._parts.records.write_result({**self.state.result(), **facts})
         self._board.phase = Phase.DONE
@@ -153,6 +155,12 @@ class TrainingJob:
             reward = result.mean_reward if result.num_trajectories else None
             self._parts.publisher.keep(result.newest, reward)
         row = result.row() | ({} if due is None else {"due_train_step": due})
+        least = self._settings.evaluation.min_share
+        if result.judged(least) is None:
+            log.warning(
+                "An evaluation decides nothing: too few of its episodes count.",
+                extra={"label": plan.label, "share": result.share, "min_share": least},
+            )
         self._parts.records.metric(
             "evaluation",
             train_step=step,
@@ -286,7 +294,7 @@ class TrainingJob:
         else:
             if result is None:  # it stays due, and the next process runs it
                 return
-            judged = result.mean_reward if result.num_trajectories else None
+            judged = result.judged(self._settings.evaluation.min_share)
         async with self._between_steps:
             self.schedule.mark_evaluated(due, judged=judged)
             if self._supervised is not None and judged is not None:
@@ -312,7 +320,7 @@ class TrainingJob:
             await self._unless_stopped(self._evaluate_both("after"))
 
     async def _evaluate_both(self, when: str) -> None:
-        """Measure greedy and sampled accuracy on the held-out split, once per run."""
+        """Evaluate greedily and by sampling on the held-out split, once per run."""
         evaluations = self.state.evaluations
         for how, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             label = f"{when}_{how}"
@@ -320,12 +328,7 @@ class TrainingJob:
                 result = await self.evaluate(
                     EvaluationPlan.full(self._settings, label, temperature=temperature)
                 )
-                evaluations[label] = {
-                    "mean_reward": result.mean_reward,
-                    "tool_call_rate": result.tool_call_rate,
-                    "num_trajectories": result.num_trajectories,
-                    "num_failed": result.num_failed,
-                }
+                evaluations[label] = result.row()
 
     @contextmanager
     def _phase(self, phase: Phase, name: str) -> Iterator[None]:

@@ -31,7 +31,9 @@ class JobState:
     num_trained_trajectories: those that the queue counts as trained, also of refused batches.
     num_empty_batches: as many candidates in a row as a batch has, of which none could be trained,
     and batches of which every update was refused.
-    stopped_early: why training ended before its last step. A resumed job decides that again, by the
+    num_refused_updates: updates that changed no weight, since loss or gradients were not finite.
+    stopped_early: why training ended before its last step. gave_up: whether that was because
+    nothing could be trained, not a rule of the settings. A resumed job decides both again, by the
     settings that it has.
     due_evaluations: train steps after which an evaluation is due that has no result yet.
     depth, oldest: what the job chose itself of pipeline_depth and max_staleness; None: nothing yet.
@@ -50,7 +52,9 @@ class JobState:
     best_evaluation: float | None = None
     num_evaluations_without_gain: int = 0
     stopped_early: str = ""
+    gave_up: bool = False
     num_trained_trajectories: int = 0
+    num_refused_updates: int = 0
     num_steps_with_older_data: int = 0
     max_logprob_difference: float = 0.0
     cursor: str = ""
@@ -59,7 +63,7 @@ class JobState:
     staleness_histogram: Counter[int] = field(default_factory=Counter)
     forks: Counter[str] = field(default_factory=Counter)
     trained_lengths: Counter[int] = field(default_factory=Counter)
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     due_evaluations: list[int] = field(default_factory=list)
     depth: int | None = None
     oldest: int | None = None
@@ -98,7 +102,7 @@ class JobState:
         version = PolicyVersion(**data.pop("policy_version"))
         histogram = Counter({int(k): v for k, v in data.pop("staleness_histogram").items()})
         forks = Counter(data.pop("forks"))
-        data["stopped_early"] = ""
+        data |= {"stopped_early": "", "gave_up": False}
         lengths = Counter({int(k): v for k, v in data.pop("trained_lengths").items()})
         return cls(
             policy_version=version,
@@ -126,6 +130,8 @@ class JobState:
             "evaluations": self.evaluations,
             "heldout_losses": self.heldout_losses,
             "stopped_early": self.stopped_early,
+            "gave_up": self.gave_up,
+            "num_refused_updates": self.num_refused_updates,
         }
 
 

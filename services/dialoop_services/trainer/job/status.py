@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from dialoop.clients.trainer import Phase
-from dialoop.errors import DialoopError
+from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.reasons import Reason
 from dialoop.waits import waiting_for
 
 from dialoop_services.runtime.exit_reason import known_error
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
     from dialoop_services.trainer.publish.publisher import Published
 
 
+REFUSED_UPDATES = "REFUSED_UPDATES"
+"""The alarm that updates were refused, since the loss or its gradients were not finite; it ends
+with the next batch whose updates are all applied."""
+
+_MOST_REFUSED = 10
+"""Refused updates in a row after which nothing suggests that the next will not be."""
+
+
 class StatusBoard:
     """The job's state and status, which the job writes and the servicer reads in one event loop."""
 
@@ -27,6 +36,7 @@ class StatusBoard:
         self.failure = ""
         self.newest: Published | None = None
         self.alarms: set[str] = set()
+        self._num_refused_in_a_row = 0
         self._stopping = asyncio.Event()
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -70,6 +80,24 @@ class StatusBoard:
             self.alarms.add(alarm)
         else:
             self.alarms.discard(alarm)
+
+    def count_updates(self, *, num_applied: int, num_refused: int, found: str) -> None:
+        """Count the updates of a batch, and raise or end the alarm of those that were refused.
+
+        found: what was not finite. Raises InvalidConfig (UPDATES_REFUSED) after many in a row.
+        """
+        self.state.num_refused_updates += num_refused
+        self.raise_alarm(REFUSED_UPDATES, on=num_refused > 0)
+        self._num_refused_in_a_row += num_refused
+        if num_applied:
+            self._num_refused_in_a_row = 0
+        if self._num_refused_in_a_row >= _MOST_REFUSED:
+            raise InvalidConfig(
+                f"The last {self._num_refused_in_a_row} updates were refused: {found}.",
+                reason=Reason.UPDATES_REFUSED,
+                remedy="Correct the loss, or lower learning_rate in [train]. The newest policy was "
+                "published before them.",
+            )
 
     def announce(self, published: Published) -> None:
         """Send a publish to every watcher."""

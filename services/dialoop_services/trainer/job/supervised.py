@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from dialoop.sequences import Sequence
+    from dialoop_learning.training import UpdateReport
 
     from dialoop_services.trainer.job.checkpointer import Checkpointer
     from dialoop_services.trainer.job.parts import JobParts
+    from dialoop_services.trainer.learner.learner import Kind
     from dialoop_services.trainer.settings import TrainerSettings
 
 _RECORD_EVERY = 10
@@ -39,7 +41,8 @@ class WarmStart:
         last, demonstrations = self._settings.warm_start.num_steps, self._parts.demonstrations
         if demonstrations is None or state.num_warm_start_steps >= last:
             return
-        await asyncio.to_thread(demonstrations.skip, state.num_warm_start_steps)
+        num_drawn = state.num_warm_start_steps + state.num_refused_updates
+        await asyncio.to_thread(demonstrations.skip, num_drawn)
         while state.num_warm_start_steps < last:
             await board.wait_while_paused()
             if board.is_stopping:
@@ -55,6 +58,9 @@ class WarmStart:
         report = await asyncio.to_thread(
             lambda: learner.warm_start_step(learner.rows_to_imitate(batch))
         )
+        count_update(self._parts, report, "warm_start")
+        if not report.step.applied:
+            return
         state.num_warm_start_steps += 1
         if state.num_warm_start_steps % _RECORD_EVERY == 0:
             self._parts.records.metric(
@@ -111,22 +117,36 @@ class SupervisedSteps:
         state = self._state
         learner = self._parts.learner
         started, step = time.perf_counter(), state.num_train_steps
-        batch = await asyncio.to_thread(self._demonstrations.batch, step)
+        # A batch whose update is refused is passed over.
+        number = step + state.num_refused_updates
+        batch = await asyncio.to_thread(self._demonstrations.batch, number)
         report = await asyncio.to_thread(lambda: learner.sft_step(learner.rows_to_imitate(batch)))
         num_tokens = sum(num_tokens_to_train(sequence, self._settings) for sequence in batch)
-        state.num_train_steps += 1
-        state.num_trained_tokens += num_tokens
+        is_applied = report.step.applied
+        if is_applied:
+            state.num_train_steps += 1
+            state.num_trained_tokens += num_tokens
         self._parts.records.metric(
-            "train",
+            "train" if is_applied else "refused",
             train_step=state.num_train_steps,
             policy_version=state.policy_version,
-            epoch=self._demonstrations.epoch_of(step),
+            epoch=self._demonstrations.epoch_of(number),
             num_trained_tokens=num_tokens,
             loss=report.loss,
             grad_norm=report.step.grad_norm,
             learning_rate=report.step.learning_rate,
-            num_updates=int(report.step.applied),
-            num_refused=int(not report.step.applied),
+            num_updates=int(is_applied),
+            num_refused=int(not is_applied),
             train_s=time.perf_counter() - started,
             **row_of_oversize(batch, self._settings),
         )
+        count_update(self._parts, report, "sft")
+
+
+def count_update(parts: JobParts, report: UpdateReport, kind: Kind) -> None:
+    """Count an update; raise InvalidConfig (UPDATES_REFUSED) after many in a row were refused."""
+    is_applied, grad_norm = report.step.applied, report.step.grad_norm
+    found = "" if is_applied else parts.learner.found_in(report.loss, grad_norm, kind)
+    parts.board.count_updates(
+        num_applied=int(is_applied), num_refused=int(not is_applied), found=found
+    )

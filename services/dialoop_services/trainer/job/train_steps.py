@@ -7,13 +7,20 @@ another group is played in its place.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dialoop.clients.replay import GroupLease, LedgerCounts, ReturnItem, Selection
+from dialoop.clients.replay import (
+    GroupLease,
+    LedgerCounts,
+    ReturnItem,
+    Selection,
+)
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import DropReason, Reason
 from dialoop.trajectory import Group, Stage
@@ -23,6 +30,7 @@ from dialoop_learning.rl.buckets import first_above, length_bin
 
 from dialoop_services.config.tables import turns_spent
 from dialoop_services.trainer.data.batches import (
+    Batch,
     keep_for_step,
     metrics_of_candidates,
     read_rows,
@@ -36,13 +44,14 @@ from dialoop_services.trainer.step_replay.keeping import keep_step
 from dialoop_services.trainer.step_replay.trace import StepTrace
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from dialoop.sequences import PolicyVersion
     from dialoop.sequences import Sequence as TokenSequence
     from dialoop_learning.packing.rows import TokenRow
 
-    from dialoop_services.trainer.data.batches import Batch, Untrainable
+    from dialoop_services.trainer.data.batches import Untrainable
     from dialoop_services.trainer.job.checkpointer import Checkpointer
     from dialoop_services.trainer.job.parts import JobParts
     from dialoop_services.trainer.job.policy_versions import VersionedPublisher
@@ -66,6 +75,8 @@ QUEUE_FULL = "QUEUE_FULL"
 group comes."""
 
 _LEASE_WAIT_S = 5.0
+_NOT_LOST = (DropReason.STALE, DropReason.ABANDONED, DropReason.DROPPED_OLDEST, DropReason.NO_ROOM)
+"""Why groups are dropped that say nothing of whether others can be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +128,9 @@ class TrainSteps:
         # batches of such groups in a row.
         self._num_without_signal = 0
         self._num_empty = 0
+        # Why those groups were dropped; and all groups that were lost before the newest step.
+        self._reasons: Counter[str] = Counter()
+        self._lost_before: Counter[str] | None = None
         self._needs_feedback = facts_of(settings.loss).needs_feedback
         # Groups without feedback, before the first train step.
         self._num_without_feedback = 0
@@ -171,6 +185,7 @@ class TrainSteps:
                     return None
                 self._alarm_of_memory(is_full=stats.is_full)
                 self._require_some_played(stats.training)
+                self._give_up_if_all_is_lost(stats.training)
                 # A queue that lost its state leases no tasks until a policy is announced again.
                 await self._checkpointer.restore_cursor()
                 await self._publisher.announce(self._state.policy_version)
@@ -215,7 +230,8 @@ class TrainSteps:
         if counts.num_trajectories_live or counts.num_trajectories_consumed:
             return
         raise InvalidConfig(
-            f"All of the first {num_failed} groups failed while they were played.",
+            f"All of the first {num_failed} groups failed while they were played"
+            f"{_last_failure(self._settings.run_dir)}.",
             reason=Reason.EVERY_GROUP_FAILED,
             remedy="The collector's log names each failure, and its status counts them by owner.",
         )
@@ -285,16 +301,19 @@ class TrainSteps:
         """Count candidates in a row that cannot be trained; a batch's number of them is empty."""
         if batch.train:
             self._num_without_signal = self._num_empty = 0
+            self._reasons.clear()
             return
-        self._num_without_signal += len(batch.without_signal)
+        dropped = {why: len(x) for why, x in batch.dropped.items() if why != DropReason.STALE}
+        self._num_without_signal += sum(dropped.values())
         num_empty, self._num_without_signal = divmod(
             self._num_without_signal, self._settings.groups_per_train_step
         )
-        self._count_empty(num_empty)
+        self._count_empty(num_empty, dropped)
 
-    def _count_empty(self, num_batches: int) -> None:
+    def _count_empty(self, num_batches: int, dropped: Mapping[str, int]) -> None:
         """Count empty batches; after many, raise the alarm or end the training."""
         settings, state = self._settings.candidates, self._state
+        self._reasons.update(dropped)
         state.num_empty_batches += num_batches
         self._num_empty += num_batches
         if num_batches and self._num_empty >= settings.max_empty_batches:
@@ -304,7 +323,28 @@ class TrainSteps:
                 extra={"num_batches": self._num_empty, "step": state.num_train_steps},
             )
         if 0 < settings.stop_after_empty <= self._num_empty:
-            state.stopped_early = f"{self._num_empty} empty batches in a row"
+            self._give_up(f"{self._num_empty} empty batches in a row", self._reasons)
+
+    def _give_up(self, why: str, reasons: Mapping[str, int]) -> None:
+        """End the training, since nothing of what is played can be trained."""
+        counts = ", ".join(f"{number} {reason}" for reason, number in reasons.items() if number)
+        self._state.stopped_early = f"{why} (groups: {counts})" if counts else why
+        self._state.gave_up = True
+        log.error("Training ends: %s.", self._state.stopped_early)
+
+    def _give_up_if_all_is_lost(self, counts: LedgerCounts) -> None:
+        """End the training where groups are lost on their way here, as many as empty batches do.
+
+        They are dropped by the scorer, fail while they are played, or are set aside.
+        """
+        dropped = counts.num_groups_dropped.items()
+        lost = Counter({reason: count for reason, count in dropped if reason not in _NOT_LOST})
+        if self._lost_before is None:
+            self._lost_before = lost
+        lost = lost - self._lost_before
+        most = self._settings.candidates.stop_after_empty * self._settings.groups_per_train_step
+        if 0 < most <= lost.total() and not self._kept:
+            self._give_up(f"none of {lost.total()} groups in a row could be trained", lost)
 
     async def _read(self) -> LeasedBatch | None:
         """Return the batch with its rows; None if some of its groups cannot be trained.
@@ -390,6 +430,9 @@ class TrainSteps:
         row = {"lease_s": self._lease_s, "rows_s": self._rows_s}
         self._lease_s = self._rows_s = 0.0
         row |= await self.learn(batch, rows)
+        if not row["num_updates"]:
+            await self._drop_refused(batch, row)
+            return
         started = time.perf_counter()
         await self._versions.wait_for_publish()
         row["wait_s"] = time.perf_counter() - started
@@ -403,11 +446,30 @@ class TrainSteps:
 
         await self._versions.publish_trained(batch, record)
 
+    async def _drop_refused(self, batch: Batch, row: dict[str, Any]) -> None:
+        """Drop a batch of which every update was refused: the policy is as it was, and stays so."""
+        state = self._state
+        version = state.policy_version
+        self._records.metric(
+            "refused", train_step=state.num_train_steps, policy_version=version, **row
+        )
+        self._count_empty(1, {DropReason.REFUSED: len(batch.train)})
+        refused = Batch(train=(), already_consumed=(), dropped={DropReason.REFUSED: batch.train})
+        await self._drop_before_step(refused)
+        self._count_updates(row)
+
+    def _count_updates(self, row: Mapping[str, Any]) -> None:
+        num_refused = row["num_refused"]
+        found = self._learner.found_in(row["loss"], row["grad_norm"]) if num_refused else ""
+        self._board.count_updates(
+            num_applied=row["num_updates"], num_refused=num_refused, found=found
+        )
+
     async def learn(self, batch: Batch, rows: list[TokenRow] | None = None) -> dict[str, Any]:
         """Train a batch as the next train step and return its metrics row; publish nothing.
 
         `rows` are the batch's, if they have been read already. A batch whose every update is
-        refused is no train step, but an empty batch.
+        refused is no train step, and changes nothing.
         """
         state, version = self._state, self._state.policy_version
         started = time.perf_counter()
@@ -418,14 +480,14 @@ class TrainSteps:
         await self._write_debug_table(batch, rows)
         with waiting_for("learner", "a train step"):
             report = await self._train(batch, rows, version)
-        self._count(batch, report, version)
         if report.num_updates:
+            self._count(batch, report, version)
             state.num_train_steps += 1
             self._num_refused = self._num_without_signal = self._num_empty = 0
+            self._reasons.clear()
+            self._lost_before = None
             self._board.raise_alarm(GROUPS_SET_ASIDE, on=False)
             self._board.raise_alarm(NO_SIGNAL, on=False)
-        else:
-            self._count_empty(1)
         staleness = list(batch.staleness(version).elements())
         row = {
             **batch.candidates,
@@ -438,6 +500,8 @@ class TrainSteps:
             row["num_with_feedback"] = len({(r.group_index, r.trajectory_index) for r in rows})
         row |= row_of_oversize([entry.sequence for entry in batch.sequences], self._settings)
         row |= self._check_mismatch(report, version)
+        if report.num_updates:
+            self._count_updates(row)
         return row | {"train_s": time.perf_counter() - started}
 
     async def _train(
@@ -465,7 +529,7 @@ class TrainSteps:
         every, step = self._settings.debug_table_every, self._state.num_train_steps + 1
         if every and step % every == 0:
             logprobs = await asyncio.to_thread(self._learner.logprobs_of_rows, rows)
-            # The version, because the next batch has the same step if every update is refused.
+            # The next batch has the same step if every update is refused.
             read_by = {"train_step": step, "policy_version": str(self._state.policy_version)}
             write_debug_table(self._settings.run_dir, batch, rows, logprobs, read_by)
 
@@ -511,13 +575,11 @@ class TrainSteps:
     ) -> None:
         """Write a batch's trajectories and row; step and version are those after it.
 
-        The row comes last, so a batch that has a row is recorded whole. A batch of which every
-        update was refused has its own kind, since the train step's number is of the step before.
+        The row comes last, so a batch that has a row is recorded whole.
         """
-        kind, outcome = ("train", "trained") if row["num_updates"] else ("refused", "refused")
         fate = {"train_step": step, "lineage": version.lineage}
-        await self._record_groups(batch.groups, outcome, is_recovered=is_recovered, **fate)
-        self._records.metric(kind, train_step=step, policy_version=version, **row)
+        await self._record_groups(batch.groups, "trained", is_recovered=is_recovered, **fate)
+        self._records.metric("train", train_step=step, policy_version=version, **row)
 
     async def drop(self, batch: Batch, *, is_recovered: bool = False) -> None:
         """Drop the groups that cannot be trained, with their reasons."""
@@ -535,8 +597,6 @@ class TrainSteps:
         state.num_trained_trajectories += sum(g.num_trajectories for g in batch.groups)
         for group in batch.groups:
             state.consumed_group_ids[group.group_id] = state.num_policy_versions
-        if not report.num_updates:
-            return
         staleness = batch.staleness(version)
         state.staleness_histogram.update(staleness)
         state.num_steps_with_older_data += any(age > 0 for age in staleness)
@@ -552,6 +612,14 @@ class TrainSteps:
         written = await asyncio.to_thread(self._records.ids_of, **fate) if is_recovered else ()
         trajectories = [t for g in groups for t in g.trajectories if t.trajectory_id not in written]
         await asyncio.to_thread(self._records.trajectories, trajectories, **fate)
+
+
+def _last_failure(run_dir: Path) -> str:
+    """Return what a collector wrote down of the newest failed member; "" where none has."""
+    files = sorted(run_dir.glob("collector-*.json"), key=lambda path: path.stat().st_mtime)
+    texts = [json.loads(path.read_text("utf-8")).get("last_failure", "") for path in files]
+    newest = next((text for text in reversed(texts) if text), "")
+    return f", at last: {newest}" if newest else ""
 
 
 def row_of_oversize(rows: Iterable[TokenSequence], settings: TrainerSettings) -> dict[str, int]:

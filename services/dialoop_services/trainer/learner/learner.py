@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
+from dialoop.user_functions import place_of
 from dialoop_learning.lora.layers import add_lora
 from dialoop_learning.loss.corrections import Correction
 from dialoop_learning.loss.facts import DEMONSTRATION_LOSS, facts_of
@@ -196,6 +197,12 @@ class Learner:
         """Return the number of rows of the output embedding."""
         return int(self.state.policy.causal_lm.get_output_embeddings().weight.shape[0])
 
+    def found_in(self, loss: float, grad_norm: float, kind: Kind = "rl") -> str:
+        """Return what a refused update found, and where the loss is, if the user wrote it."""
+        place = place_of(self._objectives[kind].loss)
+        named = f" (the loss function is at {place})" if place else ""
+        return f"the loss is {loss:g} and the norm of its gradients {grad_norm:g}{named}"
+
     def ask_before_computing(self, ask: Callable[[], None]) -> None:
         """Call `ask` before every method that computes, from now on; it may block."""
         self.group.ask_before_computing(ask)
@@ -216,8 +223,10 @@ class Learner:
 
         `current` is the policy's version, from which staleness is counted. For a loss that
         imitates, sequences without an advantage other than 0 are left out; for one that needs
-        feedback, those without.
+        feedback, those without. Without a reward there is no advantage for one that needs some.
         """
+        if self.needs_advantages:
+            sequences = [s for s in sequences if not (s.trajectory and s.trajectory.is_unrewarded)]
         for row in sequences:
             _require_known_tokens(row, self.vocab_size)
             _require_numbers(row)
@@ -323,7 +332,7 @@ class Learner:
         seconds = self._seconds = dict.fromkeys(_PARTS_OF_A_STEP, 0.0)
         self._num_given = self._num_distinct = 0
         with _adding_to(seconds, "prepare_s"):
-            ready = self.prepare(rows)
+            ready, orders = self.prepare(rows), self.state.orders.getstate()
             self.observer.end_prepare(ready)
             mismatch = self._replay_mismatch(ready)
         trajectories = _by_trajectory(ready)
@@ -335,6 +344,8 @@ class Learner:
                 part = [row for own in trajectories[start::num] for row in own]
                 num_tokens.append(_num_trained(part))
                 reports.append(self._update(part, "rl"))
+        if not any(report.step.applied for report in reports):
+            self.state.orders.setstate(orders)  # a batch that changed nothing is not repeated
         fresh = reports[0].metrics.get("by_staleness", {}).get(0, {})
         num_forwarded = sum(r.num_forwarded_tokens for r in reports)
         return TrainStepReport(

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BATCH_KINDS = ("train", "refused")
-"""The kinds of a batch's row: a train step, and a batch of which every update was refused."""
-
 _LOGGED = {
     "warm_start": ("A warm-start step is done.", ("loss",)),
     "train": ("A train step is done.", ("reward", "loss", "num_groups_trained")),
@@ -93,15 +90,12 @@ class RunRecords:
         self.newest.update(numbers)
 
     def recorded_versions(self) -> frozenset[PolicyVersion]:
-        """Return the policy versions that came out of the batches with a row.
-
-        The version tells the batches apart: a refused one has the number of the step before it.
-        """
+        """Return the policy versions that came out of the train steps with a row."""
         with (self._run_dir / METRICS).open(encoding="utf-8", newline="\n") as lines:
             return frozenset(
                 PolicyVersion(lineage=row["lineage"], number=row["policy_version"])
                 for row in map(json.loads, lines)
-                if row["kind"] in BATCH_KINDS
+                if row["kind"] == "train"
             )
 
     def evaluation_due_after(self, train_step: int) -> dict[str, Any] | None:

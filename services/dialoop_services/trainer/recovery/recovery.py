@@ -125,7 +125,7 @@ class Recovery:
         if entry.policy_version != state.policy_version:
             state.policy_version = entry.policy_version
             state.num_policy_versions += 1
-        if row and not is_recorded:
+        if row.get("num_updates") and not is_recorded:
             await self._steps.record(
                 batch, row, state.num_train_steps, state.policy_version, is_recovered=True
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 
@@ -11,6 +12,7 @@ from dialoop.errors import InvalidConfig
 from dialoop.trajectory import DoneReason, Owner
 from dialoop_extras.foreign.torchrl import torchrl_environment
 
+from tests.goldens.gsm8k_samples import GOLDEN, by_torchrl, samples
 from tests.support.environment_doors import at, open_session, play, reason_of, roles, texts
 
 TASKS = RowTasks({"train": [{"question": "What is 3+4?", "answer": "7"}]})
@@ -127,3 +129,9 @@ def test_without_the_package_the_pip_line_is_told(monkeypatch):
     with pytest.raises(InvalidConfig, match=r"dialoop-extras\[torchrl\]") as caught:
         environment()
     assert caught.value.reason == "PACKAGE_MISSING"
+
+
+def test_the_recorded_rewards_of_gsm8k_are_what_torchrl_gives_today() -> None:
+    pytest.importorskip("torchrl", reason="torchrl is no part of .venv: see infra/test_compat.sh")
+    recorded = json.loads(GOLDEN.read_text("utf-8"))["rows"]
+    assert [by_torchrl(*pair) for pair in samples()] == recorded
