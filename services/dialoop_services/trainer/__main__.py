@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Collection
-from contextlib import AsyncExitStack, closing, suppress
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import torch
@@ -144,19 +144,15 @@ async def serve_in(
         host.server.add(add_TrainerServiceServicer_to_server, servicer, "dialoop.v1.TrainerService")
         beside = _tasks_beside(publisher, rotation, exits)
         unforeseen = map(asyncio.wrap_future, (learner.group.failed, job.broken))
-        async with host.server as server:
-            try:
-                await _run_until_stopped(
-                    server,
-                    job,
-                    board,
-                    drain_s=settings.drain_s,
-                    failures=(*beside, *unforeseen),
-                    exit_when_done=settings.exit_when_done,
-                )
-            except Exception as error:
-                require_new_failure(settings.run_dir, board.state.num_train_steps, error)
-                raise
+        async with host.server as server, noting_failures(settings.run_dir, board):
+            await _run_until_stopped(
+                server,
+                job,
+                board,
+                drain_s=settings.drain_s,
+                failures=(*beside, *unforeseen),
+                exit_when_done=settings.exit_when_done,
+            )
 
 
 def _tasks_beside(
@@ -239,6 +235,16 @@ async def _run_until_stopped(
         await asyncio.wait({running})
     elif running.exception() is not None:
         log.error("The job failed while it stopped.", exc_info=running.exception())
+
+
+@asynccontextmanager
+async def noting_failures(run_dir: Path, board: StatusBoard) -> AsyncIterator[None]:
+    """Let no failure pass that no restart mends; see `require_new_failure`."""
+    try:
+        yield
+    except Exception as error:
+        require_new_failure(run_dir, board.state.num_train_steps, error)
+        raise
 
 
 def require_new_failure(run_dir: Path, train_step: int, error: BaseException) -> None:
