@@ -305,11 +305,14 @@ def test_tokens_by_age_and_depth(ran: Ran, steps: list[StepByHand]) -> Pairs:
 def test_the_times_of_a_step_lie_between_moments_of_the_test_s_clock(ran: Ran) -> Pairs:
     recorder, loads = ran.recorder, ran.replicas[0].loads[1:]
     for row, batch in rows_of(ran):
+        if row["kind"] == "refused":  # nothing is published
+            assert not {"wait_s", "publish_s", "capture_s", "keep_s"} & set(row)
+            continue
         began, ended = recorder.began[batch.place], recorder.ended[batch.place]
         before = ran.first_s if batch.place == 0 else recorder.ended[batch.place - 1]
         waits = [(b, e) for b, e in ran.queue.leased if before <= b and e <= began]
         after = next((b for b, _ in ran.queue.leased if b >= ended), ran.last_s)
-        loaded = loads[batch.place]
+        loaded = loads.pop(0)
         yield row, {"lease_s": Between(sum(e - b for b, e in waits), began - before)}
         yield row, {"train_s": Between(ended - began, loaded[0] - waits[-1][1])}
         yield row, {"rows_s": Between(0.0, began - waits[0][1])}
@@ -321,6 +324,8 @@ def test_the_times_of_a_step_lie_between_moments_of_the_test_s_clock(ran: Ran) -
 @by_hand("train", "pipeline_depth", "max_staleness", "play_s_mean", "play_s_p99", "group_play_s")
 def test_the_pace_of_a_step_and_the_times_of_its_episodes(ran: Ran) -> Pairs:
     for row, batch in rows_of(ran):
+        if row["kind"] == "refused":
+            continue
         times = [
             [
                 sum(GENERATE_S + CALL_S * turn.num_tool_calls for turn in t.turns)
@@ -355,7 +360,7 @@ def test_the_times_of_a_step_s_parts_lie_between_moments_of_its_updates(ran: Ran
 @by_hand("publish", "publish_s", "max_logprob_difference", "num_replicas", "num_bytes")
 def test_a_publish_tells_its_time_its_proof_and_its_size(ran: Ran) -> Pairs:
     rows, (good, off, away) = ran.rows("publish"), ran.replicas
-    assert len(rows) == len(good.loads) == len(off.loads) == 4
+    assert len(rows) == len(good.loads) == len(off.loads) == 3
     assert not away.loads
     for row, size, (began, ended) in zip(rows, good.num_bytes, good.loads, strict=True):
         before = max(moment for moment in ran.recorder.updated if moment < began)
@@ -366,14 +371,14 @@ def test_a_publish_tells_its_time_its_proof_and_its_size(ran: Ran) -> Pairs:
         # One replica answers one probe token 0.125 nats off, and the others as the trainer.
         yield row, {"max_logprob_difference": OFF}
     policies = ran.world.run_dir / "policies"
-    (file,) = (policies / "main-4").glob("*.safetensors")
+    (file,) = (policies / "main-3").glob("*.safetensors")
     yield rows[-1], {"num_bytes": file.stat().st_size}
 
 
 @by_hand(
     "evaluation",
     *("label", "mean_reward", "tool_call_rate", "num_trajectories", "num_failed"),
-    *("oldest", "newest", "due_train_step", "trial_reward/<number>"),
+    *("oldest", "newest", "due_train_step", "trial_reward/<number>", "accuracy", "share"),
 )
 def test_an_evaluation_has_the_means_of_its_trajectories(ran: Ran) -> Pairs:
     rows = ran.rows("evaluation")
@@ -388,7 +393,9 @@ def test_an_evaluation_has_the_means_of_its_trajectories(ran: Ran) -> Pairs:
                 "mean_reward": sum(rewards) / len(rewards),
                 "tool_call_rate": sum(n > 0 for n in calls) / len(calls),
                 "num_trajectories": 2,
+                "accuracy": None,  # its rewards state no success
                 "num_failed": 0 if label == "running" else 1,  # of 2 tasks, and of 3
+                "share": 1.0 if label == "running" else 2 / 3,
                 "oldest": "main-1",
                 "newest": "main-2",
                 "trial_reward/1": (0.0 + 1.0) / 2,

@@ -70,6 +70,9 @@ def main(number: int) -> PolicyVersion:
     return PolicyVersion(lineage="main", number=number)
 
 
+FIRST = -1
+
+
 @dataclass
 class Author:
     """Writes groups whose sequences begin with a token of their own."""
@@ -82,6 +85,8 @@ class Author:
     def sequence(self, *pieces: tuple[int, int], noise: float = 0.1) -> Callable[[float], Sequence]:
         """Pieces of (length, number of the policy that sampled it, or 0 for everybody else).
 
+        FIRST is the policy of number 0.
+
         It is written for a temperature. The engine is off the plain model by noise.
         """
 
@@ -89,7 +94,7 @@ class Author:
             name, told = 20 + len(self.answers), []
             for length, version in pieces:
                 ids = self.random.integers(120, 300, size=length).tolist()
-                made = {"source": Source.MODEL, "policy_version": main(version)}
+                made = {"source": Source.MODEL, "policy_version": main(max(0, version))}
                 other = {"source": Source.TOOL if told else Source.PROMPT}
                 told.append((ids, made if version else other))
             told[0][0][0] = name
@@ -209,24 +214,24 @@ def plain_batch(author: Author, *names: str, version: int) -> list[GroupLease]:
 
 
 def last_batch(author: Author) -> list[GroupLease]:
-    """Tokens of the newest policy, 3, and of the one before, and a group that is too old."""
+    """Tokens of the newest policy, 2, and of the one before, and a group that is too old."""
     row, member = author.sequence, author.member
     stale = author.group(
-        "old", *(member(a, row((4, 0), (9, 1)), turns=(turn(right(9.0)),)) for a in (1.0, -1.0))
+        "old", *(member(a, row((4, 0), (9, FIRST)), turns=(turn(right(9.0)),)) for a in (1.0, -1.0))
     )
     e = author.group(
         "e",
         member(
             1.0,
-            row((6, 0), (3, 2), (2, 0), (5, 3), noise=0.4),
+            row((6, 0), (3, 1), (2, 0), (5, 2), noise=0.4),
             turns=(turn(right(1.0)), turn(calls=1, stop=StopReason.CONTEXT_FULL)),
         ),
-        member(-1.0, row((126, 0), (6, 3), noise=0.4), turns=(turn(right(0.0)),)),
+        member(-1.0, row((126, 0), (6, 2), noise=0.4), turns=(turn(right(0.0)),)),
     )
     f = author.group(
         "f",
-        member(0.5, row((3, 0), (8, 2), noise=0.4), turns=(turn(right(0.5)),)),
-        member(-0.5, row((8, 0), (2, 3), noise=0.4), turns=(turn(right(0.0)),)),
+        member(0.5, row((3, 0), (8, 1), noise=0.4), turns=(turn(right(0.5)),)),
+        member(-0.5, row((8, 0), (2, 2), noise=0.4), turns=(turn(right(0.0)),)),
     )
     return [stale, e, f]
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     ToRows = Callable[[Rows["TrainedSequence"]], list[TokenRow]]
 
 
+_OTHERWISE = (DropReason.STALE, DropReason.REFUSED)
+"""Why groups are dropped that had a signal."""
 _CUT_OFF = (StopReason.LENGTH, StopReason.CONTEXT_FULL)
 
 
@@ -101,7 +103,8 @@ class Batch:
     def without_signal(self) -> tuple[GroupLease, ...]:
         """Return the dropped groups of which the present policy could have been trained."""
         dropped = self.dropped.items()
-        return tuple(x for why, leases in dropped if why != DropReason.STALE for x in leases)
+        no_signal = (why_leases for why_leases in dropped if why_leases[0] not in _OTHERWISE)
+        return tuple(lease for _, leases in no_signal for lease in leases)
 
     def forks(self) -> Counter[str]:
         """Count trained sequences that started as a fork, by cause."""

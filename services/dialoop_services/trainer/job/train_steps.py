@@ -293,6 +293,8 @@ class TrainSteps:
 
     def count_dropped(self, entry: JournalEntry) -> None:
         """Count groups that a killed trainer dropped before the train step that comes next."""
+        if DropReason.REFUSED in entry.dropped:
+            self._state.dropped_candidates = []
         self._state.dropped_candidates += entry.figures
         self._state.num_empty_batches = entry.num_empty_batches
         self._num_without_signal, self._num_empty = entry.num_in_a_row
@@ -453,6 +455,7 @@ class TrainSteps:
         self._records.metric(
             "refused", train_step=state.num_train_steps, policy_version=version, **row
         )
+        state.dropped_candidates = []  # that row has them
         self._count_empty(1, {DropReason.REFUSED: len(batch.train)})
         refused = Batch(train=(), already_consumed=(), dropped={DropReason.REFUSED: batch.train})
         await self._drop_before_step(refused)
@@ -619,7 +622,7 @@ def _last_failure(run_dir: Path) -> str:
     files = sorted(run_dir.glob("collector-*.json"), key=lambda path: path.stat().st_mtime)
     texts = [json.loads(path.read_text("utf-8")).get("last_failure", "") for path in files]
     newest = next((text for text in reversed(texts) if text), "")
-    return f", at last: {newest}" if newest else ""
+    return f", at last: {newest.rstrip('.')}" if newest else ""
 
 
 def row_of_oversize(rows: Iterable[TokenSequence], settings: TrainerSettings) -> dict[str, int]:
