@@ -50,6 +50,7 @@ async def test_every_name_that_a_run_writes_is_explained(world: Callable[..., Wo
 def test_every_name_of_an_evaluation_is_explained() -> None:
     result = EvaluationResult(
         mean_reward=0.0,
+        accuracy=None,
         tool_call_rate=0.0,
         num_trajectories=1,
         num_failed=0,
