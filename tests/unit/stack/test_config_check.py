@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from dialoop.environments import load_environment
 from dialoop.errors import InvalidConfig
 from dialoop_learning.loss.facts import LOSSES
 from dialoop_ops.cli.main import main
@@ -376,3 +377,20 @@ def test_experts_that_the_engine_would_never_renew_are_refused(
     preflight._check_experts(only_serves, experts)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     preflight._check_experts(JobConfig(engine="vllm"), experts)
+
+
+def test_the_environments_stop_strings_are_the_jobs_unless_it_names_its_own(
+    folder: Path,
+) -> None:
+    """So run.json has them, and every export of the run."""
+    own = load_environment("arithmetic").traits.stop
+    assert own
+    base = {"engine": "transformers", "store": "memory"}
+    for tables, stop in (
+        ({}, own),
+        ({"collector": {"stop": ["\n"]}}, ("\n",)),
+        ({"collector": {"stop": []}}, ()),
+        ({"train": {"mode": "sft", "num_steps": 1}}, None),
+    ):
+        checked = preflight.check(JobConfig.model_validate(base | tables), folder=folder)
+        assert checked.collector.stop == stop
