@@ -41,6 +41,7 @@ from dialoop_ops.stack.branch import export_policy
 from dialoop_ops.stack.processes.ports import choose_ports
 
 _SERVICE = "dialoop_services.inference"
+_MIN_SHARE = 0.9
 _POLL_S = 0.2
 _STOPS_IN_S = 30.0
 
@@ -76,7 +77,11 @@ def _print(results: EvaluationResults, run_dir: Path) -> None:
     for k in ks_of(num_samples):
         say(f"  pass@{k:<3} {results.pass_at(k) or '-'}")
     if results.num_failed:
-        say(f"  failed   {results.num_failed} episodes, not scored; the same command repeats them")
+        num_scored = sum(map(len, results.rewards.values()))
+        total = num_scored + results.num_failed
+        say(f"  failed   {results.num_failed} of {total} episodes; the same command repeats them")
+        if num_scored < _MIN_SHARE * total:
+            say("  Too few episodes count: these means decide nothing.")
     say(f"  means and 95 % intervals over tasks; every episode is in {run_dir}/")
 
 

@@ -22,6 +22,7 @@ from dialoop.reasons import Reason
 from dialoop_services.runtime.exit_reason import read_exit_reason
 
 from dialoop_ops.cli.status import training_line
+from dialoop_ops.stack.report.summary import ending_of, gates_of_end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -166,8 +167,7 @@ async def follow(address: str, run_dir: Path, *, last: str, token: Credentials) 
                 return ended.exit_code
             if status is not None and status.phase is Phase.DONE:
                 await _wait_for(last)
-                _say_results(run_dir)
-                return 0
+                return _say_results(run_dir)
             await asyncio.sleep(_EVERY_S)
 
 
@@ -192,14 +192,20 @@ async def _wait_for(address: str) -> None:
             return
 
 
-def _say_results(run_dir: Path) -> None:
-    evaluations = json.loads((run_dir / "trainer.json").read_text("utf-8"))["evaluations"]
+def _say_results(run_dir: Path) -> int:
+    """Print how the job ended; return 0 for a success, else 1."""
+    trainer = json.loads((run_dir / "trainer.json").read_text("utf-8"))
+    evaluations, gates = trainer["evaluations"], gates_of_end(trainer)
     for how in ("greedy", "sampled"):
         pair = [evaluations.get(f"{when}_{how}") for when in ("before", "after")]
         if all(pair):
             before, after = (f"{each['mean_reward']:.3f}" for each in pair)
-            _say(f"Held-out reward, {how}: {before} before, {after} after.")
+            failed = sum(each["num_failed"] for each in pair)
+            beside = f" ({failed} episodes failed)" if failed else ""
+            _say(f"Held-out reward, {how}: {before} before, {after} after{beside}.")
     _say(f"The job has ended. Its files are in {run_dir}.")
+    _say(ending_of({**trainer, "gates": gates}))
+    return 0 if all(gates.values()) else 1
 
 
 def _say(line: str) -> None:

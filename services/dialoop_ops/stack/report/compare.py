@@ -187,8 +187,11 @@ def _summary_of(run_dir: Path) -> dict[str, Any]:
 def _figures(summaries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     figures: dict[str, dict[str, float]] = {}
     for summary in summaries:
+        undecided = summary.get("undecided_evaluations", ())
+        # before_greedy is heldout_greedy_before: too few of its episodes count.
+        left_out = {"_".join(("heldout", *label.split("_")[::-1])) for label in undecided}
         for name in FIGURES:
-            if summary.get(name) is not None:
+            if summary.get(name) is not None and name not in left_out:
                 figures.setdefault(name, {})[_key_of(summary, figures.get(name, {}))] = float(
                     summary[name]
                 )

@@ -335,13 +335,13 @@ def count_outcomes(run_dir: Path) -> Counter[str]:
 def gates_of(summary: Mapping[str, Any], config: JobConfig) -> dict[str, bool]:
     """Return each gate by name, and whether it holds: the end, exactness, what the config asks."""
     return {
-        **_whole(summary),
+        **gates_of_end(summary),
         **_exactness(summary, config),
         **_configured_gates(summary, config),
     }
 
 
-def _whole(summary: Mapping[str, Any]) -> dict[str, bool]:
+def gates_of_end(summary: Mapping[str, Any]) -> dict[str, bool]:
     """Return whether the job did what was asked, and nothing was wrong at its end."""
     done, asked, refused = (
         summary[name] for name in ("num_train_steps", "num_steps", "num_refused_updates")

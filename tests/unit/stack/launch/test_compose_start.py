@@ -257,6 +257,10 @@ def exit_code_after(
         return asyncio.run(follow("127.0.0.1:1", run_dir, last=f"127.0.0.1:{port}", token=str))
 
 
+WHOLE = {"evaluations": {}, "num_train_steps": 2, "num_steps": 2, "num_refused_updates": 0}
+WHOLE |= {"stopped_early": "", "gave_up": False, "alarms": []}
+
+
 def vars_of(reason: ExitReason) -> dict[str, object]:
     return {"message": reason.message, "reason": reason.reason, "exit_code": reason.exit_code}
 
@@ -264,8 +268,11 @@ def vars_of(reason: ExitReason) -> dict[str, object]:
 def test_the_jobs_exit_code_is_that_of_its_end_however_often_the_trainer_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pair = {"before_greedy": {"mean_reward": 0.039}, "after_greedy": {"mean_reward": 0.934}}
-    (tmp_path / "trainer.json").write_text(json.dumps({"evaluations": pair}))
+    pair = {
+        "before_greedy": {"mean_reward": 0.039, "num_failed": 1},
+        "after_greedy": {"mean_reward": 0.934, "num_failed": 0},
+    }
+    (tmp_path / "trainer.json").write_text(json.dumps(WHOLE | {"evaluations": pair}))
     training = status(Phase.TRAINING, 1)
     killed = Unavailable("The queue does not answer.")
     assert (
@@ -274,15 +281,19 @@ def test_the_jobs_exit_code_is_that_of_its_end_however_often_the_trainer_was_kil
     )
     text = capsys.readouterr().out
     assert "The trainer has ended: The queue does not answer." in text
-    assert "Held-out reward, greedy: 0.039 before, 0.934 after." in text
+    assert "Held-out reward, greedy: 0.039 before, 0.934 after (1 episodes failed)." in text
+    assert "A success: 2 of 2 train steps." in text
     assert text.count("1 of 2 train steps") == 1
+    (tmp_path / "trainer.json").write_text(json.dumps(WHOLE | {"num_train_steps": 0}))
+    assert exit_code_after(tmp_path, monkeypatch, status(Phase.DONE, 2)) == 1
+    assert "Not a success: 0 of 2 train steps." in capsys.readouterr().out
 
 
 def test_a_job_that_had_ended_before_waits_until_all_have_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
     """Or `docker compose up` would take its end for a failure to start."""
-    (tmp_path / "trainer.json").write_text(json.dumps({"evaluations": {}}))
+    (tmp_path / "trainer.json").write_text(json.dumps(WHOLE))
 
     async def look(_: object) -> TrainerStatus:
         return status(Phase.DONE, 2)
