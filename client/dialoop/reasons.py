@@ -350,6 +350,7 @@ class Reason(_Named):
     NO_DEMONSTRATIONS = "NO_DEMONSTRATIONS", "The environment demonstrates nothing."
     NO_DEVICE = "NO_DEVICE", "A GPU was named, and driver or torch have none like it."
     NO_DEVICE_LOCK = "NO_DEVICE_LOCK", "The device's lock file cannot be locked."
+    NO_END_OF_TURN = "NO_END_OF_TURN", "Nothing ends an answer but its length."
     NO_INFERENCE = "NO_INFERENCE", "The environments have no inference service to sample from."
     NO_EPISODE = "NO_EPISODE", "No tool of an episode is running."
     NO_FEEDBACK = "NO_FEEDBACK", "The loss learns from failed checks, and no reward names one."

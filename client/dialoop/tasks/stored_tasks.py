@@ -9,6 +9,7 @@ A task carries its row as it was read. The policy and callers never see it; rewa
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.tasks.files import Row, StoredRows, joined_rows, splits_of
+from dialoop.trajectory import Reward
 from dialoop.user_functions import call_now, name_of, raised_at
 
 _TRIAL_ANSWER = "I do not know."
@@ -168,7 +170,7 @@ class RowRewards(Rewards):
                 function.require_form(task)
             use = getattr(function, "use", name_of(function))
             try:
-                call_now(function, episode)
+                returned = call_now(function, episode)
             except Exception as error:
                 raise InvalidConfig(
                     f"The reward function '{use}' fails on row {task.key} and the answer "
@@ -176,6 +178,15 @@ class RowRewards(Rewards):
                     reason=Reason.REWARD_FAILED,
                     remedy="Let it return a number for every answer.",
                 ) from error
+            rewards = returned if isinstance(returned, (tuple, list)) else (returned,)
+            values = [each.value if isinstance(each, Reward) else each for each in rewards]
+            if any(isinstance(value, float) and not math.isfinite(value) for value in values):
+                raise InvalidConfig(
+                    f"The reward function '{use}' gives {values} for row {task.key} and the answer "
+                    f"{_TRIAL_ANSWER!r}.",
+                    reason=Reason.REWARD_NOT_FINITE,
+                    remedy="Let it return a finite number for every answer.",
+                )
 
 
 def row_environment(  # noqa: PLR0913 - the options of the environments made of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from dialoop_extras.importers.foreign_keys import (
 )
 
 KINDS = ("GRPOConfig", "AsyncGRPOConfig", "SFTConfig")
+_MOST_TOKENS, _USUAL_PROMPT = 8192, 512
 _NO_MEANING = "Dialoop has no setting of this meaning"
 _SCHEDULES = {
     "constant": "constant",
@@ -152,14 +154,31 @@ def read_trl(values: dict[str, Any], *, kind: str, folder: Path) -> ForeignKeys:
     # TRL divides by the standard deviation + 1e-4, and its asynchronous trainer + 1e-8.
     eps = 1e-8 if is_async else 1e-4
     keys.mapped |= {"scorer.advantage_divisor": "sum", "scorer.advantage_eps": eps}
-    if "inference.max_model_len" not in keys.mapped:
-        prompt = keys.number("max_prompt_length", 512)
-        keys.mapped["inference.max_model_len"] = prompt + keys.mapped["collector.max_new_tokens"]
-        if "max_prompt_length" not in values:
-            keys.assumed["inference.max_model_len"] = (
-                f"prompts of up to {prompt} tokens; TRL has no bound but the model's positions"
-            )
+    _map_longest(keys)
     return keys.finish(_REASONS, _NO_MEANING)
+
+
+def _map_longest(keys: ForeignKeys) -> None:
+    """Map the most tokens of prompt and answer, which in TRL the model's positions bound alone."""
+    longest, answer = "inference.max_model_len", keys.mapped["collector.max_new_tokens"]
+    prompt = keys.number("max_prompt_length")  # which earlier versions have
+    if longest in keys.mapped:
+        return
+    if prompt is not None:
+        keys.mapped[longest] = prompt + answer
+        return
+    try:
+        model = keys.folder / keys.mapped["model.directory"]
+        fields = json.loads((model / "config.json").read_text("utf-8"))
+        positions = min(int(fields["max_position_embeddings"]), _MOST_TOKENS)
+    except (OSError, KeyError, TypeError, ValueError):
+        positions = 0
+    if positions > answer:
+        keys.mapped[longest] = positions
+        keys.assumed[longest] = f"{_MOST_TOKENS} or the model's positions; TRL takes all of these"
+    else:
+        keys.mapped[longest] = _USUAL_PROMPT + answer
+        keys.assumed[longest] = f"prompts of up to {_USUAL_PROMPT} tokens; TRL has no bound of them"
 
 
 def _split(keys: ForeignKeys) -> str:

@@ -234,6 +234,9 @@ def _map_devices(keys: ForeignKeys) -> None:
     if mapped.get("engine") == "transformers":
         mapped["inference.device"] = "cuda"
     mapped |= {"resources.num_nodes": nodes, "resources.gpus_per_node": each}
+    keys.to_fill_in["resources.gpu_memory_gib"] = (
+        "with the memory of a GPU `dialoop config check` says whether the job fits"
+    )
     if nodes * each == 1:
         mapped |= {"placement": "shared", "inference.tensor_parallel_size": 1}
         return

@@ -3,19 +3,27 @@
 load_objective("grpo", {"clip_high": 0.28})
 load_objective("dapo", aggregation="sequence")
 load_objective("my_project.losses:mine")
+
+python -m dialoop_learning.loss.loss_loading my_project.losses:mine '{"cap": 2}'
+
+prints one JSON object: {} for a loss to train with, else `reason`, `message` and `remedy`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from dialoop.errors import InvalidConfig
+import torch
+from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
+from dialoop.user_functions import raised_at
 
 from dialoop_learning.loss import losses
 from dialoop_learning.loss.facts import LOSSES, facts_of
@@ -88,3 +96,76 @@ def _function_at(path: str) -> Callable[..., losses.LossOutput]:
     if not callable(loaded):
         raise InvalidConfig(f"The loss '{path}' is not a function.", reason=Reason.UNKNOWN_LOSS)
     return loaded
+
+
+def require_form(name: str, options: Mapping[str, Any]) -> None:
+    """Call a loss once with six made-up tokens of two answers.
+
+    Raise InvalidConfig (UNKNOWN_LOSS) unless it returns a LossOutput whose loss is one finite
+    number that depends on the policy's log-probs, and whose metrics are single numbers.
+    """
+    logprobs = torch.linspace(-1.5, -0.25, 6).requires_grad_()
+    before = logprobs.detach() - 0.1
+    inputs = losses.LossInputs(
+        policy_logprobs=logprobs,
+        entropy=logprobs * -1.0,
+        sequence_index=torch.tensor([0, 0, 0, 1, 1, 1]),
+        loss_mask=torch.ones(6, dtype=torch.bool),
+        num_tokens=6,
+        num_sequences=2,
+        prompt_num_tokens=torch.full((6,), 6.0),
+        advantages=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]),
+        staleness=torch.zeros(6),
+        depth=torch.arange(6.0),
+        inference_logprobs=before,
+        proximal_logprobs=before,
+        ref_logprobs=before,
+    )
+    try:
+        problem = _problem_of(load_loss(name, options)(inputs), logprobs)
+    except DialoopError:
+        raise
+    except Exception as error:
+        problem = f"raised {raised_at(error)}: {error}"
+    if problem:
+        raise InvalidConfig(
+            f"The loss '{name}', called with six tokens, {problem}.",
+            reason=Reason.UNKNOWN_LOSS,
+            remedy="Return LossOutput(inputs.mean(terms), {}), where terms are one number for each "
+            "token.",
+        )
+
+
+def _problem_of(output: Any, logprobs: torch.Tensor) -> str:
+    """Return why the result of a loss cannot be trained with; empty if it can."""
+    if not isinstance(output, losses.LossOutput):
+        return f"returned a {type(output).__name__} and no LossOutput"
+    loss = output.loss
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        return f"returned a loss of shape {shape}, which is not one number"
+    if not torch.isfinite(loss):
+        return f"returned {loss.item()}"
+    if loss.grad_fn is None:
+        return "returned a loss without a gradient"
+    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
+    if gradient is None or not torch.isfinite(gradient).all():
+        return "has a gradient that is not there or not finite"
+    metrics = output.metrics
+    wrong = [n for n, v in metrics.items() if getattr(v, "ndim", 0)] if metrics else []
+    return f"returned a metric {wrong[0]} that is not one number" if wrong else ""
+
+
+def main() -> None:
+    """Check the loss of the command line, and print what is wrong as JSON."""
+    problem = {}
+    try:
+        require_form(sys.argv[1], json.loads(sys.argv[2]))
+    except DialoopError as error:
+        reason = str(error.reason)
+        problem = {"reason": reason, "message": error.message, "remedy": error.remedy}
+    sys.stdout.write(f"{json.dumps(problem)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Whether a model directory holds exactly what its architecture has, found without its weights.
 
-python -m dialoop_learning.model.checkpoint DIRECTORY    # or --gflops, or --cuda
+python -m dialoop_learning.model.checkpoint DIRECTORY    # or --cuda
 
 prints one JSON object: {} for a checkpoint that is whole, else `reason`, `message` and `remedy`.
 transformers draws tensors that a checkpoint lacks at random and leaves out those that it does not
@@ -13,7 +13,6 @@ import argparse
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,7 @@ from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from dialoop_learning.model.products import linear_products
 from dialoop_learning.model.weight_files import is_tied, some_of
-
-_MEASURED_S = 0.2
 
 
 def save_model(model: transformers.PreTrainedModel, directory: Path, **options: Any) -> None:
@@ -81,18 +77,6 @@ def require_whole(directory: Path) -> None:
         raise _differ(directory, "it " + "; it ".join(problems))
 
 
-def measure_gflops() -> float:
-    """Return how many billion operations a second products in float32 take here, on one thread."""
-    torch.set_num_threads(1)
-    left, right = torch.randn(512, 1024), torch.randn(1024, 1024)
-    num_products, started = 0, time.perf_counter()
-    with linear_products(left.device):
-        while (elapsed := time.perf_counter() - started) < _MEASURED_S or not num_products:
-            torch.nn.functional.linear(left, right)
-            num_products += 1
-    return num_products * 2 * 512 * 1024 * 1024 / elapsed / 1e9
-
-
 def cuda_problem() -> str:
     """Return why torch reaches no GPU; empty where it does."""
     if torch.version.cuda is None:
@@ -125,14 +109,10 @@ def main() -> None:
     """Check the directory of the command line and print what is wrong as JSON."""
     parser = argparse.ArgumentParser(description="Check that a model directory is whole.")
     parser.add_argument("directory", type=Path, nargs="?", default=Path())
-    parser.add_argument("--gflops", action="store_true", help="measure products instead")
     parser.add_argument("--cuda", action="store_true", help="say why torch reaches no GPU instead")
     arguments = parser.parse_args()
     if arguments.cuda:
         sys.stdout.write(cuda_problem())
-        return
-    if arguments.gflops:
-        sys.stdout.write(f"{measure_gflops():.1f}\n")
         return
     problem = {}
     try:

@@ -25,6 +25,15 @@ WEIGHTS, INDEX, HEAD = "model.safetensors", "model.safetensors.index.json", "lm_
 ADAPTER_CONFIG = "adapter_config.json"
 _MAX_HEADER_BYTES, _CHUNK = 100_000_000, 1 << 24
 _MAX_NAMED = 3
+_KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -113,6 +122,52 @@ def is_tied(model_dir: Path) -> bool:
             f"model without {HEAD}.",
         )
     return bool(says)
+
+
+def holds_known_decoder(model_dir: Path) -> bool:
+    """Return whether the files hold just what a Llama, Mistral, Qwen2 or Qwen3 of config.json has.
+
+    False says nothing: it may be another architecture, of which transformers knows the tensors.
+    Raises InvalidConfig as `is_tied`.
+    """
+    fields: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    kind = fields.get("model_type")
+    changed = ("quantization_config", "attention_bias", "mlp_bias", "pruned_heads")
+    if kind not in _KNOWN or any(map(fields.get, changed)):
+        return False
+    try:
+        vocab, hidden, inner, layers, heads, key_heads = (int(fields[name]) for name in _SIZES)
+        width = int(fields["head_dim"] if kind == "qwen3" else fields.get("head_dim") or 0)
+    except (KeyError, TypeError, ValueError):
+        return False
+    width = width or hidden // heads
+    queries, keys = heads * width, key_heads * width
+    of_layer: Shapes = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if kind == "qwen2":
+        sizes = {"q": queries, "k": keys, "v": keys}
+        of_layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+    if kind == "qwen3":
+        of_layer |= {f"self_attn.{name}_norm.weight": (width,) for name in ("q", "k")}
+    expected: Shapes = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for number in range(layers):
+        expected |= {f"model.layers.{number}.{name}": shape for name, shape in of_layer.items()}
+    shapes, tied = model_shapes(model_dir), is_tied(model_dir)
+    if not tied or HEAD in shapes:
+        expected[HEAD] = (vocab, hidden)
+    return shapes == expected
 
 
 def _class_ties(model_dir: Path) -> bool:

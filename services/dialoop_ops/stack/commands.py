@@ -39,7 +39,8 @@ from dialoop_ops.launch import slurm
 from dialoop_ops.stack import job, preflight
 from dialoop_ops.stack.branch import Branch, find_branch
 from dialoop_ops.stack.devices import nodes_of, plan_devices, with_data_plane
-from dialoop_ops.stack.estimates import estimate_of
+from dialoop_ops.stack.estimates import card_lines, estimate_of, span
+from dialoop_ops.stack.gpus import driver_lists
 from dialoop_ops.stack.layout import FIXED_PORTS, Layout, variables_of_tables
 from dialoop_ops.stack.processes.log_stream import LogStream
 from dialoop_ops.stack.processes.processes import adopt_orphans, descendants, kill
@@ -48,6 +49,7 @@ from dialoop_ops.stack.run_dir import RunDir, open_run, started_with
 from dialoop_ops.stack.running import plan_stack, running_stack
 from dialoop_ops.stack.user_code import working_in
 
+_SLOW_STEP_S = 3600
 _SIGNALLED = 128
 """Exit codes above it say which signal ended the job, as those of shells do."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -207,7 +209,7 @@ def _print(loaded: LoadedConfig, *, with_origins: bool, as_json: bool) -> None:
 
 def _check(loaded: LoadedConfig, path: Path, *, as_json: bool) -> int:
     """Print every mistake; if there is none, print warnings and say so."""
-    mistakes = preflight.mistakes_in(loaded.config, folder=loaded.folder)
+    mistakes, found = preflight.findings_in(loaded.config, folder=loaded.folder)
     for mistake in mistakes:
         _fail(mistake)
     if mistakes:
@@ -216,7 +218,8 @@ def _check(loaded: LoadedConfig, path: Path, *, as_json: bool) -> int:
             sys.stdout.write(f"{json.dumps({'config': str(path), 'mistakes': texts})}\n")
         return 2
     warnings, devices = job.warnings_for(loaded.config), _device_lines(loaded.config)
-    estimates, values = _estimates(loaded), chosen_values(loaded)
+    (estimates, slow), values = _estimates(loaded), chosen_values(loaded)
+    warnings = (*warnings, *found, *slow)
     if as_json:
         value = {"config": str(path), "mistakes": [], "warnings": warnings}
         value |= {"devices": devices, "estimates": estimates, "values": values}
@@ -230,16 +233,29 @@ def _check(loaded: LoadedConfig, path: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _estimates(loaded: LoadedConfig) -> list[str]:
-    """Return what the job will need, a line each; none where that is not known."""
+def _estimates(loaded: LoadedConfig) -> tuple[list[str], list[str]]:
+    """Return what the job will need, a line each, and warnings; none where that is not known."""
+    config = loaded.config
     with working_in(loaded.folder):
-        estimate = estimate_of(loaded.config)
-    if estimate is None:
-        return []
-    is_cpu = loaded.config.train.device == "cpu"
-    num_threads = threads_of(loaded.config.train.num_threads)
+        estimate = estimate_of(config)
+        if estimate is None:
+            return [], []
+        nodes = nodes_of(config, os.environ)
+        plan, size = plan_devices(config, nodes), config.resources.gpu_memory_gib
+        gpus = () if config.resources.is_for_other_machines or not plan.gpus else driver_lists()
+        total = max((gpu.total or 0 for gpu in gpus or ()), default=0)
+        cards = card_lines(config, plan, total=size * 2**30 if size else total)
+    is_cpu = config.train.device == "cpu"
+    num_threads = threads_of(config.train.num_threads)
     rate = preflight.gflops_of_this_machine() * num_threads if is_cpu else 0
-    return estimate.lines(gflops=rate)
+    lines = [*estimate.lines(gflops=rate), *cards]
+    seconds = estimate.step_products / rate / 1e9 if rate else 0.0
+    if seconds < _SLOW_STEP_S:
+        return lines, []
+    return lines, [
+        f"a train step takes up to {span(seconds)} on this CPU: train on a GPU (device in "
+        "[train]), or take a smaller model, fewer groups_per_train_step or a shorter max_model_len"
+    ]
 
 
 def _device_lines(config: JobConfig) -> list[str]:

@@ -10,7 +10,7 @@ a replica are next to each other. With placement = "shared" the trainer gets the
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -191,6 +191,27 @@ def nodes_of(config: JobConfig, environment: Mapping[str, str]) -> tuple[Node, .
         memory_gib=wanted.memory_gib_per_node or (None if is_other else here.memory_gib),
     )
     return (node,) * wanted.num_nodes
+
+
+def warnings_for_devices(config: JobConfig) -> Iterator[str]:
+    """Yield a sentence where GPUs of the machines would be idle."""
+    nodes = nodes_of(config, os.environ)
+    with suppress(InvalidConfig):  # the job's check says why there is no plan
+        plan = plan_devices(config, nodes)
+        used = {(each.node, gpu) for each in plan.processes for gpu in each.gpus}
+        count = sum(len(node.gpus) for node in nodes)
+        idle = count - len(used)
+        trains = config.train.num_steps or config.train.mode == "sft"
+        if idle and trains and config.train.device == "cpu":
+            yield (
+                f"the trainer computes on the CPU, and {idle} of {count} GPUs are idle: set "
+                'device = "cuda" in [train]'
+            )
+        elif idle:
+            yield (
+                f"{idle} of {count} GPUs are idle: raise num_processes in [train] or num_replicas "
+                "in [inference], or name fewer GPUs in CUDA_VISIBLE_DEVICES"
+            )
 
 
 def plan_here(config: JobConfig, environment: Mapping[str, str]) -> DevicePlan:

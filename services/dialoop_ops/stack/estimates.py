@@ -10,13 +10,15 @@ bytes lie on the device.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.import_paths import nearest
 from dialoop.reasons import Reason
 from dialoop_learning.model.weight_files import is_tied, model_shapes, num_parameters
 from dialoop_services.config.memory import (
@@ -37,9 +39,9 @@ if TYPE_CHECKING:
     from dialoop_services.config.tables import TrainSection
 
     from dialoop_ops.stack.devices import DevicePlan
-    from dialoop_ops.stack.gpus import Gpu
 
 _NUM_CHECKPOINTS = 3  # the newest two, and the one that is being written
+_OUTER = {"embed_tokens", "lm_head"}
 _NUM_PUBLISHED = 2  # in shared memory: the newest, and the one that is being written
 _GIB, _MIB = 2**30, 2**20
 _CONTEXT_BYTES, _SURE = 0.4 * _GIB, 0.8
@@ -113,7 +115,7 @@ class Estimate:
         products = f"{self.step_products / 1e12:.1f} Tflop of the trainer"
         time = ""
         if gflops:
-            time = f", {self.step_products / gflops / 1e9:.0f} s at {gflops:.0f} Gflop/s"
+            time = f", {span(self.step_products / gflops / 1e9)} at {gflops:.0f} Gflop/s"
         lines.append(
             f"step     at most {products}{time}, if every trajectory has {self.max_model_len} "
             "tokens"
@@ -127,6 +129,28 @@ class Estimate:
         whole = self.shape.num_parameters if count is None else count
         what = "parameters" if count is None else "of an adapter"
         return f"{whole / 1e6:.1f} million {what} in {self.training.dtype}"
+
+
+def span(seconds: float) -> str:
+    """Return a time as people say it: "40 s", "3.5 h", "6.7 days"."""
+    for unit, length in (("days", 86400), ("h", 3600)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def card_lines(config: JobConfig, plan: DevicePlan, *, total: float | None) -> list[str]:
+    """Return a line for each GPU of a plan with the bytes of each process there.
+
+    total: bytes of a GPU, None where nobody says it. GPUs that hold the same are one line.
+    """
+    cards: dict[str, list[str]] = {}
+    for (node, gpu), processes in card_needs(config, plan, total=total or 0).items():
+        parts = " + ".join(f"{name} {size / _GIB:.1f}" for name, size in processes.items())
+        of = f" of {total / _GIB:.1f}" if total else ""
+        what = f"{sum(processes.values()) / _GIB:6.1f}{of} GiB: {parts}"
+        cards.setdefault(what, []).append(f"{node}:{gpu}")
+    return [f"card     {' '.join(names)}  {what}" for what, names in cards.items()]
 
 
 def estimate_of(config: JobConfig) -> Estimate | None:
@@ -209,20 +233,19 @@ def warnings_for_disk(config: JobConfig, free: int) -> tuple[str, ...]:
     return ()
 
 
-def gpu_needs(
-    config: JobConfig, plan: DevicePlan, gpus: Sequence[Gpu]
-) -> dict[str, dict[str, float]]:
-    """Return for each GPU that a plan names the bytes that each process surely needs there.
+def card_needs(
+    config: JobConfig, plan: DevicePlan, *, total: float
+) -> dict[tuple[int, str], dict[str, float]]:
+    """Return for each GPU of a plan, by node and entry, what each process surely needs there.
 
-    A process by turns needs none of its own: the largest of them counts.
+    total: bytes of a GPU. A process by turns needs none of its own: the largest of them counts.
     """
     estimate = estimate_of(config)
-    needs: dict[str, dict[str, float]] = {}
+    needs: dict[tuple[int, str], dict[str, float]] = {}
     for process in plan.processes:
         for rank, entry in enumerate(process.gpus):
-            total = next((gpu.total for gpu in gpus if gpu.is_called(entry)), None)
-            size = _on_device(config, estimate, process.name, rank=rank, total=total or 0)
-            needs.setdefault(entry, {})[process.name] = size
+            size = _on_device(config, estimate, process.name, rank=rank, total=total)
+            needs.setdefault((process.node, entry), {})[process.name] = size
     if config.placement == "shared":
         needs = {
             entry: dict([max(sizes.items(), key=lambda item: item[1])])
@@ -231,8 +254,59 @@ def gpu_needs(
     return needs
 
 
+def what_fits(
+    config: JobConfig, plan: DevicePlan, processes: Mapping[str, float], room: float
+) -> str:
+    """Return a sentence with changes under which the largest of the processes fits a GPU.
+
+    processes: the bytes of each on the GPU. They are tried one after the other, and all together.
+    """
+    name = max(processes, key=lambda name: processes[name])
+    others = sum(processes.values()) - processes[name]
+    said: list[str] = []
+    changed, size = config, processes[name]
+    for table, key, value in _savings(config, plan, name):
+        section = getattr(changed, table)
+        if getattr(section, key) == value:
+            continue
+        changed = changed.model_copy(update={table: section.model_copy(update={key: value})})
+        said = [each for each in said if not each.startswith(f"{key} ")]
+        said.append(f"{key} = {json.dumps(value)} in [{table}]")
+        size = _on_device(changed, estimate_of(changed), name, rank=0, total=room)
+        if size + others <= room:
+            break
+    if not said:
+        return "Take a smaller model, or a GPU with more memory."
+    fits = "fits" if size + others <= room else "needs no less than that: take a smaller model"
+    return f"With {' and '.join(said)} {name} takes {size / _GIB:.1f} GiB, and {fits}."
+
+
+def _savings(
+    config: JobConfig, plan: DevicePlan, process: str
+) -> Iterator[tuple[str, str, str | int | bool]]:
+    """Yield table, key and value of what takes memory from a process, the least change first."""
+    if process.startswith("inference"):
+        yield "inference", "dtype", "bfloat16"
+        most = max(len(node.gpus) for node in plan.nodes)
+        size = config.inference.tensor_parallel_size
+        while (size := 2 * size) <= most:
+            yield "inference", "tensor_parallel_size", size
+        return
+    if process == "scorer":
+        yield "scorer", "dtype", "bfloat16"
+        return
+    yield "train", "activation_checkpointing", True
+    yield "train", "autocast", "bfloat16"
+    used = {(each.node, gpu) for each in plan.processes for gpu in each.gpus}
+    free = sum(len(node.gpus) for node in plan.nodes) - len(used)
+    count = config.train.num_processes
+    while config.placement == "split" and (count := 2 * count) <= config.train.num_processes + free:
+        yield "train", "num_processes", count
+    yield "model", "lora_rank", config.model.lora_rank or 16
+
+
 def _on_device(
-    config: JobConfig, estimate: Estimate | None, process: str, *, rank: int, total: int
+    config: JobConfig, estimate: Estimate | None, process: str, *, rank: int, total: float
 ) -> float:
     """Return the bytes of a process on one of its GPUs."""
     share = config.inference.engine.get("gpu_memory_utilization")
@@ -303,14 +377,38 @@ def _memory_of_replica(config: JobConfig, shape: ModelShape, *, is_tied: bool) -
 
 def _num_of_adapter(config: JobConfig, directory: Path) -> int:
     """Return how many numbers the LoRA adapter has: rank x (inputs + outputs) of each layer."""
-    outer = {"embed_tokens", "lm_head"}
     total = 0
     for name, shape in model_shapes(directory).items():
         module = name.removesuffix(".weight").rpartition(".")[2]
         is_target = module in config.model.lora_targets if config.model.lora_targets else True
-        if len(shape) == 2 and name.endswith(".weight") and module not in outer and is_target:
+        if len(shape) == 2 and name.endswith(".weight") and module not in _OUTER and is_target:
             total += config.model.lora_rank * sum(shape)
     return total
+
+
+def require_targets(config: JobConfig) -> None:
+    """Raise InvalidConfig (LORA_TARGET) for a name of lora_targets that no linear layer has.
+
+    Names are those of matrices in the model's files; torch is not asked.
+    """
+    if not (config.model.lora_rank and config.model.lora_targets):
+        return
+    shapes = model_shapes(Path(config.model.directory))
+    linear = {
+        name.removesuffix(".weight").rpartition(".")[2]
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight")
+    } - _OUTER
+    unknown = sorted(set(config.model.lora_targets) - linear)
+    # Fused layers have other names in files than in the model, which then says it when it starts.
+    if unknown and not any(name.endswith(tuple(unknown)) for name in shapes):
+        near = [name for name in map(partial(nearest, names=linear), unknown) if name]
+        hint = f"Did you mean {', '.join(near)}? " if near else ""
+        raise InvalidConfig(
+            f"lora_targets names {', '.join(unknown)}, and the model has no such linear layer.",
+            reason=Reason.LORA_TARGET,
+            remedy=f"{hint}Set lora_targets in [model] to some of {', '.join(sorted(linear))}.",
+        )
 
 
 def require_memory(config: JobConfig, available: float) -> None:
@@ -324,7 +422,10 @@ def require_memory(config: JobConfig, available: float) -> None:
     trainer = estimate.processes["trainer"]
     remedies = ["a shorter max_model_len in [inference]", "a smaller model"]
     if not estimate.training.recomputes:
-        remedies.insert(0, "activation_checkpointing = true in [train]")
+        update = {"train": config.train.model_copy(update={"activation_checkpointing": True})}
+        less = estimate_of(config.model_copy(update=update))
+        size = f", which needs {less.host_bytes / _GIB:.1f} GiB" if less else ""
+        remedies.insert(0, f"activation_checkpointing = true in [train]{size}")
     if not config.model.lora_rank:
         remedies.append("lora_rank in [model]")
     raise InvalidConfig(

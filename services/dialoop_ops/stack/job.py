@@ -19,6 +19,7 @@ from dialoop_services.config.job import (
 )
 from dialoop_services.runtime.cores import threads_of
 
+from dialoop_ops.stack.devices import warnings_for_devices
 from dialoop_ops.stack.estimates import warnings_for_disk
 from dialoop_ops.stack.layout import Layout, service_of
 from dialoop_ops.stack.processes.redis_server import version_of
@@ -86,6 +87,7 @@ def warnings_for(config: JobConfig) -> tuple[str, ...]:
         *warnings_for_formats(config),
         *warnings_for_cache(config),
         *warnings_for_rewards(config),
+        *warnings_for_devices(config),
         *warnings_for_template(config),
         *warnings_for_disk(config, shutil.disk_usage(Path.cwd()).free),
     )

@@ -13,24 +13,33 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from dialoop.chat import History
 from dialoop.errors import DialoopError, InvalidConfig, PreconditionFailed
 from dialoop.messages import Message
 from dialoop.reasons import Reason
 from dialoop.tokens.tokenizer import Tokenizer
-from dialoop_learning.loss.facts import TINY_MODEL_POSITIONS
+from dialoop_learning.loss.facts import LOSSES, TINY_MODEL_POSITIONS
 from dialoop_learning.model.vllm_readings import require_same_reading
-from dialoop_learning.model.weight_files import weight_files
-from dialoop_services.config.engines import ENGINES, facts_of_engine, has_experts
+from dialoop_learning.model.weight_files import holds_known_decoder, weight_files
+from dialoop_services.config.engines import facts_of_engine, has_experts
 from dialoop_services.config.memory import BYTES_OF
 from dialoop_services.config.tables import DEVICE_PLANES
 from dialoop_services.replay.redis_program import redis_program
 
 from dialoop_ops.stack.devices import DevicePlan, needs_elsewhere, nodes_of, plan_devices
-from dialoop_ops.stack.estimates import fields_in, gpu_needs, has_weights, require_memory
+from dialoop_ops.stack.estimates import (
+    card_needs,
+    fields_in,
+    has_weights,
+    require_memory,
+    require_targets,
+    what_fits,
+)
 from dialoop_ops.stack.gpus import driver_lists, hold, require_room
 from dialoop_ops.stack.layout import ports_of
 from dialoop_ops.stack.processes.redis_server import FoundRedis, find_redis, is_listening
@@ -40,7 +49,6 @@ from dialoop_ops.stack.user_code import (
     check_functions,
     check_loss,
     check_sources,
-    find_module,
     load_environments,
     working_in,
 )
@@ -51,6 +59,7 @@ if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
 
 
+_MEASURED_S = 0.2
 _ANSWER = "Paris, on the Seine."
 _CONVERSATION = History(
     (
@@ -75,7 +84,16 @@ def check(config: JobConfig, *, folder: Path | None = None) -> JobConfig:
 
 def mistakes_in(config: JobConfig, *, folder: Path | None = None) -> list[InvalidConfig]:
     """Return every mistake in the config, each a sentence with a remedy."""
-    return list(_Checks(config).run(folder))
+    mistakes, _ = findings_in(config, folder=folder)
+    return mistakes
+
+
+def findings_in(
+    config: JobConfig, *, folder: Path | None = None
+) -> tuple[list[InvalidConfig], list[str]]:
+    """Return every mistake in the config, and warnings that its data and functions need for."""
+    checks = _Checks(config)
+    return list(checks.run(folder)), checks.warnings
 
 
 class _Checks:
@@ -83,6 +101,7 @@ class _Checks:
 
     def __init__(self, config: JobConfig) -> None:
         self.config = config
+        self.warnings: list[str] = []
         self._is_model_sound = False
 
     def run(self, folder: Path | None) -> Iterator[InvalidConfig]:
@@ -94,7 +113,7 @@ class _Checks:
             self._check_models,
             self._check_environments,
             check_functions,
-            check_loss,
+            _check_loss,
             check_sources,
             _check_packages,
             _check_devices,
@@ -128,7 +147,7 @@ class _Checks:
         self.config = config.model_copy(update=named)
         check_demonstrations(config, environments[0])
         if self._is_model_sound:
-            check_template(config, environments)
+            self.warnings += check_template(config, environments)
 
 
 def _check_queue_and_ports(config: JobConfig) -> None:
@@ -162,15 +181,6 @@ def _check_engine(config: JobConfig) -> None:
             f"`dialoop eval ... --engine {config.engine}`; as a teacher, name it as "
             "reference_server in [scorer].",
         )
-    # Only the inference service imports an engine of the user's own, which may need torch.
-    module, _, _ = facts.path.partition(":")
-    if config.engine not in ENGINES and find_module(module) is None:
-        raise InvalidConfig(
-            f'engine is "{config.engine}", and there is no module {module}.',
-            reason=facts.reason,
-            remedy="Write module:Class; the module must lie beside the config, in the current "
-            "folder or on PYTHONPATH.",
-        )
 
 
 def _check_models(config: JobConfig) -> None:
@@ -183,6 +193,7 @@ def _check_models(config: JobConfig) -> None:
         model_config = fields_in(Path(directory))
         positions = model_config.get("max_position_embeddings")
         _check_experts(config, model_config)
+        require_targets(config)
     if reference:
         check_model(Path(reference), key="scorer.reference_model")
         _check_checkpoint(reference)
@@ -336,8 +347,10 @@ def _fetch(directory: Path) -> str:
 def _check_checkpoint(directory: str) -> None:
     """Raise InvalidConfig where a checkpoint is not what its architecture needs.
 
-    A process of its own looks: torch stays out of this one.
+    Where it is no decoder of a known kind, a process of its own looks: torch stays out of this one.
     """
+    if holds_known_decoder(Path(directory)):
+        return
     answer = _look(directory)
     if answer.returncode:
         raise InvalidConfig(
@@ -345,15 +358,38 @@ def _check_checkpoint(directory: str) -> None:
             reason=Reason.MODEL_INCOMPLETE,
             remedy="Load it with transformers' AutoModelForCausalLM to see the whole error.",
         )
-    problem = json.loads(answer.stdout)
+    _raise_problem(answer.stdout)
+
+
+def _check_loss(config: JobConfig) -> None:
+    """Raise InvalidConfig for a loss of the user's own that is no loss; a process calls it once."""
+    check_loss(config)
+    name, options = config.train.loss, json.dumps(config.train.loss_options)
+    if name in LOSSES:
+        return
+    answer = _look(name, options, module="dialoop_learning.loss.loss_loading")
+    if answer.returncode:
+        raise InvalidConfig(
+            f"The loss '{name}' could not be called: {_last_line(answer.stderr)}",
+            reason=Reason.UNKNOWN_LOSS,
+            remedy="Correct its module.",
+        )
+    _raise_problem(_last_line(answer.stdout.strip()))
+
+
+def _raise_problem(text: str) -> None:
+    """Raise the InvalidConfig that a process found; nothing for {}."""
+    problem = json.loads(text)
     if problem:
         reason = Reason(problem["reason"])
         raise InvalidConfig(problem["message"], reason=reason, remedy=problem["remedy"])
 
 
-def _look(argument: str) -> subprocess.CompletedProcess[str]:
+def _look(
+    *arguments: str, module: str = "dialoop_learning.model.checkpoint"
+) -> subprocess.CompletedProcess[str]:
     """Ask a process that has torch, since this one has not."""
-    command = [sys.executable, "-m", "dialoop_learning.model.checkpoint", argument]
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -407,6 +443,22 @@ def _check_devices(config: JobConfig) -> None:
     plan = plan_devices(config, nodes_of(config, os.environ))
     if not config.resources.is_for_other_machines:
         _check_gpus(config, plan)
+    elif config.resources.gpu_memory_gib is not None:
+        _check_cards(config, plan, config.resources.gpu_memory_gib * 2**30)
+
+
+def _check_cards(config: JobConfig, plan: DevicePlan, room: float) -> None:
+    """Raise InvalidConfig where a GPU of the machines that are planned for is too small."""
+    for (node, gpu), processes in card_needs(config, plan, total=room).items():
+        if sum(processes.values()) <= room:
+            continue
+        parts = " + ".join(f"{name} {size / 2**30:.1f}" for name, size in processes.items())
+        raise InvalidConfig(
+            f"The job needs {sum(processes.values()) / 2**30:.1f} GiB of GPU {gpu} of node {node}: "
+            f"{parts}; gpu_memory_gib is {room / 2**30:g} in [resources].",
+            reason=Reason.GPU_MEMORY_TAKEN,
+            remedy=what_fits(config, plan, processes, room),
+        )
 
 
 def _check_gpus(config: JobConfig, plan: DevicePlan) -> None:
@@ -418,7 +470,16 @@ def _check_gpus(config: JobConfig, plan: DevicePlan) -> None:
     gpus = driver_lists() if entries else None
     if gpus is None:
         return
-    require_room(gpu_needs(config, plan, gpus), gpus)
+    size = max((gpu.total or 0 for gpu in gpus), default=0)
+    cards = card_needs(config, plan, total=size)
+    try:
+        require_room({entry: processes for (_, entry), processes in cards.items()}, gpus)
+    except InvalidConfig as error:
+        largest = max(cards.values(), key=lambda processes: sum(processes.values()))
+        if not size or sum(largest.values()) <= size:
+            raise
+        remedy = what_fits(config, plan, largest, size)
+        raise InvalidConfig(error.message, reason=error.reason, remedy=remedy) from error
     with hold(entries, gpus, run=config.run, shares=config.resources.overlap):
         pass
     answer = _look("--cuda")
@@ -453,9 +514,14 @@ def _check_memory(config: JobConfig) -> None:
 
 
 def gflops_of_this_machine() -> float:
-    """Return how many billion operations a second float32 products take here; 0 if unknown.
+    """Return how many billion operations a second float32 products take here on one thread.
 
-    A process of its own measures it for a fifth of a second: torch stays out of this one.
+    numpy measures it for a fifth of a CPU second: torch stays out of this process.
     """
-    answer = _look("--gflops")
-    return float(answer.stdout) if not answer.returncode else 0.0
+    left, right = np.ones((512, 1024), np.float32), np.ones((1024, 1024), np.float32)
+    num_products, started, elapsed = 0, time.process_time(), 0.0
+    while elapsed < _MEASURED_S:
+        left @ right
+        num_products += 1
+        elapsed = time.process_time() - started  # of all its threads
+    return num_products * 2 * 512 * 1024 * 1024 / elapsed / 1e9

@@ -6,6 +6,7 @@ The template renders in a process that is killed where it takes too long.
 from __future__ import annotations
 
 import contextlib
+import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from dialoop.messages import Message
 from dialoop.reasons import Reason
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.templates.confinement import TemplateConfinement
-from dialoop.templates.probe import KEPT
+from dialoop.templates.probe import KEPT, turn_ends
 from dialoop.templates.slots import require_shown, shape_of
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
@@ -39,6 +40,7 @@ MAX_ROWS = 10_000
 """How many rows of each file are looked at before the start; others where they are read."""
 MAX_SHAPES = 200
 """How many rows that differ in their fields are rendered; a check takes seconds, not minutes."""
+_COUNTED_S = 2.0
 _MAY_OCCUR = (
     "tool answer",
     "several calls",
@@ -59,11 +61,15 @@ def confined_template(tokenizer: Tokenizer) -> Iterator[ChatTemplate]:
         confinement.close()
 
 
-def check_template(config: JobConfig, environments: Sequence[Environment]) -> None:
-    """Raise InvalidConfig where the template does not show the job's tools or rows."""
+def check_template(config: JobConfig, environments: Sequence[Environment]) -> list[str]:
+    """Return warnings; raise InvalidConfig where the template does not show tools or rows.
+
+    Nor may it leave an answer without an end, or a prompt without a token for an answer.
+    """
     if not config.model.directory:
         _require_tools_shown(config, environments, ChatTemplate(TINY_CHAT_TEMPLATE))
-        return  # the built-in template shows each field
+        return []  # the built-in template shows each field
+    warnings: list[str] = []
     tokenizer = Tokenizer.from_directory(config.model.directory)
     with confined_template(tokenizer) as template:
         _require_tools_shown(config, environments, template)
@@ -72,6 +78,104 @@ def check_template(config: JobConfig, environments: Sequence[Environment]) -> No
         for section, environment in zip(config.all_environments, environments, strict=True):
             if _is_chat(section) and isinstance(environment, ChatEnv):
                 _require_tasks_shown(environment, template)
+                if config.train.mode == "rl":
+                    warnings += _ends_of_turns(config, environment, template, tokenizer)
+                    warnings += _long_prompts(config, environment, template, tokenizer)
+    return warnings
+
+
+def _ends_of_turns(
+    config: JobConfig, environment: ChatEnv, template: ChatTemplate, tokenizer: Tokenizer
+) -> list[str]:
+    """Return a warning where the text that ends an answer is no token, and so ends none.
+
+    Raise InvalidConfig (NO_END_OF_TURN) where nothing at all ends one but its length.
+    """
+    stop = environment.traits.stop if config.collector.stop is None else config.collector.stop
+    closing = template.profile.closings.answer_last
+    if stop:
+        return []
+    if not turn_ends(template.profile, tokenizer).ids:
+        raise InvalidConfig(
+            "Nothing ends an answer but its length: the chat template writes no token after one, "
+            "and neither tokenizer nor generation_config.json names an end.",
+            reason=Reason.NO_END_OF_TURN,
+            remedy="Name the eos_token in tokenizer_config.json, or set stop in [collector].",
+        )
+    if closing.strip() and not tokenizer.added_texts(closing):
+        return [
+            f"the chat template ends an answer with {closing.strip()!r}, which is no token of the "
+            "tokenizer, so answers go on behind it: add the token, or name it in stop in "
+            "[collector]"
+        ]
+    return []
+
+
+def _long_prompts(
+    config: JobConfig, environment: ChatEnv, template: ChatTemplate, tokenizer: Tokenizer
+) -> list[str]:
+    """Return warnings of prompts that leave few tokens of the context, or none, for an answer.
+
+    Raise InvalidConfig (CONTEXT_FULL) for the latter with long_prompts = "refuse".
+    """
+    longest, answer = config.inference.max_model_len, config.collector.max_new_tokens
+    num_prompts, without_room, with_little = 0, 0, 0
+    first = ""
+    for where, num_tokens in _lengths_of_prompts(
+        environment, template, tokenizer, longest - answer
+    ):
+        num_prompts += 1
+        without_room += num_tokens >= longest
+        with_little += longest - answer < num_tokens < longest
+        if num_tokens >= longest and not first:
+            first = f"{where} has {num_tokens}"
+    of = f"of the first {num_prompts} prompts of {environment.name}"
+    warnings = []
+    if with_little:
+        warnings.append(
+            f"{with_little} {of} leave fewer than max_new_tokens = {answer} of max_model_len = "
+            f"{longest} tokens, and their answers are cut there"
+        )
+    if without_room and config.collector.long_prompts == "refuse":
+        raise InvalidConfig(
+            f"{without_room} {of} leave no token of max_model_len = {longest} for an answer: "
+            f"{first}.",
+            reason=Reason.CONTEXT_FULL,
+            remedy="Raise max_model_len in [inference], leave these rows out, or set long_prompts "
+            '= "skip" in [collector]: their groups are then played without an answer and dropped.',
+        )
+    if without_room:
+        warnings.append(
+            f"{without_room} {of} leave no token of max_model_len = {longest} for an answer "
+            f"({first}): their groups are played without one and dropped"
+        )
+    return warnings
+
+
+def _lengths_of_prompts(
+    environment: ChatEnv, template: ChatTemplate, tokenizer: Tokenizer, short: int
+) -> Iterator[tuple[str, int]]:
+    """Yield name and tokens of the first tasks' prompts, for two seconds.
+
+    A prompt of no more than `short` bytes counts with them: a token has a byte at least.
+    """
+    tools = environment.traits.prompt_tools
+    options: dict[str, Any] = {"tools": tools} if tools else {}
+    around = None
+    deadline = time.process_time() + _COUNTED_S
+    for split in environment.tasks.splits:
+        for task in _first_tasks(environment, split):
+            prompt = environment.first_messages(task)
+            count = sum(len(message.text.encode()) for message in prompt)
+            if around is None:
+                around = len(template.render(prompt, **options).encode()) - count
+            count += around * max(1, len(prompt))
+            if count > short:
+                (ids,) = tokenizer.encode_all([template.render(prompt, **options)])
+                count = len(ids)
+            yield f"'{task.key}' of {split}", count
+            if time.process_time() > deadline:
+                return
 
 
 @contextlib.contextmanager

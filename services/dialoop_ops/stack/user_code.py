@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING
 from dialoop.agents import load_agent
 from dialoop.environments import ChatEnv, Environment, load_environment
 from dialoop.errors import InvalidConfig
-from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop_extras.task_players import load_token_play
 from dialoop_extras.text_environment.setups import load_text_setup
 from dialoop_learning.loss.facts import LOSSES, OPTIMIZERS, facts_of
+from dialoop_services.config.engines import ENGINES
 from dialoop_services.config.tables import DATA_PLANES, EnvironmentSection
 from dialoop_services.config.values import did_you_mean
 from dialoop_services.scorer.estimator import load_estimator
+from dialoop_services.scorer.rewards import load_rewards, rehearse
 from dialoop_services.trainer.data.demonstrations import read_demonstrations
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class _Kind:
 
 
 _LOSS = _Kind("loss", Reason.UNKNOWN_LOSS, LOSSES)
+_ENGINE = _Kind("engine", Reason.ENGINE_NOT_FOUND, ENGINES)
 _OPTIMIZER = _Kind("optimiser", Reason.OPTIMIZER_NOT_FOUND, OPTIMIZERS)
 _DATA_PLANE = _Kind("data plane", Reason.DATA_PLANE_NOT_FOUND, DATA_PLANES)
 _TRACKER = _Kind("tracker", Reason.TRACKER_NOT_FOUND)
@@ -145,28 +147,26 @@ def check_demonstrations(config: JobConfig, environment: Environment) -> None:
 
 
 def check_functions(config: JobConfig) -> None:
-    """Raise InvalidConfig for an agent, reward or text environment that cannot be imported."""
+    """Raise InvalidConfig for an agent or text environment that cannot be imported.
+
+    So does a reward or an estimator, which is called once too.
+    """
     for section in config.all_environments:
         if section.agent:
             load_agent(section.agent, section.options)
         for use in section.text_environments:
             load_text_setup(use)
-    for reward in config.scorer.rewards:
-        function = load_attribute(
-            reward.use, what="reward function", reason=Reason.REWARD_NOT_FOUND
-        )
-        if not callable(function):
-            raise InvalidConfig(
-                f"The reward '{reward.use}' is not a function.",
-                reason=Reason.REWARD_NOT_FOUND,
-                remedy="Name a function that takes a group and returns a value per trajectory.",
-            )
-    load_estimator(config.scorer.advantage_estimator)
+    for reward in load_rewards(config.scorer.rewards):
+        rehearse(reward)
+    estimator = load_estimator(config.scorer.advantage_estimator)
+    if estimator is not None:
+        estimator.rehearse()
 
 
 def check_sources(config: JobConfig) -> None:
-    """Raise InvalidConfig for an optimiser, data plane or tracker that its module does not have."""
+    """Raise InvalidConfig for an engine, optimiser, ... that its module does not have."""
     names = [
+        (_ENGINE, config.engine),
         (_OPTIMIZER, config.train.optimizer),
         (_DATA_PLANE, config.inference.data_plane),
         *((_TRACKER, name) for name in config.trackers.use),

@@ -68,6 +68,9 @@ class ResourcesSection(Section):
     memory_gib_per_node: float | None = Field(default=None, gt=0)
     """Memory of a machine in GiB. Absent: that of this one, or unknown where gpus_per_node or
     num_nodes plans for others."""
+    gpu_memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of a GPU in GiB, where gpus_per_node or num_nodes plans for others. Absent: unknown,
+    and nothing is compared with it."""
     overlap: bool = False
     """Whether processes share GPUs where there are too few, all of them at once. Their memory is
     then yours to divide."""

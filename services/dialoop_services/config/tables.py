@@ -318,6 +318,10 @@ class CollectorSection(Section):
     max_new_tokens: int = Field(default=24, ge=1)
     """Largest number of tokens sampled in one turn, for tasks that set none themselves; left out,
     with a model.directory: the smaller of 1024 and half of inference.max_model_len."""
+    long_prompts: Literal["refuse", "skip"] = "refuse"
+    """What happens where a prompt fills max_model_len and leaves no token for an answer. "refuse"
+    starts no job that has one in its first rows; "skip" plays it without an answer, and drops the
+    group."""
     stop: tuple[str, ...] | None = None
     """Strings that end an answer, for tasks that set none; absent: the environment's own."""
     max_turns: int = Field(default=64, ge=1)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.failures import log_failure
 from dialoop.reasons import Reason
-from dialoop.user_functions import TimeIsUp, raised_at
+from dialoop.user_functions import TimeIsUp, call_now, raised_at
 
-from dialoop_services.scorer.rewards import call_apart, load_function
+from dialoop_services.scorer.rewards import call_apart, group_of_four, load_function
 
 if TYPE_CHECKING:
     from dialoop.trajectory import Group
@@ -54,14 +54,45 @@ class Estimator:
         arguments = _arguments_of(self.function, list(rewards), group)
         try:
             values = await call_apart(self.function, *arguments, timeout_s=_TIMEOUT_S)
-            advantages = tuple(float(value) for value in values)
         except TimeIsUp as error:
             raise self._error(f"took more than {_TIMEOUT_S:g} s") from error
         except Exception as error:
             error_id = log_failure(error, f"The advantage estimator {self.path}")
             raise self._error(f"raised {raised_at(error)} (error_id {error_id})") from error
-        if len(advantages) != len(rewards):
-            raise self._error(f"gave {len(advantages)} advantages for {len(rewards)} rewards")
+        return self._advantages(values, len(rewards))
+
+    def rehearse(self) -> None:
+        """Raise InvalidConfig (ESTIMATOR_FAILED) unless a group of four gets four advantages.
+
+        What raises for want of something in a made-up group is left to the real ones.
+        """
+        group = group_of_four()
+        rewards = [trajectory.reward for trajectory in group.trajectories]
+        arguments = _arguments_of(self.function, rewards, group)
+        try:
+            self._advantages(call_now(self.function, *arguments), len(rewards))
+        except PreconditionFailed as error:
+            raise InvalidConfig(
+                error.message, reason=error.reason, remedy="Correct that function."
+            ) from error
+        except Exception as error:
+            if len(inspect.signature(self.function).parameters) > 1 or arguments == [group]:
+                return
+            raise InvalidConfig(
+                f"The advantage estimator {self.path} raised {raised_at(error)} with the rewards "
+                f"{rewards}.",
+                reason=Reason.ESTIMATOR_FAILED,
+                remedy="Correct that line.",
+            ) from error
+
+    def _advantages(self, values: Any, count: int) -> tuple[float, ...]:
+        try:
+            advantages = tuple(float(value) for value in values)
+        except Exception as error:
+            what = f"returned a {type(values).__name__}, which is no list of numbers"
+            raise self._error(what) from error
+        if len(advantages) != count:
+            raise self._error(f"gave {len(advantages)} advantages for {count} rewards")
         if not all(map(math.isfinite, advantages)):
             raise self._error("gave an advantage that is not finite")
         return advantages

@@ -21,7 +21,7 @@ from dialoop.failures import log_failure
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Reward, Trajectory
-from dialoop.user_functions import TimeIsUp, call, loop_of_users, raised_at
+from dialoop.user_functions import TimeIsUp, call, call_now, loop_of_users, raised_at
 from dialoop_learning.rl.turn_tokens import TurnTokens
 
 if TYPE_CHECKING:
@@ -95,7 +95,6 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
     """
     try:
         values = await call_apart(reward.function, group, timeout_s=reward.timeout_s)
-        rewards = [_reward_of(value, reward) for value in values]
     except TimeIsUp as error:
         raise _reward_failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
     except Exception as error:
@@ -103,21 +102,58 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
         raise _reward_failed(
             reward.name, f"raised {raised_at(error)} (error_id {error_id})"
         ) from error
+    rewards = _rewards_in(values, reward, group)
+    pairs = zip(group.trajectories, rewards, strict=True)
+    return replace(group, trajectories=tuple(_with(t, own) for t, own in pairs))
+
+
+def rehearse(reward: GroupReward) -> None:
+    """Raise InvalidConfig (REWARD_FAILED) unless a group of four gets four finite rewards.
+
+    What raises for want of something in a made-up group is left to the real ones.
+    """
+    group = group_of_four()
+    try:
+        values = call_now(reward.function, group)
+    except Exception:
+        return
+    try:
+        _rewards_in(values, reward, group)
+    except PreconditionFailed as error:
+        raise InvalidConfig(
+            error.message, reason=error.reason, remedy="Correct that function."
+        ) from error
+
+
+def group_of_four() -> Group:
+    """Return a made-up group, with which functions of a user are called once before a job."""
+    from dialoop.testing import group
+
+    return group(0.0, 1.0, 0.0, 1.0)
+
+
+def _rewards_in(values: Any, reward: GroupReward, group: Group) -> list[Reward]:
+    """Return what the function returned as rewards; PreconditionFailed for anything else."""
+    try:
+        rewards = [_reward_of(value, reward) for value in values]
+    except Exception as error:
+        raise _reward_failed(
+            reward.name, f"returned a {type(values).__name__}, which is no list of numbers"
+        ) from error
     if len(rewards) != group.num_trajectories:
         raise _reward_failed(
             reward.name, f"gave {len(rewards)} values for {group.num_trajectories}"
         )
     if not all(map(_is_finite, rewards)):
         raise _reward_failed(reward.name, "gave a value that is not finite")
-    pairs = list(zip(group.trajectories, rewards, strict=True))
-    for trajectory, own in pairs:
+    for trajectory, own in zip(group.trajectories, rewards, strict=True):
         if own.per_token and len(own.per_token) != trajectory.num_model_tokens:
             raise _reward_failed(
                 reward.name,
                 f"gave {len(own.per_token)} values per token for the "
                 f"{trajectory.num_model_tokens} sampled tokens of {trajectory.trajectory_id}",
             )
-    return replace(group, trajectories=tuple(_with(t, own) for t, own in pairs))
+    return rewards
 
 
 async def call_apart(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:

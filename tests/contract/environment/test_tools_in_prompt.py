@@ -156,7 +156,8 @@ async def test_a_template_that_shows_no_tools_is_refused_before_the_run_and_by_t
         check_template(config, [adding()])
     assert caught.value.reason == "TOOLS_UNSUPPORTED"
     model_dir(tmp_path)
-    check_template(config, [adding()])
+    longest = config.inference.model_copy(update={"max_model_len": 1024})
+    check_template(config.model_copy(update={"inference": longest}), [adding()])
 
 
 def test_config_check_refuses_the_tiny_models_template_unless_the_job_leaves_tools_out() -> None:
@@ -268,7 +269,10 @@ def test_an_environment_that_reads_calls_otherwise_than_the_model_writes_them_is
     config = JobConfig(environment=EnvironmentSection(use=f"{__name__}:adding"))
     directory = str(family("llama3_1").directory)
     config = config.model_copy(
-        update={"model": config.model.model_copy(update={"directory": directory})}
+        update={
+            "model": config.model.model_copy(update={"directory": directory}),
+            "inference": config.inference.model_copy(update={"max_model_len": 1024}),
+        }
     )
     with pytest.raises(InvalidConfig, match=r"form 'hermes'.*form 'json'"):
         check_template(config, [adding(syntax=NativeCalls(AnswerForm(calls="hermes")))])

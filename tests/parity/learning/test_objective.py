@@ -8,7 +8,8 @@ import pytest
 import torch
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop_learning.loss.corrections import Correction
-from dialoop_learning.loss.loss_loading import load_objective
+from dialoop_learning.loss.facts import LOSSES
+from dialoop_learning.loss.loss_loading import load_objective, require_form
 from dialoop_learning.loss.losses import LossInputs, LossOutput, dppo_mask, grpo, reinforce, sft
 from dialoop_learning.loss.objective import Objective, combine_metrics, k1, k2, k3, mean_metrics
 from dialoop_services.trainer.learner.learner import objective_of
@@ -348,3 +349,49 @@ def test_a_users_loss_that_fails_once_is_called_again() -> None:
     loss = FailsOnce()
     assert Objective(loss=loss)(_two_prompts()).loss == 12.0
     assert loss.num_calls == 2
+
+
+def _vector(inputs: LossInputs) -> LossOutput:
+    return LossOutput(-inputs.policy_logprobs, {})
+
+
+def _not_finite(inputs: LossInputs) -> LossOutput:
+    return LossOutput(inputs.mean(inputs.policy_logprobs) * float("nan"), {})
+
+
+def _plain(inputs: LossInputs) -> torch.Tensor:
+    return inputs.mean(inputs.policy_logprobs)
+
+
+def _detached(inputs: LossInputs) -> LossOutput:
+    return LossOutput(inputs.mean(inputs.policy_logprobs).detach(), {})
+
+
+def _of_nothing(inputs: LossInputs) -> LossOutput:
+    return LossOutput(inputs.mean(inputs.policy_logprobs), {"terms": inputs.policy_logprobs})
+
+
+def _raises(inputs: LossInputs) -> LossOutput:
+    raise KeyError("weights")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("_vector", r"a loss of shape \[6\], which is not one number"),
+        ("_not_finite", "returned nan"),
+        ("_plain", "returned a Tensor and no LossOutput"),
+        ("_detached", "a loss without a gradient"),
+        ("_of_nothing", "a metric terms that is not one number"),
+        ("_raises", "raised KeyError at test_objective.py, line"),
+    ],
+)
+def test_a_loss_of_the_wrong_shape_is_found_by_one_call(name: str, words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words) as caught:
+        require_form(f"{__name__}:{name}", {})
+    assert caught.value.reason == "UNKNOWN_LOSS"
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_built_in_loss_has_the_right_shape(name: str) -> None:
+    require_form(name, {})

@@ -216,7 +216,7 @@ async def test_an_estimator_of_ones_own_gets_whole_groups_and_gives_each_traject
     [
         ("short", "gave 1 advantages for 2 rewards"),
         ("not_a_number", "gave an advantage that is not finite"),
-        ("nothing", "raised TypeError"),
+        ("nothing", "returned a NoneType"),
         ("raises", "raised KeyError"),
     ],
 )

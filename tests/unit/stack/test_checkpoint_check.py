@@ -12,7 +12,12 @@ from dialoop.errors import InvalidConfig
 from dialoop_learning.lora.base_weights import BaseWeights
 from dialoop_learning.model.checkpoint import require_whole
 from dialoop_learning.model.policy import load_policy
-from dialoop_learning.model.weight_files import INDEX, is_tied, num_parameters
+from dialoop_learning.model.weight_files import (
+    INDEX,
+    holds_known_decoder,
+    is_tied,
+    num_parameters,
+)
 from dialoop_learning.parallel.parallel_state import policy_tensors
 from dialoop_ops.stack import preflight
 from dialoop_services.config.job import JobConfig
@@ -41,7 +46,22 @@ def change_json(path: Path, **fields: object) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_whole_checkpoint_of_each_family_passes(name: str, tmp_path: Path) -> None:
-    require_whole(make_family(name, tmp_path / name))
+    model = make_family(name, tmp_path / name)
+    require_whole(model)
+    kind = json.loads((model / "config.json").read_text("utf-8"))["model_type"]
+    assert holds_known_decoder(model) is (kind in ("llama", "mistral", "qwen2", "qwen3"))
+
+
+def test_a_known_decoder_is_checked_without_torch(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(*arguments: str, **options: str) -> None:
+        raise AssertionError(f"a process with torch was asked {arguments}")
+
+    monkeypatch.setattr(preflight, "_look", look)
+    values = {"engine": "transformers", "store": "memory", "model": {"directory": str(model)}}
+    preflight.check(JobConfig.model_validate(values))
+    assert preflight.gflops_of_this_machine() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -57,6 +77,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(
     change: dict[str, object], words: str, model: Path
 ) -> None:
     change_tensors(model, **change)
+    assert not holds_known_decoder(model)
     with pytest.raises(InvalidConfig) as caught:
         require_whole(model)
     assert caught.value.reason == "MODEL_TENSORS_DIFFER"

@@ -2,18 +2,29 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, get_origin
 
 import pytest
+from annotated_types import Ge, Gt, Le, Lt
 from dialoop.errors import InvalidConfig
 from dialoop_ops.stack import preflight
 from dialoop_ops.stack.layout import Layout, ports_of
 from dialoop_ops.stack.run_dir import RunDir
-from dialoop_services.config.file import Override, load_config, load_with_origins, toml_of
+from dialoop_services.config.file import (
+    Override,
+    load_config,
+    load_with_origins,
+    override_in,
+    parse_config,
+    toml_of,
+)
 from dialoop_services.config.job import JobConfig, warnings_for_formats, warnings_for_rewards
+from dialoop_services.config.values import table_of
 from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.settings import TrainerSettings
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_settings import BaseSettings
 
 ROOT = Path(__file__).parents[3]
@@ -340,3 +351,34 @@ def test_reward_functions_beside_an_agent_are_said_to_be_used_only_where_it_give
     (warning,) = warnings_for_rewards(config)
     assert option in warning
     assert "only where the agent mine:run returns None" in warning
+
+
+def wrong_values(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key of each table with a value that it cannot have, and each table with one key more."""
+    yield f"{path}surely_not", 1
+    for name, field in model.model_fields.items():
+        inner = table_of(field)
+        is_array = get_origin(field.annotation) is tuple
+        if inner is not None and not is_array:
+            yield from wrong_values(inner, f"{path}{name}.")
+        if field.annotation in (int, float, bool, str) or inner is not None:
+            yield f"{path}{name}", [["neither"]]
+        elif get_origin(field.annotation) is Literal:
+            yield f"{path}{name}", "surely_not"
+        for kind, key, step in ((Ge, "ge", -1), (Gt, "gt", 0), (Le, "le", 1), (Lt, "lt", 0)):
+            for bound in field.metadata:
+                if isinstance(bound, kind):
+                    yield f"{path}{name}", getattr(bound, key) + step
+
+
+def test_no_key_or_value_passes_in_silence() -> None:
+    """One unknown key or impossible value a config, in every table: each is refused by name."""
+    cases = list(wrong_values(JobConfig))
+    assert len(cases) > 400
+    for path, value in cases:
+        values: dict[str, Any] = {}
+        override_in(values, Override(path=path, value=value, origin="x"))
+        with pytest.raises(InvalidConfig) as caught:
+            parse_config(values, source="job.toml")
+        assert "job.toml" in str(caught.value), path
+        assert path.rpartition(".")[2] in str(caught.value), path

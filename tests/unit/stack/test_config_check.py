@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from dialoop.environments import load_environment
-from dialoop.errors import InvalidConfig
+from dialoop.errors import DialoopError, InvalidConfig
 from dialoop_learning.loss.facts import LOSSES
 from dialoop_ops.cli.main import main
 from dialoop_ops.stack import preflight
@@ -58,8 +58,28 @@ def raw():
 def alone(task):
     return 0.0
 
+def few(group):
+    return [1.0]
+
+def endless(group):
+    return [float("inf")] * group.num_trajectories
+
+def mean(rewards):
+    return sum(rewards) / len(rewards)
+
+def brief(rewards):
+    return rewards[:2]
+
+def unready(rewards):
+    return [reward / 0 for reward in rewards]
+
 def mine(inputs, *, cap: float = 1.0):
-    raise AssertionError("a check does not call a loss")
+    from dialoop_learning.loss.losses import LossOutput
+    return LossOutput(inputs.mean(-cap * inputs.policy_logprobs), {})
+
+def vector(inputs):
+    from dialoop_learning.loss.losses import LossOutput
+    return LossOutput(-inputs.policy_logprobs, {})
 """
 
 MISTAKES = {
@@ -131,7 +151,32 @@ MISTAKES = {
         "takes 'truth'",
     ),
     "text mode": ('[environment]\nuse = "checked_code:raw"\n', "is in text mode"),
-    "reward": ("[[scorer.rewards]]\nname = 'a'\nuse = 'checked_code:brief'\n", "reward function"),
+    "reward": ("[[scorer.rewards]]\nname = 'a'\nuse = 'checked_code:bref'\n", "reward function"),
+    "reward for one of four": (
+        "[[scorer.rewards]]\nname = 'a'\nuse = 'checked_code:few'\n",
+        "gave 1 values for 4",
+    ),
+    "reward without a bound": (
+        "[[scorer.rewards]]\nname = 'a'\nuse = 'checked_code:endless'\n",
+        "gave a value that is not finite",
+    ),
+    "estimator of one number": (
+        '[scorer]\nadvantage_estimator = "checked_code:mean"\n',
+        "returned a float, which is no list of numbers",
+    ),
+    "estimator of two": (
+        '[scorer]\nadvantage_estimator = "checked_code:brief"\n',
+        "gave 2 advantages for 4 rewards",
+    ),
+    "estimator that raises": (
+        '[scorer]\nadvantage_estimator = "checked_code:unready"\n',
+        "raised ZeroDivisionError at checked_code.py, line",
+    ),
+    "loss that is a vector": (
+        '[train]\nloss = "checked_code:vector"\n',
+        "returned a loss of shape [6], which is not one number",
+    ),
+    "engine without its class": ('@engine = "checked_code:Mime"\n', "checked_code has no Mime"),
     "estimator": ('[scorer]\nadvantage_estimator = "checked_code:rank"\n', "advantage estimator"),
     "optimizer": ('[train]\noptimizer = "adamv"\n', "did you mean 'adamw'?"),
     "optimizer of one's own": (
@@ -336,6 +381,9 @@ def test_a_broken_template_is_found(folder: Path, monkeypatch: pytest.MonkeyPatc
     (model / "tokenizer.json").write_text(
         json.dumps({**vocabulary, "post_processor": None, "decoder": None, "model": words})
     )
+    with pytest.raises(DialoopError) as caught:
+        preflight.check_model(model)
+    assert caught.value.reason == "TEMPLATE_MISSING"
     for source in ("{% for m in messages %}", "{{ raise_exception('no users') }}"):
         (model / "chat_template.jinja").write_text(source)
         with pytest.raises(InvalidConfig, match="template"):

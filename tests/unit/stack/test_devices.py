@@ -25,7 +25,7 @@ from dialoop_ops.stack.devices import (
     this_machine,
     with_data_plane,
 )
-from dialoop_ops.stack.estimates import gpu_needs
+from dialoop_ops.stack.estimates import card_needs
 from dialoop_ops.stack.gpus import driver_lists, hold
 from dialoop_ops.stack.layout import Layout
 from dialoop_ops.stack.preflight import mistakes_in
@@ -444,7 +444,7 @@ def test_a_stack_keeps_its_gpus_while_it_runs(driver: Any, tmp_path: Path) -> No
 def test_by_turns_the_larger_process_alone_needs_room(driver: Any) -> None:
     config = job(**SHARED)
     plan = plan_devices(config, (node(1),))
-    (needs,) = gpu_needs(config, plan, driver_lists() or ()).values()
+    (needs,) = card_needs(config, plan, total=0).values()
     assert len(needs) == 1
 
 
@@ -452,6 +452,6 @@ def test_a_model_counts_with_what_it_surely_takes(driver: Any, tmp_path: Path) -
     model = make_family("qwen2", tmp_path / "model")
     config = job(**BESIDE, model={"directory": str(model)}, inference={"kv_cache_mib": 40960})
     plan = plan_devices(config, (node(1),))
-    (needs,) = gpu_needs(config, plan, driver_lists() or ()).values()
+    (needs,) = card_needs(config, plan, total=0).values()
     assert needs["inference"] > 0.8 * 40 * 2**30
     assert 0.4 * 2**30 < needs["trainer"] < needs["inference"]

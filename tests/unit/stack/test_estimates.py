@@ -8,7 +8,16 @@ import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop_ops.stack import preflight
-from dialoop_ops.stack.estimates import estimate_of, require_memory, warnings_for_disk
+from dialoop_ops.stack.devices import nodes_of, plan_devices, warnings_for_devices
+from dialoop_ops.stack.estimates import (
+    card_lines,
+    card_needs,
+    estimate_of,
+    require_memory,
+    require_targets,
+    span,
+    warnings_for_disk,
+)
 from dialoop_services.config.file import parse_config
 from dialoop_services.config.memory import (
     LARGE_MODEL,
@@ -190,3 +199,60 @@ def test_the_scorer_needs_what_its_own_model_needs(directory, tmp_path) -> None:
 def test_offload_on_a_cpu_is_refused(directory) -> None:
     with pytest.raises(InvalidConfig, match="where they are already"):
         job(directory, train={"activation_offload": True})
+
+
+def test_an_unknown_target_of_lora_is_found_in_the_files(directory) -> None:
+    model = {"directory": str(directory), "lora_rank": 4}
+    require_targets(job(directory, model={**model, "lora_targets": ["q_proj", "down_proj"]}))
+    with pytest.raises(InvalidConfig, match="names q_prj, and the model has no such") as caught:
+        require_targets(job(directory, model={**model, "lora_targets": ["q_prj", "v_proj"]}))
+    assert caught.value.reason == Reason.LORA_TARGET
+    assert caught.value.remedy.startswith("Did you mean q_proj? Set lora_targets in [model] to")
+
+
+def on_cards(directory, gib: float, **train):
+    machines = {"gpus_per_node": 2, "gpu_memory_gib": gib}
+    tables = {"inference": {"device": "cuda", "max_model_len": 512}}
+    return job(directory, resources=machines, train={"device": "cuda", **train}, **tables)
+
+
+def test_a_card_that_is_too_small_is_refused_with_what_fits(directory) -> None:
+    def trainer_bytes(config) -> float:
+        plan = plan_devices(config, nodes_of(config, {}))
+        cards = card_needs(config, plan, total=0)
+        return next(sizes["trainer"] for sizes in cards.values() if "trainer" in sizes)
+
+    whole = trainer_bytes(on_cards(directory, 80))
+    less = trainer_bytes(on_cards(directory, 80, activation_checkpointing=True))
+    assert less < whole
+    between = on_cards(directory, (whole + less) / 2 / 2**30)
+    (mistake,) = preflight.mistakes_in(between)
+    assert mistake.reason == Reason.GPU_MEMORY_TAKEN
+    assert mistake.remedy.startswith("With activation_checkpointing = true in [train] trainer")
+    assert mistake.remedy.endswith("and fits.")
+    (mistake, *_) = preflight.mistakes_in(on_cards(directory, 0.1))
+    assert "needs no less than that" in mistake.remedy
+    assert preflight.mistakes_in(on_cards(directory, 80)) == []
+
+
+def test_cards_are_said_before_the_start(directory) -> None:
+    config = on_cards(directory, 80)
+    plan = plan_devices(config, nodes_of(config, {}))
+    lines = card_lines(config, plan, total=80 * 2**30)
+    assert [line.split()[:2] for line in lines] == [["card", "0:0"], ["card", "0:1"]]
+    assert all(" of 80.0 GiB: " in line for line in lines)
+
+
+def test_idle_gpus_are_said(directory) -> None:
+    machines = {"gpus_per_node": 4}
+    on_cpu = {"train": {"device": "cpu"}, "inference": {"device": "cpu"}}
+    (line,) = warnings_for_devices(job(directory, resources=machines, **on_cpu))
+    assert line.startswith("the trainer computes on the CPU, and 4 of 4 GPUs are idle")
+    on_gpu = {"inference": {"device": "cuda"}, "train": {"device": "cuda"}}
+    (line,) = warnings_for_devices(job(directory, resources=machines, **on_gpu))
+    assert line.startswith("2 of 4 GPUs are idle")
+    assert not list(warnings_for_devices(job(directory, resources={"gpus_per_node": 2}, **on_gpu)))
+
+
+def test_long_times_are_said_as_people_say_them() -> None:
+    assert [span(40), span(12_600), span(578_635)] == ["40 s", "3.5 h", "6.7 days"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,46 @@ def test_what_a_templates_roles_cannot_show_at_the_second_turn_is_told_before_th
 def _add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
+
+
+def with_end(path: Path, template: str, **config: str) -> dict[str, Any]:
+    """A model directory whose tokenizer is Qwen3's, with another template and other marks."""
+    model = path / "model"
+    model.mkdir()
+    shutil.copy(family("qwen3").directory / "tokenizer.json", model)
+    fields = {"chat_template": template, **config}
+    (model / "tokenizer_config.json").write_text(json.dumps(fields), "utf-8")
+    return {"model": {"directory": str(model)}}
+
+
+PLAIN_TEXT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def test_an_answer_that_nothing_ends_is_found(tmp_path: Path) -> None:
+    model = with_end(tmp_path, PLAIN_TEXT)
+    with pytest.raises(InvalidConfig, match="Nothing ends an answer but its length") as raised:
+        check_template(job("qwen3", **model), [PLAIN])
+    assert raised.value.reason == "NO_END_OF_TURN"
+    assert check_template(job("qwen3", **model, collector={"stop": ["\n"]}), [PLAIN]) == []
+
+
+def test_an_end_of_turn_that_is_no_token_is_said(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}<|fin|>{% endfor %}"
+    model = with_end(tmp_path, template, eos_token="<|endoftext|>")
+    (warning,) = check_template(job("qwen3", **model), [PLAIN])
+    assert "ends an answer with '<|fin|>', which is no token" in warning
+
+
+def test_prompts_that_leave_no_token_are_counted_with_what_happens() -> None:
+    words = ["two", "two " * 20, "two " * 200]
+    rows = ChatEnv(name="rows", tasks=RowTasks([{"query": text} for text in words]))
+    sizes: dict[str, Any] = {"inference": {"max_model_len": 128}}
+    answer = {"max_new_tokens": 90}
+    with pytest.raises(InvalidConfig, match="1 of the first 3 prompts of rows leave no") as raised:
+        check_template(job("qwen3", **sizes, collector=answer), [rows])
+    assert raised.value.reason == "CONTEXT_FULL"
+    assert 'long_prompts = "skip"' in (raised.value.remedy or "")
+    skips = job("qwen3", **sizes, collector={**answer, "long_prompts": "skip"})
+    little, none = check_template(skips, [rows])
+    assert "1 of the first 3 prompts of rows leave fewer than max_new_tokens = 90" in little
+    assert "their groups are played without one and dropped" in none

@@ -79,6 +79,10 @@ def _text(completion):
     return completion if isinstance(completion, str) else completion[0]["content"]
 
 
+def endless(data_source, solution_str, ground_truth, extra_info=None):
+    return float("inf")
+
+
 def text_score(data_source, solution_str, ground_truth, extra_info=None):
     return "1.0"
 
@@ -462,6 +466,7 @@ def test_a_line_of_another_type_is_named(folder: Path) -> None:
             "fails on row 0 and the answer 'I do not know.': ValueError at rewards.py, line",
         ),
         ("nothing", "has no attribute 'nothing'"),
+        ("endless", "gives [inf] for row 0 and the answer 'I do not know.'"),
     ],
 )
 def test_a_compute_score_of_another_form_is_refused_before_anything_starts(

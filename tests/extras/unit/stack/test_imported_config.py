@@ -341,6 +341,9 @@ def test_a_share_of_steps_and_epochs_become_numbers_of_steps(tmp_path: Path) -> 
     job, _ = import_text(tmp_path, "grpo.py", text)
     # Four updates a train step, so 50 of these; TRL's steps and warm-up count updates.
     assert (job["train"]["num_steps"], job["train"]["num_warmup_updates"]) == (50, 20)
+    job, left_out = import_text(tmp_path, "c.yaml", "beta: 0.0\nmax_steps: 200\nwarmup_steps: 0.1")
+    assert (job["train"]["num_warmup_updates"], job["train"]["schedule"]) == (20, "linear")
+    assert not left_out
     rows_of(tmp_path, "train.jsonl", 130)
     text = VERL.replace("total_training_steps: 30", "total_epochs: 3").replace(
         "lr_warmup_steps: -1", "lr_warmup_steps_ratio: 0.5"
@@ -398,6 +401,16 @@ def test_an_adapter_that_trl_would_not_train_is_left_out_by_name(tmp_path: Path)
     (tmp_path / "g.py").write_text("GRPOConfig(peft_config=mine())", "utf-8")
     printed = import_config(tmp_path / "g.py")
     assert "# Fill in model.lora_rank: peft_config is not written out" in printed
+
+
+def test_prompts_have_the_models_positions_as_in_trl(tmp_path: Path) -> None:
+    model = tmp_path / "models" / "m"
+    model.mkdir(parents=True)
+    text = json.dumps({"model_name_or_path": "models/m", "max_completion_length": 64})
+    for positions, expected in ((1000, 1000), (100_000, 8192), (64, 576)):
+        (model / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+        job, _ = import_text(tmp_path, "grpo.json", text)
+        assert job["inference"]["max_model_len"] == expected
 
 
 ODD_VALUES = ("surely not", 77, -5, [1, "a"], {"x": 1}, 0.37, True)
