@@ -7,7 +7,7 @@ import { change, go, linkTo, useAnswer, useKeys, type Address } from "./hooks";
 import { number, plain, policy, Problem, Reward } from "./texts";
 
 const PAGE = 50;
-const PAUSE_MS = 80; // after a key, until the list is asked for
+const PAUSE_MS = 30; // after a key, until the list is asked for
 const SELECTS: [string, string][] = [
   ["environment", "Environment"],
   ["outcome", "Outcome"],
