@@ -112,6 +112,7 @@ def summary(gain: float | None = 0.5, **changes: Any) -> dict[str, Any]:
         "num_refused_updates": 0,
         "stopped_early": "",
         "gave_up": "",
+        "undecided_evaluations": [],
         "alarms": [],
         "wall_s": 100.0,
         "cpu_s": 150.0,
