@@ -164,7 +164,8 @@ def message_from_chat(chat: Any, where: str = "message") -> Message:
     if isinstance(chat, Message):
         return chat
     _expect(chat, Mapping, where, "a message with role and content")
-    unknown = [key for key in chat if key not in _KNOWN and chat[key]]
+    # Clients write empty fields; a number or false says something.
+    unknown = [k for k in chat if k not in _KNOWN and chat[k] not in (None, "", [], (), {})]
     if unknown:
         raise InvalidHistory(
             f"{where} has a field '{unknown[0]}' that a message does not have.",

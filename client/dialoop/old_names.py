@@ -27,6 +27,7 @@ MOVED: Final = {
     "dialoop.local.runs": "dialoop_extras.services.runs_client",
     "dialoop.now": "dialoop_ops.now",
     "dialoop.runs": "dialoop_ops.runs",
+    "dialoop.tasks.files": "dialoop.environments.tasks.files",
     "dialoop.tasks.messages": "dialoop_extras.importers.messages",
     "dialoop.tasks.mlgym": "dialoop_extras.mlgym",
     "dialoop.tasks.trl": "dialoop_extras.importers.trl",

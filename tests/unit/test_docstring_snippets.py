@@ -48,7 +48,7 @@ RUN_ELSEWHERE = {
     "test_a_file_of_python_is_loaded_once_and_its_errors_are_told",
     "dialoop_ops.jobs": "tests/contract/stack/test_jobs.py::"
     "test_the_documented_job_trains_in_this_process_and_gives_rows_and_a_summary",
-    "dialoop.tasks.files": "tests/unit/tasks/test_tasks.py::"
+    "dialoop.environments.tasks.files": "tests/unit/tasks/test_tasks.py::"
     "test_the_same_rows_come_from_json_lines_parquet_and_a_saved_data_set",
     "dialoop.tasks.stored_tasks": "tests/unit/tasks/test_rows_of_others.py::"
     "test_a_share_of_the_rows_is_held_out",

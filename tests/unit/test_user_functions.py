@@ -51,10 +51,10 @@ from dialoop.environments.rewards.rubrics import (
     WeightedSum,
     each_trajectory,
 )
+from dialoop.environments.tasks.files import file_tasks
 from dialoop.environments.tools.tool_syntaxes import BlockCalls
 from dialoop.episode import ContinuedText, Sample
 from dialoop.rollout import EpisodePlayer, play, play_group
-from dialoop.tasks.files import file_tasks
 from dialoop.tasks.ifeval import IfEvalReward, ifeval
 from dialoop.templates.registry import DEFAULT_REGISTRY, TemplateRegistry, add_chat_template
 from dialoop.testing import InMemoryEnvironment, ScriptedPolicy, byte_tokenizer, group, trajectory

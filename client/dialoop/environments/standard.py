@@ -231,12 +231,23 @@ def jsonl(
     heldout_fraction: float = 0.0,
     max_turns: int = 4,
     system_prompt: str = "",
+    ignore_columns: Sequence[str] = (),
 ) -> ChatEnv:
-    """Return the built-in `jsonl` environment: problems from a file, with a calculator."""
+    """Return the built-in `jsonl` environment: problems from a file, with a calculator.
+
+    Rows have `question`, `answer` and perhaps `id`. Other columns are refused, unless they are
+    among ignore_columns.
+    """
     return tool_environment(
         name="jsonl",
         description="Problems with one numeric answer from a file, with a calculator.",
-        tasks=JsonlTasks(path, heldout_path=heldout_path, heldout_fraction=heldout_fraction),
+        tasks=JsonlTasks(
+            path,
+            heldout_path=heldout_path,
+            heldout_fraction=heldout_fraction,
+            metadata=False,
+            ignore_columns=ignore_columns,
+        ),
         tools=[Calculator()],
         rewards=[ExactResult()],
         max_turns=max_turns,

@@ -7,6 +7,7 @@ for the right answer, 0.1 for a wrong one and 0.0 for none.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from dialoop.environments.endings import EndOnTag, EndWhenIncomplete, OneTurn
 from dialoop.environments.episode import Episode, Score
 from dialoop.environments.rewards.functions import normalise
 from dialoop.environments.stamps import StepCounter
+from dialoop.environments.tasks.files import QUESTIONS, Row, file_tasks, text_of
+from dialoop.environments.tasks.row_tasks import text_to_query
 from dialoop.environments.tools.answer_tags import tag_text
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
-from dialoop.tasks.files import file_tasks
 from dialoop.trajectory import Reward
 
 SYSTEM_PROMPT = (
@@ -92,12 +94,20 @@ def gsm8k(  # noqa: PLR0913 - the options are the interface
     max_steps: int = 1,
     think: float = 0.0,
     contained: float = 0.0,
+    ignore_columns: Sequence[str] = (),
 ) -> ChatEnv:
-    """Return the environment of GSM8K's rows from a JSONL or Parquet file, or a saved data set."""
-    tasks = file_tasks(path, heldout_path=heldout_path, heldout_fraction=heldout_fraction)
-    for split in tasks.splits:
-        for key in tasks.keys(split):
-            gsm8k_truth(tasks.get(split, key).answer)
+    """Return the environment of GSM8K's rows from a JSONL or Parquet file, or a saved data set.
+
+    Columns that GSM8K does not have are refused, unless they are among ignore_columns.
+    """
+    tasks = file_tasks(
+        path,
+        heldout_path=heldout_path,
+        heldout_fraction=heldout_fraction,
+        collate=_collate,
+        known_columns=("answer", "key"),
+        ignore_columns=ignore_columns,
+    )
     return ChatEnv(
         name="gsm8k",
         description="Grade-school word problems with one numeric answer.",
@@ -111,3 +121,8 @@ def gsm8k(  # noqa: PLR0913 - the options are the interface
         system_prompt=system_prompt,
         redo="safe",
     )
+
+
+def _collate(row: Row) -> Row:
+    gsm8k_truth(text_of(row, "answer"))
+    return {**text_to_query(row), "query": text_of(row, "question", *QUESTIONS)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -20,11 +20,10 @@ from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndOnTag, EndWhenIncomplete, OneTurn
 from dialoop.environments.episode import Episode, Score
 from dialoop.environments.stamps import StepCounter
+from dialoop.environments.tasks.files import QUESTIONS, file_tasks, text_of, wrong_value
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
-from dialoop.reasons import Reason
 from dialoop.sandbox.killable import KillableFunction
-from dialoop.tasks.files import file_tasks
 from dialoop.tasks.ifeval_checks import CHECKS, IN_A_LANGUAGE, require_langdetect
 from dialoop.tasks.ifeval_words import words_of
 from dialoop.trajectory import Reward
@@ -206,8 +205,11 @@ def ifeval(  # noqa: PLR0913 - the options are the interface
     system_prompt: str | None = None,
     max_steps: int = 1,
     in_blocks: bool = True,
+    ignore_columns: Sequence[str] = (),
 ) -> ChatEnv:
     """Return the environment of IFEval's rows from a file or a saved data set.
+
+    Columns that IFEval does not have are refused, unless they are among ignore_columns.
 
     in_blocks: ask for a think and an answer block; False asks for the plain answer that IFEval
     itself judges, without a system prompt unless one is given.
@@ -222,6 +224,9 @@ def ifeval(  # noqa: PLR0913 - the options are the interface
             heldout_path=heldout_path,
             heldout_fraction=heldout_fraction,
             collate=collate_ifeval,
+            questions=(*QUESTIONS, "prompt"),
+            known_columns=("instruction_id_list", "kwargs", "key", "topic"),
+            ignore_columns=ignore_columns,
         ),
         transforms=(
             *((EndOnTag(),) if in_blocks else ()),
@@ -237,27 +242,28 @@ def ifeval(  # noqa: PLR0913 - the options are the interface
 def collate_ifeval(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a row's query and its instructions.
 
-    Raise InvalidConfig (BAD_ROW) for unknown ones, or (PACKAGE_MISSING) where a check needs
-    langdetect.
+    Raise InvalidInput (BAD_ROW) for unknown ones, or InvalidConfig (PACKAGE_MISSING) where a check
+    needs langdetect.
     """
-    fields = dict(row)
-    query = fields.pop("prompt", None) or fields.pop("text", None) or fields.get("query")
+    questions = ("prompt", *QUESTIONS)
+    fields = {name: value for name, value in row.items() if name not in questions}
     names, kwargs = fields.get("instruction_id_list"), fields.get("kwargs")
-    are_known = isinstance(names, (list, tuple)) and all(name in CHECKS for name in names)
-    if (
-        not are_known
-        or not names
-        or not isinstance(kwargs, (list, tuple))
-        or len(kwargs) != len(names)
+    if not (
+        isinstance(names, (list, tuple))
+        and names
+        and all(isinstance(name, str) and name in CHECKS for name in names)
     ):
-        raise InvalidConfig(
-            f"An IFEval row has instructions {names!r}, which are unknown or lack arguments.",
-            reason=Reason.BAD_ROW,
-            remedy="Give instruction_id_list (known ids) and kwargs (one mapping for each).",
-        )
+        raise wrong_value("instruction_id_list", names, "a list of known instructions")
+    if not (
+        isinstance(kwargs, (list, tuple))
+        and len(kwargs) == len(names)
+        and all(isinstance(arguments, (Mapping, type(None))) for arguments in kwargs)
+    ):
+        raise wrong_value("kwargs", kwargs, "a list with one object for each instruction")
     if IN_A_LANGUAGE.intersection(names):
         require_langdetect()
     arguments = [
         {k: v for k, v in dict(mapping or {}).items() if v is not None} for mapping in kwargs
     ]
-    return {**fields, "query": query, "instruction_id_list": list(names), "kwargs": arguments}
+    own = {"instruction_id_list": list(names), "kwargs": arguments}
+    return {**fields, "query": text_of(row, *questions), **own}

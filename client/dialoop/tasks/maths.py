@@ -6,7 +6,7 @@ compares (extra `dialoop[math]`), in a process that is killed when it takes too 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from dialoop.environments.chat_env import ChatEnv
 from dialoop.environments.endings import EndWhenIncomplete, OneTurn
 from dialoop.environments.episode import Episode, Score
 from dialoop.environments.stamps import StepCounter
+from dialoop.environments.tasks.files import QUESTIONS, file_tasks, text_of
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.sandbox.killable import KillableFunction
-from dialoop.tasks.files import file_tasks
 from dialoop.trajectory import Reward
 
 SYSTEM_PROMPT = "Solve the problem. Give the final answer in \\boxed{}."
@@ -74,7 +74,7 @@ class MathReward(Transform):
         return Score(rewards=(Reward(name=self.name, value=float(right), success=right),))
 
 
-def maths(
+def maths(  # noqa: PLR0913 - the options are the interface
     *,
     path: str | Path,
     heldout_path: str | Path | None = None,
@@ -82,8 +82,12 @@ def maths(
     system_prompt: str = SYSTEM_PROMPT,
     max_steps: int = 1,
     timeout_s: float = 10.0,
+    ignore_columns: Sequence[str] = (),
 ) -> ChatEnv:
-    """Return the environment of rows with a problem and a solution or answer."""
+    """Return the environment of rows with a problem and a solution or answer.
+
+    Columns that MATH does not have are refused, unless they are among ignore_columns.
+    """
     return ChatEnv(
         name="maths",
         description="Problems whose answers are formulas.",
@@ -92,6 +96,9 @@ def maths(
             heldout_path=heldout_path,
             heldout_fraction=heldout_fraction,
             collate=_collate,
+            questions=(*QUESTIONS, "problem"),
+            known_columns=("solution", "answer", "key", "level", "type", "subject", "unique_id"),
+            ignore_columns=ignore_columns,
         ),
         transforms=(
             EndWhenIncomplete(),
@@ -104,6 +111,8 @@ def maths(
 
 
 def _collate(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    names = {"problem": "query", "question": "query", "solution": "answer"}
-    fields = {names.get(name, name): value for name, value in row.items() if name != "answer"}
-    return {**fields, "answer": row["answer"]} if "answer" in row else fields
+    questions = ("problem", *QUESTIONS)
+    rest = {k: v for k, v in row.items() if k not in (*questions, "solution", "answer")}
+    has_answer = row.get("answer") is not None
+    answer = text_of(row, "answer" if has_answer else "solution")
+    return {**rest, "query": text_of(row, *questions), "answer": answer}

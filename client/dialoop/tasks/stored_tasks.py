@@ -9,8 +9,9 @@ A task carries its row as it was read. The policy and callers never see it; rewa
 from __future__ import annotations
 
 import inspect
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -26,11 +27,20 @@ from dialoop.environments.endings import EndWhenIncomplete, OneTurn
 from dialoop.environments.environment import Demonstrate
 from dialoop.environments.episode import Episode, TaskData
 from dialoop.environments.rewards.functions import RewardCallable, Rewards
+from dialoop.environments.tasks.files import (
+    Row,
+    StoredRows,
+    different_keys,
+    joined_rows,
+    require_columns,
+    splits_of,
+    wrong_value,
+)
 from dialoop.environments.tasks.source import TaskSource, require_share, share_of, task_not_found
 from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
 from dialoop.import_paths import load_attribute
+from dialoop.messages import PLACEHOLDER_ROLE
 from dialoop.reasons import Reason
-from dialoop.tasks.files import Row, StoredRows, joined_rows, splits_of
 from dialoop.trajectory import Reward
 from dialoop.user_functions import call_now, name_of, raised_at
 
@@ -38,6 +48,7 @@ _TRIAL_ANSWER = "I do not know."
 """What a reward function is called with before anything starts."""
 
 _ASK = ("system", "developer", "user")
+_CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +205,9 @@ def row_environment(  # noqa: PLR0913 - the options of the environments made of 
     *,
     read: ReadRow,
     columns: Iterable[str],
+    known: Collection[str] = (),
+    causes: Mapping[str, str],
+    ignore_columns: Iterable[str],
     files: str | Sequence[str],
     heldout_files: str | Sequence[str] | None,
     heldout_fraction: float,
@@ -205,19 +219,32 @@ def row_environment(  # noqa: PLR0913 - the options of the environments made of 
 ) -> ChatEnv:
     """Return an environment of one turn: the row's prompt, the policy's answer, its rewards.
 
-    Raise InvalidConfig (BAD_ROW) where a file lacks one of the columns.
+    columns: those that each row needs; known: those of the format beside them; causes: those that
+    are refused, each with why. Others have to be taken by a reward (`takes`) or be ignored. Raise
+    InvalidConfig (BAD_ROW, UNKNOWN_COLUMN) for others, or where one is missing.
     """
+
+    def read_rows(files: Sequence[str | Path], split: str) -> StoredRows:
+        rows = joined_rows(files, split=split, ignore_columns=ignore_columns)
+        require_columns(
+            rows,
+            needed=columns,
+            known=known,
+            is_wanted=lambda column: any(takes(column) for takes in takers),
+            causes=causes,
+        )
+        return rows
+
+    takers = [reward.takes for reward in rewards if hasattr(reward, "takes")]
     paths = [files] if isinstance(files, (str, Path)) else list(files)
-    train = _require_columns(joined_rows(paths, split=split), columns, paths)
+    train = read_rows(paths, split)
     heldout = None
     if heldout_files:
         others = [heldout_files] if isinstance(heldout_files, (str, Path)) else list(heldout_files)
-        heldout = joined_rows(others, split=heldout_split)
+        heldout = read_rows(others, heldout_split)
     elif not heldout_fraction and len(paths) == 1 and Path(paths[0]).is_dir():
         has_heldout = heldout_split in splits_of(Path(paths[0]))
-        heldout = joined_rows(paths, split=heldout_split) if has_heldout else None
-    if heldout is not None:
-        _require_columns(heldout, columns, heldout_files or paths)
+        heldout = read_rows(paths, heldout_split) if has_heldout else None
     return ChatEnv(
         name=name,
         description="Rows of a data set, each answered in one turn.",
@@ -231,21 +258,9 @@ def row_environment(  # noqa: PLR0913 - the options of the environments made of 
     )
 
 
-def read_messages(row: Row, column: str) -> History:
-    """Return a column of chat messages; InvalidInput (BAD_ROW) names it where it is none."""
-    value = row.get(column)
-    if not isinstance(value, (list, tuple)) or not value:
-        raise wrong_value(column, value, 'a list of messages, as [{"role": "user", ...}]')
-    chats = [_without_empty(item) if isinstance(item, Mapping) else item for item in value]
-    try:
-        history: History = History.from_chats(chats)
-    except (DialoopError, TypeError, ValueError) as error:
-        text = error.message if isinstance(error, DialoopError) else str(error)
-        raise InvalidInput(
-            f"column {column!r}: {text}",
-            reason=Reason.BAD_ROW,
-            remedy='Write messages as {"role": "user", "content": "..."}.',
-        ) from error
+def read_prompt(row: Row, column: str) -> History:
+    """Return a column of chat messages that ask something; InvalidInput (BAD_ROW) otherwise."""
+    history = read_messages(row, column)
     empty = next((i for i, m in enumerate(history) if m.role in _ASK and not m.content), None)
     if empty is not None:
         raise InvalidInput(
@@ -256,13 +271,66 @@ def read_messages(row: Row, column: str) -> History:
     return history
 
 
-def wrong_value(column: str, value: Any, wanted: str) -> InvalidInput:
-    """Return the error for a value of the wrong type."""
-    is_there = value is not None
-    what = f"is {value!r:.60} (a {type(value).__name__})" if is_there else "is missing or null"
-    return InvalidInput(
-        f"column {column!r} {what}.", reason=Reason.BAD_ROW, remedy=f"Give {wanted}."
-    )
+def read_messages(row: Row, column: str) -> History:
+    """Return a column of chat messages; InvalidInput (BAD_ROW) names it where it is none.
+
+    A field that is not known is refused, and so are arguments of a call that are no JSON object.
+    """
+    value = row.get(column)
+    if not isinstance(value, (list, tuple)) or not value:
+        raise wrong_value(column, value, 'a list of messages, as [{"role": "user", ...}]')
+    chats = [_without_empty(item) if isinstance(item, Mapping) else item for item in value]
+    try:
+        history: History = History.from_chats(chats)
+        if len(history) != len(chats):
+            raise ValueError(f"a message has the role {PLACEHOLDER_ROLE}, which pads batches")
+        for index, chat in enumerate(chats):
+            for number, call in enumerate(chat.get("tool_calls") or ()):
+                _require_call(call, f"messages[{index}].tool_calls[{number}]")
+    except (DialoopError, TypeError, ValueError) as error:
+        text = error.message if isinstance(error, DialoopError) else f"{error}."
+        raise InvalidInput(
+            f"column {column!r}: {text}",
+            reason=Reason.BAD_ROW,
+            remedy='Write messages as {"role": "user", "content": "..."}.',
+        ) from error
+    return history
+
+
+def read_taught(row: Row, column: str) -> tuple[History, frozenset[int]]:
+    """Return a column of chat messages, and which of the assistant's have "weight": 0."""
+    value, weights = row.get(column), {}
+    if isinstance(value, (list, tuple)):
+        fields = {i: dict(item) for i, item in enumerate(value) if isinstance(item, Mapping)}
+        weights = {i: found.pop("weight") for i, found in fields.items() if "weight" in found}
+        row = {column: [fields.get(i, item) for i, item in enumerate(value)]}
+    history = read_messages(row, column)
+    for index, weight in weights.items():
+        is_weight = weight in (0, 1) and not isinstance(weight, (bool, str))
+        if weight is not None and (history[index].role != "assistant" or not is_weight):
+            raise InvalidInput(
+                f"{column}[{index}].weight is {weight!r:.20}.",
+                reason=Reason.BAD_ROW,
+                remedy="Give assistant messages weight 0 or 1, and others none.",
+            )
+    return history, frozenset(index for index, weight in weights.items() if weight == 0)
+
+
+def _require_call(call: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a call of a row with a field that nothing reads, or other arguments."""
+    function = call.get("function", call)
+    for name, value in (*call.items(), *function.items()):
+        if name not in _CALL_FIELDS and value is not None:
+            raise ValueError(f"{where} has a field {name!r} that a call does not have")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return  # an object: none at all is no argument
+    try:
+        value = json.loads(arguments, object_pairs_hook=different_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}.function.arguments is {arguments!r:.60}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}.function.arguments is {arguments!r:.60}, no JSON object")
 
 
 def row_of(episode: Episode) -> RowTask:
@@ -333,17 +401,3 @@ def function_name(function: Callable[..., Any]) -> str:
 def _without_empty(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without the fields that only other rows of the column have."""
     return {name: value for name, value in message.items() if value is not None}
-
-
-def _require_columns(
-    rows: StoredRows, columns: Iterable[str], paths: str | Sequence[str]
-) -> StoredRows:
-    missing = [name for name in columns if len(rows) and name not in rows.columns]
-    if missing:
-        raise InvalidConfig(
-            f"{paths if isinstance(paths, str) else ', '.join(map(str, paths))} "
-            f"has no column {', '.join(map(repr, missing))}.",
-            reason=Reason.BAD_ROW,
-            remedy=f"Its columns are {', '.join(rows.columns)}; name the right ones in options.",
-        )
-    return rows

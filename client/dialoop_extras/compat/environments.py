@@ -18,10 +18,10 @@ from dialoop.environments.endings import EndOnTag
 from dialoop.environments.standard import completion
 from dialoop.environments.standard import dataset_chat_env as own_dataset_chat_env
 from dialoop.environments.tasks.data_loading import DataLoadingPrimer
+from dialoop.environments.tasks.files import file_tasks
 from dialoop.environments.tasks.row_tasks import text_to_query
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from dialoop.tasks.files import file_tasks
 from dialoop.tasks.gsm8k import Gsm8kReward, gsm8k
 from dialoop.tasks.ifeval import IfEvalReward, ifeval
 

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dialoop.environments.tasks.files import joined_rows
 from dialoop.errors import DialoopError
-from dialoop.tasks.files import joined_rows
 from dialoop_services.config.values import did_you_mean
 
 To = str | tuple[str, Callable[[Any], Any]]

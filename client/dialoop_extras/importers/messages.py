@@ -15,16 +15,24 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dialoop.environments.episode import TaskData
+from dialoop.environments.tasks.files import wrong_value
 from dialoop.errors import InvalidInput
 from dialoop.messages import Message
 from dialoop.reasons import Reason
-from dialoop.tasks.stored_tasks import RowTask, read_messages, row_environment
+from dialoop.tasks.stored_tasks import RowTask, read_taught, row_environment
 
-from dialoop_extras.importers.trl import trl_rewards
+from dialoop_extras.importers.trl import NO_COLUMNS, trl_rewards
+
+_NO_COLUMNS = {
+    **NO_COLUMNS,
+    "prompt": "a reward function gets the messages before the last one under that name",
+    "reference": "a reward function gets the last message under that name",
+    "tools": "the policy would not see them; tools are those of an environment (docs/tools.md)",
+}
 
 if TYPE_CHECKING:
     from dialoop.environments.chat_env import ChatEnv
-    from dialoop.tasks.files import Row
+    from dialoop.environments.tasks.files import Row
 
 
 def messages(  # noqa: PLR0913 - the options are the interface
@@ -35,18 +43,22 @@ def messages(  # noqa: PLR0913 - the options are the interface
     heldout_path: str | Sequence[str] | None = None,
     heldout_fraction: float = 0.0,
     reward_timeout_s: float = 30.0,
+    ignore_columns: Sequence[str] = (),
     split: str = "train",
     heldout_split: str = "test",
     name: str = "messages",
 ) -> ChatEnv:
     """Return the environment of conversations: JSON lines or Parquet files, or saved data sets.
 
-    Without reward_funcs, rewards are those of [[scorer.rewards]].
+    Without reward_funcs, rewards are those of [[scorer.rewards]]. A column that no function takes
+    is refused, unless it is one of ignore_columns.
     """
     return row_environment(
         name,
         read=_read,
         columns=("messages",),
+        causes=_NO_COLUMNS,
+        ignore_columns=ignore_columns,
         files=path,
         heldout_files=heldout_path,
         heldout_fraction=heldout_fraction,
@@ -59,8 +71,10 @@ def messages(  # noqa: PLR0913 - the options are the interface
 
 
 def _read(row: Row, key: str) -> RowTask:
-    history = read_messages(row, "messages")
+    history, untaught = read_taught(row, "messages")
     reference = ""
+    if len(history) - 1 in untaught:
+        raise wrong_value("messages[-1].weight", 0, "the answer that is wanted, with weight 1")
     if history[-1].role == "assistant":
         reference, history = history[-1].text, history[:-1]
     if not history:

@@ -6,19 +6,22 @@
 
 A row has `prompt`, a text or chat messages, and any other columns. A function is
 `f(prompts, completions, **columns)`, sync or async, and returns a list of numbers. It is called for
-one completion at a time. None in the list says that it does not apply to the row; NaN is a failure.
+one completion at a time, with the columns that it takes. None in the list says that it does not
+apply to the row; NaN is a failure.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dialoop.environments.rewards.functions import RewardCallable
+from dialoop.environments.tasks.files import wrong_value
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.tasks.stored_tasks import (
@@ -26,25 +29,23 @@ from dialoop.tasks.stored_tasks import (
     function_name,
     load_reward,
     number_of,
-    read_messages,
+    read_prompt,
     require_arguments,
     row_environment,
     row_of,
     sampled_text,
-    wrong_value,
 )
 from dialoop.trajectory import Reward
 from dialoop.user_functions import call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from dialoop.environments.chat_env import ChatEnv
     from dialoop.environments.episode import Episode
-    from dialoop.tasks.files import Row
+    from dialoop.environments.tasks.files import Row
 
 _FORM = "def reward(prompts, completions, **kwargs), and return a list of numbers"
-_OWN_COLUMNS = ("prompt", "completion", "completion_ids")
 _NOT_GIVEN = {
     "completion_ids": "an environment reads messages and no token ids; a function in "
     "[[scorer.rewards]] gets whole trajectories with theirs",
@@ -53,6 +54,19 @@ _NOT_GIVEN = {
     "log_extra": "there is no table of completions here; `log_metric` is given",
 }
 """What TRL passes besides the columns and Dialoop cannot, with the reason."""
+
+_GIVEN = "a reward function gets what the policy was asked and answered under that name"
+NO_COLUMNS: Mapping[str, str] = MappingProxyType(
+    {
+        "prompts": _GIVEN,
+        "completions": _GIVEN,
+        "log_metric": "a reward function gets a function under that name",
+        "completion": "the policy writes the answers, and none of the data set is trained",
+        **dict.fromkeys(("image", "images"), "a prompt is messages of text, and would lack it"),
+        **dict.fromkeys(_NOT_GIVEN, "TRL gives something else under that name"),
+    }
+)
+"""Columns that no row may have, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +102,13 @@ class TrlReward:
             return (none, *recorded)
         return (Reward(name=self.name, value=number_of(value), weight=self.weight), *recorded)
 
+    def takes(self, column: str) -> bool:
+        """Return whether the function has a parameter for a column, or takes any."""
+        parameters = _parameters(self.function)
+        return column in parameters or any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
+
     def require_form(self, task: RowTask) -> None:
         """Raise InvalidConfig for what the function needs and neither the row nor Dialoop has."""
         arguments = self._arguments(task, "", {})
@@ -110,12 +131,10 @@ class TrlReward:
         is_text = isinstance(prompt, str)
         completion: Any = text if is_text else [{"role": "assistant", "content": text}]
         # Copied, since functions may change what they get.
-        row = deepcopy({k: v for k, v in task.row.items() if k not in _OWN_COLUMNS})
+        row = deepcopy({k: v for k, v in task.row.items() if k != "prompt" and self.takes(k)})
         columns = {name: [value] for name, value in row.items()}
         arguments: dict[str, Any] = {"prompts": [prompt], "completions": [completion], **columns}
-        parameters = _parameters(self.function)
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if (takes_any or "log_metric" in parameters) and "log_metric" not in columns:
+        if self.takes("log_metric"):
 
             def log_metric(name: str, value: float) -> None:
                 metrics[str(name)] = float(value)
@@ -132,6 +151,7 @@ def trl(  # noqa: PLR0913 - the options are the interface
     eval_dataset: str | Sequence[str] | None = None,
     heldout_fraction: float = 0.0,
     reward_timeout_s: float = 30.0,
+    ignore_columns: Sequence[str] = (),
     split: str = "train",
     heldout_split: str = "test",
     name: str = "trl",
@@ -139,7 +159,8 @@ def trl(  # noqa: PLR0913 - the options are the interface
     """Return the environment of TRL's rows: Parquet or JSON lines files, or saved data sets.
 
     reward_funcs: each `module:function` or `file.py:function`; reward_weights: a factor for each.
-    A prompt that is a text becomes the user's message, and the functions get it as a text.
+    A prompt that is a text becomes the user's message, and the functions get it as a text. A column
+    that no function takes is refused, unless it is one of ignore_columns.
     """
 
     def read(row: Row, key: str) -> RowTask:
@@ -148,12 +169,14 @@ def trl(  # noqa: PLR0913 - the options are the interface
             return RowTask(key=key, question=prompt, row=row)
         if not isinstance(prompt, (list, tuple)):
             raise wrong_value("prompt", prompt, "a text or a list of messages")
-        return RowTask(key=key, messages=read_messages(row, "prompt"), row=row)
+        return RowTask(key=key, messages=read_prompt(row, "prompt"), row=row)
 
     return row_environment(
         name,
         read=read,
         columns=("prompt",),
+        causes=NO_COLUMNS,
+        ignore_columns=ignore_columns,
         files=dataset,
         heldout_files=eval_dataset,
         heldout_fraction=heldout_fraction,

@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dialoop.environments.tasks.files import wrong_value
 from dialoop.tasks.stored_tasks import (
     RowTask,
     function_name,
     load_reward,
     number_of,
-    read_messages,
+    read_prompt,
     require_arguments,
     row_environment,
     row_of,
     sampled_text,
-    wrong_value,
 )
 from dialoop.trajectory import Reward
 from dialoop.user_functions import call
@@ -37,7 +37,15 @@ if TYPE_CHECKING:
 
     from dialoop.environments.chat_env import ChatEnv
     from dialoop.environments.episode import Episode
-    from dialoop.tasks.files import Row
+    from dialoop.environments.tasks.files import Row
+
+_NO_COLUMNS = {
+    **dict.fromkeys(("images", "videos"), "a prompt is messages of text, and would lack them"),
+    "agent_name": "a row is answered in one turn, by the policy itself",
+    "tools_kwargs": "a row is answered in one turn, without tools",
+    "raw_prompt_ids": "the policy reads the messages of the prompt",
+}
+"""Columns of verl's that no row may have, with the reason."""
 
 _FORM = "def compute_score(data_source, solution_str, ground_truth, extra_info=None)"
 
@@ -107,6 +115,7 @@ def verl(  # noqa: PLR0913 - the options are the interface
     reward_fn_key: str = "data_source",
     reward_kwargs: Mapping[str, Any] | None = None,
     reward_timeout_s: float = 30.0,
+    ignore_columns: Sequence[str] = (),
     split: str = "train",
     heldout_split: str = "test",
     name: str = "verl",
@@ -114,15 +123,18 @@ def verl(  # noqa: PLR0913 - the options are the interface
     """Return the environment of verl's rows: Parquet or JSON lines files, or saved data sets.
 
     compute_score: `module:function` or `file.py:function`. reward_kwargs: further arguments of it.
+    A column that verl's rows do not have is refused, unless it is one of ignore_columns.
     """
 
     def read(row: Row, key: str) -> RowTask:
-        prompt = read_messages(row, prompt_key)
+        prompt = read_prompt(row, prompt_key)
         if not isinstance(row.get(reward_fn_key), str):
             raise wrong_value(reward_fn_key, row.get(reward_fn_key), "a text")
         reward_model = row.get("reward_model")
         if not isinstance(reward_model, Mapping):
             raise wrong_value("reward_model", reward_model, 'a struct, as {"ground_truth": "72"}')
+        if reward_model.get("style") == "model":
+            raise wrong_value("reward_model.style", "model", "rows that compute_score rewards")
         if reward_model.get("ground_truth") is None:
             raise wrong_value("reward_model.ground_truth", None, "what the answer is compared with")
         extra_info = row.get("extra_info")
@@ -140,6 +152,9 @@ def verl(  # noqa: PLR0913 - the options are the interface
         name,
         read=read,
         columns=(prompt_key, reward_fn_key, "reward_model"),
+        known=("ability", "extra_info"),
+        causes=_NO_COLUMNS,
+        ignore_columns=ignore_columns,
         files=train_files,
         heldout_files=val_files,
         heldout_fraction=heldout_fraction,

@@ -13,9 +13,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from dialoop.environments.tasks.files import rows_of
 from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
-from dialoop.tasks.files import rows_of
 
 from dialoop_ops.audit.own_runs import json_rows
 from dialoop_ops.audit.records import (

@@ -23,18 +23,17 @@ from dialoop.templates.slots import require_shown, shape_of
 from dialoop.tokens.builder import TokenBuilder
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_learning.loss.facts import TINY_CHAT_TEMPLATE
-from dialoop_services.trainer.data.demonstrations import read_demonstrations
 
-from dialoop_ops.stack.user_code import demonstration_files
+from dialoop_ops.stack.user_code import demonstrations_in_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from dialoop.environments import Environment
     from dialoop.environments.episode import TaskData
     from dialoop_services.config.job import JobConfig
     from dialoop_services.config.tables import EnvironmentSection
+    from dialoop_services.trainer.data.demonstrations import Demonstration
 
 MAX_ROWS = 10_000
 """How many rows of each file are looked at before the start; others where they are read."""
@@ -73,8 +72,8 @@ def check_template(config: JobConfig, environments: Sequence[Environment]) -> li
     tokenizer = Tokenizer.from_directory(config.model.directory)
     with confined_template(tokenizer) as template:
         _require_tools_shown(config, environments, template)
-        for file in demonstration_files(config):
-            _require_taught(file, TokenBuilder(tokenizer, template))
+        for demonstrations in demonstrations_in_files(config):
+            _require_taught(demonstrations, TokenBuilder(tokenizer, template))
         for section, environment in zip(config.all_environments, environments, strict=True):
             if _is_chat(section) and isinstance(environment, ChatEnv):
                 _require_tasks_shown(environment, template)
@@ -213,19 +212,19 @@ def _require_tools_shown(
             )
 
 
-def _require_taught(file: str | Path, builder: TokenBuilder) -> None:
-    """Raise InvalidConfig, which names the line, where a demonstration cannot be taught.
+def _require_taught(demonstrations: Sequence[Demonstration], builder: TokenBuilder) -> None:
+    """Raise InvalidConfig, which names the row, where a demonstration cannot be taught.
 
     Of rows that have the same fields in the same order one is tried.
     """
     seen: set[str] = set()
-    for row in islice(read_demonstrations(file), MAX_ROWS):
+    for row in demonstrations[:MAX_ROWS]:
         options = {"tools": row.tools} if row.tools else {}
         shape = f"{shape_of(builder.template, row.history, **options)} {sorted(row.untaught)}"
         if shape in seen or len(seen) >= MAX_SHAPES:
             continue
         seen.add(shape)
-        with _naming(f"{file} line {row.line} cannot be taught:"):
+        with _naming(f"{row.place} cannot be taught:"):
             builder.demonstrations(row.history, options=options, untaught=row.untaught)
 
 

@@ -30,7 +30,7 @@ from dialoop_services.config.tables import DATA_PLANES, EnvironmentSection
 from dialoop_services.config.values import did_you_mean
 from dialoop_services.scorer.estimator import load_estimator
 from dialoop_services.scorer.rewards import load_rewards, rehearse
-from dialoop_services.trainer.data.demonstrations import read_demonstrations
+from dialoop_services.trainer.data.demonstrations import Demonstration, read_demonstrations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -118,13 +118,16 @@ def _check_splits(config: JobConfig, section: EnvironmentSection, environment: E
             )
 
 
-def demonstration_files(config: JobConfig) -> tuple[str, ...]:
-    """Return the files of demonstrations that the job learns from, or is measured by."""
-    is_sft, warm_start = config.train.mode == "sft", config.warm_start
-    if not (config.train.num_steps if is_sft else warm_start.num_steps):
-        return ()
-    files = (config.sft.file, config.sft.heldout_file) if is_sft else (warm_start.file,)
-    return tuple(filter(None, files))
+def demonstrations_in_files(config: JobConfig) -> Iterator[list[Demonstration]]:
+    """Read each file of demonstrations that the job learns from, or is measured by."""
+    sft, warm_start = config.sft, config.warm_start
+    if config.train.mode == "sft" and config.train.num_steps:
+        for file, split in ((sft.file, "train"), (sft.heldout_file, "test")):
+            if file:
+                yield read_demonstrations(file, sft.ignore_columns, split=split)
+    elif config.train.mode != "sft" and warm_start.num_steps and warm_start.file:
+        columns = warm_start.ignore_columns
+        yield read_demonstrations(warm_start.file, columns, table="[warm_start]")
 
 
 def check_demonstrations(config: JobConfig, environment: Environment) -> None:
@@ -132,8 +135,8 @@ def check_demonstrations(config: JobConfig, environment: Environment) -> None:
     is_sft, warm_start = config.train.mode == "sft", config.warm_start
     if not (config.train.num_steps if is_sft else warm_start.num_steps):
         return
-    for file in demonstration_files(config):
-        read_demonstrations(file)
+    for _ in demonstrations_in_files(config):
+        pass  # read to see what is wrong
     has_file = config.sft.file if is_sft else warm_start.file
     demonstrates = isinstance(environment, ChatEnv) and environment.demonstrate is not None
     if not has_file and not demonstrates:

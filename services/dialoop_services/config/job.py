@@ -65,17 +65,24 @@ class WarmStartSection(Section):
     checkpoint_every: int = Field(default=100, ge=1)
     """Number of warm-start steps between checkpoints."""
     file: FilePath = ""
-    """JSONL file of demonstrations, {"messages": [...]}; empty: the environment's own."""
+    """Demonstrations, rows of {"messages": [...]}: a JSONL or Parquet file, or the folder of a
+    saved data set; empty: the environment's own."""
+    ignore_columns: tuple[str, ...] = ()
+    """Columns of `file` to leave out; others than messages and tools are refused."""
 
 
 class SftSettings(Section):
     """Supervised fine-tuning, for `mode = "sft"`; steps, rates and schedules are in [train]."""
 
     file: FilePath = ""
-    """JSONL file of demonstrations, {"messages": [...]}. Empty: what the environment demonstrates
-    for the tasks of its train split."""
+    """Demonstrations, rows of {"messages": [...]}: a JSONL or Parquet file, or the folder of a
+    saved data set, of which the split "train" counts. Empty: what the environment demonstrates for
+    the tasks of its train split."""
     heldout_file: FilePath = ""
-    """JSONL file of demonstrations for the held-out loss; empty: heldout_fraction of `file`."""
+    """Demonstrations for the held-out loss: a file, or a folder with its split "test"; empty:
+    heldout_fraction of `file`."""
+    ignore_columns: tuple[str, ...] = ()
+    """Columns of both files to leave out; others than messages and tools are refused."""
     heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of `file` that is kept for the held-out loss, below 1."""
     batch_size: int = Field(default=64, ge=1)

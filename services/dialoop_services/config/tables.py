@@ -126,9 +126,10 @@ class EnvironmentSection(Section):
     name: str = ""
     """Name of the environment in tasks; empty: `use`, or "jsonl" with a task_file."""
     task_file: FilePath = ""
-    """JSONL file of question and answer pairs; sets `use` to "jsonl"."""
+    """Question and answer pairs, in a JSONL or Parquet file or the folder of a saved data set; sets
+    `use` to "jsonl"."""
     heldout_file: FilePath = ""
-    """JSONL file of tasks for evaluation; empty: heldout_fraction of `task_file` is held out."""
+    """Tasks for evaluation, in such a file; empty: heldout_fraction of `task_file` is held out."""
     heldout_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of `task_file` that is held out for evaluation, below 1."""
     train_split: str = "train"

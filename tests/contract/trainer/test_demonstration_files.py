@@ -86,7 +86,7 @@ def test_what_the_template_hides_is_refused_by_line_and_field(
     tmp_path: Path, message: dict[str, Any], said: str
 ) -> None:
     file = write(tmp_path, {"messages": [ASK, FOUR]}, {"messages": [ASK, message]})
-    with pytest.raises(InvalidConfig, match="line 2 cannot be taught") as caught:
+    with pytest.raises(InvalidConfig, match=r"line 2 of .* cannot be taught") as caught:
         taught(file, "llama3_1")
     assert said in caught.value.message
     assert caught.value.reason == "TEMPLATE_HIDES_ANSWERS"
@@ -97,9 +97,9 @@ def test_what_the_template_hides_is_refused_by_line_and_field(
     [
         ({"messages": [{**ASK, "weight": 1}, FOUR]}, r"messages\[0\]\.weight is 1"),
         ({"messages": [ASK, {**FOUR, "weight": 0.5}]}, r"messages\[1\]\.weight is 0\.5"),
-        ({"messages": [ASK, {**FOUR, "weight": 0}]}, "no assistant message to learn from"),
+        ({"messages": [ASK, {**FOUR, "weight": 0}]}, "none of the assistant to learn from"),
         ({"messages": [ASK, {**FOUR, "wieght": 1}]}, "has a field 'wieght'"),
-        ({"messages": [ASK, FOUR], "tools": {"a": 1}}, "tools is no list"),
+        ({"messages": [ASK, FOUR], "tools": {"a": 1}}, "column 'tools' is {'a': 1}"),
         ({"messages": [ASK, 4]}, "expected a message"),
     ],
 )
@@ -107,5 +107,5 @@ def test_a_malformed_line_is_refused_by_line_and_field(
     tmp_path: Path, row: dict[str, Any], said: str
 ) -> None:
     file = write(tmp_path, {"messages": [ASK, FOUR]}, row)
-    with pytest.raises(InvalidConfig, match=rf"chats\.jsonl line 2.*{said}"):
+    with pytest.raises(InvalidConfig, match=rf"line 2 of .*chats\.jsonl: .*{said}"):
         read_demonstrations(file)

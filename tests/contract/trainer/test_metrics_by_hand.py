@@ -490,8 +490,8 @@ def supervised(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     }
     shown = DemonstrationSet(
         size=4,
-        show=lambda number, _: Demonstration(history=History(), line=10 * (number + 1)),
-        render=lambda demonstration: (SHOWN[demonstration.line],),
+        show=lambda number, _: Demonstration(history=History(), place=str(10 * (number + 1))),
+        render=lambda demonstration: (SHOWN[int(demonstration.place)],),
         batch_size=2,
         seed=3,
         heldout=HELD_OUT,

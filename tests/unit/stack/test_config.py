@@ -299,7 +299,7 @@ def test_a_task_file_with_a_broken_line_is_refused_before_anything_starts(tmp_pa
     path = write_config(
         tmp_path, "engine = 'transformers'\n[environment]\ntask_file = 'tasks.jsonl'\n"
     )
-    with pytest.raises(InvalidConfig, match=r"Line 2 of .*tasks\.jsonl is broken"):
+    with pytest.raises(InvalidConfig, match=r"Line 2 of .*tasks\.jsonl cannot be read"):
         preflight.check(load_config(path, environment={}))
 
 

@@ -41,12 +41,14 @@ def test_a_row_whose_field_the_template_drops_is_named_by_its_line(tmp_path: Pat
     check_template(sft("phi4", tmp_path, [ASK, FOUR], [ASK, FOUR]), [PLAIN])
     dropped = sft("phi4", tmp_path, [ASK, FOUR], [ASK, TOLD, FOUR])
     with pytest.raises(
-        InvalidConfig, match=r"line 2 .*leaves out messages\[1\]\.content"
+        InvalidConfig, match=r"line 2 of .*leaves out messages\[1\]\.content"
     ) as raised:
         check_template(dropped, [PLAIN])
     assert raised.value.reason == "TEMPLATE_DROPS_FIELD"
     thought = sft("qwen2_5", tmp_path, [ASK, FOUR | {"reasoning_content": "Two and two."}])
-    with pytest.raises(InvalidConfig, match=r"line 1 cannot be taught.*the reasoning") as raised:
+    with pytest.raises(
+        InvalidConfig, match=r"line 1 of .* cannot be taught.*the reasoning"
+    ) as raised:
         check_template(thought, [PLAIN])
     assert raised.value.reason == "TEMPLATE_HIDES_ANSWERS"
 

@@ -13,9 +13,9 @@ import dialoop_ops
 import pytest
 from dialoop.chat import Message
 from dialoop.environments import load_environment
+from dialoop.environments.tasks.files import rows_of
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
-from dialoop.tasks.files import rows_of
 from dialoop.user_functions import call_now
 from dialoop_ops.stack.user_code import load_environments, working_in
 from dialoop_services.config.file import parse_config
@@ -486,7 +486,6 @@ def test_a_compute_score_of_another_form_is_refused_before_anything_starts(
         ("wants_ids", "needs completion_ids, which Dialoop does not give"),
         ("wants_state", "needs trainer_state, which Dialoop does not give"),
         ("wants_difficulty", "missing a required argument: 'difficulty'"),
-        ("takes_no_columns", "unexpected keyword argument 'target'"),
     ],
 )
 def test_a_reward_func_of_another_form_is_refused_before_anything_starts(

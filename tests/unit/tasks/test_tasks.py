@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from dialoop.chat import Message
 from dialoop.environments import ChatEnv, load_environment
+from dialoop.environments.tasks.files import file_tasks, rows_of
 from dialoop.errors import DeadlineExceeded, InvalidConfig, InvalidInput
 from dialoop.tasks.countdown import CountdownTasks, countdown, value_of
-from dialoop.tasks.files import file_tasks, rows_of
 from dialoop.tasks.gsm8k import gsm8k, gsm8k_truth
 from dialoop.tasks.maths import MathReward, maths
 from dialoop.tasks.reasoning_gym import reasoning_gym

@@ -20,7 +20,7 @@ from dialoop_ops.policies.rescore import (
     sampled_by_version,
 )
 from dialoop_ops.stack.report.summary import count_outcomes
-from dialoop_services.trainer.data.demonstrations import numbered_demonstrations
+from dialoop_services.trainer.data.demonstrations import read_demonstrations
 from dialoop_services.trainer.records import records
 from dialoop_services.trainer.records.records import RunRecords
 from dialoop_services.trainer.records.rows import trajectory_files
@@ -197,5 +197,5 @@ def test_a_demonstration_may_hold_any_line_separator(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": SEPARATORS}, {"role": "assistant", "content": "4"}]
     path = tmp_path / "demonstrations.jsonl"
     path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", "utf-8")
-    ((number, history),) = numbered_demonstrations(path)
-    assert (number, history[0].content) == (1, SEPARATORS)
+    (shown,) = read_demonstrations(path)
+    assert shown.history[0].content == SEPARATORS

@@ -252,7 +252,9 @@ def test_a_file_is_split_by_its_seed_into_what_is_trained_and_what_is_held_out(
 
 
 def test_a_file_of_its_own_may_be_held_out(tmp_path: Path, model_dir: Path) -> None:
-    train, heldout = (write_chats(tmp_path / name, n) for name, n in (("a", 3), ("b", 2)))
+    train, heldout = (
+        write_chats(tmp_path / name, n) for name, n in (("a.jsonl", 3), ("b.jsonl", 2))
+    )
     settings = TrainerSettings(
         model_dir=model_dir, mode="sft", sft={"file": str(train), "heldout_file": str(heldout)}
     )
@@ -279,7 +281,7 @@ def test_a_demonstration_that_fits_no_row_is_named_by_its_line_before_any_step(
     long.write_text("\n" + "\n".join(lines), "utf-8")  # an empty line counts as one
     sft = {"file": str(short), name: str(long)}
     settings = TrainerSettings(model_dir=model_dir, mode="sft", sft=sft, max_row_tokens=128)
-    with pytest.raises(InvalidConfig, match=r"long\.jsonl line 3 has \d+ tokens") as caught:
+    with pytest.raises(InvalidConfig, match=r"line 3 of .*long\.jsonl has \d+ tokens") as caught:
         demonstration_set(settings, _builder(settings))
     assert caught.value.reason == "SEQUENCE_TOO_LONG"
 
@@ -308,7 +310,7 @@ def test_a_demonstration_of_which_nothing_is_left_to_train_is_dropped_by_its_lin
         demonstrations.heldout if name == "heldout_file" else range(demonstrations.size)
     ) == 3 - len(dropped)
     for warning, number in zip(caplog.messages, dropped, strict=True):
-        assert f"long.jsonl line {number}, " in warning
+        assert f"line {number} of {long}, " in warning
     learner = Learner(settings)
     for step in range(demonstrations.steps_per_epoch):
         learner.sft_step(learner.rows_to_imitate(demonstrations.batch(step)))
@@ -326,7 +328,7 @@ def test_a_warm_start_never_draws_what_leaves_nothing_to_train(
     path.write_text("\n".join((lines[0], lines[1].replace("?", "why? " * 100))), "utf-8")
     options = {"warm_start": {"file": str(path), "num_steps": 1}, "max_row_tokens": 128}
     settings = TrainerSettings.model_validate({"model_dir": model_dir, **options})
-    with pytest.raises(InvalidConfig, match="line 2 has"):
+    with pytest.raises(InvalidConfig, match=r"line 2 of .* has \d+ tokens"):
         warm_start_batches(settings, _builder(settings))
     settings = settings.model_copy(update={"oversize": "truncate"})
     demonstrations = warm_start_batches(settings, _builder(settings))

@@ -3,27 +3,36 @@ r"""Tasks from a file: one JSON object per line with `question` and `answer`, in
 {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3+4=7\n#### 7"}
 
 The file is checked once and then stays on disk. Memory holds about 20 bytes a line: where the line
-begins, its number, and a hash of its key.
+begins, its number, and a hash of its key. Parquet and saved data sets are read as well.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, overload
-from weakref import finalize
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dialoop.environments.episode import TaskData
 from dialoop.environments.rewards.functions import truth_of
+from dialoop.environments.tasks.files import (
+    Row,
+    StoredRows,
+    require_columns,
+    rows_of,
+    splits_of,
+    text_of,
+    wrong_value,
+)
 from dialoop.environments.tasks.source import TaskSource, hash_of, require_share, task_not_found
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
+
+_OWN = ("question", "answer", "id")
 
 
 class JsonlTasks(TaskSource):
@@ -31,13 +40,15 @@ class JsonlTasks(TaskSource):
 
     Each line is a JSON object with the columns `question` (what the policy reads) and `answer` (the
     truth, or a text that ends in `#### truth`). The column `id` is optional: it is the task's key,
-    which else is the line number. Other columns become metadata, which the policy never sees. A
-    hash of the key decides which lines are in the share `heldout_fraction`.
+    which else is the line number. Other columns become metadata, which the policy never sees; they
+    are refused (UNKNOWN_COLUMN) without `metadata`, for an environment that reads none. Those of
+    `ignore_columns` are left out. A hash of the key decides which lines are in the share
+    `heldout_fraction`. The file may be Parquet, or a folder of `datasets.save_to_disk`.
 
     A task is read from the file when it is asked for. The file that was opened is read even if its
     name leads to another one by then. Do not change its lines in place: `get` would return what
-    stands there now, or raise InvalidConfig (TASK_FILE_BROKEN) where that is no task. A copy or a
-    pickle opens the file again by its name.
+    stands there now, or raise InvalidConfig where that is no task. A copy or a pickle opens the
+    file again by its name.
     """
 
     def __init__(
@@ -46,12 +57,23 @@ class JsonlTasks(TaskSource):
         *,
         heldout_path: str | Path | None = None,
         heldout_fraction: float = 0.0,
+        metadata: bool = True,
+        ignore_columns: Iterable[str] = (),
     ) -> None:
         require_share(heldout_fraction, heldout_path)
-        file = _IndexedFile(Path(path))
+
+        def read(path: str | Path, split: str) -> _IndexedRows:
+            rows = rows_of(path, split=split, ignore_columns=ignore_columns)
+            known = rows.columns if metadata else ("id",)
+            require_columns(rows, needed=("question", "answer"), known=known)
+            return _IndexedRows(Path(path), rows)
+
+        file = read(path, "train")
         self._splits = {"train": _Lines(file, np.arange(file.num_lines, dtype=np.uint32))}
+        if not heldout_path and not heldout_fraction and Path(path).is_dir():
+            heldout_path = path if "test" in splits_of(Path(path)) else None
         if heldout_path:
-            other = _IndexedFile(Path(heldout_path))
+            other = read(heldout_path, "test")
             self._splits["heldout"] = _Lines(other, np.arange(other.num_lines, dtype=np.uint32))
         elif heldout_fraction:
             is_heldout = file.hashes / 2.0**64 < heldout_fraction
@@ -79,26 +101,15 @@ class JsonlTasks(TaskSource):
         return task
 
 
-class _IndexedFile:
-    """A file of tasks whose lines have all been checked, read line by line from then on."""
+class _IndexedRows:
+    """Rows of tasks that have all been checked, found by the hashes of their keys."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-        # Offsets have one more entry than there are tasks: the end of the file.
-        self._offsets, self._numbers, hashes = array("Q"), array("I"), array("Q")
-        self._has_ids = False
-        try:
-            self._open()
-            for number, offset, line in _lines(path):
-                fields = _fields(line, number, path)
-                key = _text(fields, "id") if "id" in fields else ""
-                self._has_ids = self._has_ids or bool(key)
-                self._offsets.append(offset)
-                self._numbers.append(number)
-                hashes.append(hash_of(key or str(number)))
-            self._offsets.append(os.fstat(self._file).st_size)
-        except (OSError, UnicodeDecodeError) as error:
-            raise _unreadable(path, error) from error
+    def __init__(self, path: Path, rows: StoredRows) -> None:
+        self._rows = rows
+        hashes = array("Q")
+        self._has_ids = "id" in rows.columns
+        for index, row in enumerate(rows):
+            hashes.append(hash_of(self._task(index, row).key))
         if not hashes:
             raise InvalidConfig(
                 f"The task file {path} has no tasks.",
@@ -109,40 +120,40 @@ class _IndexedFile:
         self._by_hash = np.argsort(self.hashes, kind="stable").astype(np.uint32)
         self._require_different_keys()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # An open file belongs to this object, which closes it at its end.
-        return {name: value for name, value in vars(self).items() if name != "_file"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        try:
-            self._open()
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-
-    def _open(self) -> None:
-        self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        finalize(self, os.close, self._file)
-
     @property
     def num_lines(self) -> int:
-        return len(self._numbers)
+        return len(self._rows)
 
     def key(self, index: int) -> str:
-        return self.task(index).key if self._has_ids else str(self._numbers[index])
+        return self.task(index).key if self._has_ids else str(self._rows.number(index))
 
     def task(self, index: int) -> TaskData:
-        """Read a task; blank lines behind it are cut off."""
-        begin, end = self._offsets[index], self._offsets[index + 1]
-        number = self._numbers[index]
-        text = os.pread(self._file, end - begin, begin).partition(b"\n")[0]
-        fields = _fields(text.decode("utf-8", errors="replace"), number, self.path)
-        rest = {k: v for k, v in fields.items() if k not in ("question", "answer", "id")}
+        """Read a task; InvalidConfig (BAD_ROW) where it is none."""
+        return self._task(index, self._rows[index])
+
+    def _task(self, index: int, row: Row) -> TaskData:
+        try:
+            question, answer = text_of(row, "question"), text_of(row, "answer")
+            # An answer that ends so holds a truth; to normalise each one would take longer.
+            if not (answer[-1:].isalnum() or truth_of(answer)):
+                raise wrong_value("answer", row["answer"], 'the truth, perhaps after "#### "')
+            has_id = row.get("id") is not None
+            key = text_of(row, "id") if has_id else str(self._rows.number(index))
+        except InvalidInput as error:
+            raise InvalidConfig(
+                f"{self._rows.place(index)}: {error.message}",
+                reason=error.reason,
+                remedy=error.remedy,
+            ) from error
+        rest = {name: value for name, value in row.items() if name not in _OWN}
         return TaskData(
-            key=_text(fields, "id") or str(number),
-            question=_text(fields, "question"),
-            answer=_text(fields, "answer"),
-            metadata={k: v if isinstance(v, str) else json.dumps(v) for k, v in rest.items()},
+            key=key,
+            question=question,
+            answer=answer,
+            metadata={
+                name: value if isinstance(value, str) else json.dumps(value, default=str)
+                for name, value in rest.items()
+            },
         )
 
     def find(self, key: str) -> tuple[int, TaskData] | None:
@@ -164,13 +175,18 @@ class _IndexedFile:
             index = int(self._by_hash[place + 1])
             key = self.key(index)
             if (first := self.find(key)) and first[0] != index:
-                raise _broken(self.path, self._numbers[index], f"its id '{key}' was used before")
+                raise InvalidConfig(
+                    f"{self._rows.place(index)}: column 'id' is '{key}', which is the key of "
+                    f"{self._rows.place(first[0])} too.",
+                    reason=Reason.BAD_ROW,
+                    remedy="Give each row an id of its own, or none.",
+                )
 
 
 class _Lines(Sequence[str]):
     """Some lines of a file, as the keys of their tasks."""
 
-    def __init__(self, file: _IndexedFile, indices: NDArray[np.uint32]) -> None:
+    def __init__(self, file: _IndexedRows, indices: NDArray[np.uint32]) -> None:
         self._file = file
         self._indices = indices
 
@@ -198,53 +214,3 @@ class _Lines(Sequence[str]):
         place = int(np.searchsorted(self._indices, index))
         is_here = place < len(self) and self._indices[place] == index
         return task if is_here else None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield number, offset in bytes and text of each line that is not blank."""
-    offset = 0
-    # As bytes, which are split by newlines alone: JSON strings may hold every other line separator.
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            text = line.decode("utf-8")
-            if text.strip():
-                yield number, offset, text
-            offset += len(line)
-
-
-def _fields(line: str, number: int, path: Path) -> dict[str, Any]:
-    """Return the columns of a line that is a task; InvalidConfig (TASK_FILE_BROKEN) otherwise."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        raise _broken(path, number, "it is not JSON") from None
-    if not isinstance(fields, dict):
-        raise _broken(path, number, "it is not a JSON object")
-    if not _text(fields, "question"):
-        raise _broken(path, number, "its question is missing or empty")
-    answer = _text(fields, "answer")
-    # An answer that ends so holds a truth; to normalise each one would take longer than to read it.
-    if not (answer[-1:].isalnum() or truth_of(answer)):
-        raise _broken(path, number, "its answer is missing or empty")
-    return fields
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
-    value = fields.get(name)
-    return str(value).strip() if isinstance(value, (str, int, float)) else ""
-
-
-def _unreadable(path: Path, error: Exception) -> InvalidConfig:
-    return InvalidConfig(
-        f"The task file {path} cannot be read: {type(error).__name__}.",
-        reason=Reason.TASK_FILE_UNREADABLE,
-        remedy="Name a UTF-8 file with one JSON object per line.",
-    )
-
-
-def _broken(path: Path, number: int, why: str) -> InvalidConfig:
-    return InvalidConfig(
-        f"Line {number} of {path} is broken: {why}.",
-        reason=Reason.TASK_FILE_BROKEN,
-        remedy='Write it as {"question": "...", "answer": "... #### 7"}, or delete the line.',
-    )

@@ -6,12 +6,13 @@ RowTasks([{"query": "What is 3+4?", "answer": "7"}]).get("train", "0").answer   
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from dialoop.environments.episode import TaskData
 from dialoop.environments.tasks.source import ListedTasks, TaskSource
-from dialoop.errors import InvalidConfig
+from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
 from dialoop.user_functions import call_now
 
@@ -32,14 +33,20 @@ class RowTasks(ListedTasks):
     """Rows with a `query` (after `collate`), perhaps an `answer` and a `key`; the rest is metadata.
 
     A mapping makes several splits, a list the split "train". Keys are row numbers by default.
+    places: where the rows of a split stand, for errors; by default "Row 3 of train".
     """
 
     def __init__(
-        self, rows: Rows | Mapping[str, Rows], *, collate: Collate = text_to_query
+        self,
+        rows: Rows | Mapping[str, Rows],
+        *,
+        collate: Collate = text_to_query,
+        places: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         splits = rows if isinstance(rows, Mapping) else {"train": rows}
         self._tasks = {
-            split: _tasks(split, its_rows, collate) for split, its_rows in splits.items()
+            split: _tasks(split, its_rows, collate, places.get(split))
+            for split, its_rows in splits.items()
         }
         super().__init__({split: tuple(tasks) for split, tasks in self._tasks.items()})
 
@@ -91,30 +98,42 @@ def _split_batches(rows: Rows) -> list[Any]:
     return unbatched
 
 
-def _tasks(split: str, rows: Rows, collate: Collate) -> dict[str, TaskData]:
+def _tasks(
+    split: str, rows: Rows, collate: Collate, places: Sequence[str] | None
+) -> dict[str, TaskData]:
     tasks: dict[str, TaskData] = {}
     for number, row in enumerate(rows):
+        place = places[number] if places else f"Row {number} of {split}"
         if not isinstance(row, Mapping):
             raise InvalidConfig(
-                f"Row {number} of {split} is a {type(row).__name__}, not a mapping.",
+                f"{place} is a {type(row).__name__}, not a mapping.",
                 reason=Reason.BAD_ROW,
                 remedy='Give rows as {"query": "...", "answer": "..."}.',
             )
-        fields = dict(call_now(collate, row))
+        try:
+            fields = dict(call_now(collate, row))
+        except DialoopError as error:
+            raise InvalidConfig(
+                f"{place}: {error.message}", reason=error.reason, remedy=error.remedy
+            ) from error
         query = fields.pop("query", None)
         if not isinstance(query, str) or not query:
             columns = ", ".join(map(str, row))[:200]
             raise InvalidConfig(
-                f"Row {number} of {split} has no query. It has: {columns}.",
+                f"{place} has no query. It has: {columns}.",
                 reason=Reason.BAD_ROW,
                 remedy="Name the question `query`, or give a `collate` that does.",
             )
-        key = str(fields.pop("key", number))
+        key = fields.pop("key", None)
+        key = str(number if key is None else key)
         if key in tasks:
             raise InvalidConfig(
-                f"Two rows of {split} have the key '{key}'.", remedy="Make keys unique."
+                f"{place} has the key '{key}' of an earlier row.",
+                reason=Reason.BAD_ROW,
+                remedy="Make keys unique.",
             )
-        answer = _as_text(fields.pop("answer", ""))
+        answer = fields.pop("answer", None)
+        answer = "" if answer is None else _as_text(answer)
         metadata = {k: _as_text(v) for k, v in fields.items()}
         tasks[key] = TaskData(key=key, question=query, answer=answer, metadata=metadata)
     return tasks

@@ -4,15 +4,16 @@ They come from a file, of which only lines that fit the trainer's rows count, or
 environment's own `demonstrate` on its training tasks. Every batch is a function of the seed and the
 number of batches before it, so a restarted trainer continues where it was.
 
-fitting_demonstrations("chats.jsonl", render, settings)
+demonstration_set(settings, builder).batch(0)    # what the first train step trains
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,13 +21,21 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dialoop.chat import History
 from dialoop.environments import ChatEnv, load_environment
-from dialoop.errors import DialoopError, InvalidConfig
+from dialoop.environments.tasks.files import (
+    different_keys,
+    require_columns,
+    rows_of,
+    wrong_value,
+)
+from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
+from dialoop.tasks.stored_tasks import read_taught
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dialoop.environments.environment import Environment
+    from dialoop.environments.tasks.files import Row
     from dialoop.sequences import Sequence
     from dialoop.tokens.builder import TokenBuilder
 
@@ -43,24 +52,36 @@ class Demonstration:
     """A conversation to learn from.
 
     tools: what the template is given as tools. untaught: indices of the assistant's messages that
-    are context (weight 0). line: in its file, from 1; 0 where it has none.
+    are context (weight 0). place: where it stands, as "line 3 of chats.jsonl".
     """
 
     history: History
     tools: tuple[Mapping[str, Any], ...] = ()
     untaught: frozenset[int] = frozenset()
-    line: int = 0
+    place: str = ""
+
+
+def _has_answer(sequence: Sequence) -> bool:
+    return bool(sequence.response_mask().any())
 
 
 class WarmStartBatches:
     """Endless batches of demonstrations as token rows. The same seed gives the same batches."""
 
     def __init__(
-        self, *, size: int, show: Show, render: Render, batch_size: int, seed: int
+        self,
+        *,
+        size: int,
+        show: Show,
+        render: Render,
+        batch_size: int,
+        seed: int,
+        trains: Callable[[Sequence], bool] = _has_answer,
     ) -> None:
         self._size = size
         self._show = show
         self._render = render
+        self._trains = trains
         self._batch_size = batch_size
         self._random = random.Random(seed)
 
@@ -68,7 +89,8 @@ class WarmStartBatches:
         return self
 
     def __next__(self) -> list[Sequence]:
-        return list(chain.from_iterable(map(self._render, self._draw())))
+        others = (self._show(i, random.Random(i)) for i in range(self._size))
+        return _trainable(self._draw(), others, self._render, self._trains)
 
     def skip(self, num_batches: int) -> None:
         """Skip batches that an earlier process has trained, without rendering them."""
@@ -86,7 +108,10 @@ def warm_start_batches(settings: TrainerSettings, builder: TokenBuilder) -> Warm
     """Return a warm start's batches, from the file that the settings name or the environment."""
     environment, render = _environment(settings, builder)
     if settings.warm_start.file:
-        size, show = _held(fitting_demonstrations(settings.warm_start.file, render, settings))
+        read = read_demonstrations(
+            settings.warm_start.file, settings.warm_start.ignore_columns, table="[warm_start]"
+        )
+        size, show = _held(_fitting(read, settings.warm_start.file, render, settings))
     else:
         remedy = "Name a file in [warm_start], or set its num_steps to 0."
         size, show = _shown(settings, environment, remedy=remedy)
@@ -96,12 +121,41 @@ def warm_start_batches(settings: TrainerSettings, builder: TokenBuilder) -> Warm
         render=render,
         batch_size=settings.warm_start.batch_size,
         seed=settings.seed,
+        trains=lambda sequence: num_tokens_to_train(sequence, settings) > 0,
     )
+
+
+def _trainable(
+    batch: Iterable[Demonstration],
+    others: Iterable[Demonstration],
+    render: Render,
+    trains: Callable[[Sequence], bool],
+) -> list[Sequence]:
+    """Return a batch's sequences; with those of others where none has a token to train.
+
+    Raise InvalidConfig (SEQUENCE_TOO_LONG) where none of the others has one either.
+    """
+    sequences, more = list(chain.from_iterable(map(render, batch))), iter(others)
+    while not any(map(trains, sequences)):
+        shown = next(more, None)
+        if shown is None:
+            shortest = min(len(sequence.token_ids) for sequence in sequences)
+            raise InvalidConfig(
+                f"No demonstration has a token to train in a row: the shortest has {shortest} "
+                "tokens.",
+                reason=Reason.SEQUENCE_TOO_LONG,
+                remedy="Raise max_row_tokens in [train], or shorten the demonstrations.",
+            )
+        sequences += render(shown)
+    return sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationSet:
-    """A set of `size` demonstrations, rendered when a batch needs them; `heldout` never train."""
+    """A set of `size` demonstrations, rendered when a batch needs them; `heldout` never train.
+
+    trains: whether a sequence has a token to train in the trainer's rows.
+    """
 
     size: int
     show: Show
@@ -109,6 +163,7 @@ class DemonstrationSet:
     batch_size: int
     seed: int
     heldout: tuple[Sequence, ...] = ()
+    trains: Callable[[Sequence], bool] = _has_answer
 
     @property
     def steps_per_epoch(self) -> int:
@@ -120,13 +175,16 @@ class DemonstrationSet:
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> list[Sequence]:
-        """Return the rendered demonstrations of a train step."""
+        """Return the rendered demonstrations of a train step, one at least of which it trains."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order = list(range(self.size))
         random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        batch = order[index * self.batch_size : (index + 1) * self.batch_size]
-        shown = (self.show(each, random.Random(f"{self.seed}/{epoch}/{each}")) for each in batch)
-        return list(chain.from_iterable(map(self.render, shown)))
+        begin, end = index * self.batch_size, (index + 1) * self.batch_size
+        batch, others = (
+            (self.show(each, random.Random(f"{self.seed}/{epoch}/{each}")) for each in part)
+            for part in (order[begin:end], order[end:] + order[:begin])
+        )
+        return _trainable(batch, others, self.render, self.trains)
 
 
 def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> DemonstrationSet:
@@ -146,6 +204,7 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
         show=show,
         render=render,
         batch_size=settings.sft.batch_size,
+        trains=lambda sequence: num_tokens_to_train(sequence, settings) > 0,
         seed=settings.seed,
         heldout=tuple(chain.from_iterable(map(render, heldout))),
     )
@@ -195,9 +254,15 @@ def _split(
     settings: TrainerSettings, render: Render
 ) -> tuple[list[Demonstration], list[Demonstration]]:
     """Return the demonstrations to train and those to hold out, from one file or two."""
-    histories = fitting_demonstrations(settings.sft.file, render, settings)
-    if settings.sft.heldout_file:
-        return histories, fitting_demonstrations(settings.sft.heldout_file, render, settings)
+    sft = settings.sft
+
+    def fitting(file: str, split: str) -> list[Demonstration]:
+        read = read_demonstrations(file, sft.ignore_columns, split=split)
+        return _fitting(read, file, render, settings)
+
+    histories = fitting(sft.file, "train")
+    if sft.heldout_file:
+        return histories, fitting(sft.heldout_file, "test")
     random.Random(settings.seed).shuffle(histories)
     num_heldout = int(len(histories) * settings.sft.heldout_fraction)
     if num_heldout == len(histories):
@@ -216,29 +281,29 @@ def num_tokens_to_train(sequence: Sequence, settings: TrainerSettings) -> int:
     return int(sequence.response_mask()[:most].sum())
 
 
-def fitting_demonstrations(
-    file: str | Path, render: Render, settings: TrainerSettings
+def _fitting(
+    demonstrations: Iterable[Demonstration], file: str, render: Render, settings: TrainerSettings
 ) -> list[Demonstration]:
     """Return the demonstrations of a file that have a token to train; warn about the others.
 
-    Raises InvalidConfig, which names the line: SEQUENCE_TOO_LONG for one that is too long where
+    Raises InvalidConfig, which names the row: SEQUENCE_TOO_LONG for one that is too long where
     `oversize` is "error", and the template's reason for one that it cannot show. It names the file
     if no demonstration of it is left.
     """
     fitting, most = [], settings.packed_row_tokens
-    for shown in read_demonstrations(file):
+    for shown in demonstrations:
         try:
             sequences = render(shown)
         except DialoopError as error:
             raise InvalidConfig(
-                f"{file} line {shown.line} cannot be taught: {error.message}",
+                f"{shown.place} cannot be taught: {error.message}",
                 reason=error.reason,
                 remedy=error.remedy,
             ) from error
         length = max(len(sequence.token_ids) for sequence in sequences)
         if length > most and settings.oversize == "error":
             raise InvalidConfig(
-                f"{file} line {shown.line} has {length} tokens, more than the {most} of a row.",
+                f"{shown.place} has {length} tokens, more than the {most} of a row.",
                 reason=Reason.SEQUENCE_TOO_LONG,
                 remedy="Raise max_row_tokens in [train], shorten it, or set oversize.",
             )
@@ -247,8 +312,8 @@ def fitting_demonstrations(
             continue
         log.warning(
             "A demonstration is dropped: it has no token to train in rows of %d tokens: "
-            "%s line %d, %d tokens.",
-            *(most, file, shown.line, length),
+            "%s, %d tokens.",
+            *(most, shown.place, length),
         )
     if not fitting:
         raise InvalidConfig(
@@ -259,77 +324,60 @@ def fitting_demonstrations(
     return fitting
 
 
-def numbered_demonstrations(path: Path | str) -> list[tuple[int, History]]:
-    """Return the conversations of a file of demonstrations, with the numbers of their lines."""
-    return [(shown.line, shown.history) for shown in read_demonstrations(path)]
+def read_demonstrations(
+    path: Path | str,
+    ignore_columns: Iterable[str] = (),
+    *,
+    table: str = "[sft]",
+    split: str = "train",
+) -> list[Demonstration]:
+    """Return all demonstrations of a file of {"messages": [...], "tools": [...]} rows.
 
-
-def read_demonstrations(path: Path | str) -> list[Demonstration]:
-    """Return all demonstrations of a JSONL file of {"messages": [...], "tools": [...]} lines.
-
-    A message of the assistant with "weight": 0 is context, as in OpenAI's files. Raises
-    InvalidConfig, which names the wrong line.
+    It is JSON lines, Parquet or a saved data set's `split`. A message of the assistant with
+    "weight": 0 is context, as in OpenAI's files. Raises InvalidConfig, which names row, field and
+    cause (BAD_ROW), or columns that nothing reads (UNKNOWN_COLUMN); `table` is that of the config.
     """
-    path = Path(path)
-    demonstrations: list[Demonstration] = []
-    try:
-        # Split at newlines only: JSON strings may hold every other line separator.
-        lines = path.read_text("utf-8").split("\n")
-    except OSError as error:
-        raise InvalidConfig(
-            f"Cannot read the demonstrations {path}: {error.strerror}.",
-            remedy="Name a readable JSONL file of demonstrations.",
-        ) from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            demonstrations.append(_demonstration(path, number, line))
-    if not demonstrations:
+    rows = rows_of(path, split=split, ignore_columns=ignore_columns)
+    if not len(rows):
         raise InvalidConfig(f"{path} holds no demonstration.", remedy="Add one per line.")
+    require_columns(rows, needed=("messages",), known=("tools",), table=table)
+    demonstrations = []
+    for index, row in enumerate(rows):
+        filled = _without_gaps(row) if rows.has_all_fields else row
+        demonstrations.append(_demonstration(rows.place(index), filled))
     return demonstrations
 
 
-def _demonstration(path: Path, number: int, line: str) -> Demonstration:
-    where = f"{path} line {number}"
+def _demonstration(place: str, row: Row) -> Demonstration:
     try:
-        row = json.loads(line)
-        chats, tools = row["messages"], row.get("tools") or ()
-        weights = {i: c.pop("weight") for i, c in enumerate(chats) if _has_weight(c)}
-        history: History = History.from_chats(chats)
+        history, untaught = read_taught(row, "messages")
+        tools = _tools(row.get("tools"))
+        if all(m.role != "assistant" or i in untaught for i, m in enumerate(history)):
+            raise InvalidInput(
+                "messages have none of the assistant to learn from.",
+                reason=Reason.BAD_ROW,
+                remedy="Add one, whose weight is not 0.",
+            )
     except DialoopError as error:
         raise InvalidConfig(
-            f"{where}: {error.message}", reason=error.reason, remedy=error.remedy
+            f"{place}: {error.message}", reason=error.reason, remedy=error.remedy
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidConfig(
-            f"{where} is not a demonstration ({type(error).__name__}).",
-            remedy='Write one {"messages": [{"role": ..., "content": ...}, ...]} per line.',
-        ) from error
-    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
-        raise InvalidConfig(
-            f"{where}: tools is no list of tools.",
-            reason=Reason.TOOL_INVALID,
-            remedy='Write "tools": [{"type": "function", "function": {...}}, ...].',
-        )
-    untaught = _untaught(history, weights, where)
-    if all(m.role != "assistant" or i in untaught for i, m in enumerate(history)):
-        raise InvalidConfig(
-            f"{where} has no assistant message to learn from.",
-            remedy="Add one, whose weight is not 0.",
-        )
-    return Demonstration(history=history, tools=tuple(tools), untaught=untaught, line=number)
+    return Demonstration(history=history, tools=tools, untaught=untaught, place=place)
 
 
-def _has_weight(chat: Any) -> bool:
-    return isinstance(chat, dict) and "weight" in chat
+def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
+    """Return a row's tools; Parquet files have them as JSON text, too."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value, object_pairs_hook=different_keys)
+    value = () if value is None else value
+    if not isinstance(value, list | tuple) or not all(isinstance(t, Mapping) for t in value):
+        raise wrong_value("tools", value, '[{"type": "function", "function": {...}}, ...]')
+    return tuple(value)
 
 
-def _untaught(history: History, weights: Mapping[int, Any], where: str) -> frozenset[int]:
-    """Return the messages of weight 0; raise for what is no weight of an assistant's message."""
-    for index, weight in weights.items():
-        is_weight = weight in (0, 1) and not isinstance(weight, bool | str)
-        if history[index].role != "assistant" or not is_weight:
-            raise InvalidConfig(
-                f"{where}: messages[{index}].weight is {weight!r:.20}.",
-                remedy="Give assistant messages weight 0 or 1, and others none.",
-            )
-    return frozenset(index for index, weight in weights.items() if not weight)
+def _without_gaps(value: Any) -> Any:
+    """Return a value without the null fields that a struct has for those of other rows."""
+    if isinstance(value, Mapping):
+        return {name: _without_gaps(v) for name, v in value.items() if v is not None}
+    return [_without_gaps(v) for v in value] if isinstance(value, list) else value
