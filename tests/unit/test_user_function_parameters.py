@@ -23,6 +23,7 @@ NOT_A_USERS = {
     "dialoop.clients.connection:Dialoop.client": "it makes one of our clients",
     "dialoop.clients.retry:": "its call is a client's",
     "dialoop.environments.rewards.rubrics:value_of": "the rubrics' own step",
+    "dialoop.environments.tasks.files:require_columns": "it asks for the parameters of rewards",
     "dialoop.environments.sessions.engine:": "a clock, for tests",
     "dialoop.failures:Repeats": "a clock, for tests",
     "dialoop.environments.stamps:PolicyVersions": "a clock, for tests",
