@@ -4,7 +4,7 @@ They come from a file, of which only lines that fit the trainer's rows count, or
 environment's own `demonstrate` on its training tasks. Every batch is a function of the seed and the
 number of batches before it, so a restarted trainer continues where it was.
 
-demonstration_set(settings, builder).batch(0)    # what the first train step trains
+read_demonstrations("chats.jsonl")[0].place    # "line 1 of chats.jsonl"
 """
 
 from __future__ import annotations
