@@ -31,6 +31,7 @@ from dialoop.environments.tasks.files import (
     Row,
     StoredRows,
     different_keys,
+    half_in,
     joined_rows,
     require_columns,
     splits_of,
@@ -329,8 +330,9 @@ def _require_call(call: Mapping[str, Any], where: str) -> None:
         value = json.loads(arguments, object_pairs_hook=different_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}.function.arguments is {arguments!r:.60}: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{where}.function.arguments is {arguments!r:.60}, no JSON object")
+    if not isinstance(value, dict) or half_in(value, ""):
+        what = "half a character in it" if isinstance(value, dict) else "no JSON object"
+        raise ValueError(f"{where}.function.arguments is {arguments!r:.60}, with {what}")
 
 
 def row_of(episode: Episode) -> RowTask:

@@ -140,6 +140,11 @@ def verl(  # noqa: PLR0913 - the options are the interface
         extra_info = row.get("extra_info")
         if not isinstance(extra_info, (Mapping, type(None))):
             raise wrong_value("extra_info", extra_info, "a struct, or leave the column out")
+        for name in ("tools_kwargs", "interaction_kwargs"):
+            value = (extra_info or {}).get(name)
+            if value and f"extra_info.{name}" not in ignore_columns:
+                wanted = "rows that are answered in one turn, without tools and without a user"
+                raise wrong_value(f"extra_info.{name}", value, wanted)
         return RowTask(key=key, messages=prompt, row=row)
 
     score = ComputeScore(

@@ -14,11 +14,14 @@ from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion, Sequence, Source, sequence_of
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_ops.stack.report.plot import draw_learning
+from dialoop_services.runtime.exit_reason import ExitReason
 from dialoop_services.trainer.__main__ import _builder, with_steps_of
 from dialoop_services.trainer.data.demonstrations import (
     Demonstration,
     DemonstrationSet,
+    WarmStartBatches,
     demonstration_set,
+    num_tokens_to_train,
     warm_start_batches,
 )
 from dialoop_services.trainer.learner.learner import Learner
@@ -340,20 +343,68 @@ def test_a_warm_start_never_draws_what_leaves_nothing_to_train(
 async def test_tokens_that_are_cut_off_are_not_counted_as_trained(
     world: Callable[..., World], tmp_path: Path, oversize: str, num_tokens: int
 ) -> None:
-    def long(shown: Demonstration) -> tuple[Sequence, ...]:
-        sampled = {"source": Source.MODEL, "policy_version": VERSION}
-        answer = [7] * (40 if shown.history[0].content == "0" else 4)
-        pieces: list[tuple[list[int], dict[str, Any]]] = [
-            ([1], {"source": Source.PROMPT}),
-            (answer, sampled),
-        ]
-        return (sequence_of(pieces, logprobs=[0.0] * len(answer)),)
-
-    both = DemonstrationSet(size=2, show=show, render=long, batch_size=2, seed=0)
+    both = DemonstrationSet(size=2, show=show, render=one_answer, batch_size=2, seed=0)
     options = {"oversize": oversize, "max_row_tokens": 16}
     await world(supervised=both, num_steps=1, **options).run()
     (row,) = metrics(tmp_path, "train")
     assert (row["num_trained_tokens"], row["num_oversize"]) == (num_tokens, 1)
+
+
+def one_answer(shown: Demonstration) -> tuple[Sequence, ...]:
+    """Of demonstration 0 an answer that no row of 16 tokens holds."""
+    answer = [7] * (40 if shown.history[0].content == "0" else 4)
+    sampled = {"source": Source.MODEL, "policy_version": VERSION}
+    pieces: list[tuple[list[int], dict[str, Any]]] = [
+        ([1], {"source": Source.PROMPT}),
+        (answer, sampled),
+    ]
+    return (sequence_of(pieces, logprobs=[0.0] * len(answer)),)
+
+
+def fits(sequence: Sequence) -> bool:
+    settings = TrainerSettings(mode="sft", oversize="drop", max_row_tokens=16)
+    return num_tokens_to_train(sequence, settings) > 0
+
+
+async def test_a_batch_of_one_that_is_too_long_trains_the_next_that_is_not(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    """What an environment demonstrates is rendered when a batch needs it, and not before."""
+    demonstrations = DemonstrationSet(
+        size=3, show=show, render=one_answer, batch_size=1, seed=0, trains=fits
+    )
+    lengths = [[len(s.token_ids) for s in demonstrations.batch(step)] for step in range(3)]
+    assert sorted(lengths) == [[5], [5], [41, 5]]
+    assert lengths == [[len(s.token_ids) for s in demonstrations.batch(step)] for step in range(3)]
+    options = {"oversize": "drop", "max_row_tokens": 16}
+    await world(supervised=demonstrations, num_steps=3, **options).run()
+    rows = metrics(tmp_path, "train")
+    assert [row["num_trained_tokens"] for row in rows] == [4, 4, 4]
+    assert sorted(row["num_oversize"] for row in rows) == [0, 0, 1]
+
+
+async def test_demonstrations_that_are_all_too_long_end_with_the_cause(
+    world: Callable[..., World],
+) -> None:
+    parts = {"size": 1, "show": show, "render": one_answer, "seed": 0, "trains": fits}
+    with pytest.raises(ExceptionGroup) as caught:
+        await world(supervised=DemonstrationSet(batch_size=2, **parts), num_steps=1).run()
+    told = ExitReason.of(caught.value)
+    assert (told.reason, told.is_final) == ("SEQUENCE_TOO_LONG", True), "no restart mends it"
+    assert "the shortest has 41 tokens" in told.message
+    with pytest.raises(InvalidConfig, match="the shortest has 41 tokens"):
+        next(WarmStartBatches(batch_size=2, **parts))
+
+
+def test_a_warm_start_goes_on_where_it_was_whatever_was_too_long() -> None:
+    parts = {"size": 3, "show": show, "render": one_answer, "seed": 1, "trains": fits}
+    batches = WarmStartBatches(batch_size=1, **parts)
+    first = [[len(s.token_ids) for s in next(batches)] for _ in range(12)]
+    assert any(41 in lengths for lengths in first)
+    assert all(5 in lengths for lengths in first)
+    resumed = WarmStartBatches(batch_size=1, **parts)
+    resumed.skip(8)
+    assert [[len(s.token_ids) for s in next(resumed)] for _ in range(4)] == first[8:]
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path, model_dir: Path) -> None:

@@ -137,10 +137,12 @@ def rows_of(
         return _JsonLines(path, ignored)
     if path.suffix == ".parquet":
         return _ParquetRows(path, ignored)
+    what = f"is no {', '.join(_JSON)} or .parquet file" if path.exists() else "is not there"
     raise InvalidConfig(
-        f"{path} is neither a folder nor a {', '.join(_JSON)} or .parquet file.",
+        f"The data set {path} {what}.",
         reason=Reason.DATA_UNREADABLE,
-        remedy="Give a .jsonl or .parquet file, or a folder written by datasets.save_to_disk.",
+        remedy="Give a .jsonl or .parquet file, or the folder of a saved data set. One of the Hub "
+        f"is saved by datasets.load_dataset({str(path)!r}).save_to_disk(folder).",
     )
 
 
@@ -299,7 +301,7 @@ def _row_of(line: bytes) -> Row:
     if not isinstance(row, dict):
         raise ValueError(f"it is no JSON object: {text.strip():.60}")
     # Only an escape makes half a character, which no tokenizer takes.
-    half = _half_in(row, "") if "\\u" in text else ""
+    half = half_in(row, "") if "\\u" in text else ""
     if half:
         raise ValueError(f"{half} has half a character (an escape from \\ud800 to \\udfff)")
     return row
@@ -337,7 +339,7 @@ def different_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _half_in(value: Any, path: str) -> str:
+def half_in(value: Any, path: str) -> str:
     """Return where a text has half of a surrogate pair: "messages[0].content"; "" if nowhere."""
     if isinstance(value, str):
         return path if _HALVES.search(value) else ""
@@ -349,7 +351,7 @@ def _half_in(value: Any, path: str) -> str:
         parts = [(inner, f"{path}[{index}]") for index, inner in enumerate(value)]
     else:
         return ""
-    return next(filter(None, (_half_in(inner, where) for inner, where in parts)), "")
+    return next(filter(None, (half_in(inner, where) for inner, where in parts)), "")
 
 
 class _ArrowRows(StoredRows):
