@@ -137,14 +137,7 @@ def verl(  # noqa: PLR0913 - the options are the interface
             raise wrong_value("reward_model.style", "model", "rows that compute_score rewards")
         if reward_model.get("ground_truth") is None:
             raise wrong_value("reward_model.ground_truth", None, "what the answer is compared with")
-        extra_info = row.get("extra_info")
-        if not isinstance(extra_info, (Mapping, type(None))):
-            raise wrong_value("extra_info", extra_info, "a struct, or leave the column out")
-        for name in ("tools_kwargs", "interaction_kwargs"):
-            value = (extra_info or {}).get(name)
-            if value and f"extra_info.{name}" not in ignore_columns:
-                wanted = "rows that are answered in one turn, without tools and without a user"
-                raise wrong_value(f"extra_info.{name}", value, wanted)
+        _require_extra_info(row.get("extra_info"), ignore_columns)
         return RowTask(key=key, messages=prompt, row=row)
 
     score = ComputeScore(
@@ -168,3 +161,14 @@ def verl(  # noqa: PLR0913 - the options are the interface
         rewards=[score],
         reward_timeout_s=reward_timeout_s,
     )
+
+
+def _require_extra_info(value: Any, ignore_columns: Sequence[str]) -> None:
+    """Raise InvalidInput for what is no struct, or wants tools or a user beside the policy."""
+    if not isinstance(value, (Mapping, type(None))):
+        raise wrong_value("extra_info", value, "a struct, or leave the column out")
+    for name in ("tools_kwargs", "interaction_kwargs"):
+        given, column = (value or {}).get(name), f"extra_info.{name}"
+        if given and column not in ignore_columns:
+            wanted = "rows that are answered in one turn, without tools and without a user"
+            raise wrong_value(column, given, wanted)
