@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dialoop.answers import grammar_of
