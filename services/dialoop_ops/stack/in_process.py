@@ -139,6 +139,7 @@ async def _until_done(services: _Services, dialoop: Dialoop, clock: PhaseClock) 
         if status.phase is Phase.DONE:
             return
         if status.phase is Phase.FAILED:
+            await services.require_running()  # its task ends with the cause
             raise Unavailable(f"Training failed: {status.failure}", reason=Reason.JOB_FAILED)
         await asyncio.sleep(_POLL_S)
 
