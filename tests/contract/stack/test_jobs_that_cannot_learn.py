@@ -101,10 +101,12 @@ class Hopeless:
 HERE = "test_jobs_that_cannot_learn.py, line"
 PLAYED = "groups failed while they were played, at last:"
 EMPTY = "0 of 3 train steps: 100 empty batches in a row"
+ASKED = "called with six tokens"
+"""How a loss is refused before a job starts, by its form alone."""
 REFUSED = "updates were refused: the loss is nan"
 JOBS = {
     "nan loss": Hopeless(
-        code=2, says=f"{REFUSED}.*{HERE}", fault=10, tables={"train": {"loss": nan_loss}}
+        code=2, says=f"{REFUSED}.*{HERE}|{ASKED}", fault=10, tables={"train": {"loss": nan_loss}}
     ),
     "a rate that is too high": Hopeless(
         code=2,
@@ -137,18 +139,21 @@ JOBS = {
     ),
     "a loss of another shape": Hopeless(
         code=2,
-        says=rf"{HERE} \d+ returned a tensor",
+        says=rf"{HERE} \d+ returned a tensor|{ASKED}",
         fault=2,
         tables={"train": {"loss": vector_loss}},
     ),
     "a failing loss": Hopeless(
         code=2,
-        says=f"raised KeyError at {HERE}",
+        says=f"raised KeyError at {HERE}|{ASKED}",
         fault=2,
         tables={"train": {"loss": failing_loss}},
     ),
     "a constant loss": Hopeless(
-        code=2, says="depends on no weight", fault=2, tables={"train": {"loss": constant_loss}}
+        code=2,
+        says=f"depends on no weight|{ASKED}",
+        fault=2,
+        tables={"train": {"loss": constant_loss}},
     ),
     "a wrong estimator": Hopeless(
         code=2,
