@@ -150,7 +150,8 @@ def _output_of(loss: Loss, inputs: LossInputs) -> LossOutput:
             f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.40}"
         )
         raise _loss_failed(place, f"returned {shape} as the loss, not a scalar tensor")
-    if torch.is_grad_enabled() and not value.requires_grad:
+    is_trained = torch.is_grad_enabled() and inputs.policy_logprobs.requires_grad
+    if is_trained and not value.requires_grad:
         raise _loss_failed(place, "returned a loss that depends on no weight of the policy")
     return output
 

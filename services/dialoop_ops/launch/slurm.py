@@ -92,8 +92,8 @@ def _run(command: str) -> tuple[str, ...]:
     """Return the lines that run the job, stop it before its time is over and queue it again."""
     return (
         "# USR1 announces the time limit: the trainer saves, and the job goes on later.",
-        "trap 'late=1; kill -TERM $job' USR1",
-        "trap 'kill -TERM $job' TERM",
+        "trap 'late=1; kill -TERM $!' USR1",
+        "trap 'kill -TERM $!' TERM",
         f"{command} &",
         "job=$!",
         "while kill -0 $job 2>/dev/null; do",

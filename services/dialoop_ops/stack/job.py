@@ -52,7 +52,8 @@ async def train(layout: Layout, log: LogStream, console: Console) -> int:
         log.say("stack", "all services are ready")
         async with observing(layout) as observer:
             await _until_done(observer, supervisor, clock, LiveView(console, log))
-            alarms = supervisor.alarms
+            # A service that has ended often and is there again needs no mending.
+            alarms = tuple(s.alarm for s in supervisor.services if s.alarm and not s.is_serving)
             # Now nothing writes to the queue any more.
             names = [service.spec.name for service in supervisor.services]
             collectors = [name for name in names if service_of(name) == "collector"]

@@ -159,6 +159,7 @@ async def _rewards(bench: Bench) -> str:
     """Check that rewards are finite and named as declared, and that their functions do not fail."""
     declared = bench.environment.traits.reward_names
     seen: set[str] = set()
+    given: set[str] = set()
     for played in (*bench.hanging, *await bench.play_all()):
         for outcome in played.outcomes:
             for failure in outcome.failures:
@@ -169,12 +170,13 @@ async def _rewards(bench: Bench) -> str:
                         "a chat, None is no reward.",
                     )
             seen |= {reward.name for reward in outcome.rewards}
+            given |= {reward.name for reward in outcome.rewards if not reward.absent}
     if not seen <= set(declared):
         raise Broken(
             f"Rewards {', '.join(sorted(seen - set(declared)))} are not in traits.reward_names.",
             "Declare each name there.",
         )
-    silent = ", ".join(name for name in declared if name not in seen)
+    silent = ", ".join(name for name in declared if name not in given)
     if silent and any(played.outcomes[-1].done for played in await bench.play_all()):
         raise Broken(
             f"No episode got the reward {silent}: its function returned None each time.",

@@ -89,6 +89,11 @@ class Service:
         return time.monotonic() - self.ready_since > _STABLE_S
 
     @property
+    def is_serving(self) -> bool:
+        """Return whether it is ready and answers."""
+        return self.ready.is_set() and not self.silent_s
+
+    @property
     def alarm(self) -> str:
         """Return what is wrong with it at present; empty if nothing is."""
         if self.silent_s and self.silent_s >= self.spec.hang_timeout_s / 4:
