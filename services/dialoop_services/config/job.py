@@ -241,7 +241,7 @@ class JobConfig(Section):
     def is_one_device_each(self) -> bool:
         """Return whether trainer and replicas are one process with one device each."""
         replicas = self.inference.num_replicas * self.inference.num_devices
-        return replicas == self.train.num_processes == 1
+        return replicas == self.train.num_ranks == 1
 
     @property
     def all_environments(self) -> tuple[EnvironmentSection, ...]:
@@ -363,10 +363,11 @@ class JobConfig(Section):
             return self
         train, inference = self.train, self.inference
         train.require_turns(inference.data_plane)
-        if train.num_processes > 1:
+        if train.num_ranks > 1:
             raise ValueError(
                 'placement = "shared" takes one trainer process, and num_processes is '
-                f"{train.num_processes}: set it to 1, or placement to split"
+                f"{train.num_processes} and num_nodes {train.num_nodes}: set both to 1, or "
+                "placement to split"
             )
         if not facts_of_engine(self.engine).takes_device or inference.device == train.device:
             return self

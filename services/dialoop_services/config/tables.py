@@ -23,6 +23,7 @@ from dialoop_learning.loss.facts import (
 from pydantic import AfterValidator, Field, model_validator
 
 from dialoop_services.config.candidates import CandidateSettings
+from dialoop_services.config.mesh import MeshSettings
 from dialoop_services.config.values import FilePath, NameOf, Section
 
 DATA_PLANES = ("shared_memory", "chunks", "nccl", "ipc")
@@ -490,6 +491,8 @@ class TrainFields(Section):
     ("uniform"), or those with the largest advantages ("priority")."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Number of train steps between checkpoints."""
+    mesh: MeshSettings = MeshSettings()
+    """How the trainer's processes share the work, where there are several."""
     sharded_checkpoints: bool = False
     """Whether each process writes a part of a checkpoint; both kinds resume on any number."""
     keep_policies: int = Field(default=4, ge=0)
@@ -626,6 +629,11 @@ class TrainFields(Section):
                 f"kl_coeff {self.objective.kl_coeff:g} is to the reference, and that of loss "
                 f'{self.loss} is the policy itself: set kl_to = "inference", or kl_coeff = 0'
             )
+        if self.mesh.cp > 1 and self.objective.router_balance_coeff:
+            raise ValueError(
+                f"router_balance_coeff is {self.objective.router_balance_coeff:g}, and with cp = "
+                f"{self.mesh.cp} in [train.mesh] no process sees all tokens of a row: leave one out"
+            )
         if self.logprob_kernel == "cut" and self.objective.entropy_coeff:
             raise ValueError(
                 f"entropy_coeff {self.objective.entropy_coeff:g} needs the entropy, and "
@@ -654,5 +662,23 @@ class TrainFields(Section):
 class TrainSection(TrainFields):
     """The training itself: reinforcement learning, or supervised fine-tuning."""
 
+    num_nodes: int = Field(default=1, ge=1, le=1024)
+    """Number of machines with trainer processes, each with num_processes."""
     num_processes: int = Field(default=1, ge=1, le=64)
-    """Number of processes that share the model (FSDP2), up to 64; on CUDA each has its own GPU."""
+    """Number of trainer processes on each machine, up to 64, as [train.mesh] lays them out; on CUDA
+    each has its own GPU."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of trainer processes on all machines."""
+        return self.num_nodes * self.num_processes
+
+    @property
+    def num_shards(self) -> int:
+        """Return among how many processes one copy of weights and optimiser is divided."""
+        return self.num_ranks // self.mesh.dp_replicate
+
+    @model_validator(mode="after")
+    def _require_a_mesh_of_all_processes(self) -> Self:
+        self.mesh.sizes(self.num_ranks)
+        return self

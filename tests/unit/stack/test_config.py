@@ -50,6 +50,29 @@ def test_an_unknown_key_is_named_with_the_nearest_and_the_known_ones(tmp_path: P
     assert "groups_per_train_step" in message
 
 
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        ("dp_shard = 3", "does not fit 8 trainer processes"),
+        ("cp = 3", "the mesh of dp_replicate 1, dp_shard auto and cp 3 does not fit 8"),
+        ("tp = 2", "tp is not built"),
+        ("ep = 2", "1,000 billion in 61 layers 66 GB"),
+        ("pp = 2", "leave pp out of \\[train.mesh\\]"),
+        ("dp_shards = 2", "did you mean 'dp_shard'"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(tmp_path: Path, mesh: str, says: str) -> None:
+    text = f"[train]\nnum_nodes = 2\nnum_processes = 4\n[train.mesh]\n{mesh}\n"
+    with pytest.raises(InvalidConfig, match=says):
+        load_config(write_config(tmp_path, text), environment={})
+
+
+def test_a_mesh_takes_what_the_other_dimensions_leave() -> None:
+    train = {"num_nodes": 2, "num_processes": 4, "mesh": {"dp_replicate": 2, "cp": 2}}
+    config = JobConfig.model_validate({"train": train}).train
+    assert (config.mesh.sizes(config.num_ranks), config.num_shards) == ((2, 2, 2), 4)
+
+
 def test_an_unknown_section_is_named(tmp_path: Path) -> None:
     message = mistake_in(tmp_path, "[trainer]\nnum_steps = 3\n")
     assert "unknown key 'trainer'; did you mean 'train'?" in message

@@ -25,7 +25,7 @@ TABLES = {"inference": "inference", "collector": "collector", "scorer": "scorer"
     "replay": "replay",
 }
 # Keys of a service's table that only the stack reads.
-OF_THE_STACK = {"num_replicas", "reference_model", "num_processes"}
+OF_THE_STACK = {"num_replicas", "reference_model", "num_nodes", "num_processes"}
 # A run's id, which the stack makes of its name, is no name.
 NO_KEY = {"run"}
 # What is no key of a job: where a service is and whom it finds, and limits of the two services
