@@ -131,7 +131,10 @@ def _places(traceback: TracebackType | None) -> list[tuple[str, int]]:
     places: list[tuple[str, int]] = []
     while traceback is not None:
         frame = traceback.tb_frame
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        names = frame.f_globals
+        # What runs with -m is called __main__, and only its spec says which module it is.
+        module = getattr(names.get("__spec__"), "name", None) or names.get("__name__", "")
+        package = str(module).partition(".")[0]
         if places or package not in _OUR_PACKAGES:
             places.append((frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next

@@ -23,11 +23,10 @@ import torch
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
-from dialoop.user_functions import raised_at
 
 from dialoop_learning.loss import losses
 from dialoop_learning.loss.facts import LOSSES, facts_of
-from dialoop_learning.loss.objective import Objective
+from dialoop_learning.loss.objective import Objective, output_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -101,8 +100,8 @@ def _function_at(path: str) -> Callable[..., losses.LossOutput]:
 def require_form(name: str, options: Mapping[str, Any]) -> None:
     """Call a loss once with six made-up tokens of two answers.
 
-    Raise InvalidConfig (UNKNOWN_LOSS) unless it returns a LossOutput whose loss is one finite
-    number that depends on the policy's log-probs, and whose metrics are single numbers.
+    Raise InvalidConfig (LOSS_FAILED) unless its loss is one finite number that depends on the
+    policy's log-probs, and its metrics are single numbers.
     """
     logprobs = torch.linspace(-1.5, -0.25, 6).requires_grad_()
     before = logprobs.detach() - 0.1
@@ -121,39 +120,24 @@ def require_form(name: str, options: Mapping[str, Any]) -> None:
         proximal_logprobs=before,
         ref_logprobs=before,
     )
-    try:
-        problem = _problem_of(load_loss(name, options)(inputs), logprobs)
-    except DialoopError:
-        raise
-    except Exception as error:
-        problem = f"raised {raised_at(error)}: {error}"
-    if problem:
-        raise InvalidConfig(
-            f"The loss '{name}', called with six tokens, {problem}.",
-            reason=Reason.UNKNOWN_LOSS,
-            remedy="Return LossOutput(inputs.mean(terms), {}), where terms are one number for each "
-            "token.",
-        )
-
-
-def _problem_of(output: Any, logprobs: torch.Tensor) -> str:
-    """Return why the result of a loss cannot be trained with; empty if it can."""
-    if not isinstance(output, losses.LossOutput):
-        return f"returned a {type(output).__name__} and no LossOutput"
-    loss = output.loss
-    if not isinstance(loss, torch.Tensor) or loss.ndim:
-        shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        return f"returned a loss of shape {shape}, which is not one number"
-    if not torch.isfinite(loss):
-        return f"returned {loss.item()}"
-    if loss.grad_fn is None:
-        return "returned a loss without a gradient"
-    (gradient,) = torch.autograd.grad(loss, logprobs, allow_unused=True)
-    if gradient is None or not torch.isfinite(gradient).all():
-        return "has a gradient that is not there or not finite"
-    metrics = output.metrics
-    wrong = [n for n, v in metrics.items() if getattr(v, "ndim", 0)] if metrics else []
-    return f"returned a metric {wrong[0]} that is not one number" if wrong else ""
+    output = output_of(load_loss(name, options), inputs)
+    (gradient,) = torch.autograd.grad(output.loss, logprobs, allow_unused=True)
+    metrics = output.metrics or {}
+    wrong = [metric for metric, value in metrics.items() if getattr(value, "ndim", 0)]
+    if not torch.isfinite(output.loss):
+        problem = f"returned {output.loss.item()}"
+    elif gradient is None or not torch.isfinite(gradient).all():
+        problem = "has a gradient that is not there or not finite"
+    elif wrong:
+        problem = f"returned a metric {wrong[0]} that is not one number"
+    else:
+        return
+    raise InvalidConfig(
+        f"The loss '{name}', called with six tokens, {problem}.",
+        reason=Reason.LOSS_FAILED,
+        remedy="Return LossOutput(inputs.mean(terms), {}), where terms are one number for each "
+        "token.",
+    )
 
 
 def main() -> None:

@@ -102,7 +102,7 @@ class Objective:
         if self.correction is not None:
             inputs, corrected = self.correction.apply(inputs)
             metrics |= corrected
-        output = _output_of(self.loss, inputs)
+        output = output_of(self.loss, inputs)
         loss = output.loss
         terms = {"loss_objective": loss}
         for name, other, coeff in self._kl_terms():
@@ -130,7 +130,7 @@ class Objective:
         return [(name, other, coeff) for name, other, coeff in terms if coeff]
 
 
-def _output_of(loss: Loss, inputs: LossInputs) -> LossOutput:
+def output_of(loss: Loss, inputs: LossInputs) -> LossOutput:
     """Return what a loss gives; InvalidConfig (LOSS_FAILED) where the user's own gives none.
 
     One that raises is called once more: what fails twice on the same numbers fails for ever.
@@ -144,7 +144,9 @@ def _output_of(loss: Loss, inputs: LossInputs) -> LossOutput:
         raise
     except Exception:
         output = _second_try(loss, inputs, place)
-    value = getattr(output, "loss", None)
+    if not isinstance(output, LossOutput):
+        raise _loss_failed(place, f"returned a {type(output).__name__} and no LossOutput")
+    value: object = output.loss
     if not isinstance(value, torch.Tensor) or value.ndim:
         shape = (
             f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.40}"
@@ -160,7 +162,7 @@ def _second_try(loss: Loss, inputs: LossInputs, place: str) -> LossOutput:
     try:
         return loss(inputs)
     except Exception as error:
-        raise _loss_failed(place, f"raised {raised_at(error)}: {error}") from error
+        raise _loss_failed(place, f"raised {raised_at(error)}") from error
 
 
 def _loss_failed(place: str, how: str) -> InvalidConfig:

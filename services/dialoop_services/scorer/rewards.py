@@ -21,7 +21,7 @@ from dialoop.failures import log_failure
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Reward, Trajectory
-from dialoop.user_functions import TimeIsUp, call, call_now, loop_of_users, raised_at
+from dialoop.user_functions import TimeIsUp, call, loop_of_users, raised_at
 from dialoop_learning.rl.turn_tokens import TurnTokens
 
 if TYPE_CHECKING:
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
     from dialoop_services.config.scorer_tables import RewardSpec
 
+_ONCE_S = 10.0
+
 RewardFunction = Callable[[Group], Any]
 """Returns one value per trajectory of the group, in order; may be async. If it raises, the group
 is dropped. Calls for different groups run at the same time: async ones on one event loop, each sync
 one in a thread of its own.
 
 A value is a number, a bool (which is also the success), a Reward, or None where the reward does not
-apply. Of a Reward the value, success
-and values per token are kept; its weight is multiplied with the setting's, whose name it gets.
-A Reward with values per token has one for each token that the policy sampled in the trajectory,
-turn by turn. They become a reward of each turn.
+apply. Of a Reward the value, success and values per token are kept; its weight is multiplied with
+the setting's, whose name it gets. A Reward with values per token has one for each token that the
+policy sampled in the trajectory, turn by turn. They become a reward of each turn.
 """
 
 
@@ -114,7 +115,7 @@ def rehearse(reward: GroupReward) -> None:
     """
     group = group_of_four()
     try:
-        values = call_now(reward.function, group)
+        values = call_once(reward.function, group)
     except Exception:
         return
     try:
@@ -123,6 +124,12 @@ def rehearse(reward: GroupReward) -> None:
         raise InvalidConfig(
             error.message, reason=error.reason, remedy="Correct that function."
         ) from error
+
+
+def call_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a user's function returns before a job; raise TimeIsUp after some seconds."""
+    calling = call(function, *arguments, timeout_s=_ONCE_S)
+    return asyncio.run_coroutine_threadsafe(calling, loop_of_users()).result()
 
 
 def group_of_four() -> Group:

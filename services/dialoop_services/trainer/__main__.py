@@ -256,7 +256,9 @@ def require_new_failure(run_dir: Path, train_step: int, error: BaseException) ->
     if reason.may_pass or reason.exit_code == CONFIG_ERROR:
         return
     failure = {"train_step": train_step, "message": reason.message}
-    before = json.loads(path.read_text("utf-8")) if path.is_file() else None
+    before = None
+    with suppress(OSError, ValueError):  # there is none, or its writer was killed
+        before = json.loads(path.read_text("utf-8"))
     if before == failure:
         raise InvalidConfig(
             f"The trainer failed twice after train step {train_step}: {reason.message}",

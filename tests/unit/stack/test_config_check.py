@@ -174,7 +174,7 @@ MISTAKES = {
     ),
     "loss that is a vector": (
         '[train]\nloss = "checked_code:vector"\n',
-        "returned a loss of shape [6], which is not one number",
+        "returned a tensor [6] as the loss",
     ),
     "engine without its class": ('@engine = "checked_code:Mime"\n', "checked_code has no Mime"),
     "estimator": ('[scorer]\nadvantage_estimator = "checked_code:rank"\n', "advantage estimator"),

@@ -151,12 +151,12 @@ class TrainingJob:
             if live is not None:
                 self._parts.publisher.keep(live.policy_version)
             result = await self._parts.evaluator.evaluate(plan, train_step=step)
-        if result.newest is not None:
-            reward = result.mean_reward if result.num_trajectories else None
-            self._parts.publisher.keep(result.newest, reward)
-        row = result.row() | ({} if due is None else {"due_train_step": due})
         least = self._settings.evaluation.min_share
-        if result.judged(least) is None:
+        judged = result.judged(least)
+        if result.newest is not None:
+            self._parts.publisher.keep(result.newest, judged)
+        row = result.row() | ({} if due is None else {"due_train_step": due})
+        if judged is None:
             log.warning(
                 "An evaluation decides nothing: too few of its episodes count.",
                 extra={"label": plan.label, "share": result.share, "min_share": least},
