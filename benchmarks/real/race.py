@@ -291,7 +291,7 @@ def results_in(folder: Path) -> list[Result]:
 
 
 def joined(results: Sequence[Result], target: float) -> dict[str, Any]:
-    """Return each run's seconds to the target, medians by side and ours over TRL's.
+    """Return each run's seconds to the target, medians by side, and each side's over TRL's.
 
     A run that never came so far counts as longer than any other. SystemExit where runs that are to
     be compared were made with different options.
@@ -311,10 +311,14 @@ def joined(results: Sequence[Result], target: float) -> dict[str, Any]:
     middles = {
         side: _median([r["wall_s_to_target"] for r in runs]) for side, runs in by_side.items()
     }
-    ours, theirs = middles.get("dialoop"), middles.get("trl")
+    theirs = middles.get("trl")
     return {
         "median_wall_s_to_target": middles,
-        "dialoop_over_trl": None if ours is None or not theirs else round(ours / theirs, 3),
+        "over_trl": {
+            side: None if middle is None or not theirs else round(middle / theirs, 3)
+            for side, middle in middles.items()
+            if side != "trl"
+        },
         "runs": {side: sorted(runs, key=lambda run: run["seed"]) for side, runs in by_side.items()},
     }
 
@@ -394,7 +398,6 @@ def main() -> int:
     torch.set_num_threads(NUM_CORES)
     fetch_model()
     options: dict[str, Any] = {}
-    name = f"dialoop-seed{getattr(arguments, 'seed', 0)}"
     if arguments.command != "dialoop":
         made = arguments.trl_python or make_trl_python(arguments.folder / "trl-venv")
         if arguments.command == "choose":
@@ -403,8 +406,12 @@ def main() -> int:
         options = options_of(arguments, made)
         name = f"trl-{options['micro_batch']}-{options['threads']}-seed{arguments.seed}"
     job = job_of(arguments.set, seed=arguments.seed, num_steps=arguments.num_steps)
+    side_name = arguments.command
+    if side_name == "dialoop":  # each depth is a side
+        side_name = f"dialoop_depth_{job.train.pipeline_depth}"
+        name = f"{side_name}-seed{arguments.seed}"
     side = Side(
-        name=arguments.command,
+        name=side_name,
         folder=arguments.folder / name,
         job=job,
         every=arguments.every,

@@ -122,8 +122,11 @@ def require_form(name: str, options: Mapping[str, Any]) -> None:
     )
     output = output_of(load_loss(name, options), inputs)
     (gradient,) = torch.autograd.grad(output.loss, logprobs, allow_unused=True)
-    metrics = output.metrics or {}
-    wrong = [metric for metric, value in metrics.items() if getattr(value, "ndim", 0)]
+    wrong = [
+        metric
+        for metric, value in output.metrics.items()
+        if not (isinstance(value, int | float) or (torch.is_tensor(value) and not value.ndim))
+    ]
     if not torch.isfinite(output.loss):
         problem = f"returned {output.loss.item()}"
     elif gradient is None or not torch.isfinite(gradient).all():

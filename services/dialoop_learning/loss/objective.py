@@ -152,6 +152,8 @@ def output_of(loss: Loss, inputs: LossInputs) -> LossOutput:
             f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.40}"
         )
         raise _loss_failed(place, f"returned {shape} as the loss, not a scalar tensor")
+    if not isinstance(output.metrics, Mapping):
+        raise _loss_failed(place, f"returned metrics {output.metrics!r:.40}, not a dict")
     is_trained = torch.is_grad_enabled() and inputs.policy_logprobs.requires_grad
     if is_trained and not value.requires_grad:
         raise _loss_failed(place, "returned a loss that depends on no weight of the policy")

@@ -70,7 +70,7 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
 
 def read_shapes(path: Path) -> Shapes:
     """Return the name and shape of every tensor of a safetensors file."""
-    return {name: tuple(int(n) for n in tensor["shape"]) for name, tensor in _header(path).items()}
+    return {name: tuple(tensor["shape"]) for name, tensor in _header(path).items()}
 
 
 def model_shapes(model_dir: Path) -> Shapes:
@@ -212,9 +212,14 @@ def _header(path: Path) -> dict[str, Any]:
         if not isinstance(header, dict):
             raise ValueError("no header")
         header.pop("__metadata__", None)
-        if not all(entry["shape"] is not None for entry in header.values()):
-            raise ValueError("no shape")
-        return header
+        return {
+            name: {
+                "dtype": str(entry["dtype"]),
+                "shape": [int(size) for size in entry["shape"]],
+                "data_offsets": [int(offset) for offset in entry["data_offsets"]],
+            }
+            for name, entry in header.items()
+        }
     except (ValueError, KeyError, TypeError) as error:
         raise PreconditionFailed(
             f"{path.name} is not a safetensors file.",

@@ -50,17 +50,20 @@ def require_known_fields(request: Message) -> None:
         )
 
 
-LARGE = frozenset(
+_OF_ONE_EPISODE = frozenset(
+    f"EnvironmentService.{name}" for name in ("BatchReset", "Interact", "Reset", "Score")
+)
+_OF_MANY = frozenset(
     {
-        "ReplayService.AppendGroups",
-        "ReplayService.AppendMembers",
-        "ReplayService.AppendTurns",
-        "ScorerService.Score",
+        *(f"ReplayService.{name}" for name in ("AppendGroups", "AppendMembers", "AppendTurns")),
+        *(f"ScorerService.{name}" for name in ("LogProb", "RetrieveKl", "Score")),
     }
 )
-"""Rpcs whose requests hold whole trajectories. Weights come as a stream of small chunks."""
+LARGE = _OF_ONE_EPISODE | _OF_MANY
+"""Rpcs whose requests hold trajectories, or an episode to go on with. Weights come as a stream of
+small chunks."""
 MAX_ITEMS, MAX_LARGE_ITEMS = 1 << 14, 1 << 18
-"""Most messages and texts in the lists of one request, and of one that holds trajectories."""
+"""Most messages and texts in the lists of one request, and of one with many trajectories."""
 
 
 def _num_items(message: Message, most: int) -> int:
@@ -113,12 +116,16 @@ class CallLimits:
         """Return the bytes of the longest message that a rpc, Service.Method, takes."""
         return self._max_large_bytes if rpc in LARGE else self._max_bytes
 
+    def setting(self, rpc: str) -> str:
+        """Return the name of the setting which `max_bytes` is."""
+        return "max_large_message_bytes" if rpc in LARGE else "max_message_bytes"
+
     def too_large(self, rpc: str) -> CapacityExhausted:
         """Return the error of a longer message."""
         return CapacityExhausted(
             f"The message to {rpc} has more than {self.max_bytes(rpc)} bytes.",
             reason=Reason.MESSAGE_TOO_LARGE,
-            remedy="Send fewer or shorter items, or raise the service's max_message_bytes.",
+            remedy=f"Send fewer or shorter items, or raise the service's {self.setting(rpc)}.",
         )
 
     def require_few_items(self, message: Message, rpc: str) -> None:
@@ -129,7 +136,7 @@ class CallLimits:
 
     def max_items(self, rpc: str) -> int:
         """Return how many items the lists of a request to a rpc may have, all together."""
-        return MAX_LARGE_ITEMS if rpc in LARGE else MAX_ITEMS
+        return MAX_LARGE_ITEMS if rpc in _OF_MANY else MAX_ITEMS
 
     @contextmanager
     def place(self) -> Iterator[None]:

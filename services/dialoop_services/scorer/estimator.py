@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ class Estimator:
         arguments = _arguments_of(self.function, list(rewards), group)
         try:
             values = await call_apart(self.function, *arguments, timeout_s=_TIMEOUT_S)
+            values = list(values) if isinstance(values, Iterable) else values
         except TimeIsUp as error:
             raise self._error(f"took more than {_TIMEOUT_S:g} s") from error
         except Exception as error:
@@ -76,7 +77,7 @@ class Estimator:
                 error.message, reason=error.reason, remedy="Correct that function."
             ) from error
         except Exception as error:
-            if len(inspect.signature(self.function).parameters) > 1 or arguments == [group]:
+            if any(argument is group for argument in arguments):
                 return
             raise InvalidConfig(
                 f"The advantage estimator {self.path} raised {raised_at(error)} with the rewards "
@@ -117,7 +118,7 @@ def load_estimator(path: str) -> Estimator | None:
     function = load_function(path, what="advantage estimator", reason=Reason.ESTIMATOR_NOT_FOUND)
     try:
         inspect.signature(function).bind(*_arguments_of(function, None, None))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a function of C that does not tell
         raise InvalidConfig(
             f"The advantage estimator '{path}' has other parameters: {error}.",
             reason=Reason.ESTIMATOR_NOT_FOUND,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,7 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
     """
     try:
         values = await call_apart(reward.function, group, timeout_s=reward.timeout_s)
+        values = list(values) if isinstance(values, Iterable) else values  # a generator may raise
     except TimeIsUp as error:
         raise _reward_failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
     except Exception as error:

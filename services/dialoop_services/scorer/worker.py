@@ -142,9 +142,12 @@ class ScorerWorker:
         """Raise InvalidConfig where a function of the user has failed so often in the same way."""
         most = _MOST_FAILURES.get(error.reason)
         if most is None:
+            if error.reason in (Reason.UNIFORM_REWARD, Reason.NO_REWARD):  # its functions worked
+                self._num_alike = 0
             return
-        self._num_alike = self._num_alike + 1 if error.message == self._failure else 1
-        self._failure = error.message
+        failure = error.message.partition(" (error_id ")[0]
+        self._num_alike = self._num_alike + 1 if failure == self._failure else 1
+        self._failure = failure
         if self._num_alike >= most:
             raise InvalidConfig(
                 f"{error.message} It did so {self._num_alike} times in a row.",

@@ -22,7 +22,7 @@ import torch
 from dialoop.clients.environment import EnvironmentClient
 from dialoop.clients.inference import InferenceClient
 from dialoop.clients.retry import RetryPolicy
-from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.errors import InvalidConfig, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
 from dialoop.templates.chat_template import ChatTemplate
 from dialoop.tokens.builder import TokenBuilder
@@ -34,6 +34,7 @@ from dialoop_learning.parallel.group_commands import RankGroup
 from dialoop_services.hosting.hosts import Host, OwnProcess
 from dialoop_services.hosting.server import GrpcServer
 from dialoop_services.runtime.cores import let_others_go_first, threads_of
+from dialoop_services.runtime.durable import write_json
 from dialoop_services.runtime.exit_reason import CONFIG_ERROR, ExitReason
 from dialoop_services.runtime.logs import configure_logs
 from dialoop_services.runtime.process import run_blocking
@@ -257,7 +258,7 @@ def require_new_failure(run_dir: Path, train_step: int, error: BaseException) ->
         return
     failure = {"train_step": train_step, "message": reason.message}
     before = None
-    with suppress(OSError, ValueError):  # there is none, or its writer was killed
+    with suppress(FileNotFoundError):
         before = json.loads(path.read_text("utf-8"))
     if before == failure:
         raise InvalidConfig(
@@ -265,8 +266,8 @@ def require_new_failure(run_dir: Path, train_step: int, error: BaseException) ->
             reason=Reason.SAME_FAILURE,
             remedy="No restart mends it: see the trainer's log.",
         ) from error
-    with suppress(OSError):  # a full disk is no reason to hide the error
-        path.write_text(json.dumps(failure) + "\n", encoding="utf-8")
+    with suppress(OSError, PreconditionFailed):  # a full disk is no reason to hide the error
+        write_json(path, failure)
 
 
 def with_steps_of(

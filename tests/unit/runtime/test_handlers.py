@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import importlib
 import logging
+import pkgutil
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from dialoop import v1
 from dialoop.v1.environment_service_pb2_grpc import (
     EnvironmentServiceServicer,
     add_EnvironmentServiceServicer_to_server,
 )
 from dialoop_services.runtime import process
 from dialoop_services.runtime.access.auth import Token
-from dialoop_services.runtime.calls import Calls
+from dialoop_services.runtime.calls import LARGE, Calls
 from dialoop_services.runtime.handlers import Handlers
 from dialoop_services.runtime.process import _event_loop_factory
 
@@ -42,6 +45,27 @@ def test_the_methods_of_a_service_are_found_by_their_paths():
     assert unknown is not None
     assert unknown.stream_unary is not None  # it refuses, and says why
     assert handlers.service(Details("/other.Service/Step")) is None
+
+
+def _holds_episodes(message: Any, above: frozenset[str] = frozenset()) -> bool:
+    if message.name in ("Trajectory", "Group", "RecordedTurn", "Resumed"):
+        return True
+    inner = (field.message_type for field in message.fields if field.message_type)
+    return any(
+        part.full_name not in above and _holds_episodes(part, above | {message.full_name})
+        for part in inner
+    )
+
+
+def test_every_rpc_whose_request_holds_episodes_may_have_a_large_one():
+    modules = (
+        importlib.import_module(f"dialoop.v1.{module.name}")
+        for module in pkgutil.iter_modules(v1.__path__)
+        if module.name.endswith("_pb2")
+    )
+    services = [s for module in modules for s in module.DESCRIPTOR.services_by_name.values()]
+    rpcs = {f"{s.name}.{r.name}": r.input_type for s in services for r in s.methods}
+    assert {name for name, request in rpcs.items() if _holds_episodes(request)} == LARGE
 
 
 def test_the_work_of_a_service_process_runs_on_uvloop(monkeypatch):

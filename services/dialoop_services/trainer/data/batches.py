@@ -153,7 +153,8 @@ def keep_for_step(kept: Rows[GroupLease], batch: Batch) -> list[GroupLease]:
 class TrajectoryFigures:
     """What the metrics need of a trajectory: without its tokens, which may be dropped.
 
-    reward: None where no function gave one. numbers: rewards of weight 0, as they were given.
+    reward: None where no function gave one. absent: names of rewards that functions did not give.
+    numbers: rewards of weight 0, as they were given.
     trial_rewards: of each episode, where it is a trial of several.
     """
 
@@ -164,6 +165,7 @@ class TrajectoryFigures:
     is_truncated: bool
     trial_rewards: Rows[float] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
+    absent: Rows[str] = ()
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryFigures:
@@ -174,6 +176,7 @@ class TrajectoryFigures:
             reward=None if trajectory.is_unrewarded else trajectory.reward,
             rewards=sums_by_name(r for r in rewards if r.weight),
             numbers=sums_by_name(r for r in rewards if not r.weight),
+            absent=tuple(dict.fromkeys(r.name for r in rewards if r.absent)),
             num_tokens=trajectory.num_model_tokens,
             calls_tools=trajectory.num_tool_calls > 0,
             is_truncated=trajectory.truncated or is_cut_off,
@@ -220,7 +223,11 @@ def metrics_of(trajectories: Rows[TrajectoryFigures]) -> dict[str, float]:
     }
     for name in dict.fromkeys(name for t in trajectories for name in (*t.rewards, *t.numbers)):
         # A rewarded trajectory without a reward of that name, as one that ended early, has 0 of it.
-        values = [t.rewards.get(name, 0.0) for t in trajectories if t.reward is not None]
+        values = [
+            t.rewards.get(name, 0.0)
+            for t in trajectories
+            if t.reward is not None and (name in t.rewards or name not in t.absent)
+        ]
         if not any(name in t.rewards for t in trajectories):
             values = [t.numbers[name] for t in trajectories if name in t.numbers]
         metrics[f"rewards/{name}/mean"] = statistics.fmean(values)

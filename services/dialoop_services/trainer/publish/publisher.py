@@ -48,9 +48,9 @@ log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _LOOK_EVERY_S, _ANSWER_S = 2.0, 10.0
 _AGAIN_S = 20.0
-# A replica that is still starting does not answer.
-_STARTS_IN_S = 300.0
 """Least time until the same failure of a replica is told again."""
+_STARTS_IN_S = 300.0
+"""How long a replica may take to start, which does not answer then."""
 _NUM_PROBES, _PROBE_TOKENS = 4, 48
 _MOST_OF_ROUNDING = 0.05, 0.5
 """How far apart log-probs of the same weights lie in the mean, in nats: products in TF32 at most
@@ -61,7 +61,7 @@ LATEST_POINTER, KEPT_POINTER = "latest.json", "kept.json"
 A recovery compares the digest of the first, which is written before the policy is live. A replica
 that starts later loads what it names."""
 KEPT = "kept"
-"""Empty file in the folder of a policy that is never deleted."""
+"""File in the folder of a policy that was evaluated: what it earned, where that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dialoop.answers import GRAMMARS
@@ -13,6 +14,7 @@ from dialoop.trajectory import SamplingParams
 
 from dialoop_services.inference.engine import Engine, SupportsConstraints, SupportsTopLogprobs
 from dialoop_services.inference.recordings.store import Recording
+from dialoop_services.inference.rendering import apart
 from dialoop_services.inference.wires.base import AnswerJob, WireHost
 from dialoop_services.inference.wires.bodies import field_error
 from dialoop_services.inference.wires.openai.answers import Shape, TokenView
@@ -35,9 +37,12 @@ class Jobs:
 
     host: WireHost
 
-    def chat(self, body: ChatBody, recording: Recording | None) -> tuple[AnswerJob, Shape]:
-        """Return the job of a chat completion."""
-        adapter, engine = self.host.adapter_of(body.model, recording), self.host.replica.engine
+    async def chat(
+        self, body: ChatBody, recording: Recording | None, *, size: int
+    ) -> tuple[AnswerJob, Shape]:
+        """Return the job of a chat completion, whose body has so many bytes."""
+        self.host.adapter_of(body.model, recording)
+        engine = self.host.replica.engine
         offers_tools = bool(body.tools) and body.tool_choice != "none"
         grammar = self.host.renderer.form(offers_tools=offers_tools).calls
         constraint = constraint_of(body, engine, grammar)
@@ -52,7 +57,9 @@ class Jobs:
             tools=tuple(tool.given for tool in body.tools or ()) if offers_tools else (),
             options=_options(body),
         )
-        prompt = prompts.chat(history_of(body.messages), offer, recording)
+        messages = history_of(body.messages)
+        prompt = await apart(prompts.chat, messages, offer, recording, size=size)
+        adapter = self.host.adapter_of(body.model, recording)  # it may be gone by now
         form = self.host.renderer.answer_form(prompt.prompt, offers_tools=offers_tools)
         if constraint and form.starts_in_reasoning:
             raise field_error(
@@ -74,11 +81,11 @@ class Jobs:
         shape = self._shape(body, call_id, adapter, with_logprobs=body.logprobs, num_top=num_top)
         return job, replace(shape, warnings=_warnings(body))
 
-    def completion(
-        self, body: CompletionBody, recording: Recording | None
+    async def completion(
+        self, body: CompletionBody, recording: Recording | None, *, size: int
     ) -> tuple[AnswerJob, Shape]:
         """Return the job of a plain completion of one or more prompts."""
-        adapter = self.host.adapter_of(body.model, recording)
+        self.host.adapter_of(body.model, recording)
         num_top = body.logprobs or 0
         if body.stream and body.prompt_logprobs is not None:
             raise field_error("prompt_logprobs", "stream is set", remedy="Leave one of them out.")
@@ -92,8 +99,13 @@ class Jobs:
         if recording is not None:
             recording.require_open(len(rows))
         ids = [call_id + (f"-{i}" if len(rows) > 1 else "") for i in range(len(rows))]
-        special = {"add_special_tokens": body.add_special_tokens}
-        made = [self.host.prompts.completion(row, recording, **special) for row in rows]
+        encode = partial(
+            self.host.prompts.completion,
+            recording=recording,
+            add_special_tokens=body.add_special_tokens,
+        )
+        made = [await apart(encode, row, size=size) for row in rows]
+        adapter = self.host.adapter_of(body.model, recording)  # it may be gone by now
         reader = self.host.reader(cut=_cut_of(body))
         parts = tuple(
             replace(

@@ -15,7 +15,6 @@ from dialoop.errors import DialoopError
 from dialoop.v1.scope_pb2 import SCOPE_ROLLOUT
 from pydantic import BaseModel
 
-from dialoop_services.inference.rendering import apart
 from dialoop_services.inference.wires.base import AnswerJob, WireHost, path_parameter
 from dialoop_services.inference.wires.bodies import UnknownModel, parse_body
 from dialoop_services.inference.wires.openai.answers import Shape
@@ -47,14 +46,14 @@ class _OpenAi:
         """POST chat/completions."""
         recording = self._host.recording_of(request)
         body = parse_body(ChatBody, request.body)
-        job, shape = await apart(self._jobs.chat, body, recording, size=len(request.body))
+        job, shape = await self._jobs.chat(body, recording, size=len(request.body))
         await self._answer(job, shape, body.stream, request, answer)
 
     async def completion(self, request: HttpRequest, answer: HttpAnswer) -> None:
         """POST completions."""
         recording = self._host.recording_of(request)
         body = parse_body(CompletionBody, request.body)
-        job, shape = await apart(self._jobs.completion, body, recording, size=len(request.body))
+        job, shape = await self._jobs.completion(body, recording, size=len(request.body))
         await self._answer(job, shape, body.stream, request, answer)
 
     async def models(self, request: HttpRequest, answer: HttpAnswer) -> None:
