@@ -38,6 +38,7 @@ NOT_A_USERS = {
     "dialoop.tasks.stored_tasks:": "functions of rows are loaded by path",
     "dialoop_extras.importers.trl:": "loaded by path; test_rows_of_others.py has both kinds",
     "dialoop_extras.importers.verl:": "loaded by path; test_rows_of_others.py has both kinds",
+    "dialoop_services.scorer.rewards:call_once": "its callers have checked the function",
     "dialoop.tokens.continuation:": "between two modules of dialoop.tokens",
     "dialoop.user_functions:": "what all of them use",
     "dialoop.wire.codec:": "pure functions of one field, from tables of dialoop.wire",

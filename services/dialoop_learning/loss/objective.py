@@ -6,6 +6,7 @@ objective(inputs).loss
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,7 @@ from dialoop_learning.loss.losses import MAX_LOG_RATIO, LossInputs, LossOutput
 from dialoop_learning.rl.buckets import buckets_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 

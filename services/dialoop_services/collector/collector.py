@@ -292,6 +292,7 @@ class Collector:
             )
         except DialoopError as error:
             log.warning("A task could not be given back.", extra={"reason": error.reason})
+            self._count_lost(play)
         self._plays.pop(play.lease_id, None)
 
     def _abandon(self, play: GroupPlay) -> None:
@@ -299,9 +300,13 @@ class Collector:
         if self._plays.pop(play.lease_id, None) is None:
             return
         log.warning("A lease was lost.", extra={"group_id": play.group_id})
+        self._count_lost(play)
+        self._playing[play.lease_id].cancel()
+
+    def _count_lost(self, play: GroupPlay) -> None:
+        """Count finished trajectories of which the ledger may never hear."""
         num_lost = play.num_played - play.num_counted
         self._counters.count_lost_lease(play.task.purpose, num_trajectories=num_lost)
-        self._playing[play.lease_id].cancel()
 
     async def _keep_leases(self) -> None:
         """Extend the leases of all plays; stop those whose lease was lost."""
@@ -337,6 +342,8 @@ class Collector:
                     await self._replay.give_back(self._settings.run, items)
         except (DialoopError, TimeoutError):
             log.warning("Leases are left to expire.", extra={"num_leases": len(self._plays)})
+            for play in self._plays.values():
+                self._count_lost(play)
         self._plays.clear()
 
 

@@ -89,7 +89,7 @@ class Counters:
         self._restarted[reason.lower()] += 1
 
     def count_lost_lease(self, purpose: Purpose, *, num_trajectories: int) -> None:
-        """Count a task that went to another collector, with its now useless trajectories."""
+        """Count a task that another collector may have by now, with its useless trajectories."""
         self._num_leases_lost += 1
         self._counts[purpose].update(num_trajectories_lost=num_trajectories)
 

@@ -21,6 +21,7 @@ from dialoop_ops.stack.processes.redis_server import find_redis
 from dialoop_ops.stack.report.live import PhaseProgress, TimeLeft
 from dialoop_ops.stack.report.report import choose_transcripts, report
 from dialoop_ops.stack.report.summary import (
+    accounting,
     ending_of,
     gates_of,
     group_counts,
@@ -397,3 +398,33 @@ def test_a_folder_of_locks_that_others_can_hold_is_refused(tmp_path, kind):
     with pytest.raises(InvalidConfig) as caught:
         private_folder(tmp_path)
     assert caught.value.reason == "LOCKS_OF_OTHERS"
+
+
+@pytest.mark.parametrize(
+    ("num_generated", "agrees"), [(9, False), (10, True), (12, True), (13, False)]
+)
+def test_a_lost_lease_leaves_open_what_the_queue_counts(num_generated: int, agrees: bool) -> None:
+    """Of 12 played trajectories 2 were finished under a lease that expired."""
+    nothing = {"num_trajectories": 0}
+    played = {"num_trajectories": 12, "num_trajectories_lost": 2}
+    counts = SimpleNamespace(
+        num_trajectories_generated=num_generated,
+        num_trajectories_consumed=num_generated,
+        num_trajectories_dropped={},
+        num_trajectories_live=0,
+    )
+    no_counts = SimpleNamespace(
+        num_trajectories_generated=0,
+        num_trajectories_consumed=0,
+        num_trajectories_dropped={},
+        num_trajectories_live=0,
+    )
+    findings: Any = SimpleNamespace(
+        stats=SimpleNamespace(training=counts, evaluation=no_counts),
+        collectors=({"training": played, "evaluation": nothing},),
+        rows_by_outcome={"trained": num_generated},
+        trainer={"num_trajectories_trained": num_generated},
+        is_resumed=False,
+        num_restarts={},
+    )
+    assert accounting(findings)["collectors_agree"] is agrees
