@@ -257,6 +257,7 @@ class Reason(_Named):
     GROUP_MISMATCH = "GROUP_MISMATCH", "The trajectory names another group."
     GROUP_NOT_FOUND = "GROUP_NOT_FOUND", "There is no such dead letter."
     GROUP_TOO_SMALL = "GROUP_TOO_SMALL", "A group of one trajectory has no other to compare with."
+    HALF_CHARACTER = "HALF_CHARACTER", "A text has half of a surrogate pair."
     HISTORY_MODE_ONLY = "HISTORY_MODE_ONLY", "The environment's transforms need messages."
     HISTORY_REWRITTEN = "HISTORY_REWRITTEN", "The history does not begin with the prompt."
     INPUT_ENDED = "INPUT_ENDED", "The input ended before the episode did."

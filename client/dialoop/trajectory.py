@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from numbers import Integral, Real
@@ -306,6 +306,12 @@ class Turn:
         return sum(r.value * r.weight for r in self.rewards)
 
 
+def are_unrewarded(rewards: Collection[Reward]) -> bool:
+    """Return whether reward functions were asked, and none that counts gave a reward."""
+    is_given = any(reward.weight and not reward.absent for reward in rewards)
+    return not is_given and any(reward.absent for reward in rewards)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """The record of one episode: one history, its turns, one or more token sequences."""
@@ -386,9 +392,7 @@ class Trajectory:
     @property
     def is_unrewarded(self) -> bool:
         """Return whether reward functions were asked, and none that counts gave a reward."""
-        rewards = [reward for turn in self.turns for reward in turn.rewards]
-        is_given = any(reward.weight and not reward.absent for reward in rewards)
-        return not is_given and any(reward.absent for reward in rewards)
+        return are_unrewarded([reward for turn in self.turns for reward in turn.rewards])
 
     @property
     def num_model_tokens(self) -> int:

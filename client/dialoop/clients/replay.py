@@ -205,7 +205,8 @@ class ReplayStats:
     """The state of a run's ledger.
 
     `is_full`: the store's memory is nearly used up, and offers and appends are refused.
-    `settled_cursor`: the position in the data before which every task was consumed or dropped.
+    `settled_cursor`: the position in the data before which every task was consumed or dropped once.
+    A dead letter is dropped; one that is requeued later does not move it back.
     """
 
     training: LedgerCounts

@@ -79,12 +79,18 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The outcome of an evaluation and the policy versions that played it."""
+    """The outcome of an evaluation and the policy versions that played it.
+
+    Means are over the `num_trajectories` episodes that count, which are `share` of all.
+    `accuracy`: the share of successes; None unless the rewards of each say whether it is one.
+    """
 
     mean_reward: float
+    accuracy: float | None = None
     tool_call_rate: float
     num_trajectories: int
     num_failed: int
+    share: float
     oldest_policy_version: PolicyVersion
     newest_policy_version: PolicyVersion
 

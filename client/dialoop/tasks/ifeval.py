@@ -143,7 +143,7 @@ class IfEvalReward(Transform):
         if not episode.done:
             return Score()
         text, data = episode.answer_text, episode.task.metadata
-        blocks = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+        blocks = _blocks(text, "answer")
         answers = blocks if self.in_blocks else [text]
         instructions, arguments = (
             json.loads(data["instruction_id_list"]),
@@ -161,7 +161,7 @@ class IfEvalReward(Transform):
         followed = Followed(
             strict=tuple(results["strict"]),
             loose=tuple(results["loose"]),
-            num_think_blocks=len(re.findall(r"<think>.*?</think>", text, re.DOTALL)),
+            num_think_blocks=len(_blocks(text, "think")),
             num_answer_blocks=len(answers),
             is_complete=episode.answer is not None and episode.answer.is_complete,
             is_about_topic=_is_about_topic(answers[0] if answers else "", data),
@@ -183,6 +183,13 @@ class IfEvalReward(Transform):
                 *(Reward(name=n, value=v, weight=0.0, success=success) for n, v in means.items()),
             )
         )
+
+
+def _blocks(text: str, tag: str) -> list[str]:
+    """Return the content of each whole block of a tag that holds something."""
+    return [
+        block for block in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) if block.strip()
+    ]
 
 
 def _is_about_topic(answer: str, row: Mapping[str, str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import tokenizers
     from numpy.typing import NDArray
@@ -47,6 +48,23 @@ class Encoded:
 
     ids: tuple[int, ...]
     offsets: tuple[tuple[int, int], ...]
+
+
+@contextmanager
+def _whole_characters(texts: Iterable[str]) -> Iterator[None]:
+    """Say which half of a character made the library refuse a text; it says the type is wrong."""
+    try:
+        yield
+    except TypeError:
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInput(
+                f"A text has half a character, {error.object[error.start]!r}: no token spells it.",
+                reason=Reason.HALF_CHARACTER,
+                remedy='Leave it out: text.encode(errors="replace").decode() puts a ? there.',
+            ) from None
+        raise
 
 
 class Tokenizer:
@@ -177,13 +195,17 @@ class Tokenizer:
         return longest if self._trusting.normalizer is None else _MOST_COMPOSED * longest
 
     def encode(self, text: str, *, trusted: bool = False) -> Encoded:
-        """Encode without an automatic BOS. Untrusted text cannot spell a special token."""
+        """Encode without an automatic BOS. Untrusted text cannot spell a special token.
+
+        Raises InvalidInput (HALF_CHARACTER) for half of a surrogate pair, which no token spells.
+        """
         engine = self._trusting if trusted else self._literal
-        if len(text) > LONG_TEXT:
-            # As a batch, which lets other threads work meanwhile.
-            (encoding,) = engine.encode_batch([text], add_special_tokens=False)
-        else:
-            encoding = engine.encode(text, add_special_tokens=False)
+        with _whole_characters((text,)):
+            if len(text) > LONG_TEXT:
+                # As a batch, which lets other threads work meanwhile.
+                (encoding,) = engine.encode_batch([text], add_special_tokens=False)
+            else:
+                encoding = engine.encode(text, add_special_tokens=False)
         return Encoded(ids=tuple(encoding.ids), offsets=tuple(encoding.offsets))
 
     def encode_prompt(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -219,13 +241,14 @@ class Tokenizer:
         return next((kind for kind in ("ByteLevel", "ByteFallback") if kind in kinds), "")
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode trusted texts to ids without offsets, which is the fastest way.
+        """Encode trusted texts to ids without offsets, the fastest way; errors as `encode`.
 
         Long texts are cut before special tokens, with which nothing merges, and all cores encode.
         """
         cut = [self._cut(text) for text in texts]
         flat = [part for parts in cut for part in parts]
-        codes = iter(self._trusting.encode_batch_fast(flat, add_special_tokens=False))
+        with _whole_characters(texts):
+            codes = iter(self._trusting.encode_batch_fast(flat, add_special_tokens=False))
         return [list(chain.from_iterable(next(codes).ids for _ in parts)) for parts in cut]
 
     def _cut(self, text: str) -> list[str]:

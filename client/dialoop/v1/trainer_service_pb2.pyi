@@ -149,17 +149,21 @@ class EvaluateRequest(_message.Message):
     def __init__(self, environment: _Optional[str] = ..., split: _Optional[str] = ..., max_tasks: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., num_trajectories: _Optional[int] = ..., label: _Optional[str] = ...) -> None: ...
 
 class EvaluateResponse(_message.Message):
-    __slots__ = ("mean_reward", "tool_call_rate", "num_trajectories", "num_failed", "oldest_policy_version", "newest_policy_version")
+    __slots__ = ("mean_reward", "tool_call_rate", "num_trajectories", "num_failed", "oldest_policy_version", "newest_policy_version", "accuracy", "share")
     MEAN_REWARD_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALL_RATE_FIELD_NUMBER: _ClassVar[int]
     NUM_TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
     OLDEST_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     NEWEST_POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ACCURACY_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     mean_reward: float
     tool_call_rate: float
     num_trajectories: int
     num_failed: int
     oldest_policy_version: _trajectory_pb2.PolicyVersion
     newest_policy_version: _trajectory_pb2.PolicyVersion
-    def __init__(self, mean_reward: _Optional[float] = ..., tool_call_rate: _Optional[float] = ..., num_trajectories: _Optional[int] = ..., num_failed: _Optional[int] = ..., oldest_policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., newest_policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ...) -> None: ...
+    accuracy: float
+    share: float
+    def __init__(self, mean_reward: _Optional[float] = ..., tool_call_rate: _Optional[float] = ..., num_trajectories: _Optional[int] = ..., num_failed: _Optional[int] = ..., oldest_policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., newest_policy_version: _Optional[_Union[_trajectory_pb2.PolicyVersion, _Mapping]] = ..., accuracy: _Optional[float] = ..., share: _Optional[float] = ...) -> None: ...

@@ -22,8 +22,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dialoop_learning.lora.adapter_config import AdapterConfig
-from dialoop_learning.lora.layers import ADAPTER, ADAPTER_CONFIG, factors_of, merged_weight
-from dialoop_learning.model.weight_files import HEAD, Shapes, is_tied, read_shapes, weight_files
+from dialoop_learning.lora.layers import ADAPTER, factors_of, merged_weight
+from dialoop_learning.model.weight_files import (
+    ADAPTER_CONFIG,
+    HEAD,
+    Shapes,
+    is_tied,
+    read_shapes,
+    weight_files,
+)
 
 BASE_DIGEST = "base_digest"
 """Key under which an adapter's file holds the digest of its base weights."""

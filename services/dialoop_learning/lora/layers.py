@@ -17,11 +17,10 @@ from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from torch import Tensor, nn
 
+from dialoop_learning.model.weight_files import ADAPTER_CONFIG
+
 ADAPTER = "adapter_model.safetensors"
 """Name of the file of a PEFT directory that holds the adapter."""
-
-ADAPTER_CONFIG = "adapter_config.json"
-"""Name of the file beside it with rank, alpha, target modules, and the directory of the base."""
 
 _INSIDE_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _NAME = "default"

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from dialoop.clients.channel import Channel
 from dialoop.clients.inference import InferenceClient
@@ -144,8 +145,12 @@ def _tokenizer_dir(arguments: argparse.Namespace) -> str:
     source = None if _is_url(arguments.policy) else _run_of(arguments)
     if source is None:
         return str(Path(arguments.policy).resolve()) if Path(arguments.policy).is_dir() else ""
-    mark = json.loads((source[0] / "run.json").read_text("utf-8"))
-    return str(Path(mark["config"]["model"]["directory"] or source[0] / "model").resolve())
+    return str(Path(_config_of(source[0])["model"]["directory"] or source[0] / "model").resolve())
+
+
+def _config_of(run_dir: Path) -> dict[str, Any]:
+    """Return the config that a run was started with."""
+    return dict(json.loads((run_dir / "run.json").read_text("utf-8"))["config"])
 
 
 def _model_dir(arguments: argparse.Namespace, scratch: Path) -> Path | None:
@@ -204,6 +209,11 @@ async def _serving(arguments: argparse.Namespace, model_dir: Path, log: Path) ->
         "PORT": str(port),
         "MAX_NUM_SEQS": str(max(1, arguments.concurrency)),
     }
+    source = _run_of(arguments)
+    if source is not None:  # a run's policy has the run's lengths, another those of its model
+        config = _config_of(source[0])
+        settings["MAX_MODEL_LEN"] = str(config["inference"]["max_model_len"])
+        settings["MAX_NEW_TOKENS"] = str(config["collector"]["max_new_tokens"])
     if arguments.engine_option:
         settings["ENGINE_OPTIONS"] = json.dumps(options_of(arguments.engine_option))
     if arguments.max_model_len:

@@ -328,7 +328,11 @@ def _add_eval(commands: Commands) -> None:
     evaluate.add_argument("--tasks", type=int, default=64, help="number of tasks (64); 0: all")
     evaluate.add_argument("--samples", type=int, default=1, help="episodes of each task (1)")
     evaluate.add_argument("--temperature", type=float, help="0 for one sample of a task, else 1")
-    evaluate.add_argument("--max-new-tokens", type=int, help="longest answer, in tokens")
+    evaluate.add_argument(
+        "--max-new-tokens",
+        type=int,
+        help="longest answer, in tokens (the run's; else 1024, or half the context)",
+    )
     evaluate.add_argument("--max-turns", type=int, default=64, help="longest episode, in turns")
     evaluate.add_argument("--concurrency", type=int, default=32, help="episodes at a time (32)")
     evaluate.add_argument(
@@ -341,7 +345,11 @@ def _add_eval(commands: Commands) -> None:
         metavar="NAME=VALUE",
         help="an option of the engine, as url=http://127.0.0.1:8000/v1 with --engine openai",
     )
-    evaluate.add_argument("--max-model-len", type=int, help="the engine's longest sequence")
+    evaluate.add_argument(
+        "--max-model-len",
+        type=int,
+        help="the engine's longest sequence (the run's; else 8192, or the model's positions)",
+    )
     evaluate.add_argument("--fresh", action="store_true", help="replace an earlier evaluation")
     add_json(evaluate, "the results")
     _add_options(evaluate)

@@ -19,6 +19,7 @@ from pathlib import Path
 import rich.progress
 from dialoop.errors import AlreadyExists, InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
+from dialoop_learning.model.weight_files import ADAPTER_CONFIG
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
@@ -26,7 +27,6 @@ from dialoop_ops.cli.console import say, say_json
 from dialoop_ops.runs.policies import ADAPTER, WEIGHTS, RunPolicies
 from dialoop_ops.runs.run_config import find_run
 
-ADAPTER_CONFIG = "adapter_config.json"
 _COPY_BYTES = 1 << 24
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _WEIGHT_INDEX = ".index.json"

@@ -62,7 +62,7 @@ def derived_from(values: Mapping[str, Any]) -> dict[str, Derived]:
     engine = values.get("engine", "vllm")
     if not isinstance(engine, str):
         return {}
-    lengths = _lengths(job, engine, str(values.get("dtype", "float32")))
+    lengths = lengths_of(job, engine, str(values.get("dtype", "float32")))
     return lengths | _devices(job, engine, values)
 
 
@@ -73,7 +73,8 @@ def _table(value: Any) -> dict[str, Any] | None:
     return dict(value or {}) if value is None or isinstance(value, Mapping) else None
 
 
-def _lengths(job: Mapping[str, dict[str, Any]], engine: str, dtype: str) -> dict[str, Derived]:
+def lengths_of(job: Mapping[str, dict[str, Any]], engine: str, dtype: str) -> dict[str, Derived]:
+    """Return the lengths that follow from config.json, of those that the tables do not set."""
     fields = _model_config(job["model"].get("directory"))
     if not fields:
         return {}

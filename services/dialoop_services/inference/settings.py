@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from dialoop_services.config.derived import lengths_of
 from dialoop_services.config.engines import require_device, require_options
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.settings import JobSettings, job_key
@@ -53,6 +54,24 @@ class InferenceSettings(JobSettings, InferenceFields):
     """host:port under which others reach the replica; empty: the address it listens on."""
     device_lock: Path | None = None
     """Lock file of the device shared with a trainer; absent: the replica has its own device."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_lengths_of_the_model(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Add the lengths that follow from the model where no job file gives any."""
+        given = {
+            name: int(value) if isinstance(value, str) and value.isdecimal() else value
+            for name, value in values.items()
+        }
+        inference = given | {"engine": values.get("engine_options", {})}
+        job = {
+            "model": {"directory": str(values.get("model_dir", ""))},
+            "inference": inference,
+            "collector": given,
+        }
+        engine, dtype = values.get("engine", "vllm"), values.get("dtype") or "float32"
+        derived = lengths_of(job, str(engine), str(dtype))
+        return {path.partition(".")[2]: each.value for path, each in derived.items()} | values
 
     @field_validator("device", mode="after")
     @classmethod

@@ -15,7 +15,7 @@ import numpy as np
 from dialoop.errors import InvalidInput, InvalidSequence
 from dialoop.reasons import Reason
 from dialoop.sequences import Sequence
-from dialoop.trajectory import Stage
+from dialoop.trajectory import Stage, are_unrewarded
 from dialoop.v1 import replay_service_pb2
 from dialoop.v1 import trajectory_pb2 as pb
 from dialoop.wire.records import REWARD
@@ -85,13 +85,14 @@ def _require_fit(trajectory: pb.Trajectory, group_id: str, stage: Stage, vocab_s
     num_messages, num_turns = len(trajectory.history.messages), len(trajectory.turns)
     for index, turn in enumerate(trajectory.turns):
         _require_turn(turn, f"{name}, turn {index}", num_messages)
-    num_sampled, is_unrewarded = 0, _is_unrewarded(trajectory)
+    rewards = [REWARD.from_proto(reward) for turn in trajectory.turns for reward in turn.rewards]
+    num_sampled, needed = 0, stage is Stage.SCORED and not are_unrewarded(rewards)
     for index, proto in enumerate(trajectory.sequences):
         try:
             sequence = _read(proto)
             _require_places(sequence, num_turns, num_messages)
             _require_numbers(sequence, vocab_size)
-            _require_advantages(sequence, needed=stage is Stage.SCORED and not is_unrewarded)
+            _require_advantages(sequence, needed=needed)
         except InvalidInput as error:
             where = f"{name}, sequence {index}"
             raise _unfit(Reason(error.reason), f"{where}: {error}") from None
@@ -185,13 +186,6 @@ def _require_numbers(sequence: Sequence, vocab_size: int) -> None:
             f"{routed_experts.COLUMN} has {experts.values.ndim} axes of {experts.values.dtype}, "
             "and is [L, layers, k] of uint8 or uint16 along TOKENS.",
         )
-
-
-def _is_unrewarded(trajectory: pb.Trajectory) -> bool:
-    """Return `Trajectory.is_unrewarded`: such a one has no advantage."""
-    rewards = [REWARD.from_proto(reward) for turn in trajectory.turns for reward in turn.rewards]
-    is_given = any(reward.weight and not reward.absent for reward in rewards)
-    return not is_given and any(reward.absent for reward in rewards)
 
 
 def _require_advantages(sequence: Sequence, *, needed: bool) -> None:

@@ -114,6 +114,8 @@ class TrainerServicer(rpc.TrainerServiceServicer):
             tool_call_rate=result.tool_call_rate,
             num_trajectories=result.num_trajectories,
             num_failed=result.num_failed,
+            accuracy=result.accuracy,
+            share=result.share,
             oldest_policy_version=_version(result.oldest),
             newest_policy_version=_version(result.newest),
         )

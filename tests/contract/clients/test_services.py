@@ -139,7 +139,9 @@ class Trainer(trainer_grpc.TrainerServiceServicer):
         return trainer_pb.TrainerServiceResumeResponse()
 
     async def Evaluate(self, request, context):  # noqa: N802
-        return trainer_pb.EvaluateResponse(mean_reward=0.25, num_trajectories=request.max_tasks)
+        return trainer_pb.EvaluateResponse(
+            mean_reward=0.25, num_trajectories=request.max_tasks, share=0.5
+        )
 
 
 @asynccontextmanager
@@ -276,6 +278,7 @@ async def test_a_trainer_says_how_far_it_is():
     assert (status.phase, status.num_train_steps) == (Phase.TRAINING, 7)
     assert (status.policy_version, status.metrics) == (None, {"loss": 0.5})
     assert (evaluation.mean_reward, evaluation.num_trajectories) == (0.25, 5)
+    assert (evaluation.accuracy, evaluation.share) == (None, 0.5)
     assert (published.policy_version, saved.path) == (V3, "c")
 
 

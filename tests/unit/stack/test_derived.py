@@ -11,6 +11,7 @@ from dialoop_ops.cli.main import main
 from dialoop_ops.stack.devices import Node, plan_devices
 from dialoop_services.config.file import parse_config, toml_of
 from dialoop_services.config.job import JobConfig
+from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.scorer.settings import ScorerSettings
 from dialoop_services.trainer.settings import TrainerSettings
 
@@ -73,6 +74,23 @@ def test_what_is_named_stays_and_the_rest_follows_from_it(model: Path) -> None:
     # Written without what is the default, the file of the services says the same.
     for each in (config, job(model), job(model, inference={"kv_cache_mib": 64})):
         assert parse_config(tomllib.loads(toml_of(each, whole=False)), source="job") == each
+
+
+def test_a_lone_inference_service_has_the_lengths_of_its_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_service() -> tuple[int, int, int]:
+        settings = InferenceSettings(model_dir=model)
+        return settings.max_model_len, settings.max_new_tokens, settings.kv_cache_mib
+
+    monkeypatch.delenv("DIALOOP_CONFIG", raising=False)
+    assert of_service() == lengths(job(model))
+    monkeypatch.setenv("DIALOOP_INFERENCE_MAX_NUM_SEQS", "2")
+    assert of_service() == lengths(job(model, inference={"max_num_seqs": 2}))
+    monkeypatch.setenv("DIALOOP_INFERENCE_MAX_MODEL_LEN", "384")
+    assert of_service()[:2] == (384, 192)
+    monkeypatch.setenv("DIALOOP_INFERENCE_MAX_NEW_TOKENS", "7")
+    assert of_service()[:2] == (384, 7)
 
 
 def test_the_demos_tiny_model_keeps_its_lengths() -> None:

@@ -262,6 +262,11 @@ async def test_the_environment_scores_the_answer_block(tmp_path: Path) -> None:
         bad = await score("<answer>Well, no</answer>")
         assert bad["strict"] == 0.5
         assert (await score("Fine without any"))["ifeval"] == 0.0
+        hollow = await score("<think> </think><answer></answer>")
+        assert hollow == {"ifeval": 0.0, "strict": 0.0, "loose": 0.0}
+        assert await score("<answer></answer><answer>Fine without any</answer>") == await score(
+            "<answer>Fine without any</answer>"
+        )
     finally:
         for transform in environment.transforms:
             await transform.release()

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import tokenizers
-from dialoop.tokens.tokenizer import RunningText, Tokenizer
+from dialoop.errors import InvalidInput
+from dialoop.tokens.tokenizer import LONG_TEXT, RunningText, Tokenizer
 from dialoop_learning.model.tiny import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,6 +46,23 @@ def sentence_piece() -> Tokenizer:
 BYTE_LEVEL, SENTENCE_PIECE = byte_level(), sentence_piece()
 IDS = st.lists(st.integers(0, 313), max_size=24)
 PIECE_IDS = st.lists(st.integers(3, 8) | st.sampled_from([1, 2]), max_size=24)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCE_PIECE])
+@pytest.mark.parametrize("length", [1, LONG_TEXT + 1])
+def test_half_a_character_is_refused_by_name(tokenizer: Tokenizer, length: int) -> None:
+    text = "a" * length + "\udc00"
+    for encode in (
+        lambda: tokenizer.encode(text),
+        lambda: tokenizer.encode(text, trusted=True),
+        lambda: tokenizer.encode_prompt(text),
+        lambda: tokenizer.encode_all(["a", text]),
+    ):
+        with pytest.raises(InvalidInput, match=r"half a character, '\\udc00'") as caught:
+            encode()
+        assert caught.value.reason == "HALF_CHARACTER"
+    with pytest.raises(TypeError):  # what is no text at all is another mistake
+        tokenizer.encode(3)  # type: ignore[arg-type]
 
 
 @settings(max_examples=200, deadline=None)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from dialoop import testing
@@ -24,13 +26,17 @@ from dialoop.trajectory import (
     Trajectory,
     Turn,
 )
+from dialoop.v1 import trainer_service_pb2 as pb
 from dialoop_services.trainer.job.evaluation import (
     EvaluationPlan,
     EvaluationResult,
     Evaluator,
     _summarise,
+    judged_in,
 )
 from dialoop_services.trainer.records.records import RunRecords
+from dialoop_services.trainer.servicer import TrainerServicer
+from dialoop_services.trainer.settings import TrainerSettings
 
 from tests.support.waiting import PATIENCE_S
 
@@ -145,6 +151,8 @@ async def test_groups_that_a_killed_trainer_waited_for_do_not_hold_up_the_next_e
     assert (result.num_trajectories, result.num_failed) == (2, 1)
     assert result.share == pytest.approx(2 / 3)
     assert (result.judged(0.9), result.judged(0.6)) == (None, result.mean_reward)
+    row = {name: value for name, value in result.row().items() if name != "share"}
+    assert (judged_in(row, 0.9), judged_in(row, 0.6)) == (None, result.mean_reward), "older rows"
     assert replay.dropped == [orphan().task_id]
 
 
@@ -198,3 +206,14 @@ async def test_an_evaluation_waits_for_a_queue_that_is_away(
     replay.num_away = 3
     result = await evaluate(replay).evaluate(plan("after"), train_step=1)
     assert result.num_trajectories == 3
+
+
+async def test_an_evaluation_on_request_says_how_many_succeeded_and_how_many_count() -> None:
+    result = replace(_summarise([], num_episodes=4), num_trajectories=3, num_failed=1)
+    nothing = cast("Any", None)
+    for accuracy in (None, 0.0, 0.5):
+        job = SimpleNamespace(evaluate=AsyncMock(return_value=replace(result, accuracy=accuracy)))
+        servicer = TrainerServicer(TrainerSettings(), cast("Any", job), nothing, nothing, 0)
+        answer = await servicer.Evaluate(pb.EvaluateRequest(), nothing)
+        told = answer.accuracy if answer.HasField("accuracy") else None
+        assert (told, answer.share) == (accuracy, 0.75)

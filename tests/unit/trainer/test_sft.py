@@ -274,6 +274,24 @@ def test_the_environment_demonstrates_each_task_of_its_train_split(model_dir: Pa
     assert [tuple(s.token_ids) for s in first] == [tuple(s.token_ids) for s in again]
 
 
+def test_a_demonstration_of_the_environments_own_that_fits_no_row_is_named_by_its_task(
+    model_dir: Path,
+) -> None:
+    """As InvalidConfig, whose owner is the user: no restart of the trainer mends it."""
+    settings = TrainerSettings(
+        model_dir=model_dir, environment="arithmetic", oversize="error", max_row_tokens=16
+    )
+    settings = settings.model_copy(update={"max_row_tokens": 8})
+    said = r"The demonstration of task \S+ of arithmetic has \d+ tokens, more than the"
+    for batches in (
+        warm_start_batches(settings, _builder(settings)),
+        iter(map(demonstration_set(settings, _builder(settings)).batch, (0,))),
+    ):
+        with pytest.raises(InvalidConfig, match=said) as caught:
+            next(batches)
+        assert caught.value.reason == "SEQUENCE_TOO_LONG"
+
+
 @pytest.mark.parametrize("name", ["file", "heldout_file"])
 def test_a_demonstration_that_fits_no_row_is_named_by_its_line_before_any_step(
     tmp_path: Path, model_dir: Path, name: str

@@ -16,6 +16,7 @@ import dialoop
 from dialoop.reasons import DropReason
 from dialoop_learning.rl.buckets import first_above
 from dialoop_services.config.engines import ENGINES
+from dialoop_services.trainer.job.evaluation import share_in
 from dialoop_services.trainer.records.rows import trajectory_files
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _evaluations(evaluations: Mapping[str, Mapping[str, Any]], min_share: float)
         for when in ("before", "after")
     }
     before, after = (means[f"heldout_sampled_{when}"] for when in ("before", "after"))
-    undecided = [label for label, result in evaluations.items() if result["share"] < min_share]
+    undecided = [label for label, result in evaluations.items() if share_in(result) < min_share]
     gain = None
     if before is not None and after is not None:
         is_decided = not {"before_sampled", "after_sampled"} & set(undecided)

@@ -211,19 +211,40 @@ def demonstration_set(settings: TrainerSettings, builder: TokenBuilder) -> Demon
 
 
 def _environment(settings: TrainerSettings, builder: TokenBuilder) -> tuple[Environment, Render]:
-    """Return the environment, and the function that renders demonstrations of its tasks."""
+    """Return the environment, and the function that renders a demonstration.
+
+    It raises InvalidConfig, which names the demonstration: SEQUENCE_TOO_LONG for one that is too
+    long where `oversize` is "error", and the template's reason for one that it cannot show.
+    """
     section = settings.environment
     environment = load_environment(
         section.kind, section.arguments, tools_in_prompt=section.tools_in_prompt
     )
     traits = environment.traits
 
+    most = settings.packed_row_tokens
+
     def render(shown: Demonstration) -> tuple[Sequence, ...]:
         tools = shown.tools or traits.prompt_tools
         options = {"tools": tools} if tools else {}
-        return builder.demonstrations(
-            shown.history, stop=traits.stop, options=options, untaught=shown.untaught
-        )
+        try:
+            sequences = builder.demonstrations(
+                shown.history, stop=traits.stop, options=options, untaught=shown.untaught
+            )
+        except DialoopError as error:
+            raise InvalidConfig(
+                f"{shown.place} cannot be taught: {error.message}",
+                reason=error.reason,
+                remedy=error.remedy,
+            ) from error
+        length = max(len(sequence.token_ids) for sequence in sequences)
+        if length > most and settings.oversize == "error":
+            raise InvalidConfig(
+                f"{shown.place} has {length} tokens, more than the {most} of a row.",
+                reason=Reason.SEQUENCE_TOO_LONG,
+                remedy="Raise max_row_tokens in [train], shorten it, or set oversize.",
+            )
+        return sequences
 
     return environment, render
 
@@ -245,7 +266,8 @@ def _shown(settings: TrainerSettings, environment: Environment, *, remedy: str) 
 
     def show(which: int, generator: random.Random) -> Demonstration:
         history = environment.demonstration(tasks.get(split, keys[which]), generator)
-        return Demonstration(history=history)
+        place = f"The demonstration of task {keys[which]} of {environment.name}"
+        return Demonstration(history=history, place=place)
 
     return len(keys), show
 
@@ -286,34 +308,18 @@ def _fitting(
 ) -> list[Demonstration]:
     """Return the demonstrations of a file that have a token to train; warn about the others.
 
-    Raises InvalidConfig, which names the row: SEQUENCE_TOO_LONG for one that is too long where
-    `oversize` is "error", and the template's reason for one that it cannot show. It names the file
-    if no demonstration of it is left.
+    Raises InvalidConfig as `render` does, and where no demonstration of it is left.
     """
     fitting, most = [], settings.packed_row_tokens
     for shown in demonstrations:
-        try:
-            sequences = render(shown)
-        except DialoopError as error:
-            raise InvalidConfig(
-                f"{shown.place} cannot be taught: {error.message}",
-                reason=error.reason,
-                remedy=error.remedy,
-            ) from error
-        length = max(len(sequence.token_ids) for sequence in sequences)
-        if length > most and settings.oversize == "error":
-            raise InvalidConfig(
-                f"{shown.place} has {length} tokens, more than the {most} of a row.",
-                reason=Reason.SEQUENCE_TOO_LONG,
-                remedy="Raise max_row_tokens in [train], shorten it, or set oversize.",
-            )
+        sequences = render(shown)
         if any(num_tokens_to_train(sequence, settings) for sequence in sequences):
             fitting.append(shown)
             continue
         log.warning(
             "A demonstration is dropped: it has no token to train in rows of %d tokens: "
             "%s, %d tokens.",
-            *(most, shown.place, length),
+            *(most, shown.place, max(len(sequence.token_ids) for sequence in sequences)),
         )
     if not fitting:
         raise InvalidConfig(

@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dialoop.clients.retry import RetryPolicy, retry
 from dialoop.environments.tasks.source import first_refs
@@ -83,18 +83,28 @@ class EvaluationResult:
     @property
     def share(self) -> float:
         """Return the share of the episodes that count; 0 without any."""
-        return self.num_trajectories / max(1, self.num_trajectories + self.num_failed)
+        return share_in(asdict(self))
 
     def judged(self, min_share: float) -> float | None:
         """Return the mean reward; None if fewer episodes count, so that it decides nothing."""
-        is_decisive = self.num_trajectories and self.share >= min_share
-        return self.mean_reward if is_decisive else None
+        return judged_in(asdict(self), min_share)
 
     def row(self) -> dict[str, float | str | None]:
         """Return the row for metrics.jsonl."""
         row = asdict(self) | {"share": self.share}
         row |= row.pop("trial_rewards")
         return row | {"oldest": str(self.oldest or ""), "newest": str(self.newest or "")}
+
+
+def share_in(row: Mapping[str, Any]) -> float:
+    """Return the share of a row's episodes that count; rows of older runs do not say it."""
+    num_counted = int(row["num_trajectories"])
+    return num_counted / max(1, num_counted + row["num_failed"])
+
+
+def judged_in(row: Mapping[str, Any], min_share: float) -> float | None:
+    """Return what `EvaluationResult.judged` does, of a row of metrics.jsonl."""
+    return float(row["mean_reward"]) if share_in(row) >= min_share else None
 
 
 class Evaluator:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from dialoop_services.trainer.job.evaluation import judged_in
+
 if TYPE_CHECKING:
     from dialoop_services.trainer.job.checkpointer import Checkpointer
     from dialoop_services.trainer.records.records import RunRecords
@@ -53,8 +55,7 @@ class EvaluationSchedule:
             row = self._records.evaluation_due_after(due)
             if row is not None:
                 least = self._settings.evaluation.min_share
-                judged = row["mean_reward"] if row["share"] >= least else None
-                self.mark_evaluated(due, judged=judged)
+                self.mark_evaluated(due, judged=judged_in(row, least))
 
     def observe(self, value: float) -> None:
         """Stop early at `stop_at`, or when the last `stop_without_gain` results were no better.

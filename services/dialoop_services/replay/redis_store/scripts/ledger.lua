@@ -490,7 +490,7 @@ local function leave_page(rec)
   rec.page = nil
 end
 
--- Return the position in the data before which every task has ended.
+-- Return the position in the data before which every task has ended once; a requeued dead letter has.
 local function settled_cursor()
   local first, cursor
   local flat = redis.call('HGETALL', key('pages'))
