@@ -64,7 +64,7 @@ class InferenceSettings(JobSettings, InferenceFields):
             for name, value in values.items()
         }
         inference = given | {"engine": values.get("engine_options", {})}
-        job = {
+        job: dict[str, dict[str, Any]] = {
             "model": {"directory": str(values.get("model_dir", ""))},
             "inference": inference,
             "collector": given,

@@ -99,7 +99,7 @@ class EvaluationResult:
 def share_in(row: Mapping[str, Any]) -> float:
     """Return the share of a row's episodes that count; rows of older runs do not say it."""
     num_counted = int(row["num_trajectories"])
-    return num_counted / max(1, num_counted + row["num_failed"])
+    return num_counted / max(1, num_counted + int(row["num_failed"]))
 
 
 def judged_in(row: Mapping[str, Any], min_share: float) -> float | None:
