@@ -78,6 +78,7 @@ export type Overview = {
   wall_s: number | null;
   learning: {
     verdict: string;
+    is_loss: boolean;
     of: string;
     before: number | null;
     after: number | null;
@@ -94,7 +95,7 @@ export type Overview = {
     kind: string;
     task_key: string;
     prompt: Message[];
-    before: Answer;
+    before: Answer | null;
     after: Answer;
   }[];
   settings: { key: string; value: string; default: string }[];

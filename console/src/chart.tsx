@@ -11,6 +11,11 @@ import { Breakable, number } from "./texts";
 const NUM_COLOURS = 6;
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [1, 5]];
 
+/** The dash of a line: those of one colour have different ones. */
+function dashOf(index: number): number[] {
+  return DASHES[(index + Math.floor(index / NUM_COLOURS)) % DASHES.length];
+}
+
 export function colourOf(index: number): string {
   return `var(--line-${index % NUM_COLOURS})`;
 }
@@ -31,12 +36,14 @@ type Props = {
   unit?: string;
   height?: number;
   isLog?: boolean;
+  note?: string;
   upTo?: number; // the x to which the axis goes at least
   theme: string;
 };
 
 export function Chart(props: Props) {
-  const { title, lines, x, unit = "", height = 220, isLog = false, upTo = 0, theme } = props;
+  const { title, lines, x, unit = "", note = "", height = 220, isLog = false } = props;
+  const { upTo = 0, theme } = props;
   const place = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const [at, setAt] = useState<{ index: number; left: number } | null>(null);
@@ -85,13 +92,14 @@ export function Chart(props: Props) {
                 y2="4"
                 style={{ stroke: colourOf(line.index) }}
                 stroke-width={line.isFaint ? 1.5 : 2.5}
-                stroke-dasharray={DASHES[line.index % DASHES.length].join(" ")}
+                stroke-dasharray={dashOf(line.index).join(" ")}
               />
             </svg>
-            {line.label}
+            {line.label} <b>{number(line.ys[line.ys.length - 1])}</b>
           </li>
         ))}
       </ul>
+      {note && <small>{note}</small>}
       <p class="last">{last.join(", ") || "no values"}</p>
       <div
         class="plot"
@@ -154,6 +162,8 @@ function optionsOf(
     ticks: { show: false },
     values: (_, splits) => splits.map((value) => (value === null ? "" : number(value, 3))),
   };
+  const powers = (_: uPlot, splits: number[]) =>
+    splits.map((value) => (Number.isInteger(Math.log10(value)) ? value : null));
   const areWhole = lines.every((line) => line.xs.every((x) => x === null || Number.isInteger(x)));
   return {
     width: element.clientWidth || 600,
@@ -164,7 +174,14 @@ function optionsOf(
       x: { time: false, range: (chart, low, high) => padded(chart, low, high, upTo) },
       y: { distr: isLog ? 3 : 1, ...(!isLog && { range: (_, low, high) => ends(low, high) }) },
     },
-    axes: [{ ...axis, size: 28, ...(areWhole && { incrs: WHOLE }) }, { ...axis, size: 52 }],
+    axes: [
+      { ...axis, size: 28, ...(areWhole && { incrs: WHOLE }) },
+      {
+        ...axis,
+        size: 52,
+        ...(isLog && { filter: powers, grid: { ...axis.grid, filter: powers } }),
+      },
+    ],
     series: [
       {},
       ...lines.flatMap((line): uPlot.Series[] => {
@@ -173,7 +190,7 @@ function optionsOf(
         return [
           {
             stroke,
-            dash: DASHES[line.index % DASHES.length],
+            dash: dashOf(line.index),
             width: line.isFaint ? 1.25 : 2.25,
             spanGaps: true,
             points: { show: !line.isFaint && line.ys.length < 60, size: 7, fill: stroke },

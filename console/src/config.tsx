@@ -74,8 +74,8 @@ export function Config({ runs, run, address }: { runs: Run[]; run: Run; address:
             {lines.map((line) => (
               <tr key={line.key} class={line.differs ? "differs" : ""}>
                 <th scope="row">{line.key}</th>
-                {line.values.map((each) => (
-                  <td>{plain(each)}</td>
+                {line.values.map((each, place) => (
+                  <td data-name={shown.length > 1 ? value?.runs[place] : undefined}>{plain(each)}</td>
                 ))}
               </tr>
             ))}

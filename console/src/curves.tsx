@@ -36,6 +36,7 @@ const SECONDS: Record<string, string> = {
   "train/wait_s": "waited for the publish before",
   "train/group_play_s": "a group's play",
 };
+const WAITS = "who waits for whom: seconds of a train step"; // parts of one sum: never log
 const BY_DEPTH = /^train\/by_depth\/(\d+)\/(\w+)$/;
 const TRIAL = /^(.+\/trial_reward)\/(\d+)$/;
 const UNITS: [RegExp, string][] = [
@@ -157,8 +158,9 @@ export function Curves({ runs, run, address, theme }: Props) {
               title={chart}
               x={title}
               unit={UNITS.find(([pattern]) => pattern.test(chart))?.[1]}
-              isLog={isLog(all, scale)}
+              isLog={isLog(all, scale, chart === WAITS)}
               lines={all}
+              note={areTogether ? "lines: mean of the seeds; bands: from the least to the most" : ""}
               theme={theme}
             />
           );
@@ -211,7 +213,7 @@ function firstOf(names: string[]): string[] {
 /** Return the chart of a metric: what is to be compared with each other has one. */
 function chartOf(name: string): string {
   if (name.startsWith("lengths/")) return "sampled tokens of a trajectory, mean";
-  if (name in SECONDS) return "who waits for whom: seconds of a train step";
+  if (name in SECONDS) return WAITS;
   const depth = BY_DEPTH.exec(name);
   return depth ? `train/by_depth/${depth[2]}` : (TRIAL.exec(name)?.[1] ?? name);
 }
@@ -270,9 +272,9 @@ function together(series: Series[], axis: string, variants: Variants): Line[] {
         });
       }
       const points = [...at].sort(([a], [b]) => a - b);
-      const what = runs.length > 1 ? `mean, least and most of ${runs.length} seeds` : "";
+      const whose = runs.length > 1 ? `${runs[0]}, ${runs.length} seeds` : runs[0];
       return {
-        label: [runs.join(" + "), partOf(name), what].filter(Boolean).join(", "),
+        label: [whose, partOf(name)].filter(Boolean).join(", "),
         xs: points.map(([x]) => x),
         ys: points.map(([, all]): Value => all.reduce((sum, one) => sum + one, 0) / all.length),
         low: runs.length > 1 ? points.map(([, all]) => Math.min(...all)) : null,
@@ -282,8 +284,8 @@ function together(series: Series[], axis: string, variants: Variants): Line[] {
     });
 }
 
-function isLog(lines: Line[], scale: string): boolean {
+function isLog(lines: Line[], scale: string, isShared: boolean): boolean {
   const values = lines.flatMap((line) => line.ys).filter((value) => typeof value === "number");
   if (scale === "linear" || values.length === 0 || Math.min(...values) <= 0) return false;
-  return scale === "log" || Math.max(...values) / Math.min(...values) >= HELPS_FROM;
+  return scale === "log" || !isShared && Math.max(...values) / Math.min(...values) >= HELPS_FROM;
 }

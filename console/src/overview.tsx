@@ -12,6 +12,11 @@ const VERDICTS: Record<string, [string, string]> = {
   unclear: ["Cannot be told yet", "open"],
   unknown: ["Nothing to compare yet", "open"],
 };
+const LOSS_VERDICTS: typeof VERDICTS = {
+  ...VERDICTS,
+  falls: ["Yes, the loss falls", "good"],
+  rises: ["No, the loss rises", "bad"],
+};
 const MARKS = { true: "✓", false: "✗", null: "?" };
 
 export function OverviewPage({ run, theme }: { run: Run; theme: string }) {
@@ -19,7 +24,9 @@ export function OverviewPage({ run, theme }: { run: Run; theme: string }) {
   const { value, error } = useAnswer<Overview>(`${path}/overview`, run.progress.num_bytes);
   const now = useNow(path);
   if (error) return <Problem text={error.message} />;
-  if (!value) return <main>Loading …</main>;
+  const { num_bytes, num_bytes_of_run } = run.progress;
+  if (!value || (num_bytes === 0 && num_bytes_of_run > 0)) return <main>Reading the run …</main>;
+  const lines = linesOf(value);
   return (
     <main class="overview">
       {now && <NowCard now={now} />}
@@ -27,18 +34,20 @@ export function OverviewPage({ run, theme }: { run: Run; theme: string }) {
       <div class="columns">
         <div>
           <section class="card">
-            <Chart
-              title="Reward"
-              x="train step"
-              lines={linesOf(value)}
-              upTo={value.has_ended ? 0 : value.max_train_steps}
-              height={205}
-              theme={theme}
-            />
-            {linesOf(value).length === 0 && (
+            {lines.length > 0 ? (
+              <Chart
+                title={value.learning.is_loss ? "Loss" : "Reward"}
+                unit={value.learning.is_loss ? "nats a token" : ""}
+                x={value.learning.of.startsWith("warm-start") ? "warm-start step" : "train step"}
+                lines={lines}
+                upTo={value.has_ended || !value.num_train_steps ? 0 : value.max_train_steps}
+                height={205}
+                theme={theme}
+              />
+            ) : (
               <p>
-                No reward is measured yet. <a href={linkTo("curves", { run: run.name })}>Curves</a>{" "}
-                have what else there is.
+                No reward and no loss is measured yet.{" "}
+                <a href={linkTo("curves", { run: run.name })}>Curves</a> have what else there is.
               </p>
             )}
           </section>
@@ -79,7 +88,7 @@ function NowCard({ now: { alarms, blocked } }: { now: Now }) {
 
 function Tiles({ value, alarms }: { value: Overview; alarms: string[] }) {
   const { learning, checks, parts } = value;
-  const [verdict, mood] = VERDICTS[learning.verdict];
+  const [verdict, mood] = (learning.is_loss ? LOSS_VERDICTS : VERDICTS)[learning.verdict];
   const wrong = checks.filter((check) => check.holds === false).map((check) => check.name);
   const known = checks.filter((check) => check.holds !== null);
   const total = parts.reduce((sum, part) => sum + part.seconds, 0);
@@ -99,7 +108,7 @@ function Tiles({ value, alarms }: { value: Overview; alarms: string[] }) {
             </b>{" "}
             {change !== null && signed(change)}
             {learning.low !== null &&
-              ` (95 %: ${signed(learning.low)} to ${signed(learning.high!)})`}
+              ` (95 %: ${signed(learning.low, 2)} to ${signed(learning.high!, 2)})`}
             <br />
             {learning.of}
             {learning.num_pairs > 0 && `, ${number(learning.num_pairs)} tasks`}
@@ -132,12 +141,20 @@ function Tiles({ value, alarms }: { value: Overview; alarms: string[] }) {
         says={longest ? `It ${share(longest)}` : "–"}
         id="waits"
       >
-        {longest && [...others.map(share), `of ${number(total, 3)} s a mean train step`].join(", ")}
+        {longest &&
+          [
+            ...others.slice(0, NUM_OTHERS).map(share),
+            `of ${number(total, 3)} s a mean train step`,
+          ].join(", ")}
       </Tile>
       <Tile
         question="How far is it?"
         mood="open"
-        says={`${number(value.num_train_steps)} of ${number(value.max_train_steps)} train steps`}
+        says={
+          value.max_train_steps
+            ? `${number(value.num_train_steps)} of ${number(value.max_train_steps)} train steps`
+            : "No train steps"
+        }
         id="far"
       >
         {value.has_ended ? (isDone ? "ended" : "ended early") : "not ended"},{" "}
@@ -147,6 +164,8 @@ function Tiles({ value, alarms }: { value: Overview; alarms: string[] }) {
     </dl>
   );
 }
+
+const NUM_OTHERS = 2;
 
 type TileProps = { question: string; mood: string; says: string; id: string; children: unknown };
 
@@ -175,7 +194,7 @@ function linesOf({ learning }: Overview): Line[] {
     };
   });
   const training = {
-    label: "training reward",
+    label: learning.is_loss ? learning.of.split(",")[0] : "training reward",
     index: 2,
     isFaint: lines.length > 0,
     xs: learning.training.map(([step]) => step),
@@ -185,32 +204,49 @@ function linesOf({ learning }: Overview): Line[] {
 }
 
 function Answers({ run, value }: { run: Run; value: Overview }) {
+  const shared = sharedOf(value.answers.map((each) => each.prompt));
   return (
     <section class="card answers" aria-label="What does it say?">
       <h2>What does it say?</h2>
       {value.answers.length === 0 && (
         <p>
-          No task was answered both before and after.{" "}
-          <a href={linkTo("trajectories", { run: run.name })}>All trajectories</a>
+          No task is answered yet. <a href={linkTo("trajectories", { run: run.name })}>All trajectories</a>
         </p>
       )}
+      {shared.map((message) => (
+        <Said message={message} isPrompt />
+      ))}
       {value.answers.map((each) => (
-        <article>
+        <article class={each.before ? "" : "once"}>
           <div class="prompt">
             <header>
               <b>{each.kind}</b>, task {plain(each.task_key)}{" "}
-              <a href={linkTo("trajectory", differences(run, each.after, each.before))}>differ</a>
+              {each.before && (
+                <a href={linkTo("trajectory", differences(run, each.after, each.before))}>differ</a>
+              )}
             </header>
-            {each.prompt.map((message) => (
-              <Said message={message} isPrompt />
-            ))}
+            <div class="scrolls" tabIndex={0} role="group" aria-label="Prompt">
+              {each.prompt.slice(shared.length).map((message) => (
+                <Said message={message} isPrompt />
+              ))}
+            </div>
           </div>
-          <Side run={run} name="before" answer={each.before} />
-          <Side run={run} name="after" answer={each.after} />
+          {each.before && <Side run={run} name="before" answer={each.before} />}
+          <Side run={run} name={each.before ? "after" : "now"} answer={each.after} />
         </article>
       ))}
     </section>
   );
+}
+
+/** The messages with which all of several prompts begin, but not the whole of any. */
+function sharedOf(prompts: Message[][]): Message[] {
+  if (prompts.length < 2) return [];
+  const texts = prompts.map((messages) => messages.map((message) => JSON.stringify(message)));
+  const end = prompts[0].findIndex((_, place) =>
+    texts.some((own) => own.length <= place + 1 || own[place] !== texts[0][place]),
+  );
+  return prompts[0].slice(0, Math.max(0, end));
 }
 
 function differences(run: Run, after: Answer, before: Answer): Record<string, string> {
@@ -287,7 +323,7 @@ function longOnes(parts: StepPart[]): StepPart[] {
   const total = parts.reduce((sum, part) => sum + part.seconds, 0);
   const long = parts.filter((part) => part.seconds >= 0.01 * total);
   const rest = total - long.reduce((sum, part) => sum + part.seconds, 0);
-  return long.length < parts.length ? [...long, { name: "the rest", seconds: rest }] : long;
+  return rest > 0 && rest >= 0.01 * total ? [...long, { name: "the rest", seconds: rest }] : long;
 }
 
 function Parts({ value }: { value: Overview }) {

@@ -6,12 +6,13 @@ export function number(value: Value | undefined, digits = 4): string {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value;
   if (Number.isInteger(value)) return value.toLocaleString("en");
+  if (Math.abs(value) < 1e-4) return value.toExponential(digits - 1).replace(/\.?0*e/, "e");
   return Number(value.toPrecision(digits)).toString();
 }
 
 /** A change: "+0.043", "−0.1". */
-export function signed(value: number): string {
-  return `${value < 0 ? "−" : "+"}${number(Math.abs(value), 3)}`;
+export function signed(value: number, digits = 3): string {
+  return `${value < 0 ? "−" : "+"}${number(Math.abs(value), digits)}`;
 }
 
 export function duration(seconds: number): string {

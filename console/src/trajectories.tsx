@@ -115,9 +115,11 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
       </form>
       {page.error && <Problem text={page.error.message} />}
       <p class="count" aria-live="polite">
-        <span id="total">{total.toLocaleString("en")}</span> of{" "}
-        {run.progress.num_trajectories.toLocaleString("en")} trajectories
-        {total > 0 && `, ${offset + 1} to ${offset + summaries.length}`}
+        <span>
+          <span id="total">{total.toLocaleString("en")}</span> of{" "}
+          {run.progress.num_trajectories.toLocaleString("en")} trajectories
+          {total > 0 && `, ${offset + 1} to ${offset + summaries.length}`}
+        </span>
         <button type="button" onClick={() => turn(-1)} disabled={offset === 0}>
           Previous
         </button>

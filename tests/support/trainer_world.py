@@ -227,7 +227,7 @@ class FakePublisher:
         self._learner = learner
         self.published: list[tuple[str, int]] = []
         self.announced: list[str] = []
-        self.kept: list[str] = []
+        self.earned: list[float | None] = []
         self.num_behind = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -235,8 +235,8 @@ class FakePublisher:
     async def announce(self, version: PolicyVersion) -> None:
         self.announced.append(str(version))
 
-    def keep(self, version: PolicyVersion) -> None:
-        self.kept.append(str(version))
+    def keep(self, version: PolicyVersion, reward: float | None = None) -> None:
+        self.earned.append(reward)
 
     async def capture(self, version: PolicyVersion) -> int:
         return self._learner.weights

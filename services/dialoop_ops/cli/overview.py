@@ -28,6 +28,10 @@ _VERDICTS = {
     UNCLEAR: ("Cannot be told yet", "bold yellow"),
     UNKNOWN: ("Nothing to compare yet", "bold"),
 }
+_LOSS_VERDICTS = _VERDICTS | {
+    FALLS: ("Yes, the loss falls", "bold green"),
+    RISES: ("No, the loss rises", "bold red"),
+}
 _MARKS = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("?", "yellow")}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _NUM_BLOCKS = 40
@@ -71,7 +75,7 @@ def _lines(texts: Sequence[Text]) -> Text:
 
 
 def _learning(learning: Learning) -> Text:
-    says, style = _VERDICTS[learning.verdict]
+    says, style = (_LOSS_VERDICTS if learning.is_loss else _VERDICTS)[learning.verdict]
     head = Text(says, style=style)
     if learning.before is not None:
         head.append(f"  {learning.before:.3g}", style="default")
@@ -85,11 +89,11 @@ def _learning(learning: Learning) -> Text:
         for point in (points[0], *points[1:][-_NUM_EVALUATIONS + 1 :]):
             band = "" if point.low is None else f" ({point.low:.2f} to {point.high:.2f})"
             line = Text(f"{point.label:<15} step {point.train_step:>4}  {point.value:.3f} ")
-            if 0.0 <= point.value <= 1.0:
+            if 0.0 <= point.value <= 1.0 and not learning.is_loss:
                 line.append(f"{'█' * round(_BAR * point.value):<{_BAR}}", style="blue")
             texts.append(line.append(band, style="dim"))
     if rewards := [value for _, value in learning.training]:
-        line = Text(f"training reward  {rewards[-1]:.3g}  ")
+        line = Text(f"training {'loss' if learning.is_loss else 'reward'}  {rewards[-1]:.3g}  ")
         texts.append(line.append(_sparkline(rewards), style="blue"))
     for name, episodes in learning.trials.items():
         texts.append(Text(f"{name}, by episode: {'  '.join(f'{e:.3g}' for e in episodes)}"))
@@ -114,8 +118,9 @@ def _answers(overview: Overview) -> Text:
     for each in overview.answers:
         prompt = " ".join(_said(message) for message in each.prompt)
         texts.append(Text(f"{each.kind}, task {each.task_key}: ", style="bold").append(prompt))
-        texts += [_answer("before", each.before), _answer("after", each.after)]
-    return _lines(texts or [Text("No task was answered both before and after.", style="dim")])
+        texts += [_answer("before", each.before)] if each.before else []
+        texts.append(_answer("after" if each.before else "now", each.after))
+    return _lines(texts or [Text("No task is answered yet.", style="dim")])
 
 
 def _answer(name: str, answer: PolicyAnswer) -> Text:

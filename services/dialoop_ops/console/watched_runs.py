@@ -44,7 +44,7 @@ class WatchedRuns:
         self.indexes = {n: RunIndex(d) for n, d in zip(names, run_dirs, strict=True)}
         self._stopping = threading.Event()
         self._is_looked_at = threading.Event()
-        self._looked_at = -math.inf
+        self._looked_at, self._looked_for = -math.inf, ""
         self._thread = threading.Thread(target=self._read_on, name="console-index", daemon=True)
         self._tokenizer = lru_cache(maxsize=16)(tokenizer_of)
 
@@ -69,6 +69,7 @@ class WatchedRuns:
     def index_of(self, name: str) -> RunIndex:
         """Return a run's index; NotFound for a name that is not on the console."""
         self.keep_reading()
+        self._looked_for = name
         if name not in self.indexes:
             raise NotFound(
                 f"There is no run '{name[:80]}' on this console.",
@@ -99,7 +100,9 @@ class WatchedRuns:
                     self._is_looked_at.wait()
                 continue
             has_moved = False
-            for name, index in self.indexes.items():
+            # What somebody looks at comes first: to read many runs for the first time takes long.
+            runs = sorted(self.indexes.items(), key=lambda each: each[0] != self._looked_for)
+            for name, index in runs:
                 try:
                     num_bytes = index.refresh().num_bytes
                 except Exception:  # a run that cannot be read must not end the others' updates

@@ -290,14 +290,21 @@ class RunIndex:
             )
             return {step: (count, played, of_trained) for step, count, played, of_trained in rows}
 
-    def rewards_by_task(self, label: str, train_step: int) -> dict[str, tuple[int, float]]:
-        """Return the mean reward of each task of one evaluation, with its first trajectory."""
+    def rewards_by_task(
+        self, label: str | None, first_step: int, last_step: int
+    ) -> dict[str, tuple[int, float]]:
+        """Return the mean reward of each task of some train steps, with its first trajectory.
+
+        They are of the evaluations with this label; None: of what was played for training.
+        """
+        of = "outcome <> :evaluation" if label is None else "outcome = :evaluation AND label = :of"
+        named = {"evaluation": EVALUATION, "of": label, "first": first_step, "last": last_step}
         with self._reading() as connection:
             rows = connection.execute(
-                "SELECT task_key, min(number), avg(reward) FROM trajectory WHERE outcome = ? "
-                "AND label = ? AND train_step = ? AND reward IS NOT NULL "
+                f"SELECT task_key, min(number), avg(reward) FROM trajectory WHERE {of} "
+                "AND train_step BETWEEN :first AND :last AND reward IS NOT NULL "
                 "GROUP BY task_key ORDER BY min(number)",
-                (EVALUATION, label, train_step),
+                named,
             )
             return {task: (number, reward) for task, number, reward in rows}
 

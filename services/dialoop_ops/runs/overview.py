@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ EVALUATIONS = {
 }
 """Curve -> its evaluations in the order of a run."""
 _TRAINING = "train/reward"
+_LOSSES = {"train/loss": "training loss", "warm_start/loss": "warm-start loss"}
+"""What is shown of a run that has no reward (yet): the first of these."""
+_HELDOUT_LOSS = "heldout/loss"
 _SIDE = 5
 """Without evaluations, so many of the first train steps are compared with as many of the last."""
 _PARTS = {
@@ -63,11 +67,13 @@ class Learning:
     """Whether the reward rises, by how much, and of what: `low` and `high` are of the change.
 
     `verdict` is "rises" or "falls" where 0 lies outside of the interval, "unclear" inside of it,
-    and "unknown" where nothing can be compared. `trials`: mean reward of each episode of a trial,
-    by evaluation, or of the first and last train steps.
+    and "unknown" where nothing can be compared. `is_loss`: the run has no reward, and its figures
+    are losses in nats a token, which have to fall. `trials`: mean reward of each episode of a
+    trial, by evaluation, or of the first and last train steps.
     """
 
     verdict: str
+    is_loss: bool
     of: str
     before: float | None
     after: float | None
@@ -108,12 +114,15 @@ class PolicyAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A task, and what the policy said to it before and after. `kind`: why it is shown."""
+    """A task, and what the policy said to it before and after. `kind`: why it is shown.
+
+    `before` is None where no task was answered twice.
+    """
 
     kind: str
     task_key: str
     prompt: tuple[Mapping[str, Any], ...]
-    before: PolicyAnswer
+    before: PolicyAnswer | None
     after: PolicyAnswer
 
 
@@ -169,35 +178,88 @@ def _learning_of(index: RunIndex) -> Learning:
     evaluations = {
         name: found for name, labels in EVALUATIONS.items() if (found := _evaluated(index, labels))
     }
-    training = tuple((point.train_step, point.value) for point in index.points(_TRAINING))
+    training = _values_of(index, _TRAINING)
+    if not (evaluations or training):
+        return _learning_of_losses(index)
     name, before, after = _ends_of(evaluations)
     change: Interval | None = None
     ends: tuple[float | None, float | None]
     if before and after:
         change = _change_of(
-            *(index.rewards_by_task(each.label, each.train_step) for each in (before, after))
+            *(
+                index.rewards_by_task(each.label, each.train_step, each.train_step)
+                for each in (before, after)
+            )
         )
         ends = (before.value, after.value)
     elif len(training) > 1 and not evaluations:
-        name, rewards = "training reward", [value for _, value in training]
-        side = min(_SIDE, len(rewards) // 2)
-        change = difference_of(rewards[-side:], rewards[:side])
-        ends = (fmean(rewards[:side]), fmean(rewards[-side:]))
+        name, ends, change = _ends_of_steps("training reward", training)
     else:
         ends = (before.value if before else None, None)
     low, high = _around(ends, change)
     return Learning(
         verdict=_verdict(ends, low, high),
+        is_loss=False,
         of=name,
         before=ends[0],
         after=ends[1],
         low=low,
         high=high,
-        num_pairs=change.num_values if change else 0,
+        num_pairs=change.num_values if before and after and change else 0,
         evaluations=evaluations,
         training=training,
         trials=_trials_of(index),
     )
+
+
+def _learning_of_losses(index: RunIndex) -> Learning:
+    """Return what a run without rewards has: SFT's losses, or a warm start's."""
+    name, training = next(
+        ((name, values) for key, name in _LOSSES.items() if (values := _values_of(index, key))),
+        ("", ()),
+    )
+    ends: tuple[float | None, float | None] = (None, None)
+    change: Interval | None = None
+    if len(training) > 1:
+        name, ends, change = _ends_of_steps(name, training)
+    heldout = tuple(
+        Evaluated(
+            label="heldout", train_step=step, value=v, low=None, high=None, num_trajectories=0
+        )
+        for step, v in _values_of(index, _HELDOUT_LOSS)
+    )
+    low, high = _around(ends, change)
+    verdict = _verdict(ends, low, high)
+    if verdict == FALLS and heldout and heldout[-1].value > heldout[0].value:
+        verdict = UNCLEAR  # what it learns does not hold for other demonstrations
+    return Learning(
+        verdict=verdict,
+        is_loss=bool(training or heldout),
+        of=name,
+        before=ends[0],
+        after=ends[1],
+        low=low,
+        high=high,
+        num_pairs=0,
+        evaluations={"held-out loss": heldout} if heldout else {},
+        training=training,
+        trials={},
+    )
+
+
+def _values_of(index: RunIndex, name: str) -> tuple[tuple[int, float], ...]:
+    return tuple((point.train_step, point.value) for point in index.points(name))
+
+
+def _ends_of_steps(
+    name: str, training: Sequence[tuple[int, float]]
+) -> tuple[str, tuple[float, float], Interval]:
+    """Return what is compared, the means of the first and the last rows, and their difference."""
+    values = [value for _, value in training]
+    side = min(_SIDE, len(values) // 2)
+    first, last = values[:side], values[-side:]
+    of = f"{name}, mean of the first {side} and the last {side} points"
+    return of, (fmean(first), fmean(last)), difference_of(last, first)
 
 
 def _evaluated(index: RunIndex, labels: Sequence[str]) -> tuple[Evaluated, ...]:
@@ -333,6 +395,7 @@ def _alarms(index: RunIndex) -> Check:
     points = index.points("train/fresh_mismatch_alarm")
     steps = [str(point.train_step) for point in points if point.value]
     says = f"fresh mismatch after train steps {', '.join(steps)}" if steps else "none"
+    says = says if points else "not measured yet"
     return Check(name="alarms", holds=not steps if points else None, says=says)
 
 
@@ -398,27 +461,63 @@ def parts_of(index: RunIndex) -> tuple[StepPart, ...]:
 
 
 def _answers_of(index: RunIndex) -> tuple[Answered, ...]:
-    """Return the task whose reward changed most for the better, a middle one, and the worst."""
+    """Return the task whose reward changed most for the better, a middle one, and the worst.
+
+    Where none was answered twice, these are of the newest answers.
+    """
+    before, after = _rewards_before_and_after(index)
+    changes = {task: after[task][1] - before[task][1] for task in after if task in before}
+    values = changes or {task: reward for task, (_, reward) in after.items()}
+    # Tasks of one value stay in the order of the run.
+    ranked = sorted(values.items(), key=itemgetter(1), reverse=True)
+    places = sorted({0, len(ranked) // 2, len(ranked) - 1}) if ranked else []
+    kind = _kind_of_change if changes else _kind_of_answer
+    return tuple(
+        _answered(
+            index,
+            kind(place, [value for _, value in ranked]),
+            task,
+            before[task][0] if changes else None,
+            after[task][0],
+        )
+        for place in places
+        for task, _ in (ranked[place],)
+    )
+
+
+def _rewards_before_and_after(
+    index: RunIndex,
+) -> tuple[dict[str, tuple[int, float]], dict[str, tuple[int, float]]]:
+    """Return by task the first answer and the mean reward of both ends of a run.
+
+    The ends are the first and the newest evaluation; while there is one at the most, the first and
+    the last train steps; before these, the only evaluation.
+    """
+
+    def evaluated(end: Evaluated) -> dict[str, tuple[int, float]]:
+        return index.rewards_by_task(end.label, end.train_step, end.train_step)
+
     greedy_first = dict(reversed(EVALUATIONS.items()))
     evaluations = {name: _evaluated(index, labels) for name, labels in greedy_first.items()}
     _, first, last = _ends_of({name: found for name, found in evaluations.items() if found})
-    if first is None or last is None:
-        return ()
-    before, after = (index.rewards_by_task(e.label, e.train_step) for e in (first, last))
-    changes = sorted(
-        ((after[task][1] - before[task][1], task) for task in after if task in before),
-        key=lambda each: -each[0],  # tasks of one change stay in the order of the run
-    )
-    places = sorted({0, len(changes) // 2, len(changes) - 1}) if changes else []
-    return tuple(
-        _answered(index, _kind(place, changes), task, (before[task][0], after[task][0]))
-        for place in places
-        for _, task in (changes[place],)
-    )
+    if first and last:
+        return evaluated(first), evaluated(last)
+    steps = [step for step, _ in _values_of(index, _TRAINING)]
+    if not steps:
+        return {}, evaluated(first) if first else {}
+    side = min(_SIDE, len(steps) // 2)
+    newest = index.rewards_by_task(None, steps[-max(1, side)], steps[-1])
+    return (index.rewards_by_task(None, steps[0], steps[side - 1]) if side else {}), newest
 
 
-def _kind(place: int, changes: Sequence[tuple[float, str]]) -> str:
-    change = changes[place][0]
+def _kind_of_answer(place: int, rewards: Sequence[float]) -> str:
+    if rewards[0] == rewards[-1]:
+        return "newest"
+    return "best" if place == 0 else "worst" if place == len(rewards) - 1 else "in the middle"
+
+
+def _kind_of_change(place: int, changes: Sequence[float]) -> str:
+    change = changes[place]
     if not change:
         return "unchanged"
     if place == 0:
@@ -428,23 +527,23 @@ def _kind(place: int, changes: Sequence[tuple[float, str]]) -> str:
     return "in the middle"
 
 
-def _answered(index: RunIndex, kind: str, task: str, ends: tuple[int, int]) -> Answered:
-    prompt: tuple[Mapping[str, Any], ...] = ()
-    answers = []
-    for number in ends:
-        row, summary = index.row(number), index.summary(number)
-        messages = row.get("messages", [])
-        begin = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-        prompt = tuple(messages[:begin])
-        answers.append(
-            PolicyAnswer(
-                number=number,
-                label=summary.label,
-                reward=summary.reward,
-                messages=tuple(messages[begin:]),
-            )
-        )
-    return Answered(kind=kind, task_key=task, prompt=prompt, before=answers[0], after=answers[1])
+def _answered(index: RunIndex, kind: str, task: str, before: int | None, after: int) -> Answered:
+    prompt, newest = _answer_of(index, after)
+    earlier = None if before is None else _answer_of(index, before)[1]
+    return Answered(kind=kind, task_key=task, prompt=prompt, before=earlier, after=newest)
+
+
+def _answer_of(index: RunIndex, number: int) -> tuple[tuple[Mapping[str, Any], ...], PolicyAnswer]:
+    """Return the messages before the policy's first one, and what follows."""
+    summary, messages = index.summary(number), index.row(number).get("messages", [])
+    begin = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    answer = PolicyAnswer(
+        number=number,
+        label=summary.label,
+        reward=summary.reward,
+        messages=tuple(messages[begin:]),
+    )
+    return tuple(messages[:begin]), answer
 
 
 # -- what was set

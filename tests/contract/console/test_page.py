@@ -396,7 +396,7 @@ def test_text_of_a_model_stays_text(page, site):
 def test_curves_of_two_runs_lie_over_each_other(page, site):
     open_page(page, site, "curves?run=a&run=b&name=train/reward")
     page.wait_for_selector(".chart .last:text-is('a: 1, b: 1')")
-    assert page.locator(".chart .legend li").all_inner_texts() == ["a", "b"]
+    assert page.locator(".chart .legend li").all_inner_texts() == ["a 1", "b 1"]
     page.keyboard.press("x")
     page.wait_for_function("() => location.hash.includes('x=time')")
     page.wait_for_selector(".axis-title:has-text('seconds since')")
@@ -426,7 +426,7 @@ def test_what_is_compared_with_each_other_has_one_chart(page, site):
 def test_evaluations_have_bands(page, site):
     open_page(page, site, "curves?run=a&name=evaluation/running/mean_reward")
     page.wait_for_selector(".chart canvas")
-    assert page.inner_text(".chart .legend") == "a, 95 %"
+    assert page.inner_text(".chart .legend") == "a, 95 % 1"
     page.hover(".chart .u-over", position={"x": 2, "y": 20})
     low, high = wilson_interval(EVALUATIONS[0]["mean_reward"], 64)
     shown = page.inner_text(".chart .tip").split()
@@ -449,7 +449,7 @@ def test_publishes_are_shown_with_their_proofs_newest_first(page, site):
     first, last = rows.nth(0).inner_text().split("\t"), rows.nth(8).inner_text().split("\t")
     assert (first[0], first[1], *first[3:6]) == ("main-10", "9", "13.5 MB", "1.13", "2")
     assert first[6:] == ["0.00018 ✗ beyond the bound", "no"]
-    assert (last[0], last[3], last[6]) == ("main-2", "1.5 MB", "0.00002 ✓")
+    assert (last[0], last[3], last[6]) == ("main-2", "1.5 MB", "2e-5 ✓")
     count = " ".join(page.inner_text(".count").split())
     assert count.startswith("9 publishes, 4 beyond the bound of 0.0001 ")
     page.click("table.weights tbody a >> nth=0")

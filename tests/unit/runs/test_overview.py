@@ -99,9 +99,51 @@ def test_the_verdict_is_no_stronger_than_its_interval(before, after, verdict, tm
 
 def test_without_evaluations_the_first_steps_are_compared_with_the_last(tmp_path):
     metrics = [step(number) for number in range(1, 21)]
-    learning = overview_of(write_run(tmp_path / "run", [], metrics)).learning
-    assert (learning.of, learning.verdict) == ("training reward", RISES)
-    assert (learning.before, learning.after) == pytest.approx((0.3, 1.8))
+    rows = [
+        answer("training", number, number % 8, float(number), outcome="trained")
+        for number in range(1, 21)
+    ]
+    shown = overview_of(write_run(tmp_path / "run", rows, metrics))
+    of = "training reward, mean of the first 5 and the last 5 points"
+    assert (shown.learning.of, shown.learning.verdict) == (of, RISES)
+    assert (shown.learning.before, shown.learning.after) == pytest.approx((0.3, 1.8))
+    # Tasks 1 to 5 were played in steps 1 to 5, and 0 to 4 in steps 16 to 20.
+    answers = [(a.task_key, a.before and a.before.reward, a.after.reward) for a in shown.answers]
+    assert answers == [("t1", 1.0, 17.0), ("t3", 3.0, 19.0), ("t4", 4.0, 20.0)]
+
+
+def test_where_no_task_was_answered_twice_the_newest_answers_are_shown(tmp_path):
+    rows = [
+        answer("training", number, number, number / 20, outcome="trained") for number in (1, 2, 3)
+    ]
+    shown = overview_of(write_run(tmp_path / "run", rows, [step(1), step(2), step(3)]))
+    assert [(a.kind, a.before, a.after.reward) for a in shown.answers] == [("newest", None, 0.15)]
+    only = {"kind": "evaluation", "time": 1.0, "train_step": 0, "label": "before_sampled"}
+    only |= {"mean_reward": 0.5, "num_trajectories": 3, "lineage": "main", "policy_version": 1}
+    heard = [answer("before_sampled", 0, task, task / 2) for task in range(3)]
+    shown = overview_of(write_run(tmp_path / "begun", heard, [only]))
+    assert [(a.kind, a.after.reward) for a in shown.answers] == [
+        ("best", 1.0),
+        ("in the middle", 0.5),
+        ("worst", 0.0),
+    ]
+
+
+@pytest.mark.parametrize(("heldout", "verdict"), [(2.0, FALLS), (5.0, UNCLEAR)])
+def test_of_a_run_without_rewards_the_losses_are_shown(heldout, verdict, tmp_path):
+    head = {"time": 1.0, "lineage": "main", "policy_version": 1}
+    rows = [head | {"kind": "warm_start", "train_step": 10, "loss": 9.0}]
+    rows += [head | {"kind": "train", "train_step": n, "loss": 3.0 - n / 10} for n in range(1, 13)]
+    rows += [
+        head | {"kind": "heldout", "train_step": n, "loss": loss}
+        for n, loss in ((6, 4.0), (12, heldout))
+    ]
+    learning = overview_of(write_run(tmp_path / "run", [], rows)).learning
+    assert (learning.is_loss, learning.verdict, learning.num_pairs) == (True, verdict, 0)
+    assert learning.of.startswith("training loss")
+    assert (learning.before, learning.after) == pytest.approx((2.7, 2.0))
+    (points,) = learning.evaluations.values()
+    assert [(p.train_step, p.value, p.low) for p in points] == [(6, 4.0, None), (12, heldout, None)]
 
 
 def test_a_run_that_has_nothing_yet_says_so(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from dialoop.errors import InvalidConfig
 from dialoop.sequences import PolicyVersion
 from dialoop_services.runtime.exit_reason import known_error
+from dialoop_services.trainer.job.evaluation import EvaluationPlan, EvaluationResult
 from dialoop_services.trainer.job.state import JobState
 
 from tests.support.trainer_world import World, until_extended, worlds
@@ -62,6 +63,27 @@ async def test_a_group_that_comes_back_before_its_checkpoint_is_let_go_by_that_c
     # Nothing had been acknowledged when the checkpoint was written that let go of "a".
     assert saved[:2] == [0, 0]
     assert "second-lease-a" in here.replay.acknowledged
+
+
+async def test_which_policy_is_best_is_not_said_by_greedy_answers_or_other_tasks(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = world(evaluation={"num_tasks": 9, "num_running_tasks": 4})
+    result = EvaluationResult(
+        **{"mean_reward": 0.5, "accuracy": None, "tool_call_rate": 0.0, "num_trajectories": 9},
+        **{"num_failed": 0, "oldest": version(1), "newest": version(1)},
+    )
+
+    async def evaluate(*_: Any, **__: Any) -> EvaluationResult:
+        return result
+
+    monkeypatch.setattr(here.evaluator, "evaluate", evaluate)
+    sampled = EvaluationPlan.full(here.settings, "after_sampled", temperature=1.0)
+    greedy = EvaluationPlan.full(here.settings, "after_greedy", temperature=0.0)
+    others = replace(sampled, label="on_request", split="train")
+    for plan in (sampled, greedy, others, EvaluationPlan.running(here.settings)):
+        await here.job.evaluate(plan)
+    assert here.publisher.earned == [0.5, None, None, 0.5]
 
 
 async def test_a_caller_who_leaves_a_publish_does_not_get_its_number_used_twice(

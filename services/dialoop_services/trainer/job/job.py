@@ -154,7 +154,10 @@ class TrainingJob:
         least = self._settings.evaluation.min_share
         judged = result.judged(least)
         if result.newest is not None:
-            self._parts.publisher.keep(result.newest, judged)
+            # Of greedy answers, or of other tasks, a mean is not to be compared with the others'.
+            sampled = EvaluationPlan.full(self._settings, plan.label, temperature=1.0)
+            is_comparable = plan in (sampled, EvaluationPlan.running(self._settings))
+            self._parts.publisher.keep(result.newest, judged if is_comparable else None)
         row = result.row() | ({} if due is None else {"due_train_step": due})
         if judged is None:
             log.warning(
