@@ -333,6 +333,8 @@ class Reason(_Named):
     NOT_AN_ADAPTER = "NOT_AN_ADAPTER", "The policy is whole: there is no adapter to merge."
     NOT_AN_AGENT = "NOT_AN_AGENT", "The agent is not a function."
     NOTHING_SAMPLED = "NOTHING_SAMPLED", "The policy sampled no token in the episode."
+    NODES_DIFFER = "NODES_DIFFER", "The trainer's machines cannot train with each other."
+    NODE_MISSING = "NODE_MISSING", "A machine of the trainer did not come, or is not reached."
     NOT_AN_ENVIRONMENT = "NOT_AN_ENVIRONMENT", "The object is not an environment."
     NOT_A_GAME = "NOT_A_GAME", "The environment is not a game."
     NOT_A_RUN = "NOT_A_RUN", "The folder is no run of Dialoop."

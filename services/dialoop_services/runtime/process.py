@@ -174,6 +174,12 @@ def die_with_parent() -> None:
     threading.Thread(target=_outlive_briefly, args=(parent,), daemon=True).start()
 
 
+def die_at_once_with_parent() -> None:
+    """Let the kernel kill this process as soon as its parent is gone, without a drain."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -5,8 +5,8 @@ DIALOOP_CONFIG names, and needs the same DIALOOP_TRAINER_... variables and acces
 of the run and the model. The first one is the service:
 
     python -m dialoop_services.trainer.learner.launch 4
-    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400
-        -m dialoop_services.trainer
+    python -m dialoop_services.trainer.learner.launch 8 --num-nodes 2 --node 0
+        --rendezvous HOST:29400
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
                 asyncio.run(serve(settings, learners))
         else:
             configure_logs(f"trainer-{ranks.rank}")
-            leave_stopping_to_the_first()
+            leave_stopping_to_the_first(rank_settings)
             learners.serve()
 
 

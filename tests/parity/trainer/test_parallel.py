@@ -88,27 +88,23 @@ import os, signal, sys, time
 rank = int(os.environ["RANK"])
 def leave(*_):
     sys.exit(0)
-if rank:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-else:
-    signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGTERM, leave)
 """
 
 
-def launcher(command: list[str], size: int, last_words_s: float = 5.0) -> subprocess.Popen[str]:
+def launcher(command: list[str], size: int) -> subprocess.Popen[str]:
     """A process that launches `python command` so many times."""
     program = (
-        "import sys, tempfile; from pathlib import Path\n"
+        "import sys\n"
         "from dialoop_services.trainer.learner.launch import Launch\n"
-        "last_words_s, size = float(sys.argv[1]), int(sys.argv[2])\n"
-        "command = [sys.executable, *sys.argv[3:]]\n"
-        "with tempfile.TemporaryDirectory() as folder:\n"
-        "    sys.exit(Launch(command, size, Path(folder), last_words_s=last_words_s).wait())"
+        "from dialoop_services.trainer.learner.meeting import Place\n"
+        "place = Place(num_processes=int(sys.argv[1]), address='127.0.0.1', interface='lo')\n"
+        "sys.exit(Launch([sys.executable, *sys.argv[2:]], place).run())"
     )
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "client", ROOT / "services")))
     return subprocess.Popen(
-        [sys.executable, "-c", program, str(last_words_s), str(size), *command],
+        [sys.executable, "-c", program, str(size), *command],
         env=inherited | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -116,9 +112,9 @@ def launcher(command: list[str], size: int, last_words_s: float = 5.0) -> subpro
     )
 
 
-def launch(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[int, str]:
+def launch(command: list[str], size: int) -> tuple[int, str]:
     """Exit code, and what was said beside progress bars."""
-    with launcher(command, size, last_words_s) as process:
+    with launcher(command, size) as process:
         _, stderr = process.communicate(timeout=180)
     lines = (line for line in stderr.splitlines() if "Loading weights" not in line)
     return process.returncode, "\n".join(lines).strip()
@@ -127,11 +123,9 @@ def launch(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[in
 @pytest.mark.parametrize(
     ("what", "code", "stderr"),
     [
-        ("sys.exit(0)", 0, ""),
-        ("sys.exit(2 if rank else 1)", 2, ""),
-        ("sys.exit(1) if rank else time.sleep(600)", 1, ""),
+        ("time.sleep(2)\nsys.exit(2 if rank else 1)", 2, ""),
         (
-            "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)",
+            "time.sleep(2)\nos.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)",
             1,
             "dialoop trainer: Rank 1 was ended by signal 9. The others were ended with it. "
             "Resume all ranks from the last checkpoint.",
@@ -139,11 +133,17 @@ def launch(command: list[str], size: int, last_words_s: float = 5.0) -> tuple[in
     ],
 )
 def test_all_end_with_one(what: str, code: int, stderr: str) -> None:
-    assert launch(["-c", f"{TAIL}\n{what}"], 3, last_words_s=1.0) == (code, stderr)
+    assert launch(["-c", f"{TAIL}\n{what}"], 2) == (code, stderr)
 
 
 def test_the_first_is_told_to_stop_and_the_others_leave_with_it() -> None:
-    body = f"{TAIL}\nos.write(1, b'up\\n')\ntime.sleep(2 if rank else 600)"
+    body = f"""{TAIL}
+if rank:
+    from dialoop_services.trainer.learner.ranks import RankSettings, leave_stopping_to_the_first
+    leave_stopping_to_the_first(RankSettings())
+os.write(1, b'up\\n')
+time.sleep(2 if rank else 600)
+"""
     with launcher(["-c", body], 2) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]

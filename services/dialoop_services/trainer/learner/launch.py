@@ -1,101 +1,137 @@
-"""`python -m dialoop_services.trainer.learner.launch 4`: four trainer processes here.
+"""`python -m dialoop_services.trainer.learner.launch 4`: four trainer processes, by torchrun.
 
-The processes end together. On a signal to stop, the first one finishes its step and saves. When one
-process is lost, this one ends the others and exits non-zero, so that its caller can restart it.
-torchrun does the same over several machines, and every process there can reach its store. Here the
-ranks meet in a file that only this user can read, and connect over the loopback interface.
+Over several machines the same line runs on each, with its number; they meet at the first one:
+
+    ... launch 8 --num-nodes 2 --node 0 --rendezvous 10.0.0.5:29400
+
+The processes of all nodes end together. On a signal to stop, the first one finishes its step and
+saves. When one is lost, this one ends the others and exits non-zero, so that its caller can start
+all again; it exits with 2 for a wrong setting, which no restart mends.
+
+Processes of one machine meet in a file that only this user can read. Those of several meet in a
+store of torch's, after the nodes have compared what they are (`meeting.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from urllib.parse import urlsplit
 
-from dialoop_services.runtime.process import PARENT_VARIABLE, die_with_parent
+import psutil  # type: ignore[import-untyped]
+from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.reasons import Reason
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-_POLL_S = 0.1
-_LAST_WORDS_S = 5.0
-_CONFIG_ERROR = 2
+from dialoop_services.runtime.exit_reason import CONFIG_ERROR
+from dialoop_services.runtime.process import PARENT_VARIABLE, run_blocking
+from dialoop_services.runtime.settings import load
+from dialoop_services.trainer.learner.meeting import (
+    NODE_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    Place,
+    meet,
+)
+from dialoop_services.trainer.settings import TrainerSettings
+
+_HERE = "127.0.0.1"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_MEET_S = 90.0
+"""Below the 120 s that the stack gives the trainer to be ready, so that the error is ours."""
 
 
 class Launch:
-    """The processes of one launch, from start to end.
+    """The processes of this node, from their start to their end."""
 
-    When one is lost, the others have `last_words_s` seconds to notice it and log their error.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        num_ranks: int,
-        folder: Path,
-        *,
-        last_words_s: float = _LAST_WORDS_S,
-    ) -> None:
-        self._last_words_s = last_words_s
+    def __init__(self, command: Sequence[str], place: Place) -> None:
         self._command = tuple(command)
-        self._folder = folder
+        self._place = place
         self._is_stopping = False
+
+    def run(self) -> int:
+        """Start them, wait until all have ended, and return the exit code of the launch."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        for rank in range(num_ranks):
-            self._ranks.append(self._start(rank, num_ranks))
+        # Its own words come with a traceback; what has failed is said below.
+        logging.getLogger("torch.distributed.elastic").propagate = False
+        logging.getLogger("torch.distributed.elastic").addHandler(logging.NullHandler())
+        with tempfile.TemporaryDirectory(prefix="dialoop-ranks-") as folder:
+            os.environ |= self._variables(Path(folder))
+            agent = elastic_launch(self._config(Path(folder)), self._command[0])
+            try:
+                agent(*self._command[1:])
+            except ChildFailedError as error:
+                return self._code_of(error.failures)
+            except RendezvousError as error:  # the first node has ended
+                self._report(f"Node {self._place.node} lost the others: {error}")
+                return 0 if self._is_stopping else 1
+        return 0
 
-    def wait(self) -> int:
-        """Wait until one has ended, end the others, and return the exit code of the launch."""
-        has_forwarded_stop = False
-        while all(rank.poll() is None for rank in self._ranks):
-            if self._is_stopping and not has_forwarded_stop:
-                self._ranks[0].terminate()
-                has_forwarded_stop = True
-            time.sleep(_POLL_S)
-        lost = [number for number, rank in enumerate(self._ranks) if rank.poll()]
-        self._end_the_others()
-        codes = [rank.returncode for rank in self._ranks]
-        if self._is_stopping and codes[0] in (0, -signal.SIGTERM):
-            return 0
-        for number in lost:
-            if codes[number] < 0:
-                self._report(f"Rank {number} was ended by signal {-codes[number]}.")
-        if _CONFIG_ERROR in codes:
-            return _CONFIG_ERROR
-        return 1 if any(codes) else 0
-
-    def _start(self, rank: int, size: int) -> subprocess.Popen[bytes]:
+    def _variables(self, folder: Path) -> dict[str, str]:
+        """Return what the processes get beside what the agent says."""
         variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "DIALOOP_RENDEZVOUS": f"file://{self._folder / 'store'}",
-            # What is set stays: NCCL reaches a replica on another machine by that interface too.
-            **{name: os.environ.get(name, _LOOPBACK) for name in _INTERFACES},
+            NODE_VARIABLE: str(self._place.node),
             PARENT_VARIABLE: str(os.getpid()),
+            # What is set stays.
+            **{name: os.environ.get(name, self._place.interface) for name in _INTERFACES},
         }
-        return subprocess.Popen(self._command, env=os.environ | variables)
+        if self._place.num_nodes == 1:  # and torch's store, which listens everywhere, is not made
+            store = f"file://{folder / 'store'}"
+            variables |= {RENDEZVOUS_VARIABLE: store, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return variables
+
+    def _config(self, folder: Path) -> LaunchConfig:
+        place = self._place
+        meeting: dict[str, object] = {"store_type": "file"}
+        if place.num_nodes > 1:
+            meeting = {"is_host": place.node == 0}
+        return LaunchConfig(
+            min_nodes=place.num_nodes,
+            max_nodes=place.num_nodes,
+            nproc_per_node=place.num_processes,
+            run_id="trainer",
+            rdzv_backend="c10d",
+            rdzv_endpoint=place.rendezvous or str(folder / "nodes"),
+            rdzv_configs=meeting | {"join_timeout": int(_MEET_S)},
+            max_restarts=0,  # whoever started this starts it again, on all nodes
+            local_addr=place.address,
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+            signals_to_handle="SIGQUIT",  # the others are handled here
+        )
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Tell the processes, of which all but the first ignore it; end where there are none."""
         self._is_stopping = True
+        children = psutil.Process().children()
+        if not children:
+            sys.exit(0)
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.terminate()
 
-    def _end_the_others(self) -> None:
-        """Kill ranks that do not end in time; only the first one saves, before it exits."""
-        deadline = time.monotonic() + self._last_words_s
-        while any(rank.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        for rank in self._ranks:
-            if rank.poll() is None:
-                rank.kill()
-            rank.wait()
+    def _code_of(self, failures: Mapping[int, ProcessFailure]) -> int:
+        """Return the exit code of a launch in which these have failed; say who was killed."""
+        first = min(failures.values(), key=lambda each: (each.timestamp, _was_told(each)))
+        codes = {each.local_rank: each.exitcode for each in failures.values()}
+        if self._is_stopping and codes.get(0, 0) in (0, -signal.SIGTERM):
+            return 0
+        if first.exitcode < 0:
+            rank = self._place.node * self._place.num_processes + first.local_rank
+            self._report(f"Rank {rank} was ended by signal {-first.exitcode}.")
+        return CONFIG_ERROR if CONFIG_ERROR in codes.values() else 1
 
     def _report(self, what: str) -> None:
         sys.stderr.write(
@@ -104,17 +140,90 @@ class Launch:
         )
 
 
+def _was_told(failure: ProcessFailure) -> bool:
+    """Return whether the agent may have ended it, since another one had failed."""
+    return bool(failure.exitcode == -signal.SIGTERM)
+
+
+def interface_towards(host: str) -> tuple[str, str]:
+    """Return the address and the name of the interface by which this machine reaches a host.
+
+    Raises InvalidConfig (NODE_MISSING) for a host without an address or a route.
+    """
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            address = str(probe.getsockname()[0])
+    except OSError as error:
+        raise InvalidConfig(
+            f"This machine does not reach {host}: {error.strerror}.",
+            reason=Reason.NODE_MISSING,
+            remedy="Give an address that all machines of the job reach.",
+        ) from error
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return address, name
+    raise Unavailable(
+        f"No interface of this machine has the address {address}.",
+        reason=Reason.NODE_MISSING,
+        remedy="Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """The options of the command."""
+
+    num_processes: int
+    num_nodes: int
+    node: int
+    rendezvous: str
+
+    @classmethod
+    def read(cls, words: Sequence[str]) -> _Words:
+        """Read the options; end the process for wrong ones."""
+        plain = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+        parser.add_argument("num_processes", type=int, help="processes on each node")
+        parser.add_argument("--num-nodes", type=int, default=1, help="machines that train")
+        parser.add_argument("--node", type=int, default=0, help="which of them this is, from 0")
+        parser.add_argument("--rendezvous", default="", help="HOST:PORT, a port of node 0")
+        said = cls(**vars(parser.parse_args(words)))
+        if not 0 <= said.node < said.num_nodes or said.num_processes < 1:
+            parser.error(f"there is no node {said.node} of {said.num_nodes}, counted from 0")
+        if said.num_nodes > 1 and urlsplit(f"//{said.rendezvous}").port is None:
+            parser.error("several nodes need --rendezvous HOST:PORT")
+        return said
+
+
 def main() -> None:
     """Run as many processes as the first argument says."""
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    parser.add_argument("num_processes", type=int)
-    num_processes = parser.parse_args().num_processes
-    die_with_parent()
-    command = (sys.executable, "-m", "dialoop_services.trainer")
-    with tempfile.TemporaryDirectory(prefix="dialoop-ranks-") as folder:
-        code = Launch(command, num_processes, Path(folder)).wait()
-    sys.exit(code)
+    words = _Words.read(sys.argv[1:])
+
+    def work() -> None:
+        settings = load(TrainerSettings)
+        peers = [words.rendezvous] if words.rendezvous else settings.inference_addresses
+        hosts = [urlsplit(f"//{peer}").hostname or _HERE for peer in peers]
+        # The first rank speaks with replicas of other machines by NCCL too.
+        address, interface = max(
+            (interface_towards(host) for host in hosts or [_HERE]), key=lambda at: at[0] != _HERE
+        )
+        place = Place(
+            num_processes=words.num_processes,
+            num_nodes=words.num_nodes,
+            node=words.node,
+            rendezvous=words.rendezvous,
+            address=address,
+            interface=interface,
+        )
+        store = meet(place, settings, timeout_s=_MEET_S) if place.num_nodes > 1 else None
+        command = (sys.executable, "-m", "dialoop_services.trainer")
+        code = Launch(command, place).run()
+        del store  # the first node's serves the others to the end
+        sys.exit(code)
+
+    run_blocking(work, name="trainer")
 
 
 if __name__ == "__main__":

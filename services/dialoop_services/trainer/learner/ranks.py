@@ -1,12 +1,16 @@
-"""This process's rank among the trainer's, as torchrun or `launch.py` sets it, and its learner."""
+"""This process's rank among the trainer's, as torchrun or `launch.py` says it, and its learner."""
 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
@@ -14,9 +18,13 @@ from dialoop_learning.parallel.group_commands import RankGroup
 from dialoop_learning.parallel.ranks import Ranks, join_ranks
 from pydantic import Field
 
+from dialoop_services.runtime.process import die_at_once_with_parent
 from dialoop_services.runtime.settings import StrictSettings
 from dialoop_services.trainer.learner.learner import Learner, require_cuda_devices
+from dialoop_services.trainer.learner.meeting import NODE_VARIABLE, RENDEZVOUS_VARIABLE
 from dialoop_services.trainer.settings import TrainerSettings
+
+_LAST_WORDS_S = 5.0
 
 
 class RankSettings(StrictSettings):
@@ -28,8 +36,19 @@ class RankSettings(StrictSettings):
     """Number of processes in all."""
     local_rank: int = Field(default=0, ge=0)
     """Number of this process on its machine, and of its CUDA device."""
-    rendezvous: str = Field(default="env://", validation_alias="DIALOOP_RENDEZVOUS")
+    local_world_size: int = Field(default=1, ge=1)
+    """Number of processes on its machine."""
+    node: int | None = Field(default=None, ge=0, validation_alias=NODE_VARIABLE)
+    """Number of its machine; without it torchrun's ranks stand, and it orders machines by name."""
+    rendezvous: str = Field(default="env://", validation_alias=RENDEZVOUS_VARIABLE)
     """Meeting point of the processes: env:// as torchrun sets it, or file:///... on one machine."""
+
+    @property
+    def number(self) -> int:
+        """Return the rank: the first one, which is the service, is on node 0."""
+        if self.node is None:
+            return self.rank
+        return self.node * self.local_world_size + self.local_rank
 
 
 @contextmanager
@@ -54,8 +73,10 @@ def join_trainer_ranks(rank: RankSettings, settings: TrainerSettings) -> Iterato
         )
     if device == "cuda" and rank.world_size > 1:
         device = f"cuda:{rank.local_rank}"  # type: ignore[assignment]
+    if rank.world_size > 1:
+        die_at_once_with_parent()  # two would train this run if one drained while all start anew
     with join_ranks(
-        rank=rank.rank,
+        rank=rank.number,
         size=rank.world_size,
         device=torch.device(device),
         init_method=rank.rendezvous,
@@ -80,7 +101,17 @@ def make_learner(settings: TrainerSettings, group: RankGroup[Learner] | None = N
     return group.make(settings.model_dump_json(exclude={"token", "admin_token", "ticket"}))
 
 
-def leave_stopping_to_the_first() -> None:
-    """Ignore SIGTERM and SIGINT: the first rank ends its step, saves, and closes the others."""
+def leave_stopping_to_the_first(rank: RankSettings) -> None:
+    """Ignore SIGTERM and SIGINT: the first rank ends its step, saves, and closes the others.
+
+    Where a rank of this machine has died, torchrun sends the signal, and waits long: leave soon.
+    """
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        if len(psutil.Process(os.getppid()).children()) < rank.local_world_size:
+            leave = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
+            leave.daemon = True
+            leave.start()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, heed)
