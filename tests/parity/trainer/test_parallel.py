@@ -97,8 +97,8 @@ def launcher(command: list[str], size: int) -> subprocess.Popen[str]:
     program = (
         "import sys\n"
         "from dialoop_services.trainer.learner.launch import Launch\n"
-        "from dialoop_services.trainer.learner.meeting import Place\n"
-        "place = Place(num_processes=int(sys.argv[1]), address='127.0.0.1', interface='lo')\n"
+        "from dialoop_services.trainer.learner.meeting import NodePlace\n"
+        "place = NodePlace(num_processes=int(sys.argv[1]), address='127.0.0.1', interface='lo')\n"
         "sys.exit(Launch([sys.executable, *sys.argv[2:]], place).run())"
     )
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("DIALOOP_")}

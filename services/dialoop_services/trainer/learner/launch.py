@@ -34,7 +34,7 @@ from dialoop.reasons import Reason
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.launcher import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dialoop_services.runtime.exit_reason import CONFIG_ERROR
 from dialoop_services.runtime.process import PARENT_VARIABLE, run_blocking
@@ -42,7 +42,7 @@ from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.learner.meeting import (
     NODE_VARIABLE,
     RENDEZVOUS_VARIABLE,
-    Place,
+    NodePlace,
     meet,
 )
 from dialoop_services.trainer.settings import TrainerSettings
@@ -56,7 +56,7 @@ _MEET_S = 90.0
 class Launch:
     """The processes of this node, from their start to their end."""
 
-    def __init__(self, command: Sequence[str], place: Place) -> None:
+    def __init__(self, command: Sequence[str], place: NodePlace) -> None:
         self._command = tuple(command)
         self._place = place
         self._is_stopping = False
@@ -209,7 +209,7 @@ def main() -> None:
         address, interface = max(
             (interface_towards(host) for host in hosts or [_HERE]), key=lambda at: at[0] != _HERE
         )
-        place = Place(
+        place = NodePlace(
             num_processes=words.num_processes,
             num_nodes=words.num_nodes,
             node=words.node,

@@ -22,7 +22,7 @@ import dialoop
 import torch
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop.reasons import Reason
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from dialoop_services.trainer.settings import TrainerSettings
 
@@ -41,7 +41,7 @@ _MUST_BE_EQUAL = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class NodePlace:
     """Which node of a trainer this is, and how it reaches the others.
 
     rendezvous: HOST:PORT of node 0; empty with one node. address and interface: this node's own.
@@ -72,7 +72,7 @@ class NodeFacts:
         return f"node {self.node} ({self.host})"
 
 
-def meet(place: Place, settings: TrainerSettings, *, timeout_s: float) -> TCPStore:
+def meet(place: NodePlace, settings: TrainerSettings, *, timeout_s: float) -> TCPStore:
     """Return the store in which all nodes have said what they are.
 
     Every node raises the same error for one that did not come in time (Unavailable, NODE_MISSING)
@@ -105,7 +105,7 @@ def meet(place: Place, settings: TrainerSettings, *, timeout_s: float) -> TCPSto
     return store
 
 
-def facts_of(place: Place, settings: TrainerSettings, *, sees_folder: bool = True) -> NodeFacts:
+def facts_of(place: NodePlace, settings: TrainerSettings, *, sees_folder: bool = True) -> NodeFacts:
     """Return what this node is."""
     on_cards = settings.device == "cuda"
     count = torch.cuda.device_count() if on_cards and torch.cuda.is_available() else 0
@@ -120,7 +120,7 @@ def facts_of(place: Place, settings: TrainerSettings, *, sees_folder: bool = Tru
 
 
 def verdict_on(
-    facts: Sequence[NodeFacts], place: Place, folder: Path, timeout_s: float
+    facts: Sequence[NodeFacts], place: NodePlace, folder: Path, timeout_s: float
 ) -> dict[str, str] | None:
     """Return why these nodes cannot train together, as an error's parts; None if they can."""
     came = {each.node for each in facts}
@@ -160,7 +160,7 @@ def verdict_on(
     return None
 
 
-def _store_of(place: Place, timeout_s: float) -> TCPStore:
+def _store_of(place: NodePlace, timeout_s: float) -> TCPStore:
     host, _, port = place.rendezvous.rpartition(":")
     try:
         return TCPStore(
@@ -182,7 +182,7 @@ def _store_of(place: Place, timeout_s: float) -> TCPStore:
         ) from error
 
 
-def _others(store: TCPStore, place: Place, deadline: float) -> list[NodeFacts]:
+def _others(store: TCPStore, place: NodePlace, deadline: float) -> list[NodeFacts]:
     """Return what the other nodes said until the deadline."""
     missing, facts = set(range(1, place.num_nodes)), []
     while missing and time.monotonic() < deadline:
@@ -195,7 +195,7 @@ def _others(store: TCPStore, place: Place, deadline: float) -> list[NodeFacts]:
     return sorted(facts, key=lambda each: each.node)
 
 
-def _read(store: TCPStore, key: str, deadline: float, place: Place) -> str:
+def _read(store: TCPStore, key: str, deadline: float, place: NodePlace) -> str:
     """Return what node 0 wrote; Unavailable (NODE_MISSING) if it says nothing until then."""
     try:
         while not store.check([key]):

@@ -10,18 +10,24 @@ from pathlib import Path
 import pytest
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
 from dialoop_services.trainer.learner.launch import _Words, interface_towards
-from dialoop_services.trainer.learner.meeting import NodeFacts, Place, facts_of, meet, verdict_on
+from dialoop_services.trainer.learner.meeting import (
+    NodeFacts,
+    NodePlace,
+    facts_of,
+    meet,
+    verdict_on,
+)
 from dialoop_services.trainer.learner.ranks import RankSettings
 from dialoop_services.trainer.settings import TrainerSettings
 
 FIRST = NodeFacts(node=0, host="a", num_processes=8, cards=("H200",) * 8, needs_cards=True)
 SECOND = replace(FIRST, node=1, host="b")
-PLACE = Place(
+PLACE = NodePlace(
     num_processes=1, num_nodes=2, rendezvous="10.0.0.5:29400", address="10.0.0.5", interface="eth0"
 )
 
 
-def place(node: int, port: int, num_processes: int = 1) -> Place:
+def place(node: int, port: int, num_processes: int = 1) -> NodePlace:
     here = f"127.0.0.1:{port}"
     return replace(PLACE, node=node, rendezvous=here, num_processes=num_processes)
 
