@@ -200,6 +200,7 @@ class Reason(_Named):
     DATA_PLANE_UNAVAILABLE = "DATA_PLANE_UNAVAILABLE", "The engine does not take weights that way."
     DATA_UNREADABLE = "DATA_UNREADABLE", "The path holds no data set that can be read."
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED", "The answer did not come in time."
+    DELTA_BASE_MISSING = "DELTA_BASE_MISSING", "The replica lacks the policy that a delta changes."
     DENSE_REWARD_NOT_SUMMED = (
         "DENSE_REWARD_NOT_SUMMED",
         "A reward has one number for each token, and rewards are not summed.",

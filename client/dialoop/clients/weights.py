@@ -23,10 +23,14 @@ class Probe:
 
 
 class WeightsKind(IntEnum):
-    """What is published as the policy: all of its weights, or an adapter of those it began with."""
+    """What is published as the policy.
+
+    All of its weights, an adapter of those it began with, or what changed since another policy.
+    """
 
     WHOLE = 1
     ADAPTER = 2
+    DELTA = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,8 @@ class WeightsManifest:
     empty for these two. `update_mode` is what becomes of answers under way; None leaves it to the
     replica. `adapter` and what comes after it are of a LoRA adapter (its adapter_config.json as
     text), which is checked with the probes before it is taken. Of kind ADAPTER the policy is the
-    base weights of `base_digest` with that adapter added in, and `adapter` is empty.
+    base weights of `base_digest` with that adapter added in, and `adapter` is empty. Of kind DELTA
+    `base_digest` is the sha256 of the whole policy that the bytes change.
     """
 
     policy_version: PolicyVersion

@@ -23,6 +23,7 @@ class WeightsKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WEIGHTS_KIND_UNSPECIFIED: _ClassVar[WeightsKind]
     WEIGHTS_KIND_WHOLE: _ClassVar[WeightsKind]
     WEIGHTS_KIND_ADAPTER: _ClassVar[WeightsKind]
+    WEIGHTS_KIND_DELTA: _ClassVar[WeightsKind]
 UPDATE_MODE_UNSPECIFIED: UpdateMode
 UPDATE_MODE_RECOMPUTE: UpdateMode
 UPDATE_MODE_KEEP_KV: UpdateMode
@@ -30,6 +31,7 @@ UPDATE_MODE_WAIT: UpdateMode
 WEIGHTS_KIND_UNSPECIFIED: WeightsKind
 WEIGHTS_KIND_WHOLE: WeightsKind
 WEIGHTS_KIND_ADAPTER: WeightsKind
+WEIGHTS_KIND_DELTA: WeightsKind
 
 class GenerateRequest(_message.Message):
     __slots__ = ("history", "context", "num_context_messages", "sampling", "turn", "num_samples", "text", "token_ids", "adapter", "template_name", "tools", "template_options_json", "truncate_prompt", "skip_special_tokens", "partial_answer", "add_special_tokens")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
 
 def read_shapes(path: Path) -> Shapes:
     """Return the name and shape of every tensor of a safetensors file."""
-    return {name: tuple(tensor["shape"]) for name, tensor in _header(path).items()}
+    return {name: tuple(tensor["shape"]) for name, tensor in read_header(path).tensors.items()}
 
 
 def model_shapes(model_dir: Path) -> Shapes:
@@ -183,7 +184,7 @@ def _is_embedding(model_dir: Path) -> bool:
     stored = {
         name: (file, (entry["dtype"], entry["shape"]), entry["data_offsets"])
         for file in weight_files(model_dir)
-        for name, entry in _header(file).items()
+        for name, entry in read_header(file).tensors.items()
     }
     file, kind, place = stored.pop(HEAD)
     head = _bytes_at(file, place)
@@ -198,21 +199,31 @@ def _is_embedding(model_dir: Path) -> bool:
 def _bytes_at(file: Path, place: tuple[int, int]) -> np.ndarray:
     """Return the bytes of a tensor, as a map of its file."""
     start, end = place
-    with file.open("rb") as opened:
-        data = 8 + int.from_bytes(opened.read(8), "little")
-    return np.memmap(file, np.uint8, "r", data + start, (end - start,))
+    return np.memmap(file, np.uint8, "r", read_header(file).data_at + start, (end - start,))
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """Return what a safetensors file says of each of its tensors."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a safetensors file says of its tensors, in the order of their data, and of itself.
+
+    data_at: where in the file the data of the first one begins.
+    """
+
+    tensors: dict[str, Any]
+    metadata: dict[str, str]
+    data_at: int
+
+
+def read_header(path: Path) -> Header:
+    """Read a safetensors file's header; raise PreconditionFailed where it has none."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size)) if 0 < size <= _MAX_HEADER_BYTES else None
         if not isinstance(header, dict):
             raise ValueError("no header")
-        header.pop("__metadata__", None)
-        return {
+        metadata = header.pop("__metadata__", None) or {}
+        tensors: dict[str, Any] = {
             name: {
                 "dtype": str(entry["dtype"]),
                 "shape": [int(size) for size in entry["shape"]],
@@ -220,6 +231,8 @@ def _header(path: Path) -> dict[str, Any]:
             }
             for name, entry in header.items()
         }
+        ordered = sorted(tensors.items(), key=lambda item: item[1]["data_offsets"])
+        return Header(tensors=dict(ordered), metadata=metadata, data_at=8 + size)
     except (ValueError, KeyError, TypeError) as error:
         raise PreconditionFailed(
             f"{path.name} is not a safetensors file.",

@@ -213,6 +213,10 @@ class InferenceFields(Section):
     """How published weights reach the engine. "shared_memory", a file in memory; "chunks", bytes
     over gRPC; "nccl" or "ipc", vLLM's own transfer (CUDA only); or your own as "module:Class". Left
     out, it is "ipc" where the trainer and its one replica of vLLM share a GPU."""
+    deltas: Literal["auto", "always", "never"] = "auto"
+    """Whether a publish of whole weights sends only what changed, where that is smaller. "auto":
+    over data planes that carry bytes ("chunks", your own). "always": as a file, too, which pays
+    where replicas read it over a network. Replicas keep a file of the policy for it."""
     update_mode: UpdateMode = "recompute"
     """What a publish does to answers that are being sampled. "recompute" computes their keys and
     values anew, "keep_kv" keeps them, "wait" lets them end first."""
@@ -271,6 +275,10 @@ class InferenceFields(Section):
             raise ValueError(
                 f"min_batch_size is {self.min_batch_size}, above max_batch_size "
                 f"{self.max_batch_size}: set it to {self.max_batch_size} or less"
+            )
+        if self.deltas == "always" and self.data_plane in DEVICE_PLANES:
+            raise ValueError(
+                f'data_plane {self.data_plane} moves whole tensors only: set deltas = "auto"'
             )
         return self
 

@@ -98,6 +98,7 @@ async def serve_in(host: Host, settings: InferenceSettings) -> None:
             batches=RequestBatches(settings.batch_limits),
             time_limit=settings.time_limit,
             own_data_plane=own_data_plane,
+            takes_deltas=settings.deltas != "never",
             awaits_policy=settings.awaits_policy,
             model_digests=await model_digests,
         )

@@ -140,6 +140,8 @@ def manifest_of(request: pb.LoadWeightsRequest | None) -> WeightsManifest:
             raise manifest_mismatch("An adapter is either the policy or held under a name.")
         if not (manifest.adapter_config_json and manifest.base_digest):
             raise manifest_mismatch("The manifest lacks the adapter's config or its base_digest.")
+    if manifest.kind is WeightsKind.DELTA and (manifest.adapter or not is_file):
+        raise manifest_mismatch("A delta is of the whole policy, and comes as a file or in chunks.")
     return manifest
 
 

@@ -94,6 +94,8 @@ class TrainerSettings(JobSettings, TrainFields):
     explains such an answer exactly."""
     data_plane: str = job_key("inference.data_plane")
     """How weights reach replicas: as a file, as bytes over gRPC, or by vLLM's own transfer."""
+    deltas: Literal["auto", "always", "never"] = job_key("inference.deltas")
+    """Over which data planes a publish sends only what changed."""
     inference_world_size: int = Field(default=1, ge=1)
     """Number of devices of one replica, which nccl needs."""
     max_model_len: int = job_key("inference.max_model_len")

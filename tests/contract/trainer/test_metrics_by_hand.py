@@ -357,7 +357,9 @@ def test_the_times_of_a_step_s_parts_lie_between_moments_of_its_updates(ran: Ran
         yield row, {"optim_s": Between(least, most)}
 
 
-@by_hand("publish", "publish_s", "max_logprob_difference", "num_replicas", "num_bytes")
+@by_hand(
+    "publish", "publish_s", "max_logprob_difference", "num_replicas", "num_bytes", "delta_bytes"
+)
 def test_a_publish_tells_its_time_its_proof_and_its_size(ran: Ran) -> Pairs:
     rows, (good, off, away) = ran.rows("publish"), ran.replicas
     assert len(rows) == len(good.loads) == len(off.loads) == 3
@@ -367,6 +369,7 @@ def test_a_publish_tells_its_time_its_proof_and_its_size(ran: Ran) -> Pairs:
         later = [b for b, _ in ran.queue.leased] + ran.tasks.offered + [ran.last_s]
         after = min(moment for moment in later if moment > ended)
         yield row, {"num_replicas": 2, "num_bytes": size}
+        yield row, {"delta_bytes": 0}  # each number of float32 changes: they go whole
         yield row, {"publish_s": Between(ended - began, after - before)}
         # One replica answers one probe token 0.125 nats off, and the others as the trainer.
         yield row, {"max_logprob_difference": OFF}

@@ -85,6 +85,7 @@ class Replica(Sleeper):
         batches: RequestBatches | None = None,
         time_limit: TimeLimit | None = None,
         own_data_plane: OwnDataPlane | None = None,
+        takes_deltas: bool = True,
         awaits_policy: bool = False,
         model_digests: ModelDigests | None = None,
     ) -> None:
@@ -102,7 +103,10 @@ class Replica(Sleeper):
         self._time_limit = time_limit or TimeLimit()
         backend = engine.transfer_backend if isinstance(engine, SupportsTransfer) else ""
         self._data_planes = DataPlanes(
-            self._publications, transfer_backend=backend, own=own_data_plane
+            self._publications,
+            transfer_backend=backend,
+            own=own_data_plane,
+            takes_deltas=takes_deltas,
         )
         self._model_digests = model_digests or ModelDigests()
         self._model_digests.begin(engine.policy_version)
@@ -251,7 +255,7 @@ class Replica(Sleeper):
         if isinstance(self.engine, OutsideWeights):
             raise loads_refused(self.engine.name)
         async with self._data_planes.arriving(manifest, contents) as arrived:
-            return await self._load(arrived, manifest)
+            return await self._load(arrived, arrived.manifest)
 
     @property
     def data_planes(self) -> tuple[str, ...]:
@@ -378,7 +382,7 @@ class Replica(Sleeper):
             await self._require_device()
             keeps_keys = mode is UpdateMode.KEEP_KV
             try:
-                if arrived.path is not None and adapter is None:
+                if arrived.path is not None and adapter is None and not arrived.is_proved:
                     await asyncio.to_thread(require_intact, arrived.path, manifest)
                 self._num_begun += keeps_keys
                 await self._adapters.clear()

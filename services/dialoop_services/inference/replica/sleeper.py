@@ -186,7 +186,7 @@ class Sleeper:
             return None
 
     def _arrived_file(self, manifest: WeightsManifest) -> Arrived:
-        return Arrived(path=self._publications.file_of(manifest))
+        return Arrived(manifest=manifest, path=self._publications.file_of(manifest))
 
     async def _load(self, arrived: Arrived, manifest: WeightsManifest) -> LoadTimes:
         raise NotImplementedError

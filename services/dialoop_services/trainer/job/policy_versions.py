@@ -217,4 +217,5 @@ class VersionedPublisher:
             max_logprob_difference=published.max_logprob_difference,
             num_replicas=published.num_replicas,
             num_bytes=published.weights.num_bytes,
+            delta_bytes=published.delta_bytes,
         )

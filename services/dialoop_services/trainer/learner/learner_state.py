@@ -14,7 +14,7 @@ import gc
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,7 @@ from dialoop_learning.lora.layers import (
     save_adapter_config,
 )
 from dialoop_learning.model.checkpoint_names import from_checkpoint, to_checkpoint
+from dialoop_learning.model.weight_delta import write_delta
 from dialoop_learning.model.weight_files import HEAD
 from dialoop_learning.parallel.parallel_state import (
     cut,
@@ -65,10 +66,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """A file of what changed since the whole weights whose SHA-256 is `base`."""
+
+    path: Path
+    sha256: str
+    num_bytes: int
+    base: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
     """A safetensors file of the whole policy, or of the adapter to add to the base.
 
-    first: where it was written, until `keep` brings it to `path`; None: to `path` at once.
+    first: where it was written, until `keep` brings it to `path`; None: to `path` at once. delta:
+    what replicas get in its place that have the policy before.
     """
 
     path: Path
@@ -78,6 +90,26 @@ class ExportedWeights:
     adapter_config_json: str = ""
     base_digest: str = ""
     first: Path | None = None
+    delta: Delta | None = None
+
+    def since(self, base: ExportedWeights) -> ExportedWeights:
+        """Return these weights with a delta to the ones before, if that is worth it.
+
+        Raise PreconditionFailed (WRITE_FAILED) if it cannot be written.
+        """
+        ours, theirs = self.first or self.path, base.first or base.path
+        theirs = theirs if theirs.is_file() else base.path  # memory has only the newest ones
+        facts = {"base": base.sha256, "sha256": self.sha256, "num_bytes": str(self.num_bytes)}
+        path = ours.with_name(_DELTA)
+        with whole_file(path, sync=False) as temporary:
+            is_worth_it = write_delta(theirs, ours, temporary, facts)
+            sha256, num_bytes = _sha256(temporary), temporary.stat().st_size
+        if not is_worth_it:
+            path.unlink()
+            return self
+        return replace(
+            self, delta=Delta(path=path, sha256=sha256, num_bytes=num_bytes, base=base.sha256)
+        )
 
     def keep(self) -> None:
         """Bring the file to its path, where it appears whole, and to the disk.
@@ -103,7 +135,7 @@ class CapturedWeights:
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
     kind: WeightsKind = WeightsKind.WHOLE
-    adapter: Mapping[str, str] = field(default_factory=dict)
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, first: Path | None = None) -> ExportedWeights:
         """Write the file at its path, or at `first`; it appears whole or not at all.
@@ -129,6 +161,7 @@ class CapturedWeights:
 
 
 WEIGHTS, _STATE, _PARTS = "model.safetensors", "learner.pt", "parts"
+_DELTA = "delta.safetensors"
 _DIGESTS = "digests.json"
 """The file of a checkpoint that has the SHA-256 of each other one."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from dialoop.clients.errors import is_worth_retrying
 from dialoop.clients.inference import InferenceClient, PolicyStatus, WeightsManifest
+from dialoop.clients.weights import WeightsKind
 from dialoop.episode import UpdateMode
 from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
@@ -81,6 +82,11 @@ class Published:
     num_behind: int = 0
     capture_s: float = 0.0
     keep_s: float = 0.0
+
+    @property
+    def delta_bytes(self) -> int:
+        """Return the bytes of what changed, which replicas got in place of the whole; 0: whole."""
+        return 0 if self.weights.delta is None else self.weights.delta.num_bytes
 
 
 class PolicyNotKept(PreconditionFailed):
@@ -177,6 +183,7 @@ class Publisher:
         else:
             weights = await asyncio.to_thread(captured.weights.write, first)
             own = captured.probes
+        weights = await asyncio.to_thread(self._with_delta, weights)
         await self._placement.leave()  # replicas wake on the device that the trainer used
         # Announced first: its tokens may reach the queue before all replicas have loaded it. Before
         # the first policy is live there are no credits: an answer that began now would begin with
@@ -193,7 +200,7 @@ class Publisher:
                 )
             else:
                 num_replicas, difference = await loading
-            self._newest = manifest, weights, own
+            self._supersede(manifest, weights, own)
         await self.announce(version, trained_lease_ids)  # live: their credits may return
         lived = time.perf_counter()
         if first is not None:
@@ -209,6 +216,26 @@ class Publisher:
             num_behind=len(self._missed),
             capture_s=0.0 if captured is None else captured.capture_s,
         )
+
+    def _supersede(
+        self, manifest: WeightsManifest, weights: ExportedWeights, own: Sequence[Floats]
+    ) -> None:
+        """Note the newest proved policy; whoever missed the delta before gets the whole."""
+        if self._newest is not None and (old := self._newest[1].delta) is not None:
+            old.path.unlink(missing_ok=True)
+        self._newest = manifest, weights, own
+
+    def _with_delta(self, weights: ExportedWeights) -> ExportedWeights:
+        """Return the weights with what changed since the last proved ones, where that is sent."""
+        if not self._sender.sends_deltas or weights.kind is not WeightsKind.WHOLE:
+            return weights
+        if self._newest is None:
+            return weights
+        try:
+            return weights.since(self._newest[1])
+        except PreconditionFailed as error:  # no room for it; the whole has been written
+            log.warning("A publish goes whole.", extra={"reason": error.reason})
+            return weights
 
     async def announce(
         self,
@@ -562,12 +589,14 @@ def weights_sender_of(settings: TrainerSettings) -> WeightsSender:
     the user's own that is none.
     """
     own = load_data_plane(settings.data_plane)
+    deltas = settings.deltas
     if own is not None:
-        return OwnSender(own)
+        return OwnSender(own, sends_deltas=deltas != "never")
     if settings.data_plane == "chunks":
-        return ChunkSender()
+        return ChunkSender(sends_deltas=deltas != "never")
     if settings.data_plane == "shared_memory":
-        return FileSender(settings.run_dir / "policies", settings.shared_memory_dir)
+        policies, memory = settings.run_dir / "policies", settings.shared_memory_dir
+        return FileSender(policies, memory, sends_deltas=deltas == "always")
     backend: Any = settings.data_plane
     return VllmTransfer(backend, num_workers=settings.inference_world_size)
 
