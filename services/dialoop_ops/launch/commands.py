@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,16 @@ from dialoop_services.config.job import JobConfig
 
 from dialoop_ops.launch import slurm
 from dialoop_ops.launch.ray import MovedError, bundles_of, ray_site
-from dialoop_ops.launch.site import Site, this_site
+from dialoop_ops.launch.site import Site, this_site, threads_on
 from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import Layout, ports_of
 from dialoop_ops.stack.processes.redis_server import FoundRedis, find_redis
 from dialoop_ops.stack.run_dir import RunDir
+
+_BY_HAND = """\
+# All machines see this folder, and have DIALOOP_TOKEN in their environment: one secret of yours.
+# What trains runs on its machine; the first is this one, on which everything else runs.
+"""
 
 
 @contextmanager
@@ -67,6 +73,12 @@ def text_of(config: JobConfig, words: Sequence[str], root: Path, folder: Path) -
         needs = needs_elsewhere(config)
         site = Site(needs=needs, hosts=dict.fromkeys(needs, "NODE"))
         return bundles + _plan_text(config, site, root, folder)
+    if config.train.num_nodes > 1:  # started by hand, on this machine and on others
+        needs = needs_elsewhere(config)
+        devices = {name: threads_on(config, name, each) for name, each in needs.items()}
+        hosts = dict.fromkeys(needs, socket.gethostname())
+        site = Site(needs=needs, hosts=hosts, devices=devices)
+        return _BY_HAND + _plan_text(config, site, root, folder)
     return _plan_text(config, this_site(config), root, folder)
 
 

@@ -57,6 +57,8 @@ from dialoop_ops.launch.plan import LaunchPlan, PlannedProcess
 from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import (
     FIXED_PORTS,
+    RENDEZVOUS,
+    RENDEZVOUS_PORT,
     SETTINGS,
     Layout,
     replica_names,
@@ -177,6 +179,12 @@ def _require_what_compose_has(config: JobConfig) -> None:
             reason=Reason.PLAN_TOO_LARGE,
             remedy=f"Set it to 1; docs/deploy.md says how another machine adds one. {elsewhere}",
         )
+    if config.train.num_nodes > 1:
+        raise InvalidConfig(
+            f"num_nodes is {config.train.num_nodes} in [train], and compose starts one trainer.",
+            reason=Reason.PLAN_TOO_LARGE,
+            remedy=f"Set it to 1. {elsewhere}",
+        )
     for name, needs in needs_elsewhere(config).items():
         most = int(name in ("trainer", "inference"))
         if needs.gpus > most:
@@ -222,7 +230,7 @@ def plan_in_containers(
         port_of(name): FIXED_PORTS[port_of(service_of(name))]
         for name in names
         for port_of in (str, rest_name)
-    }
+    } | {RENDEZVOUS: RENDEZVOUS_PORT}
     layout = Layout(
         config=config,
         run_dir=RunDir(path=folder / "runs" / config.run, run_id=config.run),

@@ -10,7 +10,7 @@ waits for, or when it is started again.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dialoop_services.runtime.exit_reason import CONFIG_ERROR
@@ -48,7 +48,8 @@ class PlannedProcess:
     """One process: what starts it, what it needs, and what it waits for.
 
     `variables` stand beside those that its machine has. `after` names the processes that must be
-    ready first. With `needs_model` the tiny model has to be there too, which the trainer makes.
+    ready first. With `needs_model` the tiny model has to be there too, which the trainer makes. On
+    several nodes it is one process of each, all started and ended together, by `command_on`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class PlannedProcess:
     address: str = ""
     rest_address: str = ""
     needs: Needs = Needs()
+    num_nodes: int = 1
     after: tuple[str, ...] = ()
     needs_model: bool = False
     restart: RestartRule = RestartRule()
@@ -67,11 +69,26 @@ class PlannedProcess:
     stop_rank: int = 0
 
     def as_shell(self) -> str:
-        """Return the process as shell writes it: a comment, its variables, its command."""
+        """Return the process as shell writes it: a comment, its variables, its command.
+
+        One of several nodes is a line for each.
+        """
         waits = ", ".join((*self.after, *(("the model",) if self.needs_model else ())))
         head = f"# {self.name}: {self.needs.gpus} GPUs" + (f", after {waits}" if waits else "")
-        variables = (f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
-        return "\n".join((head, " \\\n  ".join((*variables, shlex.join(self.command))), ""))
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        if self.num_nodes == 1:
+            return "\n".join((head, " \\\n  ".join((*variables, shlex.join(self.command))), ""))
+        head += f", on each of {self.num_nodes} machines"
+        lines = [
+            f"# {self.name}, machine {node}:\n{shlex.join(command_on(node, self.command))}"
+            for node in range(self.num_nodes)
+        ]
+        return "\n".join((head, f"export {' '.join(variables)}", *lines, ""))
+
+
+def command_on(node: int, command: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of a process of several nodes on one of them, counted from 0."""
+    return (*command, "--node", str(node))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,27 @@ from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
 from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime.access.principals import TOKEN, without_tokens
+from dialoop_services.runtime.exit_reason import CONFIG_ERROR
 
-from dialoop_ops.launch.plan import Needs
+from dialoop_ops.launch.plan import Needs, command_on
 from dialoop_ops.launch.ray_worker import RayWorker
-from dialoop_ops.launch.site import ClusterNode, Site, components_of, require_room
+from dialoop_ops.launch.site import (
+    ClusterNode,
+    Site,
+    components_of,
+    further_nodes,
+    require_room,
+    threads_on,
+)
 from dialoop_ops.stack.devices import needs_elsewhere
-from dialoop_ops.stack.layout import replica_names, service_of
+from dialoop_ops.stack.layout import service_of
 from dialoop_ops.stack.processes.child import Room, StartOrder
 
 _OBJECT_STORE_BYTES = 80 << 20
 _POLL_S = 0.25
 _ANSWER_S = 60.0
+_LAST_WORDS_S = 30.0
+"""How long the other nodes of a process have to end by themselves after the first."""
 _FORWARDED = ("DIALOOP_", "HF_", "VLLM_", "NCCL_", "GLOO_", "OMP_", "TOKENIZERS_", "REDIS_URL")
 """Prefixes of this process's variables that its processes get on other nodes too."""
 _LOST = -signal.SIGKILL
@@ -102,7 +113,7 @@ def _nodes_of(ray: Any) -> list[ClusterNode]:
 
 
 def bundles_of(config: JobConfig) -> list[dict[str, float]]:
-    """Return the resources of the head's bundle and of each replica's."""
+    """Return the resources of each bundle: the head, further nodes that train, replicas."""
     return [_bundle(needs) for needs in components_of(config).values()]
 
 
@@ -113,7 +124,7 @@ def needs_this_machine(config: JobConfig, environment: Mapping[str, str]) -> boo
 
 
 def _reserve(ray: Any, config: JobConfig) -> Any:
-    """Return a placement group with a bundle for the head and one for each replica."""
+    """Return a placement group with a bundle for each component."""
     bundles = bundles_of(config)
     if needs_this_machine(config, os.environ):
         bundles[0] |= _this_node(ray)
@@ -155,24 +166,23 @@ def _bundle(needs: Needs) -> dict[str, float]:
 
 def _place(ray: Any, config: JobConfig, group: Any) -> Site:
     """Start an actor for each process, and return the site with the address of each node."""
-    needs, replicas = needs_elsewhere(config), replica_names(config)
-    starters: dict[str, RayStarter] = {}
+    needs, components = needs_elsewhere(config), [*components_of(config)]
+    of_one: dict[str, RayStarter] = {}
     for name in needs:
-        index = replicas.index(name) + 1 if name in replicas else 0
-        starters[name] = RayStarter(ray, name, needs[name], group, bundle=index)
+        index = components.index(name) if name in components else 0
+        of_one[name] = RayStarter(ray, name, needs[name], group, bundle=index)
+    starters: dict[str, RayStarter | RayNodes] = {**of_one}
+    if nodes := further_nodes(config):
+        starters["trainer"] = RayNodes([of_one[name] for name in ("trainer", *nodes)])
+        for name in nodes:
+            del starters[name]
     return Site(
         hosts={name: starter.host() for name, starter in starters.items()},
         starters={name: starter.start for name, starter in starters.items()},
-        devices={name: _threads_of(name, each) for name, each in needs.items()},
+        devices={name: threads_on(config, name, each) for name, each in needs.items()},
         needs=needs,
         grow=partial(_grow, ray, config),
     )
-
-
-def _threads_of(name: str, needs: Needs) -> dict[str, str]:
-    if not needs.processors or service_of(name) != "inference":
-        return {}
-    return {"OMP_NUM_THREADS": str(needs.processors)}
 
 
 async def _grow(ray: Any, config: JobConfig, name: str, on_moved: Callable[[], None]) -> Room:
@@ -202,7 +212,7 @@ async def _grow(ray: Any, config: JobConfig, name: str, on_moved: Callable[[], N
     return Room(
         host=host,
         starter=starter.start,
-        variables=_threads_of(name, needs),
+        variables=threads_on(config, name, needs),
         needs=needs,
         give_back=give_back,
     )
@@ -329,13 +339,17 @@ class RayProcess:
 
     async def stop(self, grace_s: float) -> int:
         """Ask it to end, and kill it after `grace_s`."""
-        self._actor.send.remote(int(signal.SIGTERM))
+        self.terminate()
         try:
             async with asyncio.timeout(grace_s):
                 return await self.wait()
         except TimeoutError:
             self.kill()
             return await self.wait()
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._actor.send.remote(int(signal.SIGTERM))
 
     def kill(self) -> None:
         """Kill it and all that it started."""
@@ -350,6 +364,78 @@ class RayProcess:
         if output:
             with self._log.open("ab") as file:
                 file.write(output)
+
+
+class RayNodes:
+    """Starts a process of several nodes, one actor for each, which all end together."""
+
+    def __init__(self, starters: Sequence[RayStarter]) -> None:
+        self._starters = starters
+
+    def host(self) -> str:
+        """Return the address of the first node, at which the others meet it."""
+        return self._starters[0].host()
+
+    async def start(self, order: StartOrder) -> RayNodesProcess:
+        """Start the command on each node with its number."""
+        orders = (
+            replace(order, command=command_on(node, order.command))
+            for node in range(len(self._starters))
+        )
+        starts = (starter.start(each) for starter, each in zip(self._starters, orders, strict=True))
+        return RayNodesProcess(await asyncio.gather(*starts))
+
+
+class RayNodesProcess:
+    """The processes of several nodes, as the supervisor sees them: one, which ends with any."""
+
+    def __init__(self, processes: Sequence[RayProcess]) -> None:
+        self._processes = processes
+        self._end = asyncio.create_task(self._end_together())
+
+    @property
+    def pid(self) -> int:
+        """Return the id of the first node's process."""
+        return self._processes[0].pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return None while all run."""
+        return self._end.result() if self._end.done() else None
+
+    async def wait(self) -> int:
+        """Wait until all have ended, and return the code of the first that failed, or 0."""
+        return await asyncio.shield(self._end)
+
+    async def stop(self, grace_s: float) -> int:
+        """Ask all to end, and kill them after `grace_s`."""
+        for process in self._processes:
+            process.terminate()
+        try:
+            async with asyncio.timeout(grace_s):
+                return await self.wait()
+        except TimeoutError:
+            self.kill()
+            return await self.wait()
+
+    def kill(self) -> None:
+        """Kill them and all that they started."""
+        for process in self._processes:
+            process.kill()
+
+    async def _end_together(self) -> int:
+        codes: list[int] = []
+
+        async def end(process: RayProcess) -> None:
+            codes.append(await process.wait())
+
+        ends = [asyncio.create_task(end(process)) for process in self._processes]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        _, running = await asyncio.wait(ends, timeout=_LAST_WORDS_S)
+        if running:
+            self.kill()
+        await asyncio.gather(*ends)
+        return CONFIG_ERROR if CONFIG_ERROR in codes else next(filter(None, codes), 0)
 
 
 async def _answer(reference: Any) -> Any:

@@ -58,12 +58,9 @@ def spread_site(
     """
     os.environ[TOKEN] = os.environ.get(TOKEN) or secrets.token_urlsafe(32)  # empty is none
     elsewhere = needs_elsewhere(config)
-    here = plan_devices(config, (this_machine(os.environ),), without=("inference",)).processes
-    threads = {
-        name: {"OMP_NUM_THREADS": str(needs.processors)}
-        for name, needs in elsewhere.items()
-        if needs.processors
-    }
+    away = ("inference", "trainer") if config.train.num_nodes > 1 else ("inference",)
+    here = plan_devices(config, (this_machine(os.environ),), without=away).processes
+    threads = {name: threads_on(config, name, needs) for name, needs in elsewhere.items()}
     return Site(
         hosts=hosts,
         starters=starters,
@@ -72,19 +69,32 @@ def spread_site(
     )
 
 
+def threads_on(config: JobConfig, name: str, needs: Needs) -> dict[str, str]:
+    """Return the variable with the threads of a process, or of each of the trainer's on a node."""
+    ranks = config.train.num_processes if service_of(name) == "trainer" else 1
+    if not needs.processors:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, needs.processors // ranks))}
+
+
+def further_nodes(config: JobConfig) -> tuple[str, ...]:
+    """Return trainer-1, trainer-2, ...: a name for each node that trains beside the head."""
+    return tuple(f"trainer-{node}" for node in range(1, config.train.num_nodes))
+
+
 def components_of(config: JobConfig) -> dict[str, Needs]:
-    """Return what has to lie on one node each: the head, as the trainer, and each replica.
+    """Return what has to lie on one node each: the head, as the trainer, its nodes, each replica.
 
     The head needs the sum of what its processes need.
     """
-    needs = needs_elsewhere(config)
-    head = [each for name, each in needs.items() if service_of(name) != "inference"]
+    needs, nodes = needs_elsewhere(config), further_nodes(config)
+    head = [n for name, n in needs.items() if service_of(name) != "inference" and name not in nodes]
     total = Needs(
         gpus=sum(each.gpus for each in head),
         processors=sum(each.processors for each in head),
         memory_gib=sum(each.memory_gib for each in head),
     )
-    return {"trainer": total, **{name: needs[name] for name in replica_names(config)}}
+    return {"trainer": total, **{name: needs[name] for name in (*nodes, *replica_names(config))}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

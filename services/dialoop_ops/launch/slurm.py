@@ -27,12 +27,13 @@ from dialoop_ops.launch.site import (
     ClusterNode,
     Site,
     components_of,
+    further_nodes,
     require_room,
     spread_site,
 )
 from dialoop_ops.stack.devices import needs_elsewhere
 from dialoop_ops.stack.layout import replica_names, service_of
-from dialoop_ops.stack.processes.child import Child, StartOrder
+from dialoop_ops.stack.processes.child import Child, Starter, StartOrder
 
 INSIDE = "DIALOOP_IN_SLURM"
 """Set in the script: `dialoop train --on slurm` then runs the job in this allocation."""
@@ -41,11 +42,12 @@ _ASK_S = 30.0
 _OF_THE_HEAD = ("SLURM_CPUS_PER_TASK", "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_GRES")
 
 
-def options_of(needs: Needs) -> tuple[str, ...]:
-    """Return sbatch's options for a component of one task on one node."""
+def options_of(needs: Needs, *, num_nodes: int = 1) -> tuple[str, ...]:
+    """Return sbatch's options for a component of one task on each of its nodes."""
     return (
-        "--nodes=1",
-        "--ntasks=1",
+        f"--nodes={num_nodes}",
+        f"--ntasks={num_nodes}",
+        *(("--ntasks-per-node=1",) if num_nodes > 1 else ()),
         *((f"--cpus-per-task={needs.processors}",) if needs.processors else ()),
         *((f"--mem={round(needs.memory_gib * 1024)}M",) if needs.memory_gib else ()),
         *((f"--gres=gpu:{needs.gpus}",) if needs.gpus else ()),
@@ -60,7 +62,8 @@ def script_of(config: JobConfig, words: Sequence[str], root: Path) -> str:
         *((f"--account={slurm.account}",) if slurm.account else ()),
         *slurm.options,
     ]
-    head, *replicas = components_of(config).values()
+    components, num_nodes = components_in(config), config.train.num_nodes
+    head = options_of(components["trainer"], num_nodes=num_nodes)
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name=dialoop-{config.run}",
@@ -69,10 +72,10 @@ def script_of(config: JobConfig, words: Sequence[str], root: Path) -> str:
         "#SBATCH --requeue",
         f"#SBATCH --signal=B:USR1@{slurm.save_before_s}",
         *((f"#SBATCH --time={slurm.time_limit_min}",) if slurm.time_limit_min else ()),
-        *(f"#SBATCH {option}" for option in (*common, *options_of(head))),
+        *(f"#SBATCH {option}" for option in (*common, *head)),
     ]
-    for needs in replicas:
-        options = (*common, *options_of(needs))
+    for name in replica_names(config):
+        options = (*common, *options_of(components[name]))
         time = (f"--time={slurm.time_limit_min}",) if slurm.time_limit_min else ()
         lines += ["#SBATCH hetjob", f"#SBATCH --job-name=dialoop-{config.run}"]
         lines += [f"#SBATCH {option}" for option in (*time, *options)]
@@ -113,6 +116,12 @@ def log_of(config: JobConfig, root: Path) -> Path:
     return root.resolve() / f".{config.run}.slurm.log"
 
 
+def components_in(config: JobConfig) -> dict[str, Needs]:
+    """Return what has to lie on one node each; the nodes of one component are alike in Slurm."""
+    components = components_of(config)
+    return components | dict.fromkeys(further_nodes(config), components["trainer"])
+
+
 def submit(config: JobConfig, words: Sequence[str], root: Path) -> str:
     """Hand the job to Slurm and return its number; nothing is handed over that cannot run.
 
@@ -133,7 +142,7 @@ def submit(config: JobConfig, words: Sequence[str], root: Path) -> str:
             reason=Reason.NO_SLURM,
             remedy="Look at `sinfo`; name another partition in [launch.slurm].",
         )
-    require_room(components_of(config), nodes)
+    require_room(components_in(config), nodes)
     root.mkdir(parents=True, exist_ok=True)
     script = script_of(config, words, root)
     answer = _ask("sbatch", "--parsable", text=script)
@@ -171,14 +180,26 @@ def is_fresh(environment: Mapping[str, str], run_dir: Path, *, fresh: bool) -> b
 
 
 def slurm_site(config: JobConfig, environment: Mapping[str, str]) -> Site:
-    """Return the allocation: the head on this node, each replica on that of its component."""
+    """Return the allocation: the head on this node, each replica on that of its component.
+
+    A trainer of several nodes is a step on all nodes of the head's component.
+    """
     for name in _OF_THE_HEAD:
         os.environ.pop(name, None)
     names = replica_names(config)
     head = _address_of(_node_of(environment, 0))
     needs = needs_elsewhere(config)
     hosts = {name: head for name in needs if service_of(name) != "inference"}
-    starters = {}
+    starters: dict[str, Starter] = {}
+    if config.train.num_nodes > 1:
+        step = SlurmStep(
+            name="trainer",
+            group=0,
+            needs=needs["trainer"],
+            job=environment["SLURM_JOB_ID"],
+            num_nodes=config.train.num_nodes,
+        )
+        starters["trainer"] = step.start
     for group, name in enumerate(names, start=1):
         hosts[name] = _address_of(_node_of(environment, group))
         job = environment.get(f"SLURM_JOB_ID_HET_GROUP_{group}", environment["SLURM_JOB_ID"])
@@ -207,20 +228,30 @@ def _address_of(node: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmStep:
-    """A step of the job that runs one process in a component of its own, whose number is `job`."""
+    """A step of the job that runs one process in a component of its own, whose number is `job`.
+
+    On several nodes it is one process of each, which torchrun's agent is and starts.
+    """
 
     name: str
     group: int
     needs: Needs
     job: str
+    num_nodes: int = 1
 
     def command(self, command: tuple[str, ...], folder: Path | None) -> tuple[str, ...]:
         """Return the srun that runs a command as this step."""
         needs = self.needs
+        nodes: tuple[str, ...] = ("--ntasks=1",)
+        if self.num_nodes > 1:
+            several = (f"--nodes={self.num_nodes}", f"--ntasks={self.num_nodes}")
+            nodes = (*several, "--ntasks-per-node=1", "--kill-on-bad-exit=1")
+            # Slurm numbers the nodes, and the first is the one that has the head.
+            command = ("sh", "-c", 'exec "$@" --node "$SLURM_PROCID"', "sh", *command)
         return (
             "srun",
             f"--het-group={self.group}",
-            "--ntasks=1",
+            *nodes,
             f"--job-name={self.name}",
             "--unbuffered",
             f"--chdir={(folder or Path.cwd()).resolve()}",

@@ -135,14 +135,16 @@ def plan_devices(
     Services in `without` run elsewhere.
     """
     has_gpus = any(node.gpus for node in nodes)
-    demands = _demands(config, most=max(len(node.gpus) for node in nodes), has_gpus=has_gpus)
+    demands = _demands(config, has_gpus=has_gpus)
     demands = [each for each in demands if service_of(each.name) not in without]
     rooms = [_Room(node=node, users=[0] * len(node.gpus)) for node in nodes]
     together = _shares_devices(config) and has_gpus
     places: dict[str, tuple[int, tuple[str, ...]]] = {}
     for demand in sorted(demands, key=lambda each: -each.gpus):
         if not (together and service_of(demand.name) == "trainer"):
-            places[demand.name] = _place(demand, demands, rooms, overlap=config.resources.overlap)
+            places[demand.name] = _place(
+                demand, demands, rooms, places, overlap=config.resources.overlap
+            )
     for demand in demands:  # after the replicas, whose devices it takes
         if demand.name not in places:
             places[demand.name] = _place_on_replicas(demand, demands, rooms, places)
@@ -190,7 +192,7 @@ def nodes_of(config: JobConfig, environment: Mapping[str, str]) -> tuple[Node, .
         processors=wanted.processors_per_node or (None if is_other else here.processors),
         memory_gib=wanted.memory_gib_per_node or (None if is_other else here.memory_gib),
     )
-    return (node,) * wanted.num_nodes
+    return (node,) * max(wanted.num_nodes, config.train.num_nodes)
 
 
 def warnings_for_devices(config: JobConfig) -> Iterator[str]:
@@ -221,6 +223,13 @@ def plan_here(config: JobConfig, environment: Mapping[str, str]) -> DevicePlan:
     """
     wanted, here = config.resources, this_machine(environment)
     count = len(here.gpus) if wanted.gpus_per_node is None else wanted.gpus_per_node
+    if config.train.num_nodes > 1:
+        raise _too_large(
+            f"The trainer is for {config.train.num_nodes} machines (num_nodes in [train]), and "
+            "this is one.",
+            remedy="Run it with --on slurm or --on ray, or start what --print shows for each "
+            "machine.",
+        )
     if wanted.num_nodes > 1 or count > len(here.gpus):
         raise _too_large(
             f"[resources] describes {wanted.num_nodes} x {count} GPUs, and this is one machine "
@@ -243,49 +252,45 @@ def needs_elsewhere(config: JobConfig) -> dict[str, Needs]:
     """
     per_node = config.resources.gpus_per_node
     has_gpus = config.train.device == "cuda" if per_node is None else per_node > 0
-    demands = _demands(config, most=per_node or 0, has_gpus=has_gpus)
+    demands = _demands(config, has_gpus=has_gpus)
     for demand in demands:
-        if per_node is not None and (demand.gpus > per_node or "trainer-" in demand.name):
+        if per_node is not None and demand.gpus > per_node:
             name = service_of(demand.name)
-            gpus = sum(each.gpus for each in demands if service_of(each.name) == name)
-            gpus = demand.gpus if name == "inference" else gpus
             raise _too_large(
-                f"A process has to lie on one node. GPUs: {name} {gpus} of {per_node}.",
-                remedy="Lower num_processes or tensor_parallel_size, or take nodes with more GPUs; "
-                "docs/scale.md says how torchrun starts a trainer on several nodes.",
+                f"A process has to lie on one node. GPUs: {name} {demand.gpus} of {per_node}.",
+                remedy="Lower tensor_parallel_size, or num_processes in [train] and raise its "
+                "num_nodes, or take nodes with more GPUs.",
             )
     return {each.name: each.needs for each in demands}
 
 
-def _demands(config: JobConfig, *, most: int, has_gpus: bool) -> list[_Demand]:
-    """Return what each process asks for; a trainer larger than a machine in one part for each."""
+def _demands(config: JobConfig, *, has_gpus: bool) -> list[_Demand]:
+    """Return what each process asks for; a trainer of several nodes in one part for each."""
     demands = []
     for role in ROLES:
         needs, uses = config.resources.of(role), _gpus_used(config, role, has_gpus=has_gpus)
         gpus = uses if needs.devices is None else needs.devices
         _require_what_is_used(config, role, gpus, uses)
-        names = replica_names(config) if role == "inference" else (role,)
-        ranks = config.train.num_processes if role == "trainer" else 1
-        parts = [gpus]
-        if role == "trainer" and gpus > most > 0:
-            parts = [min(most, gpus - first) for first in range(0, gpus, most)]
-            names = tuple(role if not index else f"{role}-{index}" for index in range(len(parts)))
-        for index, name in enumerate(names):
-            share = parts[index] if len(parts) > 1 else gpus
-            demands.append(
-                _Demand(
-                    name=name,
-                    gpus=share,
-                    processors=needs.processors // len(parts),
-                    memory_gib=needs.memory_gib / len(parts),
-                    ranks=share if len(parts) > 1 else ranks,
-                )
+        names: tuple[str, ...] = (role,)
+        if role == "inference":
+            names = replica_names(config)
+        elif role == "trainer":
+            names += tuple(f"{role}-{node}" for node in range(1, config.train.num_nodes))
+        demands += [
+            _Demand(
+                name=name,
+                gpus=gpus,
+                processors=needs.processors,
+                memory_gib=needs.memory_gib,
+                ranks=config.train.num_processes if role == "trainer" else 1,
             )
+            for name in names
+        ]
     return demands
 
 
 def _gpus_used(config: JobConfig, role: str, *, has_gpus: bool) -> int:
-    """Return how many GPUs a process of the role uses by its own settings."""
+    """Return how many GPUs a process of the role uses by its own settings, on its node."""
     if role == "trainer":
         return config.train.num_processes if config.train.device == "cuda" else 0
     if role == "scorer":
@@ -323,12 +328,22 @@ def _shares_devices(config: JobConfig) -> bool:
 
 
 def _place(
-    demand: _Demand, demands: Sequence[_Demand], rooms: list[_Room], *, overlap: bool
+    demand: _Demand,
+    demands: Sequence[_Demand],
+    rooms: list[_Room],
+    places: Mapping[str, tuple[int, tuple[str, ...]]],
+    *,
+    overlap: bool,
 ) -> tuple[int, tuple[str, ...]]:
-    """Return machine and GPUs of a process, on the first machine with room."""
+    """Return machine and GPUs of a process, on the first machine with room.
+
+    The trainer's nodes are different machines.
+    """
+    is_trainer = service_of(demand.name) == "trainer"
+    taken = {at for name, (at, _) in places.items() if service_of(name) == "trainer"}
     for may_overlap in (False, True)[: 1 + overlap]:
         for index, room in enumerate(rooms):
-            if room.holds(demand, overlap=may_overlap):
+            if room.holds(demand, overlap=may_overlap) and not (is_trainer and index in taken):
                 return index, room.take(demand)
     raise _no_room(demand, demands, rooms)
 
@@ -379,8 +394,16 @@ def _no_room(demand: _Demand, demands: Sequence[_Demand], rooms: Sequence[_Room]
         terms = " + ".join(f"{name} {value:g}" for name, value in demanded)
         nodes = " + ".join(f"{count:g}" for count in counts)
         parts.append(f"{unit}: {terms} = {sum(value for _, value in demanded):g} of {nodes}")
+    training = sum(service_of(each.name) == "trainer" for each in demands)
+    if training > len(rooms):
+        parts.append(f"machines that train: {training} of {len(rooms)}")
     remedy = "Lower processors or memory_gib in [resources], or take larger machines."
-    if demand.gpus > max(room.users.count(0) for room in rooms):
+    if service_of(demand.name) == "trainer" and (len(rooms) > 1 or demand.name != "trainer"):
+        remedy = (
+            "num_processes in [train] are those of one machine, and num_nodes says how many "
+            "machines train: let both fit num_nodes and gpus_per_node in [resources]."
+        )
+    elif demand.gpus > max(room.users.count(0) for room in rooms):
         remedy = (
             'Lower num_replicas, num_processes or tensor_parallel_size, set placement = "shared", '
             "or let processes share GPUs with overlap = true in [resources]."

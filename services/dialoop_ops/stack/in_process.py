@@ -351,11 +351,12 @@ def _job(config: Mapping[str, Any], source: str) -> JobConfig:
                 f'{key} is "{config[key]}", which needs other processes than this one.',
                 remedy=f'Leave it out, or run `dialoop up` with {key} = "{config[key]}".',
             )
-    if config.get("train", {}).get("num_processes", 1) > 1:
-        raise InvalidConfig(
-            "train.num_processes is above 1, and everything runs in this one process.",
-            remedy="Leave train.num_processes out, or run `dialoop up`.",
-        )
+    for key in ("num_processes", "num_nodes"):
+        if config.get("train", {}).get(key, 1) > 1:
+            raise InvalidConfig(
+                f"train.{key} is above 1, and everything runs in this one process.",
+                remedy=f"Leave train.{key} out, or run `dialoop train`.",
+            )
     values = deepcopy({**needed, **config})
     for override in variables_of_tables(os.environ):
         override_in(values, override)

@@ -74,6 +74,9 @@ FIXED_PORTS = MappingProxyType(
 )
 """Ports of a stack without a config, and in containers: gRPC from 7001 on, REST from 8001 on."""
 
+RENDEZVOUS, RENDEZVOUS_PORT = "rendezvous", 29400
+"""Where the trainer's nodes meet, among the ports of the processes; the port in containers."""
+
 _SEED_STRIDE = 7919
 _EVERYWHERE = "0.0.0.0"
 _READY_TIMEOUT_S = {"inference": 300.0}
@@ -155,6 +158,7 @@ class Layout:
             address=self.address(name),
             rest_address=self.rest_address(name),
             needs=self.needs.get(name, Needs()),
+            num_nodes=self.config.train.num_nodes if service == "trainer" else 1,
             after=self._after(service),
             needs_model=service == "inference",
             ready_timeout_s=_READY_TIMEOUT_S.get(service, 120.0),
@@ -252,10 +256,14 @@ class Layout:
 
     def _program(self, service: str) -> tuple[str, ...]:
         """Return the module to run, with its arguments."""
-        num_processes = self.config.train.num_processes
-        if service == "trainer" and num_processes > 1:
-            return ("dialoop_services.trainer.learner.launch", str(num_processes))
-        return (f"dialoop_services.{service}",)
+        train = self.config.train
+        if service != "trainer" or train.num_ranks == 1:
+            return (f"dialoop_services.{service}",)
+        meeting: tuple[str, ...] = ()
+        if train.num_nodes > 1:
+            place = f"{self._host('trainer')}:{self.ports[RENDEZVOUS]}"
+            meeting = ("--num-nodes", str(train.num_nodes), "--rendezvous", place)
+        return ("dialoop_services.trainer.learner.launch", str(train.num_processes), *meeting)
 
     def write_job(self) -> None:
         """Write the job file of the run's folder, which each process reads when it starts."""
@@ -388,6 +396,8 @@ def ports_of(config: JobConfig, *, with_redis: bool) -> dict[str, int]:
         del wanted["redis"]
     if not config.console:
         del wanted["console"]
+    if config.train.num_nodes == 1:
+        del wanted[RENDEZVOUS]
     return choose_ports(wanted)
 
 

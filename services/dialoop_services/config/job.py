@@ -177,6 +177,8 @@ class PortsSection(Section):
     """REST port of the scorer; 0: any free one."""
     collector_rest: int = Field(default=0, ge=0, le=65535)
     """Port of the collector's health and metrics; 0: any free one."""
+    rendezvous: int = Field(default=0, ge=0, le=65535)
+    """Port at which the trainer's machines meet, where there are several; 0: any free one."""
     console: int = Field(default=0, ge=0, le=65535)
     """Port of the console; 0: any free one."""
 

@@ -32,7 +32,7 @@ class RoleResources(Section):
 
 
 class TrainerResources(RoleResources):
-    """What the trainer needs, all its processes together."""
+    """What the trainer needs on each of its machines, all its processes there together."""
 
 
 class InferenceResources(RoleResources):

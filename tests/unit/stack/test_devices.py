@@ -99,6 +99,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Node, str]] = {
         node(2),
         "GPUs: inference 4 = 4 of 2",
     ),
+    "a trainer of more machines than there are": (
+        {"train": {"device": "cuda", "num_nodes": 2}, "resources": {"num_nodes": 1}},
+        node(4),
+        "GPUs: trainer 1 + trainer-1 1 + inference 1 = 3 of 4",
+    ),
     "too few processors": (
         {"resources": {"trainer": {"processors": 6}, "scorer": {"processors": 3}}},
         node(0, 8, 16.0),

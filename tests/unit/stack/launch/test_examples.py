@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,10 +26,15 @@ from dialoop_ops.stack.layout import FIXED_PORTS
 from dialoop_services.config.file import load_config, parse_config
 from dialoop_services.config.job import JobConfig
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
+    TrainerV1alpha1TrainingRuntime,
+)
 
 ROOT = Path(__file__).parents[4]
 BASE = ROOT / "infra" / "k8s" / "base"
 GPU = ROOT / "infra" / "k8s" / "overlays" / "gpu"
+NODES = ROOT / "infra" / "k8s" / "overlays" / "nodes"
 SKYPILOT = ROOT / "infra" / "skypilot" / "job.yaml"
 DOCKERFILE = ROOT / "infra" / "docker" / "Dockerfile"
 CUSTOM = ("JobSet", "LeaderWorkerSet")
@@ -238,6 +244,59 @@ def test_the_gpu_overlay_gives_engine_and_trainer_a_device_each() -> None:
     device = {"name": "DIALOOP_TRAINER_DEVICE", "value": "cuda"}
     assert device in pods["trainer"]["containers"][0]["env"]
     assert pods["inference"]["containers"][0]["image"] == "dialoop-inference-gpu:latest"
+
+
+def test_the_train_job_starts_the_plans_trainer_on_each_of_its_nodes() -> None:
+    runtime, job = documents(NODES / "train.yaml")
+    [nodes] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    train = {"num_nodes": 2, "num_processes": 8}
+    config = demo()
+    config = config.model_copy(update={"train": config.train.model_copy(update=train)})
+    at = f"{job['metadata']['name']}-{nodes['name']}-0-0.{job['metadata']['name']}"
+
+    def host(name: str) -> str:
+        return at if name == "trainer" else host_in_kubernetes(name)
+
+    process = plan_in_containers(config, host).process("trainer")
+    assert job["spec"]["trainer"]["numNodes"] == process.num_nodes == 2
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    pod = nodes["template"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    line = f'exec {shlex.join(process.command)} --node "$JOB_COMPLETION_INDEX"'
+    assert container["command"] == ["sh", "-c", line]
+    plain = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    on_gpus = {"DIALOOP_TRAINER_DEVICE": "cuda"}
+    assert plain == variables_of(process, "/etc/dialoop/job.toml") | on_gpus
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": str(train["num_processes"])}
+    rules = nodes["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert rules[0]["onExitCodes"]["values"] == list(process.restart.fatal_exit_codes)
+    for model, ours in ((TrainerV1alpha1TrainingRuntime, runtime), (TrainerV1alpha1TrainJob, job)):
+        read_back = model.from_dict(ours)
+        assert read_back is not None
+        require_all_of(ours, read_back.to_dict())
+
+
+def require_all_of(ours: Any, read_back: Any) -> None:
+    """Kubeflow's models drop fields that they do not know."""
+    if isinstance(ours, dict):
+        assert ours.keys() <= read_back.keys()
+        for key, value in ours.items():
+            require_all_of(value, read_back[key])
+    elif isinstance(ours, list):
+        for one, other in zip(ours, read_back, strict=True):
+            require_all_of(one, other)
+    else:
+        assert ours == read_back
+
+
+@needs_kubectl
+def test_the_overlay_of_nodes_has_a_train_job_in_place_of_the_job_set() -> None:
+    objects = {(each["kind"], each["metadata"]["name"]): each for each in render(NODES)}
+    kinds = {kind for kind, _ in objects}
+    assert "TrainJob" in kinds
+    assert "JobSet" not in kinds
+    service = objects[("Service", "trainer")]["spec"]["selector"]
+    assert service["batch.kubernetes.io/job-completion-index"] == "0"
 
 
 def test_the_tasks_of_skypilots_example_are_the_processes_of_the_plan() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
@@ -16,14 +17,19 @@ from typing import Any
 import pytest
 from dialoop.errors import Unavailable
 from dialoop_ops.cli.main import main
+from dialoop_ops.launch import ray as ray_module
 from dialoop_ops.launch.commands import has_moved
 from dialoop_ops.launch.ray import (
     MovedError,
+    RayNodes,
+    RayNodesProcess,
+    RayStarter,
     bundles_of,
     needs_this_machine,
     ray_site,
 )
 from dialoop_ops.launch.ray_worker import RayWorker
+from dialoop_ops.stack.processes.child import StartOrder
 from dialoop_services.config.file import parse_config
 
 CONFIG: dict[str, Any] = {
@@ -43,6 +49,81 @@ def test_the_head_and_each_replica_get_a_bundle_of_what_they_need() -> None:
         {"CPU": 16, "GPU": 4},
         {"CPU": 8, "GPU": 2, "memory": 2 << 30},
         {"CPU": 8, "GPU": 2, "memory": 2 << 30},
+    ]
+
+
+def test_further_nodes_of_the_trainer_have_bundles_of_their_own() -> None:
+    train = {**CONFIG["train"], "num_nodes": 2}
+    bundles = bundles_of(parse_config({**CONFIG, "train": train}, source="job.toml"))
+    assert bundles[:2] == [{"CPU": 16, "GPU": 4}] * 2
+    assert len(bundles) == 4
+
+
+class OneNode:
+    """A process on a node of Ray that ends with a code, or runs on until it is killed."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code, self.pid, self.was_told = code, 7, False
+        self.has_ended = asyncio.Event()
+        if code is not None:
+            self.has_ended.set()
+
+    async def wait(self) -> int:
+        await self.has_ended.wait()
+        assert self.code is not None
+        return self.code
+
+    def terminate(self) -> None:
+        self.was_told = True
+        self.code = 0
+        self.has_ended.set()
+
+    def kill(self) -> None:
+        self.code = -9 if self.code is None else self.code
+        self.has_ended.set()
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [((1, None), 1), ((None, -9), -9), ((2, 1), 2), ((0, 0), 0)]
+)
+async def test_nodes_of_one_process_end_together(
+    codes: tuple[int | None, ...], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_module, "_LAST_WORDS_S", 0.05)
+    nodes = [OneNode(code) for code in codes]
+    process = RayNodesProcess(nodes)  # type: ignore[arg-type]
+    assert await process.wait() == process.exit_code == expected
+    assert all(node.has_ended.is_set() for node in nodes)
+
+
+async def test_a_stop_tells_all_nodes() -> None:
+    nodes = [OneNode(None), OneNode(None)]
+    process = RayNodesProcess(nodes)  # type: ignore[arg-type]
+    assert process.exit_code is None
+    assert await process.stop(5) == 0
+    assert [node.was_told for node in nodes] == [True, True]
+
+
+async def test_each_node_gets_its_number() -> None:
+    class Starter(RayStarter):
+        def __init__(self) -> None:
+            self.commands: list[tuple[str, ...]] = []
+
+        async def start(self, order: StartOrder) -> Any:  # type: ignore[override]
+            self.commands.append(order.command)
+            return OneNode(0)
+
+    starters = [Starter(), Starter()]
+    order = StartOrder(
+        command=("launch", "4"),
+        environment={},
+        log=Path("log"),
+        guardian=None,  # type: ignore[arg-type]
+    )
+    await (await RayNodes(starters).start(order)).wait()
+    assert [each.commands for each in starters] == [
+        [("launch", "4", "--node", "0")],
+        [("launch", "4", "--node", "1")],
     ]
 
 

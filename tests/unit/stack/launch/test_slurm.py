@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,96 @@ def test_a_replica_is_a_step_in_its_own_component(tmp_path: Path) -> None:
         "-m",
         "dialoop_services.inference",
     )
+
+
+def on_two_nodes(**launch: Any) -> dict[str, Any]:
+    train = {"device": "cuda", "num_nodes": 2, "num_processes": 4}
+    return {**CONFIG, "train": train, "launch": {**CONFIG["launch"], **launch}}
+
+
+def test_a_trainer_of_two_nodes_has_both_in_the_heads_component(tmp_path: Path) -> None:
+    config = parse_config(on_two_nodes(), source="job.toml")
+    head, *replicas = directives(slurm.script_of(config, ["train", "x"], tmp_path))
+    assert head[-6:] == [
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=18",
+        "--mem=65536M",
+        "--gres=gpu:4",
+    ]
+    assert len(replicas) == 2
+    too_few = [ClusterNode(processors=32, memory_gib=64, gpus=4)] * 2
+    with pytest.raises(InvalidConfig, match=r"trainer 4 \+ trainer-1 4 \+ inference 2"):
+        require_room(slurm.components_in(config), too_few)
+
+
+SRUN = """#!/bin/bash
+# Stands for Slurm: runs the command as often as there are tasks, each with its number.
+while [[ $1 == --* ]]; do [[ $1 == --ntasks=* ]] && tasks=${1#*=}; shift; done
+for ((task = 0; task < tasks; task++)); do SLURM_PROCID=$task "$@"; done
+"""
+
+
+def test_the_step_of_two_nodes_numbers_them_and_unsets_the_parent(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    step = SlurmStep(name="trainer", group=0, needs=Needs(gpus=4), job="9", num_nodes=2)
+    command = step.command(("echo", "launch 4", "--rendezvous", "n1:29400"), tmp_path)
+    assert command[:6] == (
+        "srun",
+        "--het-group=0",
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=1",
+    )
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == [
+        f"launch 4 --rendezvous n1:29400 --node {node}" for node in (0, 1)
+    ]
+
+
+def test_the_lines_for_each_machine_start_torchruns_agent_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The printed text is run, with a stub in place of Python, which has the stack's variables."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(
+        'engine = "transformers"\nstore = "memory"\n[train]\nnum_nodes = 2\nnum_processes = 2\n'
+        "[resources]\nnum_nodes = 2\ngpus_per_node = 0\n[resources.trainer]\nprocessors = 4\n"
+    )
+    assert main(["train", "job.toml", "--print"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "python").write_text(
+        '#!/bin/sh\necho "$DIALOOP_TRAINER_REPLAY_ADDRESS $DIALOOP_TRAINER_HOST" '
+        '"$OMP_NUM_THREADS $*"\n'
+    )
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "runs" / "default").mkdir(parents=True)
+    script = printed.replace(sys.executable, str(tmp_path / "python"))
+    ran = subprocess.run(["sh", "-ec", script], capture_output=True, text=True, check=True)
+    lines = [line.split() for line in ran.stdout.splitlines() if "learner.launch" in line]
+    host = socket.gethostname()
+    assert [line[1:7] for line in lines] == [
+        ["0.0.0.0", "2", "-m", "dialoop_services.trainer.learner.launch", "2", "--num-nodes"]
+    ] * 2
+    assert [line[-2:] for line in lines] == [["--node", "0"], ["--node", "1"]]
+    assert lines[0][-3] == lines[1][-3]
+    assert lines[0][-3].startswith(f"{host}:")
+    assert lines[0][0].startswith(f"{host}:"), "the queue, where all machines reach it"
+
+
+def test_this_machine_alone_does_not_start_a_trainer_of_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text('engine = "transformers"\n[train]\nnum_nodes = 2\n')
+    assert main(["train", str(tmp_path / "job.toml")]) == 2
+    said = capsys.readouterr().err
+    assert "The trainer is for 2 machines (num_nodes in [train]), and this is one." in said
+    assert "--print" in said
 
 
 def test_a_job_that_slurm_starts_again_goes_on_if_it_has_a_checkpoint(tmp_path: Path) -> None:
