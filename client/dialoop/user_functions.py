@@ -2,7 +2,7 @@
 
 await call(reward, episode, timeout_s=30.0)    # async: awaited; sync: run in a thread of its own
 await resolve(equal(answer, truth))             # quick ones, which run where they are
-call_now(collate, row)                         # where nobody can await
+call_now(collate, row, timeout_s=30.0)         # where nobody can await
 raised_at(error)                               # such as "KeyError at capitals.py, line 9"
 """
 
@@ -56,7 +56,8 @@ async def call(
     try:
         await asyncio.wait((work,), timeout=timeout_s)
         if not work.done():
-            raise TimeIsUp(f"it took more than {timeout_s:g} s")
+            place = place_of(function)
+            raise TimeIsUp(f"it took more than {timeout_s:g} s{place and f' ({place})'}")
     finally:
         if not work.done():
             await _abandon(work)
@@ -70,8 +71,16 @@ async def resolve(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def call_now(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the function's result; an async one runs in an event loop of its own meanwhile."""
+def call_now(
+    function: Callable[..., Any], /, *arguments: Any, timeout_s: float | None = None, **options: Any
+) -> Any:
+    """Return the function's result; an async one runs in an event loop of its own meanwhile.
+
+    With `timeout_s` a sync one has a thread of its own too, and TimeIsUp is raised as by `call`.
+    """
+    if timeout_s is not None:
+        calling = call(function, *arguments, timeout_s=timeout_s, **options)
+        return asyncio.run_coroutine_threadsafe(calling, loop_of_users()).result()
     result = function(*arguments, **options)
     if not inspect.isawaitable(result):
         return result
@@ -115,10 +124,16 @@ def raised_at(error: BaseException) -> str:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Return where a user's function begins: "my.py, line 3"; "" where Dialoop or C wrote it."""
-    while isinstance(function, partial):
-        function = function.func
-    package = str(getattr(function, "__module__", "")).partition(".")[0]
+    """Return where a user's function begins: "my.py, line 3"; "" where Dialoop or C wrote it.
+
+    It may stand in a `partial`, or in an object of Dialoop's as its `function`.
+    """
+    while True:
+        package = str(getattr(function, "__module__", "")).partition(".")[0]
+        inner = getattr(function, "func" if isinstance(function, partial) else "function", None)
+        if not (callable(inner) and (package in _OUR_PACKAGES or isinstance(function, partial))):
+            break
+        function = inner
     code = getattr(function, "__code__", None)
     code = code or getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004
     if code is None or package in _OUR_PACKAGES:

@@ -8,6 +8,8 @@ import inspect
 import logging
 import os
 import threading
+import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +32,10 @@ def fails(*_: Any) -> Any:
 
 def stops(*_: Any) -> Any:
     raise StopIteration
+
+
+def hangs(*_: Any) -> Any:
+    time.sleep(1.0)
 
 
 async def fails_later(*_: Any) -> Any:
@@ -69,6 +75,12 @@ async def test_a_function_that_hangs_is_left_behind_after_its_time() -> None:
     released = asyncio.Event()
     with pytest.raises(TimeoutError):
         await call(released.wait, timeout_s=0.01)
+    place = rf"test_user_function_errors.py, line {inspect.getsourcelines(hangs)[1]}"
+    for function in (hangs, partial(hangs), NamedReward(hangs, name="mine")):
+        with pytest.raises(TimeIsUp, match=rf"it took more than 0.01 s \({place}\)"):
+            await call(function, None, timeout_s=0.01)
+        with pytest.raises(TimeIsUp, match=rf"it took more than 0.01 s \({place}\)"):
+            call_now(function, None, timeout_s=0.01)
 
 
 def test_an_error_without_a_line_of_the_users_is_its_type() -> None:
@@ -77,6 +89,7 @@ def test_an_error_without_a_line_of_the_users_is_its_type() -> None:
 
 def test_an_async_function_is_called_where_nobody_can_await() -> None:
     assert call_now(_async(double), 2) == 4
+    assert call_now(_async(double), 2, timeout_s=9.0) == call_now(double, 2, timeout_s=9.0) == 4
 
 
 async def test_no_call_waits_for_one_that_hangs() -> None:

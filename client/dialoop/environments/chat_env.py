@@ -42,6 +42,8 @@ from dialoop.tokens.tokenizer import Tokenizer
 from dialoop.trajectory import Failure, Owner, Trajectory, texts_of
 from dialoop.user_functions import call, call_now
 
+_DEMONSTRATED_IN_S = 30.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatEnv:
@@ -223,13 +225,16 @@ class ChatEnv:
         return tuple([await self._score(episode) for episode in episodes])
 
     def demonstration(self, task: TaskData, rng: random.Random) -> History:
-        """Return a conversation that solves the task; Unsupported without `demonstrate`."""
+        """Return a conversation that solves the task; Unsupported without `demonstrate`.
+
+        Raise TimeIsUp where that takes longer than half a minute.
+        """
         if self.demonstrate is None:
             raise Unsupported(
                 f"Environment {self.name} has no demonstrations.",
                 remedy="Give ChatEnv a `demonstrate` function, or start from a trained model.",
             )
-        shown = call_now(self.demonstrate, task, rng)
+        shown = call_now(self.demonstrate, task, rng, timeout_s=_DEMONSTRATED_IN_S)
         return self.reset(task, 0).episode.history.extend(shown)
 
     async def snapshot(self, episode: Episode) -> bytes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,11 +41,7 @@ from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
 from dialoop.import_paths import load_attribute
 from dialoop.messages import PLACEHOLDER_ROLE
 from dialoop.reasons import Reason
-from dialoop.trajectory import Reward
-from dialoop.user_functions import call_now, name_of, raised_at
-
-_TRIAL_ANSWER = "I do not know."
-"""What a reward function is called with before anything starts."""
+from dialoop.user_functions import name_of
 
 _ASK = ("system", "developer", "user")
 _CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments"})
@@ -174,31 +169,10 @@ class RowRewards(Rewards):
         task = tasks.get("train", tasks.keys("train")[0])
         if not isinstance(task, RowTask):
             return
-        answer = Message(role="assistant", content=_TRIAL_ANSWER)
-        history = History((*(task.messages or History()), answer))
-        episode = Episode(task=task, seed=0, history=history, step_index=1, answer=answer)
         for function in self.functions:
             if hasattr(function, "require_form"):
                 function.require_form(task)
-            use = getattr(function, "use", name_of(function))
-            try:
-                returned = call_now(function, episode)
-            except Exception as error:
-                raise InvalidConfig(
-                    f"The reward function '{use}' fails on row {task.key} and the answer "
-                    f"{_TRIAL_ANSWER!r}: {raised_at(error)}: {error}.",
-                    reason=Reason.REWARD_FAILED,
-                    remedy="Let it return a number for every answer.",
-                ) from error
-            rewards = returned if isinstance(returned, (tuple, list)) else (returned,)
-            values = [each.value if isinstance(each, Reward) else each for each in rewards]
-            if any(isinstance(value, float) and not math.isfinite(value) for value in values):
-                raise InvalidConfig(
-                    f"The reward function '{use}' gives {values} for row {task.key} and the answer "
-                    f"{_TRIAL_ANSWER!r}.",
-                    reason=Reason.REWARD_NOT_FINITE,
-                    remedy="Let it return a finite number for every answer.",
-                )
+            self.try_out(function, task, task.messages or History())
 
 
 def row_environment(  # noqa: PLR0913 - the options of the environments made of it

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_ASKED_S = 30.0
+"""Seconds that a loss may take for six tokens."""
+
 
 def load_objective(
     name: str, options: Mapping[str, Any] | None = None, **surroundings: Any
@@ -120,7 +123,7 @@ def require_form(name: str, options: Mapping[str, Any]) -> None:
         proximal_logprobs=before,
         ref_logprobs=before,
     )
-    output = output_of(load_loss(name, options), inputs)
+    output = output_of(load_loss(name, options), inputs, timeout_s=_ASKED_S)
     (gradient,) = torch.autograd.grad(output.loss, logprobs, allow_unused=True)
     wrong = [
         metric

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.reasons import Reason
-from dialoop.user_functions import place_of, raised_at
+from dialoop.user_functions import TimeIsUp, call_now, place_of, raised_at
 
 from dialoop_learning.loss.losses import MAX_LOG_RATIO, LossInputs, LossOutput
 from dialoop_learning.rl.buckets import buckets_of
@@ -66,6 +66,7 @@ class Objective:
     whiten: normalise advantages over the train step (REINFORCE++, arXiv 2501.03262).
     imitates: the loss learns the tokens of every sequence whose advantage is not 0.
     needs_feedback: the loss learns from the policy's own log-probs behind a prompt with feedback.
+    timeout_s: seconds that a loss of the user's own may take for one packed row.
     KL and entropy are aggregated as the loss is. TRL's entropy bonus is always a mean over tokens.
     The metrics loss_objective, loss_kl, loss_kl_to_inference and loss_entropy add up to the loss.
     """
@@ -84,6 +85,7 @@ class Objective:
     needs_advantages: bool = True
     imitates: bool = False
     needs_feedback: bool = False
+    timeout_s: float = 600.0
 
     @property
     def needs_proximal(self) -> bool:
@@ -103,7 +105,7 @@ class Objective:
         if self.correction is not None:
             inputs, corrected = self.correction.apply(inputs)
             metrics |= corrected
-        output = output_of(self.loss, inputs)
+        output = output_of(self.loss, inputs, timeout_s=self.timeout_s)
         loss = output.loss
         terms = {"loss_objective": loss}
         for name, other, coeff in self._kl_terms():
@@ -131,18 +133,21 @@ class Objective:
         return [(name, other, coeff) for name, other, coeff in terms if coeff]
 
 
-def output_of(loss: Loss, inputs: LossInputs) -> LossOutput:
+def output_of(loss: Loss, inputs: LossInputs, *, timeout_s: float) -> LossOutput:
     """Return what a loss gives; InvalidConfig (LOSS_FAILED) where the user's own gives none.
 
-    One that raises is called once more: what fails twice on the same numbers fails for ever.
+    One that raises is called once more: what fails twice on the same numbers fails for ever. One
+    that takes longer than `timeout_s` is left behind in its thread.
     """
     place = place_of(loss)
     if not place:
         return loss(inputs)
     try:
-        output = loss(inputs)
+        output = call_now(_in_this_mode(loss, inputs), inputs, timeout_s=timeout_s)
     except (DialoopError, torch.OutOfMemoryError):
         raise
+    except TimeIsUp as error:
+        raise _loss_failed(place, f"took more than {timeout_s:g} s for one packed row") from error
     except Exception:
         output = _second_try(loss, inputs, place)
     if not isinstance(output, LossOutput):
@@ -159,6 +164,18 @@ def output_of(loss: Loss, inputs: LossInputs) -> LossOutput:
     if is_trained and not value.requires_grad:
         raise _loss_failed(place, "returned a loss that depends on no weight of the policy")
     return output
+
+
+def _in_this_mode(loss: Loss, inputs: LossInputs) -> Loss:
+    """Return the loss for another thread, which computes there as it would in this one."""
+    has_gradients, device = torch.is_grad_enabled(), inputs.policy_logprobs.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def compute(inputs: LossInputs) -> LossOutput:
+        with torch.set_grad_enabled(has_gradients), torch.cuda.stream(stream):
+            return loss(inputs)
+
+    return compute
 
 
 def _second_try(loss: Loss, inputs: LossInputs, place: str) -> LossOutput:

@@ -485,6 +485,8 @@ class TrainFields(Section):
     "sft" or "minor_sft"."""
     loss_options: dict[str, float] = Field(default_factory=dict)
     """Options of the loss, as {clip_low = 0.2, clip_high = 0.28}."""
+    loss_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a loss of your own may take for one packed row; then the job ends."""
     objective: ObjectiveSettings = ObjectiveSettings()
     """What goes with any loss: aggregation, KL, entropy, corrections, epochs."""
     pipeline_depth: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"

@@ -60,6 +60,13 @@ if TYPE_CHECKING:
     from dialoop_services.runtime.calls import Calls
 
 _KEEP_ALIVE_S = 75
+_OTHER_APIS = {
+    "/v1/responses": "OpenAI's Responses are not served. Use Chat Completions, in openai-agents "
+    'with set_default_openai_api("chat_completions") or an OpenAIChatCompletionsModel.',
+    "/v1/messages": "Anthropic's Messages are not served. Use a client of OpenAI's Chat "
+    "Completions, or a proxy that translates to them, such as LiteLLM.",
+}
+"""What to use instead of routes that agents call by default, by the end of their path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +218,10 @@ def _require_distinct(routes: Sequence[Route]) -> None:
 
 
 async def _no_route(request: Request, _: Exception) -> Response:
-    return _problem(RouteNotFound("There is no such route.", remedy="Look for it in /docs."))
+    path = request.scope["path"]
+    remedies = (text for end, text in _OTHER_APIS.items() if path.endswith(end))
+    remedy = next(remedies, "Look for it in /docs.")
+    return _problem(RouteNotFound("There is no such route.", remedy=remedy))
 
 
 async def _no_method(request: Request, _: Exception) -> Response:

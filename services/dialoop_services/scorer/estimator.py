@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.failures import log_failure
 from dialoop.reasons import Reason
-from dialoop.user_functions import TimeIsUp, raised_at
+from dialoop.user_functions import TimeIsUp, call_now, raised_at
 
-from dialoop_services.scorer.rewards import call_apart, call_once, group_of_four, load_function
+from dialoop_services.scorer.rewards import ONCE_S, call_apart, group_of_four, load_function
 
 if TYPE_CHECKING:
     from dialoop.trajectory import Group
@@ -56,7 +56,7 @@ class Estimator:
             values = await call_apart(self.function, *arguments, timeout_s=_TIMEOUT_S)
             values = list(values) if isinstance(values, Iterable) else values
         except TimeIsUp as error:
-            raise self._error(f"took more than {_TIMEOUT_S:g} s") from error
+            raise self._error(str(error).removeprefix("it ")) from error
         except Exception as error:
             error_id = log_failure(error, f"The advantage estimator {self.path}")
             raise self._error(f"raised {raised_at(error)} (error_id {error_id})") from error
@@ -71,7 +71,7 @@ class Estimator:
         rewards = [trajectory.reward for trajectory in group.trajectories]
         arguments = _arguments_of(self.function, rewards, group)
         try:
-            self._advantages(call_once(self.function, *arguments), len(rewards))
+            self._advantages(call_now(self.function, *arguments, timeout_s=ONCE_S), len(rewards))
         except PreconditionFailed as error:
             raise InvalidConfig(
                 error.message, reason=error.reason, remedy="Correct that function."

@@ -21,7 +21,7 @@ from dialoop.failures import log_failure
 from dialoop.import_paths import load_attribute
 from dialoop.reasons import Reason
 from dialoop.trajectory import Group, Reward, Trajectory
-from dialoop.user_functions import TimeIsUp, call, loop_of_users, raised_at
+from dialoop.user_functions import TimeIsUp, call, call_now, loop_of_users, raised_at
 from dialoop_learning.rl.turn_tokens import TurnTokens
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from dialoop_services.config.scorer_tables import RewardSpec
 
-_ONCE_S = 10.0
+ONCE_S = 10.0
+"""Seconds that a function may take where it is called once before a job."""
 
 RewardFunction = Callable[[Group], Any]
 """Returns one value per trajectory of the group, in order; may be async. If it raises, the group
@@ -98,7 +99,7 @@ async def with_reward(group: Group, reward: GroupReward) -> Group:
         values = await call_apart(reward.function, group, timeout_s=reward.timeout_s)
         values = list(values) if isinstance(values, Iterable) else values  # a generator may raise
     except TimeIsUp as error:
-        raise _reward_failed(reward.name, f"took more than {reward.timeout_s:g} s") from error
+        raise _reward_failed(reward.name, str(error).removeprefix("it ")) from error
     except Exception as error:
         error_id = log_failure(error, f"Reward {reward.name}")
         raise _reward_failed(
@@ -116,7 +117,7 @@ def rehearse(reward: GroupReward) -> None:
     """
     group = group_of_four()
     try:
-        values = call_once(reward.function, group)
+        values = call_now(reward.function, group, timeout_s=ONCE_S)
     except Exception:
         return
     try:
@@ -125,12 +126,6 @@ def rehearse(reward: GroupReward) -> None:
         raise InvalidConfig(
             error.message, reason=error.reason, remedy="Correct that function."
         ) from error
-
-
-def call_once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a user's function returns before a job; raise TimeIsUp after some seconds."""
-    calling = call(function, *arguments, timeout_s=_ONCE_S)
-    return asyncio.run_coroutine_threadsafe(calling, loop_of_users()).result()
 
 
 def group_of_four() -> Group:

@@ -335,6 +335,21 @@ async def test_without_a_token_any_api_key_will_do(world):
     assert_refused(foreign, 403, "foreign_origin")
 
 
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("responses", 'set_default_openai_api("chat_completions")'),
+        ("messages", "a client of OpenAI's Chat Completions"),
+    ],
+)
+@pytest.mark.parametrize("base", ["/v1/", "/recordings/r/v1/"])
+async def test_what_agents_call_by_default_is_answered_with_what_to_use(world, base, path, remedy):
+    """openai-agents asks for Responses by default, and Anthropic's SDK for Messages."""
+    answer = await world.post(f"{base}{path}", {"model": "tiny", "input": "hi"})
+    assert (answer.status_code, answer.json()["reason"]) == (404, "ROUTE_NOT_FOUND")
+    assert remedy in answer.json()["remedy"]
+
+
 async def test_models_are_listed(world):
     client = world.client()
     (model,) = (await client.models.list()).data

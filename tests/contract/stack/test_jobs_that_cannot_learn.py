@@ -15,6 +15,7 @@ import pytest
 import torch
 from dialoop.environments import ChatEnv, MaxTurns, Rewards
 from dialoop.environments.episode import Episode
+from dialoop.environments.rewards.functions import TRIAL_ANSWER
 from dialoop.environments.tasks.row_tasks import RowTasks
 from dialoop.errors import DialoopError
 from dialoop_learning.loss.losses import LossInputs, LossOutput, grpo
@@ -35,7 +36,7 @@ def length(episode: Episode) -> float:
 
 
 def nan_reward(episode: Episode) -> float:
-    return note(float("nan"))
+    return 0.0 if episode.answer_text == TRIAL_ANSWER else note(float("nan"))
 
 
 def same_reward(episode: Episode) -> float:
@@ -46,6 +47,13 @@ def no_reward(episode: Episode) -> None:
     note()
 
 
+def hanging_reward(episode: Episode) -> float:
+    if episode.answer_text != TRIAL_ANSWER:
+        note()
+        time.sleep(600.0)
+    return 0.0
+
+
 def failing_reward(episode: Episode) -> float:
     note()
     raise KeyError("target")
@@ -53,7 +61,7 @@ def failing_reward(episode: Episode) -> float:
 
 def environment(reward: str = "length", repeats: int = 1) -> ChatEnv:
     rows = [{"query": f"Say {number}. " * repeats} for number in range(24)]
-    transforms = (Rewards([globals()[reward]]), MaxTurns(1))
+    transforms = (Rewards([globals()[reward]], timeout_s=1.0), MaxTurns(1))
     return ChatEnv(name="job", tasks=RowTasks({"train": rows}), transforms=transforms)
 
 
@@ -91,6 +99,13 @@ def failing_loss(inputs: LossInputs) -> LossOutput:
 @_after_its_check
 def constant_loss(inputs: LossInputs) -> LossOutput:
     return note(LossOutput(torch.zeros(()), {}))
+
+
+@_after_its_check
+def hanging_loss(inputs: LossInputs) -> LossOutput:
+    note()
+    time.sleep(600.0)
+    return grpo(inputs)
 
 
 def one_advantage(rewards: list[float]) -> list[float]:
@@ -144,6 +159,18 @@ JOBS = {
     "too long": Hopeless(
         code=1, says="0 of 3 train steps: none of .*no_trainable_token", options={"repeats": 50}
     ),
+    "hanging rewards": Hopeless(
+        code=2,
+        says=rf"{PLAYED}.*took more than 1 s \({HERE} \d+\)",
+        fault=60,
+        options={"reward": "hanging_reward"},
+    ),
+    "a hanging loss": Hopeless(
+        code=2,
+        says=rf"loss function at {HERE} \d+ took more than 1 s",
+        fault=1,
+        tables={"train": {"loss": hanging_loss, "loss_timeout_s": 1.0}},
+    ),
     "a failing agent": Hopeless(
         code=2,
         says=f"{PLAYED}.*RuntimeError at {HERE}",
@@ -192,7 +219,7 @@ def named(value: Any) -> Any:
     return f"{__name__}:{value.__name__}" if isinstance(value, Callable) else value
 
 
-@pytest.mark.heavy(reason="thirteen jobs in this process, some of a hundred batches")
+@pytest.mark.heavy(reason="fifteen jobs in this process, some of a hundred batches")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", JOBS)
 def test_a_job_that_cannot_learn_ends_and_says_why(name: str, tmp_path: Path) -> None:

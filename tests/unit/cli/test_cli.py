@@ -80,36 +80,6 @@ def write_rows(*rows: dict) -> None:
     Path("trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["frob"], "invalid choice: 'frob'"),
-        (["show"], "required: path"),
-        (["show", "nowhere"], "cannot be read"),
-        (["play", "nope"], "There is no environment 'nope'"),
-        (["play", "arithmetic", "--by", "policy"], "needs an inference service"),
-        (["play", "arithmetic", "--task", "no"], "holds no task 'no'"),
-        (["play", "arithmetic", "--option", "low"], "is not NAME=VALUE"),
-        (["config", "frob"], "invalid choice: 'frob'"),
-    ],
-)
-def test_bad_usage_is_one_sentence_and_exit_code_2(arguments, sentence, capsys):
-    try:
-        code = main(arguments)
-    except SystemExit as end:
-        code = end.code
-    printed = capsys.readouterr()
-    assert code == 2
-    assert printed.err.count("\n") == 1
-    assert sentence in printed.err
-
-
-@pytest.mark.parametrize("command", [["down"], ["down", "mine"], ["status"], ["status", "mine"]])
-def test_a_stack_that_does_not_run_is_one_sentence_and_exit_code_1(command, capsys):
-    assert main(command) == 1
-    assert "`dialoop up`" in capsys.readouterr().err
-
-
 def test_down_without_a_name_leaves_other_runs_alone(monkeypatch, capsys):
     killed = []
     monkeypatch.setattr(os, "kill", lambda *call: killed.append(call))

@@ -11,17 +11,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dialoop.environments.episode import Episode, Score
+from dialoop.chat import History, Message
+from dialoop.environments.episode import Episode, Score, TaskData
 from dialoop.environments.modes import RewardShape
+from dialoop.environments.tasks.source import TaskSource
 from dialoop.environments.transform import Traits, Transform
 from dialoop.errors import InvalidConfig
 from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.trajectory import DoneReason, Failure, Owner, Reward
-from dialoop.user_functions import call, name_of
+from dialoop.user_functions import TimeIsUp, call, call_now, is_async, name_of, raised_at
 
 
 class RewardFunction(Protocol):
@@ -42,6 +45,9 @@ class RewardFunction(Protocol):
         """
 
 
+TRIAL_ANSWER = "I do not know."
+"""What a reward function is called with before anything starts."""
+
 RewardCallable = RewardFunction | Callable[[Episode], Any]
 
 
@@ -60,6 +66,10 @@ class NamedReward:
     def __call__(self, episode: Episode) -> Any:
         """Return the function's result."""
         return self.function(episode)
+
+
+class RewardRaised(InvalidConfig):
+    """A reward function raised where it was tried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,61 @@ class Rewards(Transform):
             shape = RewardShape.DENSE
         names = tuple(name_of(function) for function in self.functions)
         return Traits(reward_names=names, reward_shape=shape)
+
+    def rehearse(self, tasks: TaskSource) -> None:
+        """Raise InvalidConfig for a function that gives no finite number to an answer.
+
+        What raises for want of something in a made-up episode is left to the real ones, and so are
+        async functions, which may ask somebody.
+        """
+        try:
+            split = tasks.splits[0]
+            task = tasks.get(split, tasks.keys(split)[0])
+        except Exception:
+            return  # the checks of tasks name it
+        asked = task.messages or History((Message(role="user", content=task.question),))
+        for function in self.functions:
+            if not is_async(function):
+                with suppress(RewardRaised):
+                    self.try_out(function, task, asked)
+
+    def try_out(self, function: RewardCallable, task: TaskData, asked: History) -> None:
+        """Call a function once, for a made-up answer to a task.
+
+        Raise InvalidConfig for what is no finite number and no reward, or takes too long, and
+        RewardRaised for what raises.
+        """
+        answer = Message(role="assistant", content=TRIAL_ANSWER)
+        history = History((*asked, answer))
+        episode = Episode(
+            task=task, seed=0, history=history, step_index=1, answer=answer, terminated=True
+        )
+        use = getattr(function, "use", name_of(function))
+        of = f"for task {task.key} and the answer {TRIAL_ANSWER!r}"
+        try:
+            value = call_now(function, episode, timeout_s=self.timeout_s)
+        except TimeIsUp as error:
+            raise InvalidConfig(
+                f"The reward function '{use}' gives nothing {of}: {error}.",
+                reason=Reason.REWARD_TIMEOUT,
+                remedy="Let it return a number for every answer.",
+            ) from error
+        except Exception as error:
+            raise RewardRaised(
+                f"The reward function '{use}' fails {of}: {raised_at(error)}: {error}.",
+                reason=Reason.REWARD_FAILED,
+                remedy="Let it return a number for every answer.",
+            ) from error
+        try:
+            is_finite = all(map(_is_finite, _components(value, function)))
+        except (TypeError, ValueError):
+            is_finite = False
+        if not is_finite:
+            raise InvalidConfig(
+                f"The reward function '{use}' gives {value!r:.60} {of}.",
+                reason=Reason.REWARD_NOT_FINITE,
+                remedy="Let it return a finite number for every answer.",
+            )
 
     async def score(self, episode: Episode) -> Score:
         """Return every function's reward; for one that fails, return a failure instead."""

@@ -30,6 +30,7 @@ from dialoop.environments.tasks.files import (
 from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
 from dialoop.reasons import Reason
 from dialoop.tasks.stored_tasks import read_taught
+from dialoop.user_functions import TimeIsUp, raised_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -265,8 +266,16 @@ def _shown(settings: TrainerSettings, environment: Environment, *, remedy: str) 
     keys = tasks.keys(split)
 
     def show(which: int, generator: random.Random) -> Demonstration:
-        history = environment.demonstration(tasks.get(split, keys[which]), generator)
         place = f"The demonstration of task {keys[which]} of {environment.name}"
+        try:
+            history = environment.demonstration(tasks.get(split, keys[which]), generator)
+        except Exception as error:
+            why = str(error) if isinstance(error, DialoopError | TimeIsUp) else raised_at(error)
+            raise InvalidConfig(
+                f"{place} cannot be made: {why}.",
+                reason=Reason.NO_DEMONSTRATIONS,
+                remedy="Correct `demonstrate` of the environment.",
+            ) from error
         return Demonstration(history=history, place=place)
 
     return len(keys), show
