@@ -31,16 +31,15 @@ from urllib.parse import urlsplit
 import psutil  # type: ignore[import-untyped]
 from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dialoop_services.runtime.exit_reason import CONFIG_ERROR
 from dialoop_services.runtime.process import PARENT_VARIABLE, run_blocking
 from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.learner.meeting import (
-    NODE_VARIABLE,
     RENDEZVOUS_VARIABLE,
     NodePlace,
     meet,
@@ -75,7 +74,7 @@ class Launch:
                 agent(*self._command[1:])
             except ChildFailedError as error:
                 return self._code_of(error.failures)
-            except RendezvousError as error:  # the first node has ended
+            except DistError as error:  # the first node has ended, and its store with it
                 self._report(f"Node {self._place.node} lost the others: {error}")
                 return 0 if self._is_stopping else 1
         return 0
@@ -83,7 +82,6 @@ class Launch:
     def _variables(self, folder: Path) -> dict[str, str]:
         """Return what the processes get beside what the agent says."""
         variables = {
-            NODE_VARIABLE: str(self._place.node),
             PARENT_VARIABLE: str(os.getpid()),
             # What is set stays.
             **{name: os.environ.get(name, self._place.interface) for name in _INTERFACES},
@@ -95,17 +93,19 @@ class Launch:
 
     def _config(self, folder: Path) -> LaunchConfig:
         place = self._place
-        meeting: dict[str, object] = {"store_type": "file"}
-        if place.num_nodes > 1:
-            meeting = {"is_host": place.node == 0}
+        # Several nodes know their numbers. The agent's c10d meeting would number them by name, and
+        # unpickle what anyone has put into its store.
+        meeting: dict[str, object] = {"rank": place.node, "timeout": int(_MEET_S)}
+        if place.num_nodes == 1:
+            meeting = {"store_type": "file", "join_timeout": int(_MEET_S)}
         return LaunchConfig(
             min_nodes=place.num_nodes,
             max_nodes=place.num_nodes,
             nproc_per_node=place.num_processes,
             run_id="trainer",
-            rdzv_backend="c10d",
+            rdzv_backend="c10d" if place.num_nodes == 1 else "static",
             rdzv_endpoint=place.rendezvous or str(folder / "nodes"),
-            rdzv_configs=meeting | {"join_timeout": int(_MEET_S)},
+            rdzv_configs=meeting,
             max_restarts=0,  # whoever started this starts it again, on all nodes
             local_addr=place.address,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder)),

@@ -26,8 +26,8 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from dialoop_services.trainer.settings import TrainerSettings
 
-NODE_VARIABLE, RENDEZVOUS_VARIABLE = "DIALOOP_NODE", "DIALOOP_RENDEZVOUS"
-"""The number of the node, and where its processes meet; a launch sets them for its processes."""
+RENDEZVOUS_VARIABLE = "DIALOOP_RENDEZVOUS"
+"""Where the processes of one node meet; a launch sets it for them."""
 _PROOF, _VERDICT = "dialoop/proof", "dialoop/verdict"
 _VERDICT_GRACE_S = 15.0
 _SEEN_WITHIN_S, _POLL_S = 10.0, 0.2

@@ -21,7 +21,7 @@ from pydantic import Field
 from dialoop_services.runtime.process import die_at_once_with_parent
 from dialoop_services.runtime.settings import StrictSettings
 from dialoop_services.trainer.learner.learner import Learner, require_cuda_devices
-from dialoop_services.trainer.learner.meeting import NODE_VARIABLE, RENDEZVOUS_VARIABLE
+from dialoop_services.trainer.learner.meeting import RENDEZVOUS_VARIABLE
 from dialoop_services.trainer.settings import TrainerSettings
 
 _LAST_WORDS_S = 5.0
@@ -38,17 +38,8 @@ class RankSettings(StrictSettings):
     """Number of this process on its machine, and of its CUDA device."""
     local_world_size: int = Field(default=1, ge=1)
     """Number of processes on its machine."""
-    node: int | None = Field(default=None, ge=0, validation_alias=NODE_VARIABLE)
-    """Number of its machine; without it torchrun's ranks stand, and it orders machines by name."""
     rendezvous: str = Field(default="env://", validation_alias=RENDEZVOUS_VARIABLE)
     """Meeting point of the processes: env:// as torchrun sets it, or file:///... on one machine."""
-
-    @property
-    def number(self) -> int:
-        """Return the rank: the first one, which is the service, is on node 0."""
-        if self.node is None:
-            return self.rank
-        return self.node * self.local_world_size + self.local_rank
 
 
 @contextmanager
@@ -76,7 +67,7 @@ def join_trainer_ranks(rank: RankSettings, settings: TrainerSettings) -> Iterato
     if rank.world_size > 1:
         die_at_once_with_parent()  # two would train this run if one drained while all start anew
     with join_ranks(
-        rank=rank.number,
+        rank=rank.rank,
         size=rank.world_size,
         device=torch.device(device),
         init_method=rank.rendezvous,

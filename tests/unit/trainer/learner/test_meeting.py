@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from dialoop.errors import DialoopError, InvalidConfig, Unavailable
-from dialoop_services.trainer.learner.launch import _Words, interface_towards
+from dialoop_services.trainer.learner.launch import Launch, _Words, interface_towards
 from dialoop_services.trainer.learner.meeting import (
     NodeFacts,
     NodePlace,
@@ -17,7 +17,6 @@ from dialoop_services.trainer.learner.meeting import (
     meet,
     verdict_on,
 )
-from dialoop_services.trainer.learner.ranks import RankSettings
 from dialoop_services.trainer.settings import TrainerSettings
 
 FIRST = NodeFacts(node=0, host="a", num_processes=8, cards=("H200",) * 8, needs_cards=True)
@@ -113,10 +112,9 @@ def test_a_node_says_what_it_is(tmp_path: Path) -> None:
     assert (facts.host, facts.cards, facts.needs_cards) == (socket.gethostname(), (), False)
 
 
-def test_the_first_rank_is_on_node_0_whatever_torchrun_numbers() -> None:
-    on_second = {"local_world_size": 2, "world_size": 4, "local_rank": 1}
-    assert RankSettings(rank=1, DIALOOP_NODE=1, **on_second).number == 3  # type: ignore[call-arg]
-    assert RankSettings(rank=1, **on_second).number == 1  # type: ignore[arg-type]
+def test_several_nodes_are_numbered_as_they_are_told_and_read_no_pickle(tmp_path: Path) -> None:
+    config = Launch(["python"], replace(PLACE, num_nodes=2, node=1))._config(tmp_path)
+    assert (config.rdzv_backend, config.rdzv_configs["rank"]) == ("static", 1)
 
 
 def test_the_interface_is_the_one_that_reaches_the_others() -> None:
