@@ -5,10 +5,11 @@ ONLY ?=
 REHEARSE ?=
 COMMIT ?=
 KEEP ?=
+UPGRADE ?=
 PART ?= 1/1
 ENGINE_DIR ?= /var/tmp/dialoop-engine
 
-.PHONY: setup demo real learn models up test nightly compose-test silent-bugs chaos gpu-smoke gpu-parts gpu-evidence check proto console bench
+.PHONY: setup demo real learn models up test nightly compose-test silent-bugs chaos gpu-smoke gpu-parts gpu-evidence check proto console bench lock bom
 
 setup:  ## make or update .venv
 	@infra/setup.sh
@@ -73,6 +74,16 @@ check: setup  ## format, lint, types, layers, protos, generated code, the consol
 proto: setup  ## generate client/dialoop/v1 from proto/, and the types of blocking clients
 	infra/generate_protos.sh
 	$(BIN)/python infra/generate_blocking.py
+
+lock:  ## infra/requirements/locked/ anew after a change of a dependency; UPGRADE=redis,rich or all
+	UPGRADE=$(UPGRADE) infra/lock.sh
+
+bom: setup  ## CycloneDX bills of materials, of .venv and of each locked list, in runs/bom
+	@mkdir -p runs/bom
+	@$(BIN)/cyclonedx-py environment --output-file runs/bom/venv.json $(BIN)/python
+	@for list in infra/requirements/locked/*.txt; do \
+	  $(BIN)/cyclonedx-py requirements --output-file runs/bom/$$(basename $$list .txt).json $$list || exit 1; \
+	done
 
 console:  ## build the console's page from console/ (needs npm; its result is committed)
 	cd console && npm ci --no-audit --no-fund && npm run build

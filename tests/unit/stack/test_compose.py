@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -40,7 +39,6 @@ SETTINGS: dict[str, type[ServerSettings]] = {
 }
 OURS = [*SETTINGS, "door", "job"]
 COMPOSE = compose_file(DIALOOP_TOKEN="secret")
-requirements = runpy.run_path(str(ROOT / "infra/docker/dependencies.py"))["requirements"]
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 TARGETS = targets()
 
@@ -379,7 +377,9 @@ def test_an_image_installs_the_packages_of_others_before_our_source(service: str
     )
     source = texts.index("client client")
     assert texts[source:-1] == ["client client", "services services"]
-    assert any(text.startswith("pip install -r") or "dependencies.py" in text for text in texts)
+    of_others = [text for text in texts if "pip install" in text and "own.txt" not in text]
+    assert all("pip install --no-deps" in text for text in of_others)
+    assert all("--require-hashes" in text for text in of_others[:-1])
 
 
 def test_whatever_an_image_copies_is_sent_to_the_builder() -> None:
@@ -389,18 +389,22 @@ def test_whatever_an_image_copies_is_sent_to_the_builder() -> None:
         text.replace("${REQUIREMENTS}", "infra/requirements/own.txt").split()[0]
         for target in TARGETS.values()
         for text in target.all_of("COPY")
-        if not text.startswith("--from=")
     }
     assert "infra/docker/door.sh" in copied
     assert not [c for c in copied if not any(Path(c).is_relative_to(each) for each in sent)]
 
 
 @pytest.mark.parametrize("service", SETTINGS)
-def test_an_image_installs_its_own_extra_and_drops_root_last(service: str) -> None:
+def test_an_image_installs_its_own_list_and_drops_root_last(service: str) -> None:
     target = TARGETS[SERVICES[service]["build"]["target"]]
     kinds = [kind for kind, _ in target.instructions]
-    # A service whose extra is empty needs what all need.
-    assert target.extras == ([service] if requirements(ROOT, service) else [])
+    loads_torch = ["torch-cpu", "torch", "cuda", "models"]
+    lists = {
+        "trainer": loads_torch,
+        "scorer": loads_torch,
+        "inference": [*loads_torch, "inference"],
+    }
+    assert target.lists == lists.get(service, ["services"])
     assert target.last("USER") == SERVICES[service]["user"]
     assert "RUN" not in kinds[kinds.index("USER") :]
 

