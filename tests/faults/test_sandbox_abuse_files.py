@@ -33,6 +33,27 @@ async def test_the_disk_is_not_filled(scene):
     assert not list(Path("/tmp").glob("dialoop-abuse-*"))
 
 
+async def test_files_are_counted(scene):
+    """Each takes memory of the kernel, which no other limit of a process counts."""
+    code = (
+        "import os\nnumber = 0\ntry:\n"
+        "    for number in range(100_000):\n"
+        "        os.close(os.open(f'/tmp/dialoop-abuse-{number}', os.O_CREAT))\n"
+        "except OSError as error:\n    print(number, type(error).__name__)\n"
+    )
+    done = await scene.attack(code)
+    if scene.level is Level.BUBBLEWRAP:
+        assert done.stdout == f"{LIMITS.max_files - 1} OSError\n"
+    else:
+        assert done.stdout == "0 PermissionError\n"
+
+
+async def test_in_namespaces_nothing_tells_what_the_host_has(scene, tmp_path):
+    paths = [str(tmp_path), "/etc/passwd", f"/proc/{os.getpid()}"]
+    done = await scene.attack(f"import os\nprint(sum(map(os.path.exists, {paths!r})))")
+    assert (done.stdout == "0\n") == (scene.level is Level.BUBBLEWRAP)
+
+
 async def test_memory_files_and_shared_memory_are_denied(scene):
     code = "import os\nfds = [os.memfd_create('x') for _ in range(9)]"
     assert "PermissionError" in (await scene.attack(code)).stderr

@@ -44,6 +44,7 @@ def rules_of(level: Level, limits: Limits, packages: tuple[str, ...] = ()) -> di
         "max_output_bytes": limits.max_output_bytes,
         "max_file_bytes": limits.max_disk_bytes if writes else limits.max_output_bytes + 1,
         "max_open_files": limits.max_open_files,
+        "max_files": limits.max_files,
     }
 
 
@@ -61,6 +62,8 @@ def bubblewrap_program(bwrap: str, limits: Limits, rules: dict[str, Any]) -> lis
     work = "work import work; sys.path.pop(); import json; work(json.loads(sys.argv[1]))"
     return [
         *(bwrap, "--unshare-all", "--die-with-parent", "--clearenv", "--cap-drop", "ALL"),
+        # bwrap's tmpfs has no limit of files: `confine` sets it, and then gives this up too.
+        *("--cap-add", "CAP_SYS_ADMIN"),
         *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox"),
         # This comes before the binds, since one of them may be below /tmp.
         *("--size", str(limits.max_disk_bytes), "--tmpfs", "/tmp"),

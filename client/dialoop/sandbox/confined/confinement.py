@@ -9,7 +9,7 @@ import resource
 import signal
 
 from .landlock import restrict
-from .libc import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, prctl, syscall
+from .libc import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, limit_files, prctl, syscall
 from .seccomp import install
 from .syscall_numbers import this_machine
 
@@ -29,6 +29,8 @@ def confine(rules: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # no /proc inside bubblewrap
         _prefer_for_oom_kill()
     _limit(rules)
+    if rules["level"] == "bubblewrap":
+        limit_files(b"/tmp", rules["max_files"])
     _drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     if rules["level"] == "landlock":
