@@ -16,6 +16,7 @@ from dialoop_services.config.job import (
     warnings_for_cache,
     warnings_for_formats,
     warnings_for_rewards,
+    warnings_for_unused,
 )
 from dialoop_services.runtime.cores import threads_of
 
@@ -88,6 +89,7 @@ def warnings_for(config: JobConfig) -> tuple[str, ...]:
         *warnings_for_formats(config),
         *warnings_for_cache(config),
         *warnings_for_rewards(config),
+        *warnings_for_unused(config),
         *warnings_for_devices(config),
         *warnings_for_template(config),
         *warnings_for_disk(config, shutil.disk_usage(Path.cwd()).free),

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from dialoop_learning.loss.facts import LossFacts, facts_of
 from pydantic import Field, model_validator
 
-from dialoop_services.config.derived import with_derived
+from dialoop_services.config.derived import DEVICES, with_derived
 from dialoop_services.config.engines import (
     EngineName,
     facts_of_engine,
@@ -422,6 +422,78 @@ class JobConfig(Section):
                 f"it to {self.collector.group_size} or less in [scorer]"
             )
         return self
+
+    @model_validator(mode="after")
+    def _require_gates_that_can_hold(self) -> JobConfig:
+        """Refuse gates on figures that the job will not have; it would fail at its very end."""
+        gates, size = self.gates, self.collector.group_size
+        named = [
+            name
+            for name in type(gates).model_fields
+            if name.startswith(("heldout", "tool_call")) and getattr(gates, name) is not None
+        ]
+        is_job = self.train.num_steps or self.sft.num_epochs  # what serves alone has no gates
+        if is_job and named and not self.evaluation.num_tasks:
+            raise ValueError(
+                f"{' and '.join(named)} in [gates] cannot hold, since num_tasks is 0 in "
+                "[evaluation]: set num_tasks above 0, or leave the gate out"
+            )
+        needs_older = (gates.older_data_share_at_least or 0) > 0
+        if is_job and needs_older and self.train.pipeline_depth == 0:
+            raise ValueError(
+                "older_data_share_at_least in [gates] cannot hold, since pipeline_depth is 0 in "
+                "[train] and no step has older data: raise pipeline_depth, or leave the gate out"
+            )
+        least = self.collector.min_group_size
+        if "min_group_size" in self.collector.model_fields_set and least > size:
+            raise ValueError(
+                f"min_group_size is {least}, above group_size {size} in [collector]: set it to "
+                f"{size} or less"
+            )
+        return self
+
+
+def warnings_for_unused(config: JobConfig) -> tuple[str, ...]:
+    """Return a warning for each table with keys that count for nothing beside another key."""
+    train, evaluation, trackers = config.train, config.evaluation, config.trackers
+    is_sft, tracks = train.mode == "sft", (trackers.trackio, trackers.wandb, trackers.tensorboard)
+    is_evaluated = evaluation.every and (is_sft or evaluation.num_tasks)
+    num_warm_steps, has_reference = config.warm_start.num_steps, config.scorer.reference_logprobs
+    unused: tuple[tuple[bool, str, tuple[str, ...], str], ...] = (
+        (not is_sft, "sft", (), 'mode is "rl" in [train]'),
+        (is_sft, "warm_start", (), 'mode is "sft" in [train]'),
+        (not is_sft and not num_warm_steps, "warm_start", (), "num_steps is 0 in it"),
+        (is_sft, "scorer", (), 'mode is "sft" in [train]'),
+        (not config.model.lora_rank, "model", ("lora_alpha", "lora_targets"), "lora_rank is 0"),
+        (
+            not is_evaluated,
+            "evaluation",
+            ("stop_at", "stop_without_gain", "num_running_tasks"),
+            "num_tasks or every is 0, so nothing is evaluated during training",
+        ),
+        (
+            not is_sft and not has_reference,
+            "scorer",
+            ("reference_model", "reference_server"),
+            "reference_logprobs is false",
+        ),
+        (not any((*tracks, *trackers.use)), "trackers", ("project",), "no tracker is on"),
+    )
+    warnings = []
+    for is_unused, table, keys, why in unused:
+        section: Section = getattr(config, table)
+        fields = type(section).model_fields
+        named = [
+            name
+            for name in (keys or fields)
+            if name in section.model_fields_set
+            and f"{table}.{name}" not in DEVICES
+            and getattr(section, name) != fields[name].get_default(call_default_factory=True)
+        ]
+        if is_unused and named:
+            count = "counts" if len(named) == 1 else "count"
+            warnings.append(f"{' and '.join(named)} in [{table}] {count} for nothing: {why}")
+    return tuple(warnings)
 
 
 def warnings_for_formats(config: JobConfig) -> tuple[str, ...]:

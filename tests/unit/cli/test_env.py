@@ -275,6 +275,9 @@ async def test_each_tool_is_called_in_the_syntax_of_its_environment(syntax):
     by_check = await problems(chat(ToolUse([always_broken], syntax=syntax)))
     assert set(by_check) == {"traits"}
     assert "Tool always_broken failed: RuntimeError at test_env.py" in by_check["traits"]
+    by_check = await problems(chat(ToolUse([always_broken], syntax=syntax, tool_failures="tell")))
+    assert set(by_check) == {"traits"}
+    assert "Tool always_broken failed each time, and the policy is told so" in by_check["traits"]
     other = ToolCalls([broken], syntax=CallSyntax(request="[[", call="]]"))
     assert "Tool broken failed" in (await problems(chat(other)))["traits"]
 

@@ -161,6 +161,18 @@ CONFIGS = {
         "[resources]\nnum_nodes = 2\ngpus_per_node = 8\ngpu_memory_gib = 0.25\n",
         "GiB of GPU 0 of node 0",
     ),
+    "a gate without an evaluation": (
+        "[gates]\nheldout_greedy_after_at_least = 0.5\n[evaluation]\nnum_tasks = 0\n",
+        "heldout_greedy_after_at_least in [gates] cannot hold, since num_tasks is 0",
+    ),
+    "a gate on older data": (
+        "[gates]\nolder_data_share_at_least = 0.5\n[train]\npipeline_depth = 0\n",
+        "cannot hold, since pipeline_depth is 0",
+    ),
+    "more of a group than it has": (
+        "[collector]\ngroup_size = 4\nmin_group_size = 9\n",
+        "min_group_size is 9, above group_size 4",
+    ),
     "unknown table": ("[trian]\nnum_steps = 3\n", "did you mean 'train'?"),
     "unknown key": ("[train]\nlearning_rat = 3\n", "did you mean 'learning_rate'?"),
     "wrong type": ('[train]\nnum_steps = "many"\n', "train.num_steps is 'many'"),

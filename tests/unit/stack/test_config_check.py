@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ from dialoop_learning.loss.facts import LOSSES
 from dialoop_ops.cli.main import main
 from dialoop_ops.stack import preflight
 from dialoop_ops.stack.run_dir import open_run
-from dialoop_services.config.file import load_with_origins, toml_of
-from dialoop_services.config.job import JobConfig
+from dialoop_services.config.file import load_config, load_with_origins, toml_of
+from dialoop_services.config.job import JobConfig, warnings_for_unused
 from dialoop_services.config.tables import InferenceSection
 
 ROOT = Path(__file__).parents[3]
@@ -97,6 +98,49 @@ def test_a_config_without_a_mistake_says_so_and_starts_nothing(
 def test_what_deserves_a_warning_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(folder, '[train]\nloss = "dapo"\n') == 0
     assert "Warning: loss dapo is meant for drop_uniform = true" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        (
+            {"sft": {"batch_size": 3, "num_epochs": 2}},
+            "batch_size and num_epochs in [sft] count for",
+        ),
+        ({"warm_start": {"learning_rate": 0.1}}, "learning_rate in [warm_start] counts for"),
+        ({"train": {"mode": "sft"}, "warm_start": {"num_steps": 3}}, "num_steps in [warm_start]"),
+        (
+            {"train": {"mode": "sft"}, "scorer": {"top_k": 1}},
+            "top_k in [scorer] counts for nothing: m",
+        ),
+        (
+            {"model": {"lora_alpha": 8.0}},
+            "lora_alpha in [model] counts for nothing: lora_rank is 0",
+        ),
+        (
+            {"evaluation": {"stop_at": 0.9, "every": 0}},
+            "stop_at in [evaluation] counts for nothing",
+        ),
+        ({"evaluation": {"stop_at": 0.9, "num_tasks": 0}}, "so nothing is evaluated during"),
+        ({"scorer": {"reference_model": "m"}}, "reference_model in [scorer] counts for nothing"),
+        ({"trackers": {"project": "mine"}}, "project in [trackers] counts for nothing"),
+    ],
+)
+def test_keys_that_count_for_nothing_beside_another_are_said(
+    tables: dict[str, dict[str, object]], words: str
+) -> None:
+    config = JobConfig.model_validate({"engine": "transformers", **tables})
+    (warning,) = warnings_for_unused(config)
+    assert words in warning
+    whole = JobConfig.model_validate(tomllib.loads(toml_of(JobConfig(engine="transformers"))))
+    assert warnings_for_unused(whole) == (), "a whole file, as `config print` writes it, names all"
+
+
+def test_no_config_of_ours_has_a_key_that_counts_for_nothing() -> None:
+    configs = sorted((ROOT / "infra" / "configs").rglob("*.toml"))
+    assert len(configs) > 5
+    for path in configs:
+        assert not warnings_for_unused(load_config(path, environment={})), path
 
 
 def test_a_port_that_is_taken_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

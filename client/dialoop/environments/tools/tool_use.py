@@ -33,6 +33,9 @@ from dialoop.user_functions import call
 
 ToolFailures = Literal["end", "tell"]
 
+TOO_LONG = "it took too long."
+"""What the policy reads of a tool that took longer than its time limit."""
+
 # A tool keeps its time limit itself, as a sandbox that ends its process; then it is cut.
 _STOPS_ITSELF_IN_S = 2.0
 
@@ -170,9 +173,7 @@ class ToolUse(Transform):
             reason = Reason.TOOL_TIMEOUT if isinstance(error, TimeoutError) else Reason.TOOL_FAILED
             what = f"Tool {parsed.name}"
             failure = failure_of(error, owner=Owner.TOOL, reason=reason, what=what)
-            problem_text = (
-                "it took too long." if reason == Reason.TOOL_TIMEOUT else f"{what} failed."
-            )
+            problem_text = TOO_LONG if reason == Reason.TOOL_TIMEOUT else f"{what} failed."
             return self._answer(outcome, parsed, problem_text, worked=False), False, failure
         return self._answer(outcome, parsed, text, worked=True), True, None
 

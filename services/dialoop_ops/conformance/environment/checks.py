@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from dialoop.environments.environment import Environment, Stateless
 from dialoop.environments.modes import InputMode
+from dialoop.environments.tools.tool_use import TOO_LONG
 from dialoop.errors import DialoopError, NotFound
 from dialoop.failures import REPEATS
 from dialoop.representations import content_of
@@ -212,7 +213,23 @@ async def _traits(bench: Bench) -> str:
                     "The exception is logged above. Raise ToolInputError for a mistake of the "
                     "policy, and correct the others.",
                 )
+    if told := await _told_alone(bench):
+        raise Broken(
+            f"Tool {told} failed each time, and the policy is told so.",
+            "The exception is logged above. If only some calls work, check with one: --say 'CALL'.",
+        )
     return f"roles {', '.join(sorted(roles))}; stop {list(environment.traits.stop)}"
+
+
+async def _told_alone(bench: Bench) -> str:
+    """Return a tool that never answered but with its failure (ToolUse's "tell"); else ""."""
+    failed, worked = set[str](), set[str]()
+    for played in await bench.play_all():
+        for message in played.outcomes[-1].history.prompt or ():
+            is_told = message.text.endswith((f"Tool {message.name} failed.", TOO_LONG))
+            (failed if is_told else worked).add(message.name)
+    alone = failed & set(bench.environment.traits.tools) - worked
+    return min(alone, default="")
 
 
 async def _state(bench: Bench) -> str:
