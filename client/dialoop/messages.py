@@ -116,6 +116,13 @@ class Message:
             _expect(getattr(self, name), str, name, "a string")
         if not isinstance(self.content, str):
             object.__setattr__(self, "content", _content(self.content, "content"))
+        for text in (self.content, self.reasoning):
+            if isinstance(text, str) and not text.isascii() and (half := _HALVES.search(text)):
+                raise InvalidHistory(
+                    f"A message has half a character, {half.group()!r}, which no token spells.",
+                    reason=Reason.HALF_CHARACTER,
+                    remedy='Leave it out: text.encode(errors="replace").decode() puts a ? there.',
+                )
         if self.tool_calls != ():
             object.__setattr__(self, "tool_calls", _tool_calls(self.tool_calls, "tool_calls"))
         if self.tool_responses != ():

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from dialoop.errors import InvalidInput
+from dialoop.reasons import Reason
 
 if TYPE_CHECKING:
     from enum import IntEnum
@@ -125,7 +126,7 @@ class Codec(Generic[D, P]):
             raise TypeError(f"{domain.__name__} has no field {', '.join(rows)}.")
 
     def to_proto(self, value: D) -> P:
-        """Return the message."""
+        """Return the message; InvalidInput (HALF_CHARACTER) for what is not Unicode."""
         sent: dict[str, Any] = {}
         for name, wire, encode, _, _ in self._fields:
             held = getattr(value, name)
@@ -133,7 +134,15 @@ class Codec(Generic[D, P]):
                 sent.update(encode(held))
             elif held is not None:
                 sent[wire] = held if encode is _same else encode(held)
-        return self.message(**sent)
+        try:
+            return self.message(**sent)
+        except UnicodeEncodeError as error:
+            raise InvalidInput(
+                f"A text of a {self.domain.__name__} has half a character, "
+                f"{error.object[error.start]!r}.",
+                reason=Reason.HALF_CHARACTER,
+                remedy='Leave it out: text.encode(errors="replace").decode() puts a ? there.',
+            ) from None
 
     def from_proto(self, proto: P) -> D:
         """Return the value; raises what its own checks raise, and InvalidInput of an enum."""

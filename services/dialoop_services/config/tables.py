@@ -331,7 +331,7 @@ class CollectorSection(Section):
     long_prompts: Literal["refuse", "skip"] = "refuse"
     """What happens where a prompt fills max_model_len and leaves no token for an answer. "refuse"
     starts no job that has one in its first rows; "skip" plays it without an answer, and drops the
-    group."""
+    group. None is cut: the policy would read another task than the one that is rewarded."""
     stop: tuple[str, ...] | None = None
     """Strings that end an answer, for tasks that set none; absent: the environment's own."""
     max_turns: int = Field(default=64, ge=1)

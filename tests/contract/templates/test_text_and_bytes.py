@@ -140,6 +140,26 @@ async def test_the_bytes_of_tokens_make_the_text_and_offsets_count_its_character
     ]
 
 
+@pytest.mark.parametrize("text", ["a STO b", "a\u20acb"])
+async def test_offsets_of_a_stream_are_those_of_the_whole_answer(text: str, tmp_path: Path) -> None:
+    """Also behind text that a stream holds back, since a stop string may begin there."""
+    directory = model_dir(tmp_path)
+    said = []
+    async with agent_world(directory, ScriptedEngine(directory, [text] * 2)) as world:
+        for stream in (False, True):
+            body = {"model": "tiny", "prompt": "?", "logprobs": 0, "stop": "STOPPED"}
+            answer = await world.post("/v1/completions", body | {"stream": stream})
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            chunks = [json.loads(line) for line in lines] or [answer.json()]
+            logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+            tokens = [token for each in logprobs for token in each["tokens"]]
+            said.append((tokens, [place for each in logprobs for place in each["text_offset"]]))
+    assert said[0] == said[1]
+    tokens, offsets = said[0]
+    assert offsets == sorted(offsets)
+    assert offsets[tokens.index("b")] == text.index("b")
+
+
 def test_bytes_of_a_byte_level_vocabulary_spell_any_text() -> None:
     rng = random.Random(0)
     for tokenizer in (byte_tokenizer(),):

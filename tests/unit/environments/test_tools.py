@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from dialoop.chat import History, Message
+from dialoop.chat import History, Message, ToolCall
 from dialoop.environments import (
     Calculator,
     Episode,
@@ -12,6 +12,7 @@ from dialoop.environments import (
     TaskData,
     ToolCalls,
     ToolInputError,
+    ToolUse,
     parse_call,
 )
 from dialoop.environments.tools.text_tools import cut
@@ -167,6 +168,23 @@ async def test_a_hanging_tool_is_a_failure_after_its_timeout(tool):
 
 
 @pytest.mark.usefixtures("release_event")
+async def test_half_a_character_in_a_tools_answer_is_the_tools_failure():
+    def half(query: str) -> str:
+        """Cut a character."""
+        return f"{query}\ud800"
+
+    call = ToolCall(name="half", arguments_json='{"query": "1"}')
+    for tools, message in (
+        (ToolCalls([half]), Message(role="assistant", content="<request><half>1<call>")),
+        (ToolUse([half]), Message(role="assistant", tool_calls=(call,))),
+    ):
+        episode = Episode(task=TASK, seed=0, history=History((message,)), answer=message)
+        outcome = await tools.step(Outcome(episode=episode, response=History((message,))))
+        (failure,) = outcome.failures
+        assert failure.owner is Owner.TOOL
+        assert "half a character, '\\ud800'" in failure.message
+
+
 async def test_many_hanging_sync_tools_hold_up_nobody():
     slow = [answer({"t": hang}, "<request><t>1<call>", timeout_s=0.2) for _ in range(40)]
     quick = answer([Number()], "<request><Number>1<call>", timeout_s=PATIENCE_S)

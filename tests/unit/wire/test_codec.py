@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from dialoop.chat import Message
 from dialoop.errors import InvalidInput
-from dialoop.trajectory import Purpose
+from dialoop.trajectory import Purpose, Reward
 from dialoop.v1 import chat_pb2, trajectory_pb2
 from dialoop.wire import messages, records, templates
 from dialoop.wire.codec import Codec, FieldRow, enum, many, submessage, wire_name
@@ -160,3 +160,15 @@ def _messages_written(path):
         and getattr(call.func.value, "id", "").endswith(("pb", "pb2"))
         and call.keywords
     }
+
+
+def test_half_a_character_is_refused_where_it_is_said_and_where_it_is_sent() -> None:
+    """Nobody could be sent it: UTF-8 has no such bytes."""
+    for fields in ({"content": "a\ud800"}, {"content": "", "reasoning": "\udfffa"}):
+        with pytest.raises(InvalidInput, match="half a character") as caught:
+            Message(role="user", **fields)
+        assert caught.value.reason == "HALF_CHARACTER"
+    reward = Reward(name="mine", value=1.0, feedback="cut \ud800")
+    with pytest.raises(InvalidInput, match="A text of a Reward has half a character") as caught:
+        records.REWARD.to_proto(reward)
+    assert caught.value.reason == "HALF_CHARACTER"

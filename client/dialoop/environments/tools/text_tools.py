@@ -147,12 +147,11 @@ class ToolCalls(Transform):
             # str() is inside the `try` because it runs the tool's code too.
             with playing(outcome.episode, remembers=self.remembers) as run:
                 text = str(await call(tool, query, timeout_s=self.timeout_s))
-            outcome = replace(outcome, episode=run.episode)
+            return self._answer(replace(outcome, episode=run.episode), text)
         except ToolInputError as error:
-            text = f"Tool error: {error}"
+            return self._answer(outcome, f"Tool error: {error}")
         except Exception as error:
             return outcome.fail(self._failure(error, name))
-        return self._answer(outcome, text)
 
     def _answer(self, outcome: Outcome, text: str) -> Outcome:
         content = cut(text, self.max_tool_response) + self.syntax.response

@@ -167,6 +167,7 @@ class ToolUse(Transform):
                 limit_s = getattr(tool, "timeout_s", None) or self._timeout_s
                 text = str(await call(run, timeout_s=limit_s + _STOPS_ITSELF_IN_S))
             outcome = replace(outcome, episode=current.episode)
+            return self._answer(outcome, parsed, text, worked=True), True, None
         except ToolInputError as error:
             return self._answer(outcome, parsed, str(error), worked=False), False, None
         except Exception as error:
@@ -175,7 +176,6 @@ class ToolUse(Transform):
             failure = failure_of(error, owner=Owner.TOOL, reason=reason, what=what)
             problem_text = TOO_LONG if reason == Reason.TOOL_TIMEOUT else f"{what} failed."
             return self._answer(outcome, parsed, problem_text, worked=False), False, failure
-        return self._answer(outcome, parsed, text, worked=True), True, None
 
     def _answer(self, outcome: Outcome, parsed: ParsedCall, text: str, *, worked: bool) -> Outcome:
         text = cut(text, self._max_tool_response)
