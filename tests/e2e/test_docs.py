@@ -83,6 +83,10 @@ TESTED_ELSEWHERE = {
     "collect": "tests/unit/test_collection.py",
     "device_plan": "tests/unit/stack/test_devices.py",
     "device_plan_lines": "tests/unit/stack/test_devices.py",
+    **dict.fromkeys(
+        ("plan_7b", "plan_7b_lines", "plan_70b", "plan_70b_lines"),
+        "tests/unit/stack/launch/test_large_plans.py",
+    ),
     "engine_options": "tests/unit/stack/test_engine_options.py",
     "compat": "tests/extras/unit/compat/test_offered.py",
     "top_k_window": "tests/unit/rl/test_monte_carlo.py",

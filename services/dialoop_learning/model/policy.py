@@ -196,7 +196,13 @@ class PolicyModel(nn.Module):
         plan = plan_attention(shared, batch.attention_lengths, device=device)
         kept = shared.kept.to(device)
         # Autocast excludes the head, so that log-probs use its weights in their own precision.
-        half = torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None)
+        # Without its cache: a weight is used once, and the cast of a whole model would be kept.
+        half = torch.autocast(
+            device.type,
+            dtype=self.autocast,
+            enabled=self.autocast is not None,
+            cache_enabled=False,
+        )
         host = save_on_cpu(pin_memory=device.type == "cuda") if self.offloads else nullcontext()
         with half, linear_products(device), host:
             output = self.causal_lm.base_model(

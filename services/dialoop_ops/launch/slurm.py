@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dialoop.errors import Unavailable
+from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime.process import PARENT_VARIABLE
@@ -142,7 +142,17 @@ def submit(config: JobConfig, words: Sequence[str], root: Path) -> str:
             reason=Reason.NO_SLURM,
             remedy="Look at `sinfo`; name another partition in [launch.slurm].",
         )
-    require_room(components_in(config), nodes)
+    components = components_in(config)
+    if len(nodes) < len(components):  # it would wait for ever
+        raise InvalidConfig(
+            f"Slurm gives no node to two components of a job, and this one takes {len(components)}"
+            f" nodes: {config.train.num_nodes} for the trainer, and one for each of "
+            f"{config.inference.num_replicas} replicas. {len(nodes)} answer.",
+            reason=Reason.PLAN_TOO_LARGE,
+            remedy="Lower num_nodes in [train] or num_replicas in [inference] (a larger "
+            "tensor_parallel_size makes fewer replicas of as many GPUs), or name another one.",
+        )
+    require_room(components, nodes)
     root.mkdir(parents=True, exist_ok=True)
     script = script_of(config, words, root)
     answer = _ask("sbatch", "--parsable", text=script)

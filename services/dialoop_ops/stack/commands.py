@@ -39,7 +39,7 @@ from dialoop_ops.launch import slurm
 from dialoop_ops.stack import job, preflight
 from dialoop_ops.stack.branch import Branch, find_branch
 from dialoop_ops.stack.devices import nodes_of, plan_devices, with_data_plane
-from dialoop_ops.stack.estimates import card_lines, estimate_of, span
+from dialoop_ops.stack.estimates import card_lines, estimate_of, mesh_lines, span
 from dialoop_ops.stack.gpus import driver_lists
 from dialoop_ops.stack.layout import FIXED_PORTS, Layout, variables_of_tables
 from dialoop_ops.stack.processes.log_stream import LogStream
@@ -244,12 +244,15 @@ def _estimates(loaded: LoadedConfig) -> tuple[list[str], list[str]]:
         plan, size = plan_devices(config, nodes), config.resources.gpu_memory_gib
         gpus = () if config.resources.is_for_other_machines or not plan.gpus else driver_lists()
         total = max((gpu.total or 0 for gpu in gpus or ()), default=0)
-        cards = card_lines(config, plan, total=size * 2**30 if size else total)
+        room = size * 2**30 if size else total
+        cards = [*card_lines(config, plan, total=room), *mesh_lines(config, room=room)]
     is_cpu = config.train.device == "cpu"
     num_threads = threads_of(config.train.num_threads)
-    rate = preflight.gflops_of_this_machine() * num_threads if is_cpu else 0
+    rate = 1e3 * (config.resources.gpu_tflops or 0)
+    if is_cpu:
+        rate = preflight.gflops_of_this_machine() * num_threads
     lines = [*estimate.lines(gflops=rate), *cards]
-    seconds = estimate.step_products / rate / 1e9 if rate else 0.0
+    seconds = estimate.step_products / rate / 1e9 if rate and is_cpu else 0.0
     if seconds < _SLOW_STEP_S:
         return lines, []
     return lines, [

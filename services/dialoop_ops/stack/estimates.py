@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ _NUM_CHECKPOINTS = 3  # the newest two, and the one that is being written
 _OUTER = {"embed_tokens", "lm_head"}
 _NUM_PUBLISHED = 2  # in shared memory: the newest, and the one that is being written
 _GIB, _MIB = 2**30, 2**20
+_NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_MANY_CARDS, _FAST = 8, 10_000
 _CONTEXT_BYTES, _SURE = 0.4 * _GIB, 0.8
 """What CUDA itself takes of a GPU for a process, and the part of an estimate that a process
 surely takes: trainers took .85 to 1.05 of theirs."""
@@ -55,8 +57,9 @@ class Estimate:
 
     publish_bytes: of the file. published_bytes: of what lies in the machine's memory of them.
     step_products: floating-point operations of one train step on one process, if every trajectory
-    is as long as the context, max_model_len. row_tokens: of the longest row. on_gpus: processes
-    beside the trainer whose model lies on a GPU. num_policies: that may lie on the disk at a time.
+    is as long as the context, max_model_len. row_tokens: of the longest row. mesh: dp_replicate,
+    dp_shard and cp. on_gpus: processes beside the trainer whose model lies on a GPU. elsewhere:
+    processes on other machines. num_policies: that may lie on the disk at a time.
     """
 
     processes: Mapping[str, Parts]
@@ -66,8 +69,10 @@ class Estimate:
     row_tokens: int
     max_model_len: int
     training: Training
+    mesh: tuple[int, int, int]
     shape: ModelShape
     on_gpus: frozenset[str]
+    elsewhere: frozenset[str]
     num_policies: int
 
     @property
@@ -91,15 +96,23 @@ class Estimate:
     def host_bytes(self) -> int:
         """Return the bytes that a job whose trainer is on the CPU needs of the machine's memory."""
         on_gpus = sum(self.processes[name].total - PROCESS_BYTES for name in self.on_gpus)
-        return self.total - on_gpus
+        return self.total - on_gpus - sum(self.processes[name].total for name in self.elsewhere)
 
     def lines(self, *, gflops: float = 0.0) -> list[str]:
         """Return the estimate as text; the time with the rate of this machine, if it is given."""
-        width = max(map(len, self.processes))
+        alike = _alike(self.processes)
+        width = max(map(len, alike))
         lines = [
-            f"memory   {name:<{width}}  {parts.total / _GIB:6.2f} GiB = {parts}"
-            for name, parts in self.processes.items()
+            f"memory   {names:<{width}}  {parts.total / _GIB:6.2f} GiB{each} = {parts}"
+            for names, (each, parts) in alike.items()
         ]
+        if self.training.num_processes > 1 or max(self.mesh) > 1:
+            replicate, shard, context = self.mesh
+            lines.insert(
+                0,
+                f"mesh     dp_replicate {replicate} x dp_shard {shard} x cp {context}: one copy's "
+                f"weights are divided among {self.training.num_processes} processes",
+            )
         shared = f" + {self.published_bytes / _GIB:.2f} published" if self.published_bytes else ""
         lines.append(
             f"memory   {'all':<{width}}  {self.total / _GIB:6.2f} GiB{shared and ', of these'}"
@@ -112,10 +125,13 @@ class Estimate:
             f"disk     {self.disk_bytes / _GIB:.2f} GiB at most = {self.num_policies} policies + "
             f"{_NUM_CHECKPOINTS} checkpoints of {self.checkpoint_bytes / _MIB:.1f} MiB"
         )
-        products = f"{self.step_products / 1e12:.1f} Tflop of the trainer"
+        products = f"{self.step_products / 1e12:.1f} Tflop of each process of the trainer"
+        if max(self.mesh) == 1:
+            products = f"{self.step_products / 1e12:.1f} Tflop of the trainer"
         time = ""
         if gflops:
-            time = f", {span(self.step_products / gflops / 1e9)} at {gflops:.0f} Gflop/s"
+            rate = f"{gflops / 1e3:.0f} Tflop/s" if gflops > _FAST else f"{gflops:.0f} Gflop/s"
+            time = f", {span(self.step_products / gflops / 1e9)} at {rate}"
         lines.append(
             f"step     at most {products}{time}, if every trajectory has {self.max_model_len} "
             "tokens"
@@ -129,6 +145,61 @@ class Estimate:
         whole = self.shape.num_parameters if count is None else count
         what = "parameters" if count is None else "of an adapter"
         return f"{whole / 1e6:.1f} million {what} in {self.training.dtype}"
+
+
+def _alike(processes: Mapping[str, Parts]) -> dict[str, tuple[str, Parts]]:
+    """Return equal neighbours as one: "trainer-1 .. trainer-127"."""
+    groups: list[list[str]] = []
+    for name, parts in processes.items():
+        if groups and processes[groups[-1][0]] == parts:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return {
+        " .. ".join(dict.fromkeys((names[0], names[-1]))): (
+            " each" if len(names) > 1 else "",
+            processes[names[0]],
+        )
+        for names in groups
+    }
+
+
+def mesh_lines(config: JobConfig, *, room: float) -> list[str]:
+    """Return what the trainer takes of a card of `room` bytes, and the smallest number that fits.
+
+    None of a trainer on a CPU, or where the sizes of the model or of a card are not known.
+    """
+    here = estimate_of(config)
+    if here is None or not room or config.train.device != "cuda":
+        return []
+    said = (
+        f"card     the trainer takes {_whole(here) / _GIB:.1f} of {room / _GIB:.1f} GiB on each of "
+        f"{config.train.num_nodes} x {config.train.num_processes} cards; the smallest that fits"
+    )
+    per_node = config.resources.gpus_per_node or config.train.num_processes
+    sizes = [(1, 2**power) for power in range(per_node.bit_length()) if 2**power <= per_node]
+    sizes += [(nodes, per_node) for nodes in _NODES]
+    for nodes, processes in sizes:
+        if nodes * processes % config.train.mesh.cp:
+            continue
+        mesh = config.train.mesh.model_copy(update={"dp_shard": "auto", "dp_replicate": 1})
+        update = {"num_nodes": nodes, "num_processes": processes, "mesh": mesh}
+        train = config.train.model_copy(update=update)
+        smaller = estimate_of(config.model_copy(update={"train": train}))
+        if smaller is not None and _whole(smaller) <= room:
+            return [f"{said}: {nodes} x {processes}, {_whole(smaller) / _GIB:.1f} GiB each"]
+    return [f"{said}: none up to {_NODES[-1]} x {per_node}: shorten rows, or raise cp"]
+
+
+def _whole(estimate: Estimate) -> float:
+    """Return all bytes of a process of the trainer on its card."""
+    return _CONTEXT_BYTES + _card_bytes(estimate.processes["trainer"], estimate)
+
+
+def _card_bytes(parts: Parts, estimate: Estimate) -> int:
+    """Return what of a process lies on its card; several ranks gather a publish on the host."""
+    is_gathered = estimate.training.num_processes > 1
+    return parts.total - parts.parts["process"] - is_gathered * parts.parts.get("publish", 0)
 
 
 def span(seconds: float) -> str:
@@ -146,11 +217,23 @@ def card_lines(config: JobConfig, plan: DevicePlan, *, total: float | None) -> l
     """
     cards: dict[str, list[str]] = {}
     for (node, gpu), processes in card_needs(config, plan, total=total or 0).items():
-        parts = " + ".join(f"{name} {size / _GIB:.1f}" for name, size in processes.items())
+        named = ((name, size) for name, size in processes.items())
+        parts = " + ".join(f"{_shown(name)} {size / _GIB:.1f}" for name, size in named)
         of = f" of {total / _GIB:.1f}" if total else ""
         what = f"{sum(processes.values()) / _GIB:6.1f}{of} GiB: {parts}"
         cards.setdefault(what, []).append(f"{node}:{gpu}")
-    return [f"card     {' '.join(names)}  {what}" for what, names in cards.items()]
+    return [f"card     {_listed(names)}  {what}" for what, names in cards.items()]
+
+
+def _shown(process: str) -> str:
+    """Return the name of a process; the trainer's on every node, which take the same."""
+    return "trainer" if process.startswith("trainer") else process
+
+
+def _listed(cards: list[str]) -> str:
+    if len(cards) <= _MANY_CARDS:
+        return " ".join(cards)
+    return f"{cards[0]} .. {cards[-1]} ({len(cards)} cards)"
 
 
 def estimate_of(config: JobConfig) -> Estimate | None:
@@ -167,14 +250,15 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     row_tokens = max(longest, train.row_tokens(longest))
     num_trajectories = train.groups_per_train_step * config.collector.group_size
     rows = max(1, num_trajectories * longest // row_tokens)
+    mesh = train.mesh.sizes(train.num_ranks)
     training = Training(
-        num_tokens=row_tokens,
-        num_rows=-(-rows // (train.num_minibatches * train.num_processes)),
+        num_tokens=-(-row_tokens // train.mesh.cp),
+        num_rows=-(-rows * train.mesh.cp // (train.num_minibatches * train.num_ranks)),
         dtype=config.dtype,
         autocast=train.autocast,
         num_trained=_num_of_adapter(config, directory) if config.model.lora_rank else None,
         recomputes=train.activation_checkpointing,
-        num_processes=train.num_processes,
+        num_processes=train.num_shards,
         is_cpu=train.device == "cpu",
     )
     adapts = config.model.publishes_adapters(inference.data_plane)
@@ -184,7 +268,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     copied = publish if train.first_depth else 0  # then a publish runs beside the next step
     capture = Parts(parts={**trainer.parts, "publish": copied})
     processes = {"trainer": capture}
-    processes |= {f"trainer-{n}": trainer for n in range(1, train.num_processes)}
+    processes |= {f"trainer-{n}": trainer for n in range(1, train.num_ranks)}
     num_replicas = inference.num_replicas if train.mode == "rl" else 0
     engine = _memory_of_replica(config, shape, is_tied=is_tied(directory))
     replicas = {f"inference-{n}": engine for n in range(num_replicas)}
@@ -202,12 +286,16 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         processes=processes,
         publish_bytes=publish,
         published_bytes=_NUM_PUBLISHED * publish if inference.data_plane == "shared_memory" else 0,
-        step_products=rows * training_products(shape, training) / train.num_processes,
+        step_products=rows
+        * training_products(shape, replace(training, num_tokens=row_tokens))
+        / train.num_ranks,
         row_tokens=row_tokens,
         max_model_len=longest,
         training=training,
+        mesh=mesh,
         shape=shape,
         on_gpus=frozenset(on_gpus) & processes.keys(),
+        elsewhere=frozenset(f"trainer-{n}" for n in range(train.num_processes, train.num_ranks)),
         num_policies=_num_policies(train),
     )
 
@@ -298,10 +386,16 @@ def _savings(
     yield "train", "activation_checkpointing", True
     yield "train", "autocast", "bfloat16"
     used = {(each.node, gpu) for each in plan.processes for gpu in each.gpus}
+    most = max(len(node.gpus) for node in plan.nodes)
     free = sum(len(node.gpus) for node in plan.nodes) - len(used)
-    count = config.train.num_processes
-    while config.placement == "split" and (count := 2 * count) <= config.train.num_processes + free:
+    room = config.train.num_ranks + free if config.placement == "split" else 0
+    nodes, count = config.train.num_nodes, config.train.num_processes
+    while 2 * count <= most and 2 * count * nodes <= room:
+        count *= 2
         yield "train", "num_processes", count
+    while 2 * nodes <= len(plan.nodes) and 2 * count * nodes <= room:
+        nodes *= 2
+        yield "train", "num_nodes", nodes
     yield "model", "lora_rank", config.model.lora_rank or 16
 
 
@@ -312,10 +406,13 @@ def _on_device(
     share = config.inference.engine.get("gpu_memory_utilization")
     if process.startswith("inference") and config.engine == "vllm" and share:
         return float(share) * total  # vLLM demands so much when it starts
-    name = f"{process}-{rank}" if process == "trainer" and rank else process
+    name = process
+    if process.startswith("trainer"):  # that of a node, of which this is the rank-th
+        rank += int(process.partition("-")[2] or 0) * config.train.num_processes
+        name = f"trainer-{rank}" if rank else "trainer"
     name = "inference-0" if name == "inference" else name
     parts = estimate.processes.get(name) if estimate else None
-    model_bytes = parts.total - parts.parts["process"] if parts else 0
+    model_bytes = _card_bytes(parts, estimate) if parts and estimate else 0
     return _CONTEXT_BYTES + _SURE * model_bytes
 
 

@@ -7,7 +7,7 @@ The trainer, in bytes. P are the parameters, Pt those that are trained, b the by
 T the tokens of the longest row, L layers, H their width, Q and K the widths of all queries and of
 all keys, I the inner width (of all experts that a token uses), V the vocabulary:
 
-    weights       P b
+    weights       P b; with autocast 2 P more of its casts, with activation_checkpointing 2 W
     optimiser     2 Pt b
     backward      T L (6 H + 5 Q + 4 K + 4 I) a, where a are the bytes of an activation, b or, with
                   autocast, 3 on average; with activation_checkpointing
@@ -20,6 +20,9 @@ all keys, I the inner width (of all experts that a token uses), V the vocabulary
                   than LARGE_MODEL parameters both, as glibc keeps what its layers freed
     gradients     Pt b + 3 V H b, the second for the embedding's gradient before it is added to the
                   head's, and what AdamW computes of the largest matrix beside its state
+    gathered      3 W + 2 V H b where n processes share the model, which divides weights, optimiser
+                  and Pt b by n: a layer W that computes, the next one, its gradients, and embedding
+                  and head, which stay whole from the forward to the backward pass
     process       what Python and torch take
     publish       a copy of what is published, beside the next train step
 
@@ -116,13 +119,18 @@ class ModelShape:
         """Return the activations of one token that one layer keeps for the backward pass."""
         return 6 * self.hidden + 5 * self.queries + 4 * self.keys + 4 * self.inner
 
+    @property
+    def parameters_of_a_layer(self) -> int:
+        """Return the mean number of parameters of one layer."""
+        return max(0, self.num_parameters - self.vocab_size * self.hidden) // self.layers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a model is trained. num_tokens: of the longest packed row. num_processes share the model.
+    """How a model is trained. num_tokens: of the longest packed row, on one process.
 
-    num_trained: parameters that are trained, all of them or those of adapters; None: all.
-    num_rows: packed rows of an update.
+    num_processes: among which one copy of the model is divided. num_trained: parameters that are
+    trained, all of them or those of adapters; None: all. num_rows: packed rows of an update.
     """
 
     num_tokens: int
@@ -163,11 +171,13 @@ def training_memory(shape: ModelShape, training: Training) -> Parts:
     backward += summed if training.num_rows > 1 else 0
     gradients = summed + _MATRICES_AT_ONCE * of_head * each
     largest = "backward" if backward > gradients else "gradients"
+    whole = 3 * shape.parameters_of_a_layer + 2 * shape.vocab_size * shape.hidden
     return Parts(
         parts={
             "process": PROCESS_BYTES,
             "weights": shape.num_parameters * each // share,
             "optimiser": 2 * num_trained * each // share,
+            "gathered": whole * each if share > 1 else 0,
             largest: max(backward, gradients),
         }
     )
@@ -183,8 +193,8 @@ def _activations(shape: ModelShape, training: Training) -> int:
     ordered = shape.vocab_size * shape.hidden * each if is_constant else 0
     is_returned = shape.num_parameters >= LARGE_MODEL
     halves = 0
-    if training.autocast and training.dtype == "float32":  # weights are cast once for a pass
-        halves = 2 * (shape.num_parameters - shape.vocab_size * shape.hidden)
+    if training.autocast and training.dtype == "float32":  # the backward pass needs weights as cast
+        halves = 2 * shape.parameters_of_a_layer * (1 if training.recomputes else shape.layers)
     if training.recomputes:
         kept = training.num_tokens * shape.layers * shape.hidden * each
         in_turn = of_layer + on_the_way

@@ -71,6 +71,9 @@ class ResourcesSection(Section):
     gpu_memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a GPU in GiB, where gpus_per_node or num_nodes plans for others. Absent: unknown,
     and nothing is compared with it."""
+    gpu_tflops: float | None = Field(default=None, gt=0)
+    """10^12 floating-point operations that a GPU does in a second of a train step, as you measured
+    them or expect them; `dialoop config check` then says the time of a step. Absent: no time."""
     overlap: bool = False
     """Whether processes share GPUs where there are too few, all of them at once. Their memory is
     then yours to divide."""

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine, from Debian's packages, in a folder of its own."""
+"""A real Slurm of two or more nodes on this machine, from Debian's packages, in its own folder."""
 
 from __future__ import annotations
 
@@ -44,10 +44,12 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdLogFile={folder}/slurmd-%n.log
 SlurmctldLogFile={folder}/slurmctld.log
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=8 RealMemory=16000 Gres=gpu:2
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=8 RealMemory=16000 Gres=gpu:2
-PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE OverSubscribe=FORCE:4
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=FORCE:4
 """
+_NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 RealMemory=16000 "
+    "Gres=gpu:2\n"
+)
 
 
 def missing_programs() -> list[str]:
@@ -59,9 +61,10 @@ def missing_programs() -> list[str]:
 
 @dataclass(slots=True)
 class SlurmCluster:
-    """Two nodes, n1 and n2, with eight processors and two GPUs that only Slurm believes in."""
+    """Nodes n1, n2, ... with eight processors and two GPUs that only Slurm believes in."""
 
     folder: Path
+    nodes: tuple[str, ...]
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -102,8 +105,9 @@ class SlurmCluster:
         return self._wait(lambda: self.state_of(job), states, timeout_s)
 
     def wait_for_nodes(self) -> None:
-        """Wait until both nodes take jobs."""
-        self._wait(lambda: self.ask("sinfo", "-h", "-o", "%T %D"), ("idle 2",), 60.0)
+        """Wait until all nodes take jobs."""
+        idle = f"idle {len(self.nodes)}"
+        self._wait(lambda: self.ask("sinfo", "-h", "-o", "%T %D"), (idle,), 60.0)
 
     def _wait(self, ask: object, wanted: tuple[str, ...], timeout_s: float) -> str:
         assert callable(ask)
@@ -120,9 +124,9 @@ class SlurmCluster:
             )
 
     def start(self) -> None:
-        """Start the controller and both nodes."""
+        """Start the controller and all nodes."""
         self._start("controller", "slurmctld", "-D", "-i")
-        for name in ("n1", "n2"):
+        for name in self.nodes:
             self.start_node(name)
         self.wait_for_nodes()
 
@@ -141,18 +145,19 @@ class SlurmCluster:
 
 
 @contextmanager
-def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
+def slurm_cluster(folder: Path, *, num_nodes: int = 2) -> Iterator[SlurmCluster]:
     """Yield a running cluster whose files are in `folder`."""
-    for name in ("state", "spool-n1", "spool-n2"):
+    nodes = tuple(f"n{number}" for number in range(1, num_nodes + 1))
+    for name in ("state", *(f"spool-{node}" for node in nodes)):
         (folder / name).mkdir(parents=True)
     host = socket.gethostname().partition(".")[0]
-    controller, first, second = _free_ports(3)
-    text = _CONFIG.format(
-        host=host, folder=folder, controller=controller, first=first, second=second
-    )
+    controller, *ports = _free_ports(1 + num_nodes)
+    text = _CONFIG.format(host=host, folder=folder, controller=controller)
+    named = zip(nodes, ports, strict=True)
+    text += "".join(_NODE.format(name=name, host=host, port=port) for name, port in named)
     (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text(_GPUS)
-    cluster = SlurmCluster(folder)
+    cluster = SlurmCluster(folder, nodes)
     try:
         cluster.start()
         yield cluster

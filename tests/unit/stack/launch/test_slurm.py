@@ -126,6 +126,16 @@ def test_a_process_larger_than_a_node_is_refused_before_slurm_is_asked() -> None
         components_of(parse_config(values, source="job.toml"))
 
 
+def test_a_job_of_more_components_than_nodes_would_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
+    monkeypatch.setattr(slurm, "_ask", lambda *words: "n1|64|512000|gpu:8\nn2|64|512000|gpu:8\n")
+    with pytest.raises(InvalidConfig, match="takes 3 nodes") as caught:
+        slurm.submit(parse_config(CONFIG, source="job.toml"), ["train"], tmp_path / "runs")
+    assert "2 answer" in caught.value.message
+
+
 def test_without_slurm_nothing_is_started_and_the_remedy_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
