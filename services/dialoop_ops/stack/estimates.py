@@ -241,8 +241,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     directory = Path(config.model.directory)
     if not has_weights(config.model.directory):
         return None
-    fields = fields_in(directory)
-    shape = ModelShape.of(fields, num_parameters=num_parameters(directory))
+    shape = ModelShape.of(fields_in(directory), num_parameters=num_parameters(directory))
     if shape is None:
         return None
     train, inference = config.train, config.inference
@@ -250,7 +249,6 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     row_tokens = max(longest, train.row_tokens(longest))
     num_trajectories = train.groups_per_train_step * config.collector.group_size
     rows = max(1, num_trajectories * longest // row_tokens)
-    mesh = train.mesh.sizes(train.num_ranks)
     training = Training(
         num_tokens=-(-row_tokens // train.mesh.cp),
         num_rows=-(-rows * train.mesh.cp // (train.num_minibatches * train.num_ranks)),
@@ -264,6 +262,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     adapts = config.model.publishes_adapters(inference.data_plane)
     sent = training.num_trained if adapts else None
     publish = (shape.num_parameters if sent is None else sent) * BYTES_OF[config.dtype]
+    of_row = training_products(shape, replace(training, num_tokens=row_tokens))
     trainer = training_memory(shape, training)
     copied = publish if train.first_depth else 0  # then a publish runs beside the next step
     capture = Parts(parts={**trainer.parts, "publish": copied})
@@ -286,13 +285,11 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         processes=processes,
         publish_bytes=publish,
         published_bytes=_NUM_PUBLISHED * publish if inference.data_plane == "shared_memory" else 0,
-        step_products=rows
-        * training_products(shape, replace(training, num_tokens=row_tokens))
-        / train.num_ranks,
+        step_products=rows * of_row / train.num_ranks,
         row_tokens=row_tokens,
         max_model_len=longest,
         training=training,
-        mesh=mesh,
+        mesh=train.mesh.sizes(train.num_ranks),
         shape=shape,
         on_gpus=frozenset(on_gpus) & processes.keys(),
         elsewhere=frozenset(f"trainer-{n}" for n in range(train.num_processes, train.num_ranks)),

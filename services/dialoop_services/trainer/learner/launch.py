@@ -29,7 +29,7 @@ from types import FrameType
 from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]
-from dialoop.errors import InvalidConfig, Unavailable
+from dialoop.errors import Unavailable
 from dialoop.reasons import Reason
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -148,7 +148,7 @@ def _was_told(failure: ProcessFailure) -> bool:
 def interface_towards(host: str) -> tuple[str, str]:
     """Return the address and the name of the interface by which this machine reaches a host.
 
-    Raises InvalidConfig (NODE_MISSING) for a host without an address or a route.
+    Raises Unavailable (NODE_MISSING) for a host without an address or a route by now.
     """
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -156,7 +156,7 @@ def interface_towards(host: str) -> tuple[str, str]:
             probe.connect(target)  # sends nothing
             address = str(probe.getsockname()[0])
     except OSError as error:
-        raise InvalidConfig(
+        raise Unavailable(
             f"This machine does not reach {host}: {error.strerror}.",
             reason=Reason.NODE_MISSING,
             remedy="Give an address that all machines of the job reach.",
@@ -205,10 +205,13 @@ def main() -> None:
         settings = load(TrainerSettings)
         peers = [words.rendezvous] if words.rendezvous else settings.inference_addresses
         hosts = [urlsplit(f"//{peer}").hostname or _HERE for peer in peers]
-        # The first rank speaks with replicas of other machines by NCCL too.
-        address, interface = max(
-            (interface_towards(host) for host in hosts or [_HERE]), key=lambda at: at[0] != _HERE
-        )
+        found = [(_HERE, interface_towards(_HERE)[1])]
+        for host in hosts:
+            # The first rank speaks with replicas of other machines by NCCL too. One that has no
+            # address yet is met later, and the nodes of the trainer are met now.
+            with suppress(*([Unavailable] if not words.rendezvous else [])):
+                found.append(interface_towards(host))
+        address, interface = max(found, key=lambda at: at[0] != _HERE)
         place = NodePlace(
             num_processes=words.num_processes,
             num_nodes=words.num_nodes,

@@ -120,7 +120,7 @@ def test_several_nodes_are_numbered_as_they_are_told_and_read_no_pickle(tmp_path
 def test_the_interface_is_the_one_that_reaches_the_others() -> None:
     address, interface = interface_towards("127.0.0.1")
     assert (address, interface[:2]) == ("127.0.0.1", "lo")
-    with pytest.raises(InvalidConfig, match=r"does not reach nowhere\.invalid"):
+    with pytest.raises(Unavailable, match=r"does not reach nowhere\.invalid"):
         interface_towards("nowhere.invalid")
 
 
