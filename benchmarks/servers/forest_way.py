@@ -152,7 +152,8 @@ class Steps:
     def step(self, name: str) -> dict[str, float]:
         """Plan, pack, and take one pass forward and backward over a trace."""
         from dialoop_learning.packing.rows import TokenRow
-        from dialoop_learning.parallel.ranks import ALONE, own_rows
+        from dialoop_learning.parallel.ranks import ALONE
+        from dialoop_learning.parallel.step_plan import own_rows
         from dialoop_learning.training import forward_backward
 
         trace = make_trace(name, self._scale)

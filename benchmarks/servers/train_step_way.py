@@ -85,7 +85,8 @@ class OurStep:
 
     def step(self, took: peers.Took) -> None:
         """One update, rows planned and packed anew."""
-        from dialoop_learning.parallel.ranks import ALONE, own_rows
+        from dialoop_learning.parallel.ranks import ALONE
+        from dialoop_learning.parallel.step_plan import own_rows
         from dialoop_learning.training import update
 
         optimizer = _Watched(self._optimizer, lambda loss: took(self.model, loss))

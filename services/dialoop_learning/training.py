@@ -18,7 +18,8 @@ from dialoop_learning.loss.losses import LossInputs
 from dialoop_learning.loss.objective import Objective, combine_metrics
 from dialoop_learning.memory import resident_bytes, return_free_memory
 from dialoop_learning.packing.rows import OPTIONAL, PackedBatch, TokenRow, pack_rows
-from dialoop_learning.parallel.ranks import ALONE, Ranks, keep_pace, rows_behind
+from dialoop_learning.parallel.ranks import ALONE, Ranks
+from dialoop_learning.parallel.step_plan import keep_pace, rows_behind
 from dialoop_learning.rl.packing_plan import plan_rows
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class StepCounts:
                 num_alone += key[1] is None
         by_group: Counter[int] = Counter()
         by_trajectory: Counter[tuple[int, int | None]] = Counter()
-        of_ranks = ranks.gather([num_alone, list(own.items())])
+        of_ranks = ranks.gather_once([num_alone, list(own.items())])
         for (group, trajectory), count in (pair for _, pairs in of_ranks for pair in pairs):
             by_group[group] += count
             if trajectory is not None:
@@ -199,12 +200,12 @@ def forward_backward(  # noqa: PLR0913 - a model, its data, its loss and who loo
         metrics.append({name: float(value) for name, value in own_metrics.items()})
     keep_pace(policy, num_behind, ranks)
     return_free_memory(above=_GROWTH)
-    of_ranks = ranks.gather([total, metrics, num_forwarded])
+    of_ranks = ranks.gather_once([total, metrics])
     # Every rank gets the same sum, so all ranks apply the step or all refuse it.
     return BackwardReport(
-        loss=sum(loss for loss, _, _ in of_ranks),
-        metrics=combine_metrics([row for _, of_rank, _ in of_ranks for row in of_rank]),
-        num_forwarded_tokens=sum(number for _, _, number in of_ranks),
+        loss=sum(loss for loss, _ in of_ranks),
+        metrics=combine_metrics([row for _, of_rank in of_ranks for row in of_rank]),
+        num_forwarded_tokens=sum(ranks.gather(num_forwarded)),
     )
 
 
@@ -240,7 +241,7 @@ def whiten_rows(rows: Sequence[PackedBatch], *, ranks: Ranks = ALONE) -> list[Pa
     if not all(ranks.gather(len(advantages) == len(rows))):
         return list(rows)  # a loss that needs advantages raises
     own = [row.gather(a).double() for row, a in zip(rows, advantages, strict=True)]
-    tokens = ranks.gather_tensors(torch.cat(own) if own else torch.empty(0).double())
+    tokens = ranks.gather_tensors(torch.cat(own) if own else torch.empty(0).double())[:: ranks.cp]
     if not rows:
         return []
     normalise = _whitening(torch.cat(tokens))
@@ -253,8 +254,8 @@ def whiten_rows(rows: Sequence[PackedBatch], *, ranks: Ranks = ALONE) -> list[Pa
 def whiten_sequences(rows: Sequence[TokenRow]) -> list[TokenRow]:
     """Whiten as `whiten_rows` does, over a whole train step, before it is cut into updates.
 
-    All ranks pass all rows. Whitening each update by itself could turn the signs of advantages in
-    an update that holds only some of the answers.
+    The first rank does so, which has all rows. Whitening each update by itself could turn the signs
+    of advantages in an update that holds only some of the answers.
     """
     advantages = [row.advantages for row in rows if row.advantages is not None]
     if not advantages or len(advantages) < len(rows):

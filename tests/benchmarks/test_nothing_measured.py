@@ -61,6 +61,7 @@ CASES = {
             "measure": {"one": {"hit_rate": 0.0}, "routed": {"hit_rate": 0.0}},
         }
     ),
+    "fleet.trainer_ranks": Case(returns={"measure": {}}),
     "dividend.__main__": Case(("report", "slow"), {"results_of": {}}),
     "forest.__main__": Case(returns={"Way": MagicMock(), "figures_of": {}}),
     "generate_turns": Case(

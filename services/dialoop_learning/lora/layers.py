@@ -51,6 +51,7 @@ def add_lora(causal_lm: Any, *, rank: int, alpha: float = 0.0, targets: Sequence
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
+    drawn = torch.get_rng_state()
     inject_adapter_in_model(config, causal_lm, adapter_name=_NAME)
     experts = sorted(n for n, m in causal_lm.named_modules() if isinstance(m, ParamWrapper))
     if experts:  # peft adapts fused experts too, where the targets name projections inside them
@@ -60,8 +61,24 @@ def add_lora(causal_lm: Any, *, rank: int, alpha: float = 0.0, targets: Sequence
             reason=Reason.LORA_TARGET,
             remedy=f"Set lora_targets to some of {', '.join(dense)}.",
         )
+    if next(causal_lm.parameters()).is_meta:
+        torch.set_rng_state(drawn)
+        _draw_again(causal_lm)
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+def _draw_again(causal_lm: Any) -> None:
+    """Give adapters values on the CPU, the same as PEFT drew and lost with weights on meta."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in causal_lm.modules():
+        if isinstance(module, LoraLayer):
+            for factors in (module.lora_A, module.lora_B):
+                old = factors[_NAME]
+                new = nn.Linear(old.in_features, old.out_features, bias=False)
+                factors[_NAME] = new.to(old.weight.dtype)
+            module.reset_lora_parameters(_NAME, True)
 
 
 def has_lora(causal_lm: Any) -> bool:

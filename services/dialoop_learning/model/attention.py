@@ -25,6 +25,9 @@ A token's hidden state depends only on the tokens before it in its sequence and 
 are replayed for them, so sharing is exact where both are equal. The gradients of all sequences that
 share a token add up in it. The eight answers of a GRPO group cost one prompt instead of eight.
 
+Where several ranks compute one sequence (`dialoop_learning.model.context_parallel`), it is one SDPA
+call for each chunk of this rank, over the keys up to its end.
+
 What attends to a long shared beginning is one block of a forest on a CPU, which
 `dialoop_learning.model.forest_attention` computes. In CUDA's half precision each sequence brings
 its own queries and keys: blocks there need kernels that nobody has tried here.
@@ -43,10 +46,12 @@ import torch
 from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from dialoop_learning.model.context_parallel import ContextShare
 from dialoop_learning.model.forest_attention import (
     BucketRows,
     ForestAttention,
@@ -83,6 +88,11 @@ class AttentionPlan:
     blocks: tuple[Run, ...] = ()
     varlen: VarlenPlan | None = None
     _inside: dict[int | None, tuple[list[BucketRows], list[Part]]] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return K: how many tokens are computed."""
+        return len(self.restore)
 
     def inside(self, window: int | None) -> tuple[list[BucketRows], list[Part]]:
         """Return what is computed beside blocks, and the blocks, as a window of a layer cuts them.
@@ -197,6 +207,13 @@ def packed_attention(
     plan = _require_plan(query, attention_mask, kwargs)
     scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if isinstance(plan, ContextShare):
+        whole = (query.to(value.dtype), plan.of_all(key.to(value.dtype)), plan.of_all(value))
+        chunks = [
+            _chunk_attention(*own, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            for own in plan.chunks(*whole, window=window)
+        ]
+        return torch.cat(chunks)[None], None
     plain = softcap is None and sinks is None
     # Under autocast values are in half precision, but rotated queries and keys are not.
     if plain and plan.varlen is not None and takes_varlen(value.device, value.dtype):
@@ -280,6 +297,33 @@ def _bucket_attention(
     )
 
 
+def _chunk_attention(  # noqa: PLR0913 - what attention takes, and three ways to alter it
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return attention [n, H, D] of the last n of m tokens: [1, H, n, D] over [1, K, m, D]."""
+    num, length = query.shape[2], key.shape[2]
+    if softcap is None and sinks is None:
+        visible: Any = causal_lower_right(num, length)
+        if window is not None:
+            visible = _visible(length, window, query.device, num=num)
+        out = scaled_dot_product_attention(
+            query, key, value, visible, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out[0].transpose(0, 1)
+    groups = query.shape[1] // key.shape[1]
+    rows = [query, *(x.repeat_interleave(groups, 1) for x in (key, value))]
+    visible = _visible(length, window, query.device, num=num)
+    outputs, sums = _score(rows, visible, scale=scale, softcap=softcap)
+    return combine([(slice(None), outputs, sums)], num, sinks)
+
+
 def _scored_attention(  # noqa: PLR0913 - what attention takes, and three ways to alter it
     query: Tensor,
     key: Tensor,
@@ -334,10 +378,12 @@ def _score(
     return outputs.transpose(1, 2).flatten(0, 1), sums.transpose(1, 2).flatten(0, 1)
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool [L, L]: whether the row's token attends to the column's."""
+def _visible(
+    length: int, window: int | None, device: torch.device, *, num: int | None = None
+) -> Tensor:
+    """Return bool [num, L] of the last num tokens: whether the row's attends to the column's."""
     steps = torch.arange(length, device=device)
-    ago = steps[:, None] - steps
+    ago = steps[-(num or length) :, None] - steps
     return (ago >= 0) if window is None else (ago >= 0) & (ago < window)
 
 
@@ -368,9 +414,11 @@ class _LayOut(torch.autograd.Function):
         return total, None
 
 
-def _require_plan(query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> AttentionPlan:
-    plan: AttentionPlan | None = kwargs.get("attention_plan")
-    if plan is None or query.shape[0] != 1 or query.shape[2] != len(plan.restore):
+def _require_plan(
+    query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> AttentionPlan | ContextShare:
+    plan: AttentionPlan | ContextShare | None = kwargs.get("attention_plan")
+    if plan is None or query.shape[0] != 1 or query.shape[2] != plan.num_tokens:
         raise Unsupported(
             "Packed attention needs one packed row and its attention_plan.",
             reason=Reason.ATTENTION_PLAN_MISSING,

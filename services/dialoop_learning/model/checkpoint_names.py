@@ -7,14 +7,16 @@ the checkpoint's names, so that every policy can be loaded where the first model
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
+import torch
 from dialoop.errors import Unsupported
 from dialoop.reasons import Reason
 from transformers.core_model_loading import revert_weight_conversion
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -41,6 +43,20 @@ def to_checkpoint(
             'publish LoRA adapters alone: publish = "adapter" in [model.lora].',
         )
     return {name: tensor.contiguous() for name, tensor in named.items()}
+
+
+def rows_in_checkpoint(causal_lm: Any, name: str, shape: Sequence[int]) -> dict[str, Tensor]:
+    """Return which rows of a model's tensor each of the checkpoint's tensors holds, int64 [...].
+
+    Rows are along the last dimension and counted over all others: those of an expert's part, where
+    the model has all experts in one. Empty where transformers knows of no tensors of whole rows.
+    """
+    numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
+    twice = numbers.repeat_interleave(2, -1)  # a last dimension of 1 would be dropped
+    parts: dict[str, Tensor] = revert_weight_conversion(causal_lm, {name: twice})
+    rows = {other: part[..., 0] for other, part in parts.items() if part.shape[-1] == 2}
+    is_whole = all(bool((parts[other][..., 1] == own).all()) for other, own in rows.items())
+    return rows if is_whole and len(rows) == len(parts) and set(rows) != {name} else {}
 
 
 def from_checkpoint(causal_lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

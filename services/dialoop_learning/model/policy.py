@@ -17,18 +17,21 @@ from dialoop.errors import InvalidConfig, Unsupported
 from dialoop.reasons import Reason
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from transformers import AutoModelForCausalLM
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dialoop_learning.model.attention import (
     PACKED_ATTENTION,
-    SharedPrefixes,
+    AttentionPlan,
     plan_attention,
     share_prefixes,
 )
 from dialoop_learning.model.checkpoint import save_model
+from dialoop_learning.model.context_parallel import Context, ContextShare
 from dialoop_learning.model.experts import (
     ExpertReplay,
+    ReplayCounts,
     balance_of,
     routers_of,
     routing_in,
@@ -70,6 +73,8 @@ class PolicyModel(nn.Module):
         """Coefficient of the loss that holds a mixture of experts to using all of them alike."""
         self.routing: Routing | None = None
         """What the routers choose from; None for a model without experts. `load_policy` sets it."""
+        self.context: Context | None = None
+        """The ranks that compute each row together with this one; `shard` sets it."""
         self._replay: ExpertReplay | None = None
         head, embedding = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings()
         self.ties_head = head.weight is embedding.weight
@@ -90,18 +95,33 @@ class PolicyModel(nn.Module):
         Experts that the batch records are chosen again, and other tokens are routed as ever.
         """
         positions = batch.trained_positions
-        shared = share_prefixes(batch.packed_tokens, batch.attention_lengths, batch.routed_experts)
-        places = shared.places.to(positions.device)
         scale = temperature * self._logits_divisor
-        distinct = DistinctTokens.of(places[positions], scale)
-        positions, scale = distinct.once(positions), distinct.once(scale)
+        share = None if self.context is None else self.context.share(batch)
+        if share is None:
+            shared = share_prefixes(
+                batch.packed_tokens, batch.attention_lengths, batch.routed_experts
+            )
+            plan: AttentionPlan | ContextShare = plan_attention(
+                shared, batch.attention_lengths, device=positions.device
+            )
+            kept, places = shared.kept.to(positions.device), shared.places.to(positions.device)
+            distinct = DistinctTokens.of(places[positions], scale)
+            positions, scale = distinct.once(positions), distinct.once(scale)
+            predictors = places[positions - 1]
+        else:
+            plan, kept, distinct = share, share.kept, DistinctTokens()
+            owners = share.owners(positions - 1)
+            own = owners == share.context.rank
+            positions = positions[own]
+            scale = scale[own] if isinstance(scale, Tensor) and scale.numel() > 1 else scale
+            predictors = share.own_places(positions - 1)
         routers = routers_of(self.causal_lm) if self.balance_coeff else []
-        replay = self._begin_replay(batch, shared)
+        replay = self._begin_replay(batch, kept)
         with (
             nullcontext() if replay is None else replay.running(),
             watch_routers(routers) as routed,
         ):
-            hidden = self._hidden_states(batch, shared).index_select(0, places[positions - 1])
+            hidden = self._hidden_states(batch, plan, kept).index_select(0, predictors)
         scores = token_logprobs(
             hidden,
             self.head_weight,
@@ -111,14 +131,14 @@ class PolicyModel(nn.Module):
             kernel=self.logprob_kernel,
             bias=self.causal_lm.get_output_embeddings().bias,
             softcap=self._logits_softcap,
-        )
-        return distinct.expand(scores)._replace(
+        )._replace(
             balance=balance_of(routed) if routed else None,
             replayed=None if replay is None else replay.counts,
-            num_forwarded=len(shared.kept),
+            num_forwarded=len(kept),
         )
+        return distinct.expand(scores) if share is None else _whole(scores, share, owners)
 
-    def _begin_replay(self, batch: PackedBatch, shared: SharedPrefixes) -> ExpertReplay | None:
+    def _begin_replay(self, batch: PackedBatch, kept: Tensor) -> ExpertReplay | None:
         """Return the replay of the batch's recorded experts, if it has any, and keep it.
 
         The backward pass of recomputed layers needs the replay of its own forward pass.
@@ -126,7 +146,7 @@ class PolicyModel(nn.Module):
         self._replay = None
         if batch.routed_experts is not None:
             assert self.routing is not None  # recorded experts were compared with it
-            experts = batch.routed_experts[shared.kept.to(batch.routed_experts.device)].long()
+            experts = batch.routed_experts[kept].long()
             self._replay = ExpertReplay(routers_of(self.causal_lm), self.routing, experts)
         return self._replay
 
@@ -190,11 +210,11 @@ class PolicyModel(nn.Module):
         """Write config.json and model.safetensors, which transformers and vLLM load."""
         save_model(self.causal_lm, directory)
 
-    def _hidden_states(self, batch: PackedBatch, shared: SharedPrefixes) -> Tensor:
+    def _hidden_states(
+        self, batch: PackedBatch, plan: AttentionPlan | ContextShare, kept: Tensor
+    ) -> Tensor:
         """Return the states [K, H] of the computed tokens, after the last layer and its norm."""
         device = batch.packed_tokens.device
-        plan = plan_attention(shared, batch.attention_lengths, device=device)
-        kept = shared.kept.to(device)
         # Autocast excludes the head, so that log-probs use its weights in their own precision.
         # Without its cache: a weight is used once, and the cast of a whole model would be kept.
         half = torch.autocast(
@@ -225,6 +245,20 @@ class PolicyModel(nn.Module):
         return weight
 
 
+def _whole(scores: TokenScores, share: ContextShare, owners: Tensor) -> TokenScores:
+    """Return the scores of all trained tokens of a row, of which this rank computed some."""
+    replayed = scores.replayed
+    if replayed is not None:
+        counts = share.context.sum(torch.stack(replayed))
+        replayed = ReplayCounts(*counts.unbind())
+    entropy = scores.entropy
+    return scores._replace(
+        logprobs=share.gather_scores(scores.logprobs, owners),
+        entropy=None if entropy is None else share.gather_scores(entropy, owners),
+        replayed=replayed,
+    )
+
+
 @contextmanager
 def _again(replay: ExpertReplay | None, device: torch.device) -> Iterator[None]:
     """Compute a layer a second time as the first: with the same kernels and the same experts."""
@@ -244,21 +278,48 @@ def load_policy(
     Raises Unsupported (MODEL_NOT_PACKABLE) for a model whose packed log-probs differ from those of
     its own forward, and InvalidConfig for a directory that `weight_files` or `is_tied` refuse.
     """
-    if dtype not in DTYPES:
-        raise InvalidConfig(
-            f"dtype {dtype!r} is unknown.", remedy=f"Use one of {', '.join(DTYPES)}."
-        )
-    is_tied(Path(directory))
-    try:
+    with _checked(Path(directory), dtype):
         causal_lm = AutoModelForCausalLM.from_pretrained(
             directory, dtype=DTYPES[dtype], attn_implementation=PACKED_ATTENTION
         )
-    except ValueError as error:
-        raise _not_packable(str(error)) from error
     policy = PolicyModel(causal_lm.to(device))
     policy.eval()
     require_packable(policy)
     return policy
+
+
+def blank_policy(directory: Path | str, *, dtype: str = "float32") -> PolicyModel:
+    """Return the model in `directory` without its weights, which are on the meta device.
+
+    `dialoop_learning.parallel.loading.spread` shards it and reads the weights. Errors are those of
+    `load_policy`.
+    """
+    from accelerate import init_empty_weights  # imported late: one process does not need it
+
+    # Buffers, such as those of rotary embeddings, are in no file: they are made here.
+    with _checked(Path(directory), dtype), init_empty_weights(include_buffers=False):
+        causal_lm = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(directory),
+            dtype=DTYPES[dtype],
+            attn_implementation=PACKED_ATTENTION,
+        )
+    causal_lm.tie_weights()
+    policy = PolicyModel(causal_lm)
+    policy.eval()
+    return policy
+
+
+@contextmanager
+def _checked(directory: Path, dtype: str) -> Iterator[None]:
+    if dtype not in DTYPES:
+        raise InvalidConfig(
+            f"dtype {dtype!r} is unknown.", remedy=f"Use one of {', '.join(DTYPES)}."
+        )
+    is_tied(directory)
+    try:
+        yield
+    except ValueError as error:
+        raise _not_packable(str(error)) from error
 
 
 @torch.no_grad()
@@ -279,6 +340,8 @@ def require_packable(policy: PolicyModel) -> None:
     with watch_routers(routers) as routed:
         packed = policy(pack_rows(rows).to(weight.device)).logprobs
     policy.routing = routing_in(routed, routers)
+    if isinstance(policy, FSDPModule):  # below the model's own forward does not gather them
+        policy.unshard()
     own = _own_logprobs(policy.causal_lm, [row.token_ids.to(weight.device) for row in rows])
     difference = float((packed - own).abs().max())
     if not difference <= (1e-3 if weight.dtype is torch.float32 else 0.25):

@@ -18,9 +18,8 @@
 
 So the trainer's job does not know of ranks. Only the first rank has a queue, a port, a tracker and
 a run directory to write. The others need the model's directory and checkpoints, which every rank
-reads by itself. A collective method calls `own_rows` for this rank's share of the sequences, then
-the collective functions `update(..., ranks=ranks)`, `score_rows`, `gather_weights` and
-`gather_optimizer`. Only the first rank writes files. Every rank draws random orders from one seed.
+reads by itself. The arguments of a call go from the first rank to each other one; of a `StepPlan`
+each gets its own share. Only the first rank writes files and draws random orders.
 
 With one process a collective method is a plain method: nothing is encoded.
 """
@@ -45,6 +44,7 @@ from dialoop.reasons import Reason
 
 from dialoop_learning.packing.rows import TokenRow
 from dialoop_learning.parallel.ranks import ALONE, RANK_FAILED, Ranks, Store, known_failure
+from dialoop_learning.parallel.step_plan import RankShare, StepPlan
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,6 +53,7 @@ M = TypeVar("M", bound="Member")
 
 _MAKE, _CLOSE = "dialoop/make", "dialoop/close"
 _METHOD = "_collective_method"
+_KINDS: dict[str, type[Any]] = {"row": TokenRow, "share": RankShare, "plan": StepPlan}
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.001, 0.05
 
 
@@ -79,11 +80,11 @@ class _Decorator(Protocol):
 def collective(*, computes: bool = False, check: Callable[..., object] | None = None) -> _Decorator:
     """Make a method run on all ranks when the first one calls it; its result is the first rank's.
 
-    Arguments are plain JSON values, paths and TokenRows. Inside another collective method it runs
-    on this rank alone, because the others call it too. A method that `computes` first waits for the
-    device (see `ask_before_computing`). `check` runs before it on every rank, and may not wait for
-    the others. If `check` raises a DialoopError anywhere, the first rank raises it and all continue
-    to serve. Any other error ends the run.
+    Arguments are plain JSON values, paths, TokenRows and a StepPlan. Inside another collective
+    method it runs on this rank alone, because the others call it too. A method that `computes`
+    first waits for the device (see `ask_before_computing`). `check` runs before it on every rank,
+    and may not wait for the others. If `check` raises a DialoopError anywhere, the first rank
+    raises it and all continue to serve. Any other error ends the run.
     """
 
     def decorate(run: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
@@ -189,7 +190,7 @@ class RankGroup(Generic[T]):
         if store is not None:
             store.set(key, name)
         try:
-            result = self._take_part(name, encode([args, named]))
+            result = self._take_part(name, [args, named])
         except _Refusal as refusal:
             self._is_open = True
             raise refusal.error from None
@@ -202,10 +203,15 @@ class RankGroup(Generic[T]):
         self._is_open = True
         return result
 
-    def _take_part(self, name: str, data: bytes = b"") -> Any:
-        """Do what every rank does in a call; the data are the first rank's."""
+    def _take_part(self, name: str, given: list[Any] | None = None) -> Any:
+        """Do what every rank does in a call; `given` are the first rank's arguments."""
         self._num_calls += 1
-        args, named = decode(self.ranks.broadcast(data))
+        if given is None:
+            args, named = decode(self.ranks.scatter([]))
+        else:
+            others = [encode(given, rank) for rank in range(1, self.ranks.size)]
+            self.ranks.scatter([b"", *others])
+            args, named = given
         if name == _MAKE:
             assert self._make is not None, "RankGroup was made without a `make` function"
             self._own = self._make(args[0], self)
@@ -263,13 +269,19 @@ class _Refusal(Exception):
         self.error = error
 
 
-def encode(arguments: object) -> bytes:
-    """Return one line of JSON with the plain values, then the bytes of all tensors."""
+def encode(arguments: object, rank: int = 0) -> bytes:
+    """Return one line of JSON with the plain values, then the bytes of all tensors.
+
+    Of a StepPlan it is the rank's share alone.
+    """
     values = bytearray()
 
     def plain(value: object) -> dict[str, Any]:
-        if isinstance(value, TokenRow):
-            return {"row": {field.name: getattr(value, field.name) for field in fields(value)}}
+        if isinstance(value, StepPlan):
+            value = value.of_rank(rank)
+        for name, kind in _KINDS.items():
+            if isinstance(value, kind):
+                return {name: {field.name: getattr(value, field.name) for field in fields(value)}}
         if isinstance(value, torch.Tensor):
             array = value.numpy()
             start = len(values)
@@ -288,8 +300,8 @@ def decode(data: bytes) -> Any:
 
     def whole(value: dict[str, Any]) -> Any:
         match value:
-            case {"row": facts}:
-                return TokenRow(**facts)
+            case {"row": facts} | {"share": facts} | {"plan": facts}:
+                return _KINDS[next(iter(value))](**facts)
             case {"tensor": [dtype, start, end, shape]}:
                 array = np.frombuffer(values[start:end], dtype=dtype).reshape(shape)
                 return torch.from_numpy(array.copy())

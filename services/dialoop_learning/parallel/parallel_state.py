@@ -4,7 +4,6 @@ Gathered, they are byte for byte what one process would write. Any number of ran
 
     weights = gather_weights(policy, ranks)         # on the first rank's host; empty on the others
     state = gather_optimizer(optimizer, ranks)      # as GuardedOptimizer.state_dict
-    load_weights(policy, load_file(path))           # every rank reads the file
     load_optimizer(optimizer, torch.load(path, mmap=True, weights_only=True))
 
 Sharded (`save_sharded`, `load_sharded`), every rank writes its own part. This is for models whose
@@ -64,30 +63,6 @@ def gather_whole(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tenso
     """
     whole = ((name, _whole(tensor, ranks)) for name, tensor in tensors.items())
     return {name: tensor for name, tensor in whole if tensor is not None}
-
-
-@torch.no_grad()
-def load_weights(
-    policy: PolicyModel,
-    tensors: Mapping[str, Tensor],
-    *,
-    complaint: str = "These weights are of another model",
-) -> None:
-    """Load whole weights, of which each rank keeps its part; raise InvalidConfig for other models.
-
-    `complaint` begins the error's text.
-    """
-    own = policy_tensors(policy)
-    theirs, ours = ({k: tuple(v.shape) for k, v in of.items()} for of in (tensors, own))
-    if theirs != ours:
-        name = min(n for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n))
-        raise InvalidConfig(
-            f"{complaint}: {name} is {theirs.get(name, 'missing')}, not {ours.get(name, 'there')}.",
-            reason=Reason.WEIGHTS_MISMATCH,
-            remedy="Resume with the model directory the run was started with.",
-        )
-    for name, tensor in own.items():
-        tensor.copy_(cut(tensors[name], tensor))
 
 
 def gather_optimizer(optimizer: GuardedOptimizer, ranks: Ranks) -> dict[str, Any]:

@@ -6,18 +6,21 @@
         update(policy, optimizer, my_rows, loss, ranks=ranks)
 
 With one process `ranks` is ALONE, nothing is sharded, and the same code runs. Every function that
-takes `ranks` is collective: all ranks call it, in the same order. Which rank packs which rows, idle
-passes and log-probs from all ranks are at the end.
+takes `ranks` is collective: all ranks call it, in the same order. Which rank trains which rows is
+in `dialoop_learning.parallel.step_plan`.
+
+Ranks differ in three dimensions, the last one in neighbours: copies of the model (`dp_replicate`),
+shards of a copy (`dp_shard`), parts of a sequence (`cp`). Weights are divided over the last two.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,25 +28,23 @@ import torch.distributed as dist
 from dialoop.errors import PreconditionFailed, Unavailable, Unsupported
 from dialoop.reasons import Reason
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
 
-from dialoop_learning.model.forest_attention import copies_keys
-from dialoop_learning.packing.rows import PackedBatch, TokenRow, pack_rows, plant_rows
-from dialoop_learning.rl.packing_plan import RankPlan, plan_ranks
+from dialoop_learning.model.context_parallel import Context
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from dialoop_learning.model.policy import PolicyModel
-    from dialoop_learning.rl.forest import Forest
 
 
 RANK_FAILED = Reason.RANK_FAILED
 """The reason of the error that the other ranks raise when one has failed."""
 
-_FAILURE = "dialoop/failure"
+_FAILURE, _HERE, _LEFT = "dialoop/failure", "dialoop/here", "dialoop/left"
+_LAST_WORDS_S, _POLL_S = 3.0, 0.05
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -68,11 +69,14 @@ class Ranks:
     """This process's number among `size` processes, and how they exchange small values.
 
     They exchange JSON and numbers, never pickles, over the CPU's backend. In `store` they leave
-    each other values without waiting; it is None where there is one process.
+    each other values without waiting; it is None where there is one process. dp_replicate, cp: two
+    sizes of the mesh; dp_shard is what they leave.
     """
 
     rank: int = 0
     size: int = 1
+    dp_replicate: int = 1
+    cp: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: Store | None = field(default=None, compare=False, repr=False)
 
@@ -82,9 +86,9 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def loading_device(self) -> torch.device:
-        """Return where to load a policy: on the CPU if `shard` will move it in parts."""
-        return self.device if self.size == 1 else torch.device("cpu")
+    def num_row_ranks(self) -> int:
+        """Return how many ranks, or groups of ranks that share a sequence, train different rows."""
+        return self.size // self.cp
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's plain JSON value, in the order of ranks, on every rank."""
@@ -108,6 +112,31 @@ class Ranks:
         dist.all_gather(parts, padded)
         return [part[:n].to(values.device) for part, n in zip(parts, lengths, strict=True)]
 
+    def gather_once(self, value: Any) -> list[Any]:
+        """Return as `gather` does, but once for each group of ranks that share sequences."""
+        return self.gather(value)[:: self.cp]
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part of the first rank's, sent from there to this rank alone."""
+        if self.size == 1:
+            return parts[0]
+        if not self.is_first:
+            length = torch.empty(1, dtype=torch.int64)
+            dist.recv(length, src=0)
+            buffer = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(buffer, src=0)
+            return buffer.numpy().tobytes()
+        sent = []
+        for rank, part in enumerate(parts[1:], 1):
+            data = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            for tensor in (torch.tensor([len(part)]), data):
+                work = dist.isend(tensor, dst=rank)
+                assert work is not None
+                sent.append((work, tensor))  # the tensor lives until it has arrived
+        for work, _ in sent:
+            work.wait()
+        return parts[0]
+
     def broadcast(self, data: bytes) -> bytes:
         """Return the first rank's bytes on every rank; the argument of the others is ignored."""
         if self.size == 1:
@@ -128,18 +157,21 @@ ALONE = Ranks()
 
 
 @contextmanager
-def join_ranks(
+def join_ranks(  # noqa: PLR0913 - who this is among whom, and where they meet
     *,
     rank: int,
     size: int,
     device: torch.device | str = "cpu",
+    dp_replicate: int = 1,
+    cp: int = 1,
     init_method: str = "env://",
     timeout_s: float = 600.0,
 ) -> Iterator[Ranks]:
     """Join the other processes, and leave them on every path; yield a single rank for size 1.
 
     When a rank fails, it stores its error before its connections close, and the others raise
-    Unavailable (RANK_FAILED) with the cause. `init_method` is torch.distributed's: torchrun's
+    Unavailable (RANK_FAILED) with the cause, or with the ranks that are gone. So do all that came
+    where one does not come within `timeout_s`. `init_method` is torch.distributed's: torchrun's
     environment, or a file. `device` is this rank's own, such as "cuda:3".
     """
     device = torch.device(device)
@@ -151,13 +183,15 @@ def join_ranks(
             f"Ranks cannot train on {device}.", remedy=f"Use one of {', '.join(_BACKENDS)}."
         )
     timeout = timedelta(seconds=timeout_s)
-    store, rank, size = next(rendezvous(init_method, rank, size, timeout=timeout))
+    store = _meet(init_method, rank, size, timeout)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         _BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout
     )
-    ranks = Ranks(rank=rank, size=size, device=device, store=store)
+    ranks = Ranks(
+        rank=rank, size=size, device=device, dp_replicate=dp_replicate, cp=cp, store=store
+    )
     try:
         yield ranks
         ranks.gather(None)  # wait: the process that leaves first may close the others' store
@@ -172,17 +206,40 @@ def join_ranks(
         dist.destroy_process_group()
 
 
+def _meet(init_method: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return the store where all ranks meet; Unavailable (RANK_FAILED) names who did not come."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = "the first, whose store the others need"
+    try:
+        store, _, _ = next(rendezvous(init_method, rank, size, timeout=timeout))
+        keys = {other: f"{_HERE}/{other}" for other in range(size)}
+        store.set(keys[rank], "")
+        while not store.check(list(keys.values())):  # its own wait would write to stderr
+            missing = ", ".join(str(other) for other, key in keys.items() if not store.check([key]))
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(_POLL_S)
+    except (RuntimeError, TimeoutError) as error:  # torch's own errors of stores are no narrower
+        raise Unavailable(
+            f"Of {size} ranks these did not come within {timeout.total_seconds():g} s: {missing}.",
+            reason=RANK_FAILED,
+            remedy="See the logs of these, and that every machine runs its processes.",
+        ) from error
+    return store
+
+
 def shard(policy: PolicyModel, ranks: Ranks) -> PolicyModel:
     """Shard the policy's parameters over the ranks, block by block; with one rank change nothing.
 
     Gradients are summed over ranks, not averaged, because each rank's loss is a share of the whole.
     Make optimisers afterwards. A policy loaded on the CPU moves to the ranks' device one block at
-    a time. Raises PreconditionFailed (RANKS_DIFFER) where ranks pass different policies.
+    a time, and parameters on the meta device stay there. Raises PreconditionFailed (RANKS_DIFFER)
+    where ranks pass different policies.
     """
     if ranks.size == 1:
         return policy
-    _require_same(policy, ranks)
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    require_same({n: _checksum(p) for n, p in policy.named_parameters() if not p.is_meta}, ranks)
+    mesh = _mesh_of_weights(ranks)
     for block in _blocks(policy):
         fully_shard(block, mesh=mesh)
     fully_shard(policy, mesh=mesh)
@@ -190,7 +247,27 @@ def shard(policy: PolicyModel, ranks: Ranks) -> PolicyModel:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale a sum
+    policy.context = _context_of(ranks)
     return policy
+
+
+def _mesh_of_weights(ranks: Ranks) -> DeviceMesh:
+    """Return the mesh over which parameters are sharded, and copied where there are copies."""
+    num_shards = ranks.size // ranks.dp_replicate
+    names = ("dp_replicate", "dp_shard_cp")
+    if ranks.dp_replicate == 1:
+        return init_device_mesh(ranks.device.type, (num_shards,), mesh_dim_names=names[1:])
+    shape = (ranks.dp_replicate, num_shards)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+
+
+def _context_of(ranks: Ranks) -> Context | None:
+    if ranks.cp == 1:
+        return None
+    mesh = init_device_mesh(
+        ranks.device.type, (ranks.num_row_ranks, ranks.cp), mesh_dim_names=("dp", "cp")
+    )
+    return Context(rank=ranks.rank % ranks.cp, size=ranks.cp, group=mesh.get_group("cp"))
 
 
 def reshard(policy: nn.Module) -> None:
@@ -200,9 +277,8 @@ def reshard(policy: nn.Module) -> None:
             module.reshard()
 
 
-def _require_same(policy: nn.Module, ranks: Ranks) -> None:
-    """Raise unless all ranks have the same policy: sharding would mix different ones unnoticed."""
-    own = {name: _checksum(tensor) for name, tensor in policy.named_parameters()}
+def require_same(own: Mapping[str, int], ranks: Ranks) -> None:
+    """Raise unless all ranks have the same numbers: nobody would notice shards of two models."""
     for rank, other in enumerate(ranks.gather(own)):
         names = sorted(name for name in {*own, *other} if own.get(name) != other.get(name))
         if names:
@@ -245,12 +321,31 @@ def _cause(ranks: Ranks, error: Exception) -> str | None:
         failure = known_failure(ranks)
         if failure is None and ranks.store is not None:
             if _is_lost_connection(error):
-                return f"Rank {ranks.rank} of {ranks.size} lost its connection to another one."
+                return _missing(ranks)
             own = f"Rank {ranks.rank} of {ranks.size} failed: {type(error).__name__}: {error}"
             ranks.store.set(_FAILURE, own)
         return failure
     except RuntimeError:  # the store's own process is gone, so this rank raises its own error
         return None
+
+
+def _missing(ranks: Ranks) -> str:
+    """Return which ranks say nothing any more, or the error that one stored.
+
+    Each rank that notices leaves a mark, and the others wait a moment for it.
+    """
+    assert ranks.store is not None
+    marks = {rank: f"{_LEFT}/{rank}" for rank in range(ranks.size)}
+    ranks.store.set(marks[ranks.rank], "")
+    deadline, absent = time.monotonic() + _LAST_WORDS_S, list(marks)
+    while absent and time.monotonic() < deadline:
+        failure = known_failure(ranks)
+        if failure is not None:
+            return failure
+        absent = [rank for rank in absent if not ranks.store.check([marks[rank]])]
+        time.sleep(_POLL_S)
+    gone = f"; no word from rank {', '.join(map(str, absent))}" if absent else ""
+    return f"Rank {ranks.rank} of {ranks.size} lost its connection to another one{gone}."
 
 
 def _is_lost_connection(error: BaseException) -> bool:
@@ -261,78 +356,3 @@ def _is_lost_connection(error: BaseException) -> bool:
         return True
     is_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     return is_gloo or isinstance(error, dist.DistNetworkError | dist.DistBackendError)
-
-
-def own_rows(rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
-    """Return this rank's share of `rows`, packed, on its device; all ranks pass the same rows."""
-    return pack_own(rows, own_packing(rows, plant_rows(rows), ranks, max_tokens=max_tokens), ranks)
-
-
-def own_packing(
-    rows: Sequence[TokenRow], forest: Forest, ranks: Ranks, *, max_tokens: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return which of `rows` share each packed row of this rank, as indices."""
-    return _plan(rows, forest, ranks, max_tokens).rows_of(ranks.rank)
-
-
-def _plan(rows: Sequence[TokenRow], forest: Forest, ranks: Ranks, max_tokens: int) -> RankPlan:
-    return plan_ranks(
-        [len(r.token_ids) for r in rows],
-        max_tokens=max_tokens,
-        num_ranks=ranks.size,
-        forest=forest,
-        whole=copies_keys(ranks.device),
-    )
-
-
-def pack_own(
-    rows: Sequence[TokenRow], packing: Sequence[Sequence[int]], ranks: Ranks
-) -> list[PackedBatch]:
-    """Return the rows packed as `own_packing` says, on this rank's device."""
-    return [pack_rows([rows[i] for i in indices]).to(ranks.device) for indices in packing]
-
-
-def rows_behind(num_rows: int, ranks: Ranks) -> int:
-    """Return how many rows fewer than the busiest rank this one has."""
-    most: int = max(ranks.gather(num_rows))
-    return most - num_rows
-
-
-def keep_pace(policy: PolicyModel, num_rows: int, ranks: Ranks) -> None:
-    """Run `num_rows` forward and backward passes that train nothing.
-
-    All ranks together gather a sharded layer, so each rank must run it as often as the busiest
-    does. Call `rows_behind` before the first row, because that is a collective too.
-    """
-    for _ in range(num_rows):
-        logprobs = policy(_idle_row().to(ranks.device)).logprobs
-        if logprobs.requires_grad:
-            logprobs.sum().backward()
-
-
-@torch.no_grad()
-def score_rows(
-    policy: PolicyModel, rows: Sequence[TokenRow], ranks: Ranks, *, max_tokens: int
-) -> list[Tensor]:
-    """Return log-probs float32 [M] of each row's tokens at its own temperature, on every rank.
-
-    Each row is scored by one rank.
-    """
-    plan = _plan(rows, plant_rows(rows), ranks, max_tokens)
-    own = plan.rows_of(ranks.rank)
-    packed = [pack_rows([rows[i] for i in indices]).to(ranks.device) for indices in own]
-    scores = [policy(row, temperature=row.temperature) for row in packed]
-    keep_pace(policy, len(plan.ranks[ranks.rank]) - len(own), ranks)
-    reshard(policy)
-    values = torch.cat([torch.empty(0), *(score.logprobs.float().cpu() for score in scores)])
-    by_row: dict[int, Tensor] = {}
-    for rank, part in enumerate(ranks.gather_tensors(values)):
-        order = [i for indices in plan.rows_of(rank) for i in indices]
-        ends = [0, *accumulate(int(rows[i].response_mask.sum()) for i in order)]
-        by_row |= {i: part[ends[k] : ends[k + 1]] for k, i in enumerate(order)}
-    return [by_row[i] for i in range(len(rows))]
-
-
-def _idle_row() -> PackedBatch:
-    nothing = torch.zeros(2, dtype=torch.bool)
-    return pack_rows([TokenRow(token_ids=torch.zeros(2).long(), response_mask=nothing)])

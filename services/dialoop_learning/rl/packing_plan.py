@@ -173,15 +173,22 @@ def plan_ranks(
     num_ranks: int,
     forest: Forest | None = None,
     whole: bool = False,
+    alone: bool = False,
 ) -> RankPlan:
     """Plan rows of at most `max_tokens` tokens for each rank; no sequence is split.
 
     The k-th rows of all ranks wait for each other, so they cost about the same. plan_ranks([6, 4,
     3, 2], max_tokens=8, num_ranks=2) is ((0, 3),) and ((1, 2),). Without a forest no rank has more
     rows than `plan_rows` makes of all sequences. With one, what begins alike is cut into as many
-    parts as make the ranks wait least, though each computes the beginning again. Errors, `forest`
-    and `whole` are those of `plan_rows`.
+    parts as make the ranks wait least, though each computes the beginning again. With `alone` each
+    row is one sequence. Errors, `forest` and `whole` are those of `plan_rows`.
     """
+    if alone:
+        _require_fitting(lengths, max_tokens)
+        bundles = _bundles(lengths, None, max_tokens, whole=whole)
+        single = [[bundle] for bundle in bundles] + [[]] * (-len(bundles) % num_ranks)
+        dealt = _deal(single, num_ranks)
+        return RankPlan(ranks=tuple(tuple(map(_indices, rows)) for rows in dealt))
     if num_ranks == 1:
         rows = plan_rows(lengths, max_tokens=max_tokens, forest=forest, whole=whole)
         return RankPlan(ranks=(rows,))

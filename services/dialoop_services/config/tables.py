@@ -503,8 +503,9 @@ class TrainFields(Section):
     """Number of train steps between checkpoints."""
     mesh: MeshSettings = MeshSettings()
     """How the trainer's processes share the work, where there are several."""
-    sharded_checkpoints: bool = False
-    """Whether each process writes a part of a checkpoint; both kinds resume on any number."""
+    sharded_checkpoints: bool | Literal["auto"] = "auto"
+    """Whether each process writes a part of a checkpoint, "auto": where there are several and the
+    optimizer is built in. Both kinds resume on any number and mesh."""
     keep_policies: int = Field(default=4, ge=0)
     """Number of newest policies to keep on disk, beside the first and milestones; 0: all."""
     keep_policies_every: int = Field(default=10, ge=0)
@@ -609,7 +610,7 @@ class TrainFields(Section):
     @model_validator(mode="after")
     def _require_a_built_in_optimizer(self) -> Self:
         for name in ("sharded_checkpoints", "weight_decay_all"):
-            if getattr(self, name) and self.optimizer not in OPTIMIZERS:
+            if getattr(self, name) is True and self.optimizer not in OPTIMIZERS:
                 raise ValueError(
                     f"optimizer is {self.optimizer}, your own, and {name} is for built-in ones "
                     f"only: set {name} = false"

@@ -71,7 +71,7 @@ def test_the_teacher_is_the_plain_model_behind_a_prompt_with_the_feedback(
     """Over two turns and at another temperature too; the sampled ids are as they were recorded."""
     groups = room.groups()
     learner, rows = rows_of(directory, *groups)
-    model, ready = PlainModel(directory), learner.prepare(rows)
+    model, ready = PlainModel(directory), learner.prepare(learner.plan(rows))
     for row, (own, taught) in zip(ready, room.by_hand(*groups), strict=True):
         assert row.token_ids.tolist() == own.ids
         assert row.behind_teacher_prompt().token_ids.tolist() == taught.ids

@@ -154,10 +154,6 @@ def test_a_forked_trajectory_has_the_gradient_of_the_same_tokens_without_a_fork(
 
 def test_a_minibatch_never_parts_a_trajectory(tmp_path: Path) -> None:
     learner = Learner(TrainerSettings(model_dir=make_tiny_model(tmp_path), num_minibatches=2))
-    seen: list[list[int | None]] = []
-    update = learner._update
-    learner._update = lambda rows, kind: (  # type: ignore[method-assign]
-        seen.append([row.trajectory_index for row in rows]) or update(rows, kind)  # type: ignore[func-returns-value]
-    )
-    learner.train_step([_row(5, 1, 0), _row(9, 3, 0), _row(20, 2, 1), _row(30, 2, 1)])
+    own = learner.plan([_row(5, 1, 0), _row(9, 3, 0), _row(20, 2, 1), _row(30, 2, 1)]).own
+    seen = [[own.rows[place].trajectory_index for place in order] for order in own.orders]
     assert sorted(seen) == [[0, 0], [1, 1]]

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,13 @@ from dialoop_learning.model.tiny import tiny_config
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_learning.packing.rows import TokenRow, pack_rows
 from dialoop_learning.parallel.group_commands import RankGroup, collective, decode, encode
-from dialoop_learning.parallel.parallel_state import (
-    load_optimizer,
-    load_sharded,
-    load_weights,
-)
-from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, own_rows, score_rows, shard
+from dialoop_learning.parallel.loading import fill_weights
+from dialoop_learning.parallel.parallel_state import load_optimizer, load_sharded
+from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, shard
+from dialoop_learning.parallel.step_plan import own_rows, plan_step, score_rows
 from dialoop_learning.training import update
-from safetensors.torch import load_file
-from transformers import Qwen2ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, Qwen2ForCausalLM
 
 from benchmarks.servers.families import make_family
 from tests.support.programs.parallel_worker import Job, made_rows, run
@@ -157,16 +155,33 @@ def _environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **more}
 
 
-def _torchrun(size: int, jobs: list[Job], out: Path) -> subprocess.CompletedProcess[str]:
+def _torchrun(
+    size: int, jobs: list[Job], out: Path, **mesh: int
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
         [*command, f"--nproc-per-node={size}", str(WORKER), _write_jobs(jobs, out)],
-        env=_environment(),
+        env=_environment(MESH=json.dumps(mesh)),
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
+
+
+def _start(out: Path, jobs: str, size: int, **more: str) -> list[subprocess.Popen[str]]:
+    """The ranks of the jobs without a launcher."""
+    return [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), jobs],
+            env=_environment(
+                RANK=str(rank), WORLD_SIZE=str(size), INIT_METHOD=f"file://{out}/store", **more
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
 
 
 def _curve(out: Path, *names: str) -> list[dict[str, Any]]:
@@ -299,21 +314,41 @@ def test_an_optimizer_that_keeps_parts_as_wholes_is_refused_by_several_ranks(roo
 def test_rank_that_fails_ends_the_others_with_its_cause(root: Path) -> None:
     out = root / "failing"
     jobs = _write_jobs([_job(root, out, "failing", failing_rank=1)], out)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), jobs],
-            env=_environment(RANK=str(rank), WORLD_SIZE="2", INIT_METHOD=f"file://{out}/store"),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = _start(out, jobs, 2)
     stderrs = [process.communicate(timeout=100)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [1, 1]
     assert "InvalidInput: Trajectory t-17 has no tokens. Leave it out." in stderrs[1]
     cause = "Unavailable: Rank 1 of 2 failed: InvalidInput: Trajectory t-17 has no tokens."
     assert cause in stderrs[0]
     assert not any("terminate called" in text or "not been destroyed" in text for text in stderrs)
+
+
+@pytest.mark.heavy(reason="starts three processes for one error")
+@pytest.mark.parametrize("lost_by", ["SIGKILL", "SIGSTOP"])
+def test_ranks_name_the_one_that_is_gone(root: Path, lost_by: str) -> None:
+    """One that was killed in the middle of a step, and one that hangs until the time-out."""
+    out = root / lost_by
+    jobs = _write_jobs([_job(root, out, "lost", lost_rank=1, lost_by=lost_by)], out)
+    ranks = _start(out, jobs, 3, TIMEOUT_S="10")
+    try:
+        stderrs = [ranks[rank].communicate(timeout=100)[1] for rank in (0, 2)]
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
+    for rank, text in zip((0, 2), stderrs, strict=True):
+        assert f"Rank {rank} of 3 lost its connection to another one; no word from rank 1." in text
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    rendezvous = f"file://{tmp_path}/store"
+    with (
+        pytest.raises(
+            Unavailable, match=r"Of 3 ranks these did not come within 0\.5 s: 1, 2"
+        ) as caught,
+        join_ranks(rank=0, size=3, init_method=rendezvous, timeout_s=0.5),
+    ):
+        pass
+    assert caught.value.reason == "RANK_FAILED"
 
 
 @pytest.mark.heavy(reason="starts two processes for one refusal")
@@ -347,6 +382,57 @@ def test_four_processes_go_on_where_one_went_on_from_two(
     _assert_same(_curve(others_alone, "white")[4:], _curve(out, "white_rest"))
 
 
+MESHES: dict[str, dict[str, int]] = {
+    "alone": {"size": 1},
+    "dp_shard 2": {"size": 2},
+    "dp_shard 4": {"size": 4},
+    "dp_replicate 2 x dp_shard 2": {"size": 4, "dp_replicate": 2},
+    "cp 2": {"size": 2, "cp": 2},
+    "dp_replicate 2 x cp 2": {"size": 4, "dp_replicate": 2, "cp": 2},
+}
+
+
+def _on_mesh(root: Path, name: str, *jobs: Job) -> None:
+    finished = _torchrun(jobs=list(jobs), out=root / name, **MESHES[name])
+    assert (finished.returncode, finished.stderr, finished.stdout) == (0, "", "")
+
+
+@pytest.mark.heavy(reason="starts each of five meshes twice, of up to four processes")
+@pytest.mark.timeout(1200)
+def test_every_mesh_takes_the_step_of_one_process_and_goes_on_from_every_other(root: Path) -> None:
+    """One sequence of 8,192 tokens, and short ones; weights are large, or attention were a mean."""
+    steps = {**REGULAR, "last_step": 1, "is_sharded": True}
+    config = AutoConfig.from_pretrained(root / "model")
+    config.initializer_range, config.max_position_embeddings = 0.2, 8192
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(config).save_pretrained(root / "large" / "model")
+    fields = {**steps, "last_step": 2, "first_step": 1, "keeps_gradients": True}
+    for name in MESHES:
+        out = root / name
+        once = {"keeps_gradients": True, **steps}
+        long = _job(root / "large", out, "long", num_tokens=8192, **once)
+        short = _job(root, out, "short", save=f"{out}/parts", **once)
+        _on_mesh(root, name, long, short)
+    for name in MESHES:
+        resumed = [
+            _job(root, root / name, f"from {other}", resume=str(root / other / "parts"), **fields)
+            for other in MESHES
+        ]
+        _on_mesh(root, name, *resumed)
+    for name in MESHES:
+        for job in ("long", "short", *(f"from {other}" for other in MESHES)):
+            expected = "from alone" if job.startswith("from") else job
+            _assert_same(_curve(root / "alone", expected), _curve(root / name, job))
+            own, alone = (
+                load_file(root / at / f"{of}.safetensors")
+                for at, of in ((name, job), ("alone", expected))
+            )
+            assert own.keys() == alone.keys()
+            for key, tensor in own.items():
+                torch.testing.assert_close(tensor, alone[key], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.heavy(reason="starts torchrun once more")
 def test_torchrun_ends_all_and_shows_the_cause(root: Path) -> None:
     out = root / "failing under torchrun"
@@ -372,12 +458,53 @@ def test_scores_come_in_the_order_of_the_rows(root: Path) -> None:
             torch.testing.assert_close(score, policy(pack_rows([row])).logprobs)
 
 
-def test_weights_of_another_model_are_refused(root: Path) -> None:
-    policy = load_policy(root / "model")
+def test_each_row_goes_once_to_a_rank_that_trains_it_and_to_no_other() -> None:
+    """What passes the first rank is every other rank's rows once, and the plan."""
+    rows = made_rows(0, 24)
+    updates = [list(range(0, 24, 2)), list(range(1, 24, 2))]
+    plan = plan_step(rows, updates, Ranks(size=4), max_tokens=64)
+    assert sorted(i for share in plan.shares for i in share.indices) == list(range(24))
+    for number, wanted in enumerate(updates):
+        trained = [share.indices[p] for share in plan.shares for p in share.orders[number]]
+        assert sorted(trained) == wanted
+    for share in plan.shares:
+        for order, packing in zip(share.orders, share.packings, strict=True):
+            assert sorted(place for row in packing for place in row) == list(range(len(order)))
+            for row in packing:
+                assert sum(len(share.rows[order[place]].token_ids) for place in row) <= 64
+    costs = [sum(len(row.token_ids) for row in share.rows) for share in plan.shares]
+    assert max(costs) < 1.2 * min(costs)
+    sent = [len(encode([[plan], {}], rank)) for rank in range(4)]
+    alone = [sum(len(encode(row)) for row in share.rows) for share in plan.shares]
+    assert all(whole < own + 1500 for whole, own in zip(sent, alone, strict=True))
+    own = decode(encode(plan, 2)).own
+    assert own.indices == list(plan.shares[2].indices)
+
+
+def test_ranks_that_share_sequences_get_the_same_rows_of_one_sequence_each() -> None:
+    rows = made_rows(0, 6)
+    plan = plan_step(rows, [range(6)], Ranks(size=4, cp=2), max_tokens=64)
+    assert plan.shares[0] == plan.shares[1] != plan.shares[2] == plan.shares[3]
+    assert all(len(row) == 1 for share in plan.shares for row in share.packings[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model.norm.weight": None}, "it lacks model.norm.weight"),
+        ({"model.norm.weight": torch.zeros(3)}, "its model.norm.weight is (3,), and the model's ("),
+        ({"other.weight": torch.zeros(3)}, "other.weight is in it and not in the model"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    root: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], says: str
+) -> None:
+    tensors = load_file(root / "model" / "model.safetensors") | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, tmp_path / "of.safetensors")
     with pytest.raises(InvalidConfig) as caught:
-        load_weights(policy, {"other.weight": torch.zeros(3)})
+        fill_weights(load_policy(root / "model"), [tmp_path / "of.safetensors"], complaint="It")
     assert caught.value.reason == "WEIGHTS_MISMATCH"
-    assert "model.embed_tokens.weight is missing, not (" in str(caught.value)
+    assert says in str(caught.value)
 
 
 def test_parts_of_another_optimizer_are_refused(root: Path, pair: Path) -> None:
@@ -426,8 +553,8 @@ class _Fellows(Ranks):
     def gather(self, value: Any) -> list[Any]:
         return [value, value]
 
-    def broadcast(self, data: bytes) -> bytes:
-        return data
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        return parts[0]
 
 
 class _Store:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -21,23 +22,24 @@ import torch
 from dialoop.errors import DialoopError, InvalidInput
 from dialoop_learning.lora.layers import add_lora, merged_tensors
 from dialoop_learning.loss.loss_loading import load_objective
-from dialoop_learning.model.policy import PolicyModel, load_policy
+from dialoop_learning.model.policy import PolicyModel, blank_policy, load_policy
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
 from dialoop_learning.packing.rows import TokenRow
 from dialoop_learning.parallel.group_commands import RankGroup, collective
+from dialoop_learning.parallel.loading import fill_weights, spread
 from dialoop_learning.parallel.parallel_state import (
     gather_optimizer,
     gather_weights,
     gather_whole,
     load_optimizer,
     load_sharded,
-    load_weights,
     save_sharded,
 )
-from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks, own_rows, score_rows, shard
+from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks
+from dialoop_learning.parallel.step_plan import gather_scores, pack_own, plan_step, score_rows
 from dialoop_learning.rl.routed_experts import NO_EXPERT, Routing
-from dialoop_learning.training import UpdateReport, update
-from safetensors.torch import load_file, save_file
+from dialoop_learning.training import UpdateReport, forward_backward
+from safetensors.torch import save_file
 from transformers.utils.logging import disable_progress_bar
 
 MAX_TOKENS = 64
@@ -59,6 +61,8 @@ class Job:
     num_sequences: int = 12
     poisoned_step: int = -1
     failing_rank: int = -1
+    lost_rank: int = -1
+    lost_by: str = "SIGKILL"
     refusing_rank: int = -1
     lora_rank: int = 0
     is_checkpointed: bool = False
@@ -66,6 +70,9 @@ class Job:
     resume: str = ""
     save: str = ""
     is_sharded: bool = False
+    num_tokens: int = 0
+    """Of one sequence to train; 0: several short ones."""
+    keeps_gradients: bool = False
     records_experts: bool = False
 
 
@@ -88,6 +95,20 @@ def made_rows(step: int, count: int) -> list[TokenRow]:
     return rows
 
 
+def long_row(step: int, num_tokens: int) -> TokenRow:
+    """One sequence, of which the policy wrote three quarters."""
+    generator = torch.Generator().manual_seed(step)
+    mask = torch.arange(num_tokens) % 64 >= 16
+    count = int(mask.sum())
+    return TokenRow(
+        token_ids=torch.randint(314, (num_tokens,), generator=generator),
+        response_mask=mask,
+        inference_logprobs=0.1 * torch.randn(count, generator=generator),
+        advantages=torch.randn(count, generator=generator),
+        staleness=torch.zeros(count),
+    )
+
+
 def with_experts(rows: list[TokenRow], routing: Routing, step: int) -> list[TokenRow]:
     """The rows with a record of random experts, but of their last token."""
     generator = torch.Generator().manual_seed(step)
@@ -103,12 +124,12 @@ def with_experts(rows: list[TokenRow], routing: Routing, step: int) -> list[Toke
 def run(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Any]]:
     """The curve of one job."""
     torch.manual_seed(ranks.rank if job.is_seeded_apart else 0)  # adapters start at random
-    policy = load_policy(job.model)
+    policy = load_policy(job.model) if ranks.size == 1 else blank_policy(job.model)
     if job.lora_rank:
         add_lora(policy.causal_lm, rank=job.lora_rank)
     if job.is_checkpointed:
         policy.checkpoint_activations()
-    policy = shard(policy, ranks)
+    policy = policy if ranks.size == 1 else spread(policy, Path(job.model), ranks)
     optimizer = GuardedOptimizer(
         policy.parameters(),
         OptimizerSettings(name=job.optimizer, learning_rate=1e-3, warmup_steps=10),
@@ -120,6 +141,8 @@ def run(job: Job, ranks: Ranks = ALONE) -> list[dict[str, Any]]:
     for step in range(job.first_step, job.last_step):
         if ranks.rank == job.failing_rank and step == 2:
             raise InvalidInput("Trajectory t-17 has no tokens.", remedy="Leave it out.")
+        if ranks.rank == job.lost_rank and step == 2:
+            os.kill(os.getpid(), signal.Signals[job.lost_by])
         report = _step(job, step, policy, optimizer, ranks)
         values = [report.loss, report.step.applied, report.step.grad_norm, report.metrics]
         curve.append(dict(zip(("loss", "applied", "grad_norm", "metrics"), values, strict=True)))
@@ -139,9 +162,16 @@ def _step(
 ) -> UpdateReport:
     """One update on sequences that a policy close to this one sampled."""
     rows = made_rows(step, job.num_sequences)
+    if job.num_tokens:
+        rows = [long_row(step, job.num_tokens)]
+    max_tokens = max(MAX_TOKENS, job.num_tokens)
     if job.records_experts and policy.routing is not None:
         rows = with_experts(rows, policy.routing, step)
-    scores = score_rows(policy, rows, ranks, max_tokens=MAX_TOKENS)
+    if step == job.poisoned_step:
+        rows[-1] = dataclasses.replace(rows[-1], advantages=rows[-1].advantages * torch.nan)
+    plan = plan_step(rows, [range(len(rows))], ranks, max_tokens=max_tokens)
+    share = plan.shares[ranks.rank]
+    scores = score_rows(policy, share.rows, ranks, max_tokens=max_tokens)
     rows = [
         dataclasses.replace(
             row,
@@ -149,18 +179,35 @@ def _step(
             proximal_logprobs=score,
             ref_logprobs=score - 0.1,
         )
-        for row, score in zip(rows, scores, strict=True)
+        for row, score in zip(share.rows, scores, strict=True)
     ]
-    if step == job.poisoned_step:
-        rows[-1] = dataclasses.replace(rows[-1], advantages=rows[-1].advantages * torch.nan)
-    return update(
+    backward = forward_backward(
         policy,
-        optimizer,
-        own_rows(rows, ranks, max_tokens=MAX_TOKENS),
+        pack_own(rows, share.packings[0], ranks),
         load_objective(job.loss, job.options, **job.surroundings),
         with_entropy=True,
         ranks=ranks,
     )
+    if job.keeps_gradients:
+        _keep(job, policy, gather_scores(scores, plan, ranks), ranks)
+    report = optimizer.step(backward.loss)
+    return UpdateReport(
+        loss=backward.loss,
+        metrics=backward.metrics,
+        step=report,
+        num_forwarded_tokens=backward.num_forwarded_tokens,
+    )
+
+
+def _keep(job: Job, policy: PolicyModel, scores: list[torch.Tensor], ranks: Ranks) -> None:
+    """Write the log-probs and the gradients of all ranks."""
+    named = policy.causal_lm.named_parameters()
+    gradients = {n: p.grad for n, p in named if p.grad is not None}
+    whole = gather_whole(gradients, ranks)
+    if ranks.is_first:
+        Path(job.out).mkdir(parents=True, exist_ok=True)
+        whole["logprobs"] = torch.cat(scores)
+        save_file(whole, Path(job.out, f"{job.name}.safetensors"))
 
 
 def _save(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks) -> None:
@@ -185,7 +232,7 @@ def _resume(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: R
     if job.is_sharded:
         load_sharded(directory, policy, {"train": optimizer}, ranks)
         return
-    load_weights(policy, load_file(directory / "model.safetensors"))
+    fill_weights(policy, [directory / "model.safetensors"], complaint="The checkpoint")
     state = torch.load(directory / "optimizer.pt", mmap=True, weights_only=True)
     load_optimizer(optimizer, state)
 
@@ -223,7 +270,11 @@ def main() -> None:
     disable_progress_bar()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     init_method = os.environ.get("INIT_METHOD", "env://")
-    with join_ranks(rank=rank, size=size, init_method=init_method, timeout_s=60) as ranks:
+    mesh = json.loads(os.environ.get("MESH", "{}"))
+    timeout_s = float(os.environ.get("TIMEOUT_S", "60"))
+    with join_ranks(
+        rank=rank, size=size, init_method=init_method, timeout_s=timeout_s, **mesh
+    ) as ranks:
         group = RankGroup(ranks, Runner)
         if ranks.is_first:
             with closing(group):

@@ -17,7 +17,7 @@ PTX, CUBIN = 1, 2
 
 
 COME_WITH_TRANSFORMERS = (
-    *("jinja2", "matplotlib", "mpmath", "numpy", "peft", "psutil", "pyyaml", "rich"),
+    *("accelerate", "jinja2", "matplotlib", "mpmath", "numpy", "peft", "psutil", "pyyaml", "rich"),
     *("safetensors", "tokenizers", "torch", "transformers", "uvloop"),
 )
 

@@ -1,9 +1,11 @@
 """The trainer's core: forward_backward, optim_step, snapshot and restore over a state. No network.
 
     rows = learner.rows_to_train(sequences, current=version)     # raises if one cannot be trained
-    rows = learner.prepare(rows)                                  # once for a whole train step
-    backward = learner.forward_backward(rows)
-    learner.optim_step(backward.loss)
+    plan = learner.plan(rows)                  # which rank trains which rows in which update
+    learner.prepare(plan)                      # sends the rows; once for a whole train step
+    for update in range(plan.num_updates):
+        backward = learner.forward_backward(update)
+        learner.optim_step(backward.loss)
     learner.snapshot(directory)
 
 `train_step`, `sft_step` and `warm_start_step` are made of these, and the job calls them. Every
@@ -20,20 +22,28 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from dialoop.errors import InvalidConfig, InvalidInput
+from dialoop.errors import InvalidInput
 from dialoop.reasons import Reason
 from dialoop.user_functions import place_of
-from dialoop_learning.lora.layers import add_lora
 from dialoop_learning.loss.corrections import Correction
-from dialoop_learning.loss.facts import DEMONSTRATION_LOSS, facts_of
+from dialoop_learning.loss.facts import DEMONSTRATION_LOSS, OPTIMIZERS
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.loss.objective import Objective, k3, mean_metrics
-from dialoop_learning.model.policy import DTYPES, PolicyModel, load_policy
+from dialoop_learning.model.policy import PolicyModel
 from dialoop_learning.model.products import library_of
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings, StepReport
-from dialoop_learning.packing.rows import PackedBatch, TokenRow, plant_rows
+from dialoop_learning.packing.rows import PackedBatch, TokenRow
 from dialoop_learning.parallel.group_commands import RankGroup, collective
-from dialoop_learning.parallel.ranks import ALONE, Ranks, own_packing, pack_own, score_rows, shard
+from dialoop_learning.parallel.ranks import Ranks
+from dialoop_learning.parallel.step_plan import (
+    RankShare,
+    StepPlan,
+    gather_scores,
+    num_trained_in,
+    pack_own,
+    plan_step,
+    score_rows,
+)
 from dialoop_learning.rl.bounds import BOUNDS, MAX_SIZE
 from dialoop_learning.rl.routed_experts import recorded_experts
 from dialoop_learning.training import (
@@ -47,11 +57,11 @@ from dialoop_learning.training import (
 )
 
 from dialoop_services.config.memory import LARGE_MODEL
-from dialoop_services.config.tables import ModelSection
 from dialoop_services.runtime.cores import threads_of
 from dialoop_services.runtime.process import set_allocator
 from dialoop_services.trainer.data.self_teacher import SelfTeacher, taught_rows
 from dialoop_services.trainer.learner.learner_state import LearnerState, move_training
+from dialoop_services.trainer.learner.policies import policy_of, reference_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -147,7 +157,7 @@ class Learner:
         self._ranks = ranks = self.group.ranks
         self.observer = StepObserver()
         """Sees the train steps from now on, where one process trains."""
-        policy = shard(policy_of(settings, ranks), ranks)
+        policy = policy_of(settings, ranks)
         if sum(parameter.numel() for parameter in policy.parameters()) >= LARGE_MODEL:
             set_allocator(mapped_bytes=MAPPED_BYTES)
         objective = objective_of(settings)
@@ -162,7 +172,7 @@ class Learner:
         teaches = objective.needs_feedback and ranks.is_first
         self._teacher = SelfTeacher.of(settings) if teaches else None
         self._seconds = dict.fromkeys(_PARTS_OF_A_STEP, 0.0)
-        self._num_given = self._num_distinct = 0  # tokens of a step's updates, and their prefixes
+        self._share: RankShare | None = None  # of the step that `prepare` began
         self.state = LearnerState(
             policy,
             {
@@ -173,7 +183,7 @@ class Learner:
             },
             random.Random(settings.seed),
             model_dir=settings.model_dir,
-            is_sharded=settings.sharded_checkpoints,
+            is_sharded=_is_sharded(settings, ranks),
             ranks=ranks,
         )
 
@@ -258,38 +268,57 @@ class Learner:
         experts = recorded_experts(row.sequence, self.state.policy.routing)
         return None if experts is None else torch.from_numpy(experts)
 
-    @collective(computes=True)
-    def prepare(self, rows: Rows[TokenRow], kind: Kind = "rl") -> list[TokenRow]:
-        """Add the values that are computed once for a whole step, before it is cut into updates.
+    def plan(self, rows: Rows[TokenRow], kind: Kind = "rl") -> StepPlan:
+        """Choose which rank trains which rows in which update; the first rank alone calls this.
 
-        For RL these are the current policy's log-probs, where the loss or the config needs them,
-        those behind the teacher's prompt, and whitened advantages. For SFT they are the reference's
-        log-probs, where it has one.
+        RL takes `num_epochs` times `num_minibatches` updates, in seeded random orders. An update
+        trains whole trajectories, however many sequences they have. Other kinds take one of all.
+        Advantages are whitened here, where all rows of a train step are.
         """
+        if kind != "rl":
+            return self._plan(rows, [range(len(rows))])
+        rows = whiten_sequences(rows) if self._whitens else list(rows)
+        trajectories = _by_trajectory(rows)
+        num = min(self._settings.num_minibatches, len(trajectories))
+        updates = []
+        for _ in range(self._settings.objective.num_epochs):
+            self.state.orders.shuffle(trajectories)
+            updates += [[i for own in trajectories[n::num] for i in own] for n in range(num)]
+        return self._plan(rows, updates)
+
+    @collective(computes=True)
+    def prepare(self, plan: StepPlan, kind: Kind = "rl") -> tuple[TokenRow, ...]:
+        """Send each rank its rows, and add the values that are computed once for a whole step.
+
+        Return this rank's rows. For RL the values are the current policy's log-probs, where the
+        loss or the config needs them, and those behind the teacher's prompt. For SFT they are the
+        reference's log-probs, where it has one.
+        """
+        rows: Rows[TokenRow] = plan.own.rows
+        objective = self._objectives["rl"]
         if kind == "sft" and self._reference is not None:
             scores = self._scores(rows, policy=self._reference)
-            pairs = zip(rows, scores, strict=True)
-            return [replace(row, ref_logprobs=logprobs) for row, logprobs in pairs]
-        if kind != "rl":
-            return list(rows)
-        if self._objectives["rl"].needs_proximal or self._settings.objective.proximal:
+            rows = [replace(row, ref_logprobs=own) for row, own in zip(rows, scores, strict=True)]
+        if kind == "rl" and (objective.needs_proximal or self._settings.objective.proximal):
             pairs = zip(rows, self._scores(rows), strict=True)
             rows = [replace(row, proximal_logprobs=logprobs) for row, logprobs in pairs]
-        if self._objectives["rl"].needs_feedback:
+        if kind == "rl" and objective.needs_feedback:
             scores = self._scores([row.behind_teacher_prompt() for row in rows])
-            pairs = zip(rows, scores, strict=True)
-            rows = [replace(row, ref_logprobs=logprobs) for row, logprobs in pairs]
-        return whiten_sequences(rows) if self._whitens else list(rows)
+            rows = [replace(row, ref_logprobs=own) for row, own in zip(rows, scores, strict=True)]
+        self._share = replace(plan.own, rows=tuple(rows))
+        return self._share.rows
 
     @collective(computes=True)
-    def forward_backward(self, rows: Rows[TokenRow], kind: Kind = "rl") -> BackwardReport:
-        """Add the gradients of the rows' loss to the present ones; no weight changes."""
-        settings = self._settings
+    def forward_backward(self, update: int = 0, kind: Kind = "rl") -> BackwardReport:
+        """Add the gradients of an update's loss to the present ones; no weight changes.
+
+        Its rows are those of the plan that was prepared last.
+        """
+        settings, share = self._settings, self._share
+        assert share is not None, "prepare a plan first"
         measures_entropy = settings.objective.entropy_metric and settings.logprob_kernel != "cut"
-        forest = plant_rows(rows)
-        self._num_given += sum(forest.lengths)
-        self._num_distinct += forest.num_distinct
-        packing = own_packing(rows, forest, self._ranks, max_tokens=settings.packed_row_tokens)
+        rows = [share.rows[place] for place in share.orders[update]]
+        packing = share.packings[update]
         self.observer.begin_update(rows, packing)
         backward = forward_backward(
             self.state.policy,
@@ -312,72 +341,70 @@ class Learner:
         self.observer.end_update(step)
         return step
 
-    @collective(computes=True)
     def warm_start_step(self, rows: Rows[TokenRow]) -> UpdateReport:
         """Take one update of SFT before RL, on rows to imitate."""
-        return self._update(rows, "warm_start")
+        return self._imitate(self.plan(rows, "warm_start"), "warm_start")
 
-    @collective(computes=True)
     def sft_step(self, rows: Rows[TokenRow]) -> UpdateReport:
         """Take one update of the mode SFT, with the optimiser and schedule of training."""
-        return self._update(self.prepare(rows, "sft"), "sft")
+        return self._imitate(self.plan(rows, "sft"), "sft")
 
     @collective(computes=True)
-    def train_step(self, rows: Rows[TokenRow]) -> TrainStepReport:
-        """Take `num_epochs` times `num_minibatches` updates, in seeded random orders.
+    def _imitate(self, plan: StepPlan, kind: Kind) -> UpdateReport:
+        self.prepare(plan, kind)
+        return self._update(0, kind)
 
-        An update trains whole trajectories, however many sequences they have.
-        """
+    def train_step(self, rows: Rows[TokenRow]) -> TrainStepReport:
+        """Take all updates of a train step, as `plan` has them."""
         self.observer.begin(rows, self.state.orders)
+        orders = self.state.orders.getstate()
+        report = self._train(self.plan(rows), num_trained_in(rows))
+        if not report.num_updates:
+            self.state.orders.setstate(orders)  # a batch that changed nothing is not repeated
+        return report
+
+    @collective(computes=True)
+    def _train(self, plan: StepPlan, num_trained_tokens: int) -> TrainStepReport:
         seconds = self._seconds = dict.fromkeys(_PARTS_OF_A_STEP, 0.0)
-        self._num_given = self._num_distinct = 0
         with _adding_to(seconds, "prepare_s"):
-            ready, orders = self.prepare(rows), self.state.orders.getstate()
+            ready = self.prepare(plan)
             self.observer.end_prepare(ready)
             mismatch = self._replay_mismatch(ready)
-        trajectories = _by_trajectory(ready)
-        num = min(self._settings.num_minibatches, len(trajectories))
-        num_epochs, reports, num_tokens = self._settings.objective.num_epochs, [], []
-        for _ in range(num_epochs):
-            self.state.orders.shuffle(trajectories)
-            for start in range(num):
-                part = [row for own in trajectories[start::num] for row in own]
-                num_tokens.append(_num_trained(part))
-                reports.append(self._update(part, "rl"))
-        if not any(report.step.applied for report in reports):
-            self.state.orders.setstate(orders)  # a batch that changed nothing is not repeated
+        reports = [self._update(update, "rl") for update in range(plan.num_updates)]
         fresh = reports[0].metrics.get("by_staleness", {}).get(0, {})
         num_forwarded = sum(r.num_forwarded_tokens for r in reports)
+        metrics = mean_metrics(
+            [r.metrics for r in reports],
+            plan.num_trained,
+            num_epochs=self._settings.objective.num_epochs,
+        )
         return TrainStepReport(
             loss=float(np.mean([r.loss for r in reports])),
-            metrics=mean_metrics([r.metrics for r in reports], num_tokens, num_epochs=num_epochs)
-            | mismatch,
+            metrics=metrics | mismatch,
             grad_norm=float(np.mean([r.step.grad_norm for r in reports])),
             num_updates=sum(r.step.applied for r in reports),
             num_refused=sum(not r.step.applied for r in reports),
-            num_trained_tokens=_num_trained(ready),
+            num_trained_tokens=num_trained_tokens,
             learning_rate=reports[-1].step.learning_rate,
             num_forwarded_tokens=num_forwarded,
-            num_saved_tokens=self._num_given - num_forwarded,
-            forwarded_per_distinct=num_forwarded / max(1, self._num_distinct),
+            num_saved_tokens=plan.num_given - num_forwarded,
+            forwarded_per_distinct=num_forwarded / max(1, plan.num_distinct),
             seconds=seconds,
             fresh_mismatch_kl=fresh.get("mismatch_kl"),
             fresh_by_depth=dict(reports[0].metrics.get("by_depth", {})),
         )
 
-    @collective(computes=True)
     def logprobs_of_rows(self, rows: Rows[TokenRow]) -> list[torch.Tensor]:
         """Return the policy's log-probs float32 [M] of each row, at the row's temperature."""
-        return self._scores(rows)
+        longest = max((len(row.token_ids) for row in rows), default=0)
+        return self._score(self._plan(rows, [range(len(rows))], longest))
 
-    @collective(computes=True)
     def heldout_loss(self, rows: Rows[TokenRow]) -> tuple[float, int]:
         """Return the mean negative log-likelihood in nats of a token, and the number of tokens."""
-        scores = self._scores(rows)
+        scores = self.logprobs_of_rows(rows)
         count = sum(len(values) for values in scores)
         return -sum(float(values.double().sum()) for values in scores) / max(1, count), count
 
-    @collective(computes=True)
     def logprobs(
         self, rows: Rows[Rows[int]], *, temperature: float = 1.0
     ) -> list[NDArray[np.float32]]:
@@ -388,8 +415,11 @@ class Learner:
             )
             for ids in rows
         ]
-        longest = max(len(ids) for ids in rows)
-        return [scores.numpy() for scores in self._scores(token_rows, longest)]
+        return [scores.numpy() for scores in self.logprobs_of_rows(token_rows)]
+
+    @collective(computes=True)
+    def _score(self, plan: StepPlan) -> list[torch.Tensor]:
+        return gather_scores(self._scores(plan.own.rows), plan, self._ranks)
 
     @collective()
     def move_to(self, device: str) -> None:
@@ -432,9 +462,13 @@ class Learner:
         """Continue from a snapshot as if never stopped; raise InvalidConfig for another model's."""
         self.state.read(directory)
 
-    def _update(self, rows: Rows[TokenRow], kind: Kind) -> UpdateReport:
+    def _plan(self, rows: Rows[TokenRow], updates: Rows[Rows[int]], longest: int = 0) -> StepPlan:
+        most = max(longest, self._settings.packed_row_tokens)
+        return plan_step(rows, updates, self._ranks, max_tokens=most)
+
+    def _update(self, update: int, kind: Kind) -> UpdateReport:
         with _adding_to(self._seconds, "forward_backward_s"):
-            backward = self.forward_backward(rows, kind)
+            backward = self.forward_backward(update, kind)
         with _adding_to(self._seconds, "optim_s"):
             step = self.optim_step(backward.loss, kind)
         return UpdateReport(
@@ -445,19 +479,21 @@ class Learner:
         )
 
     def _scores(
-        self, rows: Rows[TokenRow], longest: int = 0, *, policy: PolicyModel | None = None
+        self, rows: Rows[TokenRow], *, policy: PolicyModel | None = None
     ) -> list[torch.Tensor]:
+        """Return the log-probs of each of this rank's own rows."""
+        longest = max((len(row.token_ids) for row in rows), default=0)
         most = max(longest, self._settings.packed_row_tokens)
         return score_rows(policy or self.state.policy, rows, self._ranks, max_tokens=most)
 
     def _replay_mismatch(self, rows: Rows[TokenRow]) -> dict[str, float]:
         """Return the KL between engine and trainer with replayed experts and without, in nats.
 
-        Before the first update, of the first recorded rows, up to an eighth of the step's tokens or
-        a packed row; at least of one. Nothing without any.
+        Before the first update, of each rank's first recorded rows, up to an eighth of its tokens
+        or a packed row; at least of one. Nothing without any.
         """
         probed: list[TokenRow] = []
-        sampled, num_tokens = [], 0
+        sampled, num_tokens = [torch.empty(0)], 0
         total = sum(len(row.token_ids) for row in rows)
         most = min(self._settings.packed_row_tokens, total // _PROBED_PART)
         for row in rows:
@@ -468,13 +504,16 @@ class Learner:
                 probed.append(row)
                 sampled.append(logprobs)
                 num_tokens = needed
-        if not probed:
+        if not any(self._ranks.gather(len(probed))):
             return {}
         own = [replace(row, routed_experts=None) for row in probed]
-        return {
-            name: float(k3(torch.cat(sampled), torch.cat(self._scores(part))).mean())
-            for name, part in (("replayed_mismatch_kl", probed), ("own_routing_mismatch_kl", own))
-        }
+        found = {}
+        for name, part in (("replayed_mismatch_kl", probed), ("own_routing_mismatch_kl", own)):
+            scores = torch.cat([torch.empty(0), *self._scores(part)])
+            differences = k3(torch.cat(sampled), scores)
+            sums = self._ranks.gather_once([float(differences.sum()), len(scores)])
+            found[name] = sum(own for own, _ in sums) / sum(count for _, count in sums)
+        return found
 
     def _fit(self, rows: Rows[TokenRow]) -> list[TokenRow]:
         settings = self._settings
@@ -488,17 +527,19 @@ def _adding_to(seconds: dict[str, float], part: str) -> Iterator[None]:
     seconds[part] += time.perf_counter() - started
 
 
-def _num_trained(rows: Rows[TokenRow]) -> int:
-    return sum(int(row.response_mask.sum()) for row in rows)
+def _is_sharded(settings: TrainerSettings, ranks: Ranks) -> bool:
+    """Return whether checkpoints are written in parts: the whole may not fit the first rank."""
+    named = settings.sharded_checkpoints
+    return ranks.size > 1 and settings.optimizer in OPTIMIZERS if named == "auto" else named
 
 
-def _by_trajectory(rows: Rows[TokenRow]) -> list[list[TokenRow]]:
-    """Return the rows of each trajectory; a row that is part of none stands alone."""
-    parts: dict[object, list[TokenRow]] = {}
+def _by_trajectory(rows: Rows[TokenRow]) -> list[list[int]]:
+    """Return the indices of each trajectory's rows; a row that is part of none stands alone."""
+    parts: dict[object, list[int]] = {}
     for number, row in enumerate(rows):
         is_alone = row.trajectory_index is None
         key = number if is_alone else (row.group_index, row.trajectory_index)
-        parts.setdefault(key, []).append(row)
+        parts.setdefault(key, []).append(number)
     return list(parts.values())
 
 
@@ -540,55 +581,6 @@ def _require_numbers(row: TrainedSequence) -> None:
                 reason=Reason.OUT_OF_RANGE if is_number else Reason.NON_FINITE,
                 remedy="Play or score the group again: nothing can be learned from this number.",
             )
-
-
-def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
-    """Return the whole model that the settings describe; raise InvalidConfig without its device."""
-    if settings.device == "cuda":
-        require_cuda_devices(1)
-    # The trainer may not have its turn on a shared device yet.
-    device = ranks.loading_device if settings.device_lock is None else "cpu"
-    policy = load_policy(settings.model_dir, dtype=settings.dtype, device=device)
-    model = settings.model
-    if model.lora_rank:
-        add_lora(
-            policy.causal_lm,
-            rank=model.lora_rank,
-            alpha=model.lora_alpha,
-            targets=model.lora_targets,
-        )
-    if settings.activation_checkpointing:
-        policy.checkpoint_activations()
-    policy.take_balance(settings.objective.router_balance_coeff)
-    policy.offloads = settings.activation_offload
-    policy.autocast = DTYPES[settings.autocast] if settings.autocast else None
-    policy.take_kernel(settings.logprob_kernel, device=torch.device(settings.device))
-    return policy
-
-
-def require_cuda_devices(number: int) -> None:
-    """Raise InvalidConfig (NEEDS_CUDA) where there are fewer CUDA devices than processes here."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count < number:
-        raise InvalidConfig(
-            f"The trainer's device is cuda, and this machine has {count or 'no'} CUDA device"
-            f"{'' if count < 2 else 's'} for {number}.",
-            reason=Reason.NEEDS_CUDA,
-            remedy='Set device = "cpu" or fewer num_processes in [train], or run where they are.',
-        )
-
-
-def reference_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel | None:
-    """Return the starting model as SFT's frozen reference, or None; RL's is in the scorer."""
-    facts = facts_of(settings.demonstration_loss)
-    if settings.mode == "rl" or not (settings.objective.kl_coeff or facts.needs_reference):
-        return None
-    plain = {
-        "model": ModelSection(),
-        "activation_checkpointing": False,
-        "activation_offload": False,
-    }
-    return shard(policy_of(settings.model_copy(update=plain), ranks), ranks)
 
 
 def objective_of(settings: TrainerSettings) -> Objective:

@@ -30,9 +30,10 @@ from dialoop_learning.lora.layers import (
     merged_tensors,
     save_adapter_config,
 )
-from dialoop_learning.model.checkpoint_names import from_checkpoint, to_checkpoint
+from dialoop_learning.model.checkpoint_names import to_checkpoint
 from dialoop_learning.model.weight_delta import write_delta
 from dialoop_learning.model.weight_files import HEAD
+from dialoop_learning.parallel.loading import fill_weights
 from dialoop_learning.parallel.parallel_state import (
     cut,
     gather_optimizer,
@@ -40,7 +41,6 @@ from dialoop_learning.parallel.parallel_state import (
     gather_whole,
     load_optimizer,
     load_sharded,
-    load_weights,
     save_sharded,
 )
 from dialoop_learning.parallel.ranks import ALONE, Ranks, reshard
@@ -240,8 +240,7 @@ class LearnerState:
     def read_weights(self, path: Path) -> None:
         """Load weights that `write_weights` wrote; raise InvalidConfig for another model's."""
         complaint = f"{path.parent.name} is not of the model in {self._model_dir}"
-        tensors = from_checkpoint(self.policy.causal_lm, load_file(path))
-        load_weights(self.policy, tensors, complaint=complaint)
+        fill_weights(self.policy, [path], complaint=complaint)
 
     def write(self, directory: Path) -> None:
         """Write a checkpoint: weights (with LoRA the adapters), optimisers, random states."""

@@ -20,8 +20,9 @@ from pydantic import Field
 
 from dialoop_services.runtime.process import die_at_once_with_parent
 from dialoop_services.runtime.settings import StrictSettings
-from dialoop_services.trainer.learner.learner import Learner, require_cuda_devices
+from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.meeting import RENDEZVOUS_VARIABLE
+from dialoop_services.trainer.learner.policies import require_cuda_devices
 from dialoop_services.trainer.settings import TrainerSettings
 
 _LAST_WORDS_S = 5.0
@@ -46,7 +47,8 @@ class RankSettings(StrictSettings):
 def join_trainer_ranks(rank: RankSettings, settings: TrainerSettings) -> Iterator[Ranks]:
     """Join the other processes, and leave them on every path.
 
-    Raises InvalidConfig before that for a device that does not exist, or that is shared.
+    Raises InvalidConfig before that for a device that does not exist, or that is shared, and for a
+    mesh of another number of processes.
     """
     device = settings.device
     if device == "cuda":
@@ -62,6 +64,12 @@ def join_trainer_ranks(rank: RankSettings, settings: TrainerSettings) -> Iterato
             f"keep_steps is {settings.keep_steps}, and {rank.world_size} processes train.",
             remedy="Set num_processes to 1, or keep_steps to 0, in [train].",
         )
+    try:
+        dp_replicate, _, cp = settings.mesh.sizes(rank.world_size)
+    except ValueError as error:
+        raise InvalidConfig(
+            f"In [train], {error}.", remedy="Correct [train.mesh], num_nodes or num_processes."
+        ) from error
     if device == "cuda" and rank.world_size > 1:
         device = f"cuda:{rank.local_rank}"  # type: ignore[assignment]
     if rank.world_size > 1:
@@ -70,6 +78,8 @@ def join_trainer_ranks(rank: RankSettings, settings: TrainerSettings) -> Iterato
         rank=rank.rank,
         size=rank.world_size,
         device=torch.device(device),
+        dp_replicate=dp_replicate,
+        cp=cp,
         init_method=rank.rendezvous,
     ) as ranks:
         yield ranks
