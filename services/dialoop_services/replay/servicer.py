@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -34,6 +35,7 @@ from dialoop_services.replay.refusals import APPEND_MESSAGES
 from dialoop_services.replay.store import Answer, Kind, QueueStore, parse_lease
 from dialoop_services.replay.validation import check_group, check_trajectory
 from dialoop_services.runtime.access.principals import require_run
+from dialoop_services.runtime.calls import off_loop, too_many_items
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -53,8 +55,8 @@ _SELECTIONS = frozenset(pb.Selection.values())
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Leases = TypeVar("_Leases", pb.LeaseTasksResponse, pb.LeaseGroupsResponse)
 _Item = TypeVar("_Item")
-_LONG_BYTES = 1 << 16
-"""Bytes of a request from which on to check it takes so long that others should go on meanwhile."""
+_MAX_MEMBERS = 4096
+"""Trajectories of one request: the ledger works on each, and on nothing else meanwhile."""
 
 
 class ReplayServicer(rpc.ReplayServiceServicer):
@@ -99,6 +101,11 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         self, request: pb.AppendMembersRequest, context: _Context
     ) -> pb.AppendMembersResponse:
         check_run(request.run)
+        _require_few(
+            len(request.items),
+            *(item.lease_id for item in request.items),
+            *(item.trajectory.trajectory_id for item in request.items),
+        )
         for item in request.items:
             _check_count("num_discarded", item.num_discarded, least=0)
         vocab_size = self._vocab_size()
@@ -112,8 +119,10 @@ class ReplayServicer(rpc.ReplayServiceServicer):
             )
 
         rejections = await _checked(request, check)
-        valid = _valid(request.items, rejections)
-        appended = await self._append_members(pb.AppendMembersRequest(run=request.run, items=valid))
+        if any(rejections):  # else it is not copied
+            valid = _valid(request.items, rejections)
+            request = pb.AppendMembersRequest(run=request.run, items=valid)
+        appended = await self._append_members(request)
         outcomes = await self._outcomes(request.run, rejections, appended.outcomes)
         return pb.AppendMembersResponse(outcomes=outcomes, num_overflowed=appended.num_overflowed)
 
@@ -125,6 +134,7 @@ class ReplayServicer(rpc.ReplayServiceServicer):
     async def AppendTurns(
         self, request: pb.AppendTurnsRequest, context: _Context
     ) -> pb.AppendTurnsResponse:
+        _require_few(len(request.items), *(item.lease_id for item in request.items))
         for item in request.items:
             _check_turn(item.turn)
         answer = await self._apply(request, pb.AppendTurnsResponse)
@@ -138,6 +148,13 @@ class ReplayServicer(rpc.ReplayServiceServicer):
     ) -> pb.AppendGroupsResponse:
         check_run(request.run)
         stage = _stage_of(request.stage)
+        played = [each for item in request.items for each in item.group.trajectories]
+        _require_few(
+            len(request.items) + len(played),
+            *(item.lease_id for item in request.items),
+            *(item.group.task.task_id for item in request.items),
+            *(each.trajectory_id for each in played),
+        )
         for item in request.items:
             _check_num_discarded(item, stage)
             _check_priority(item, stage)
@@ -151,10 +168,13 @@ class ReplayServicer(rpc.ReplayServiceServicer):
         rejections = await _checked(request, check)
         valid = _valid(request.items, rejections)
         if stage is Stage.SCORED:
-            append = pb.AppendGroupsRequest(run=request.run, stage=request.stage, items=valid)
-            appended = list((await self._change(append, pb.AppendGroupsResponse)).outcomes)
+            if any(rejections):
+                run, kind = request.run, request.stage
+                request = pb.AppendGroupsRequest(run=run, stage=kind, items=valid)
+            appended = list((await self._change(request, pb.AppendGroupsResponse)).outcomes)
         else:
-            members = await self._append_members(members_of_groups(request.run, valid))
+            of_each = partial(members_of_groups, request.run, valid)
+            members = await self._append_members(await off_loop(request.ByteSize(), of_each))
             appended = list(outcomes_of_groups(valid, members.outcomes))
         outcomes = await self._outcomes(request.run, rejections, appended)
         return pb.AppendGroupsResponse(outcomes=outcomes)
@@ -312,10 +332,19 @@ async def _checked(
     request: pb.AppendMembersRequest | pb.AppendGroupsRequest,
     check: Callable[[Any], pb.AppendOutcome | None],
 ) -> list[pb.AppendOutcome | None]:
-    """Return what rejects each item of a request, in a thread where that takes long."""
-    if request.ByteSize() <= _LONG_BYTES:
-        return [check(item) for item in request.items]
-    return await asyncio.to_thread(lambda: [check(item) for item in request.items])
+    """Return what rejects each item of a request."""
+    return await off_loop(request.ByteSize(), lambda: [check(item) for item in request.items])
+
+
+def _require_few(num_members: int, *names: str) -> None:
+    """Raise InvalidInput for more members, or longer names, than the ledger takes at once."""
+    if num_members > _MAX_MEMBERS:
+        raise too_many_items(_MAX_MEMBERS)
+    if longest := max(map(len, names), default=0) > 2 * _MAX_TASK_ID:
+        raise InvalidInput(
+            f"An id has {longest} characters.",
+            remedy=f"Use at most {_MAX_TASK_ID} characters for an id.",
+        )
 
 
 def _without_ages(stats: pb.ReplayStats) -> pb.ReplayStats:

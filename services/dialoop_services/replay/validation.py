@@ -25,6 +25,7 @@ from dialoop_learning.rl.bounds import BOUNDS, MAX_SIZE
 from numpy.typing import NDArray
 
 _Rejection = replay_service_pb2.AppendOutcome
+_MAX_LINEAGE = 512
 
 
 def check_group(
@@ -138,8 +139,9 @@ def _read(proto: pb.Sequence) -> Sequence:
             "policy_versions.",
         )
     for place, version in enumerate(versions):
-        if version.number < 0:
-            raise _unfit(Reason.OUT_OF_RANGE, f"policy version {place} is {version.number}.")
+        if version.number < 0 or len(version.lineage) > _MAX_LINEAGE:
+            named = f"{version.lineage[:_MAX_LINEAGE]}-{version.number}"
+            raise _unfit(Reason.OUT_OF_RANGE, f"policy version {place} is {named}.")
     return sequence_from_proto(proto)
 
 

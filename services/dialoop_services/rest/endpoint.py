@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from contextlib import aclosing
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pydantic_core
@@ -43,7 +43,7 @@ from dialoop_services.rest.requests import (
 from dialoop_services.rest.routes import Route, name_of
 from dialoop_services.rest.schema import Encoder, decode, models
 from dialoop_services.runtime.access.token_file import scope_of
-from dialoop_services.runtime.calls import Call, Calls, while_allowed
+from dialoop_services.runtime.calls import Call, Calls, off_loop, while_allowed
 from dialoop_services.runtime.errors import is_not_implemented, not_served
 
 if TYPE_CHECKING:
@@ -260,7 +260,8 @@ class Endpoint:
             message = self._from_query(scope["query_string"])
         else:
             content = await read_body(caller.receive, headers, self._bodies, self._name)
-            message, complete = self._from_body(content, headers, scope["query_string"])
+            read = partial(self._from_body, content, headers, scope["query_string"])
+            message, complete = await off_loop(len(content), read)
         for parameter, field in self._route.bindings.items():
             _set_from_path(message, field, scope["path_params"][parameter])
         return message, complete
@@ -301,16 +302,15 @@ class Endpoint:
             raise fields_refused(error, where="body") from None
 
     def _from_protobuf(self, body: bytes) -> Message:
+        self._bodies.calls.require_few_items(body, self._route.rpc.input_type, self._name)
         try:
-            message = self._kind.FromString(body)
+            return self._kind.FromString(body)
         except DecodeError as error:
             raise InvalidInput(
                 f"The body is not a serialized {self._route.rpc.input_type.name}.",
                 reason=Reason.INVALID_PROTOBUF,
                 remedy="Send one message of that type, or JSON as application/json.",
             ) from error
-        self._bodies.calls.require_few_items(message, self._name)
-        return message
 
     def _from_query(self, query: bytes) -> Message:
         pairs = read_query(query)

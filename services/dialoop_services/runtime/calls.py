@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dialoop.clients.errors import STARTED_METADATA
 from dialoop.errors import CapacityExhausted, DialoopError, InvalidInput, Unauthenticated
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # Log records have these ids of a request, which may be in one of its messages.
 _IDS = ("run", "session_id", "group_id", "trajectory_id")
@@ -62,41 +63,68 @@ _OF_MANY = frozenset(
 LARGE = _OF_ONE_EPISODE | _OF_MANY
 """Rpcs whose requests hold trajectories, or an episode to go on with. Weights come as a stream of
 small chunks."""
-MAX_ITEMS, MAX_LARGE_ITEMS = 1 << 14, 1 << 18
+_UNCOUNTED_BYTES = 1 << 14  # what is in a shorter message is too little to take long
+_LONG_BYTES = 1 << 16  # to work on more takes so long that other calls should go on meanwhile
+MAX_ITEMS, MAX_LARGE_ITEMS = 1 << 14, 1 << 17
 """Most messages and texts in the lists of one request, and of one with many trajectories."""
 
 
-def _num_items(message: Message, most: int) -> int:
-    """Return how many items the lists of a message have, also inside others, or above `most`."""
-    num_items = 0
-    for name, is_list, goes_on in _costly_fields(message.DESCRIPTOR):
-        if not is_list:
-            inner = [getattr(message, name)] if message.HasField(name) else []
+_VARINT, _LENGTH, _SIZES = 0, 2, {1: 8, 5: 4}  # kinds of fields, as they are serialised
+_FIELDS_OF_AN_ITEM = 8
+
+
+def _cost(data: memoryview, descriptor: Descriptor, most: int) -> int:
+    """Return how many fields a serialised message has, also inside others, or above `most`.
+
+    A list's item counts as some fields more. What holds no lists is not looked into: that it has
+    the length of its bytes is limit enough. Before it is decoded, since a message of a few bytes
+    may become one of a hundred.
+    """
+    fields, cost, at, end = _costly_fields(descriptor), 0, 0, len(data)
+    while at < end and cost <= most:
+        tag, at = _varint(data, at)
+        number, kind, cost = tag >> 3, tag & 7, cost + 1
+        if number == 0:
+            break  # decoding refuses it
+        if kind == _VARINT:
+            _, at = _varint(data, at)
+        elif kind == _LENGTH:
+            length, at = _varint(data, at)
+            is_list, inner = fields.get(number, (False, None))
+            cost += _FIELDS_OF_AN_ITEM if is_list else 0
+            if inner is not None:
+                cost += _cost(data[at : at + length], inner, most - cost)
+            at += length
         else:
-            inner = getattr(message, name)
-            num_items += len(inner)
-        for item in inner if goes_on else ():
-            if num_items > most:
-                break
-            num_items += _num_items(item, most - num_items)
-    return num_items
+            at += _SIZES.get(kind, 0)
+    return cost
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Return a number and where it ends; IndexError where the bytes end before."""
+    value = shift = 0
+    while (byte := data[at]) >= 0x80:
+        value |= (byte & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+    return value | byte << shift, at + 1
 
 
 @cache
-def _costly_fields(descriptor: Descriptor) -> tuple[tuple[str, bool, bool], ...]:
-    """Return the fields that are or hold lists of more than numbers.
+def _costly_fields(descriptor: Descriptor) -> dict[int, tuple[bool, Descriptor | None]]:
+    """Return the fields that are or hold lists of more than numbers, by number.
 
-    Each with whether it is a list, and whether there may be such lists in its items.
+    Each with whether it is a list, and the message in which there may be such lists.
     """
-    fields = []
+    fields = {}
     for field in descriptor.fields:
         kind = field.message_type
         is_map = kind is not None and kind.GetOptions().map_entry
-        goes_on = kind is not None and not is_map and bool(_costly_fields(kind))
+        inner = kind if kind is not None and not is_map and _costly_fields(kind) else None
         is_costly = kind is not None or field.cpp_type == FieldDescriptor.CPPTYPE_STRING
-        if goes_on or (field.is_repeated and is_costly):
-            fields.append((field.name, field.is_repeated, goes_on))
-    return tuple(fields)
+        is_list = field.is_repeated and is_costly
+        if inner is not None or is_list:
+            fields[field.number] = (is_list, inner)
+    return fields
 
 
 class CallLimits:
@@ -128,11 +156,14 @@ class CallLimits:
             remedy=f"Send fewer or shorter items, or raise the service's {self.setting(rpc)}.",
         )
 
-    def require_few_items(self, message: Message, rpc: str) -> None:
-        """Raise InvalidInput (TOO_MANY_ITEMS) where the lists of a request have too many items."""
+    def require_few_items(self, data: bytes, kind: Descriptor, rpc: str) -> None:
+        """Raise InvalidInput (TOO_MANY_ITEMS) where a serialised request has too many items."""
         most = self.max_items(rpc)
-        if _num_items(message, most) > most:
-            raise too_many_items(most)
+        if len(data) > _UNCOUNTED_BYTES:
+            most_fields = _FIELDS_OF_AN_ITEM * most
+            with suppress(IndexError):  # it is cut off, which decoding says
+                if _cost(memoryview(data), kind, most_fields) > most_fields:
+                    raise too_many_items(most)
 
     def max_items(self, rpc: str) -> int:
         """Return how many items the lists of a request to a rpc may have, all together."""
@@ -151,6 +182,11 @@ class CallLimits:
             yield
         finally:
             self._num_calls -= 1
+
+
+async def off_loop(size: int, work: Callable[[], _T]) -> _T:
+    """Return what `work` makes of so many bytes of a request; of many in a thread."""
+    return await asyncio.to_thread(work) if size > _LONG_BYTES else work()
 
 
 def too_many_items(most: int) -> InvalidInput:

@@ -11,7 +11,6 @@ import asyncio
 import inspect
 from contextlib import aclosing, suppress
 from contextvars import Context
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -28,6 +27,7 @@ from dialoop_services.runtime.calls import (
     CallLimits,
     Calls,
     RightEnded,
+    off_loop,
     while_allowed,
 )
 from dialoop_services.runtime.errors import is_not_implemented, not_served, public_error, status_of
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 _OURS = "dialoop."
 _DRAIN_S = 1.0
-_COUNTED_BYTES = 1 << 14  # what is in a shorter message is too little to take long
 _ELSEWHERE = {
     "RegistryService.ListMembers": "Call RegistryService.ListInstances.",
     "RegistryService.WatchMembers": "Call RegistryService.WatchInstances.",
@@ -170,9 +169,10 @@ class _Method:
         self._limits, self.max_bytes = limits, limits.max_bytes(rpc)
         self._make = partial(
             make,
-            request_deserializer=self._lenient(handler.request_deserializer),
+            request_deserializer=None,
             response_serializer=handler.response_serializer,
         )
+        self._deserialize = handler.request_deserializer
         self._unread: Handler | None = None
         if unread is not None:
             self._unread = grpc.stream_unary_rpc_method_handler(
@@ -209,9 +209,10 @@ class _Method:
         status = "CANCELLED"
         try:
             with self._limits.place():
-                call.set_request(request)
+                decoded = await self._decoded(request)
+                call.set_request(decoded)
                 async with while_allowed():
-                    answer = await self._function(self._decoded(request), context)
+                    answer = await self._function(decoded, context)
             status = "OK"
         except grpc.aio.AbortError:
             status = _status_in(context)
@@ -234,37 +235,35 @@ class _Method:
             call.end(status)
         return answer
 
-    def _decoded(self, request: Any) -> Any:
+    async def _decoded(self, request: Any) -> Any:
         """Return the request, or the stream of requests; InvalidInput (INVALID_PROTOBUF)."""
         if not hasattr(request, "__aiter__"):
-            return _require_decoded(request, self._rpc)
-        return _until_mark(request, self._rpc) if self._has_mark else request
+            return await self._message(request)
+        messages = self._messages(request)
+        return _until_mark(messages, self._rpc) if self._has_mark else messages
 
-    def _lenient(self, deserialize: Any) -> Any:
-        """Return the deserializer with errors as values, so that the envelope refuses the call."""
-        if deserialize is None:
-            return None
+    async def _messages(self, parts: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for part in parts:
+            yield await self._message(part)
 
-        def decode(data: bytes) -> Any:
-            if len(data) > self.max_bytes:
-                return _Undecoded(self._limits.too_large(self._rpc))
-            try:
-                message = deserialize(data)
-                if len(data) > _COUNTED_BYTES:
-                    self._limits.require_few_items(message, self._rpc)
-                return message
-            except DialoopError as error:
-                return _Undecoded(error)
-            except DecodeError:
-                return _Undecoded(
-                    InvalidInput(
-                        f"The bytes are not a serialized request of {self._rpc}.",
-                        reason=Reason.INVALID_PROTOBUF,
-                        remedy="Send one message of the type that the protos name.",
-                    )
-                )
+    async def _message(self, data: bytes) -> Any:
+        return await off_loop(len(data), partial(self._decode, data))
 
-        return decode
+    def _decode(self, data: bytes) -> Any:
+        if self._deserialize is None:
+            return data
+        if len(data) > self.max_bytes:
+            raise self._limits.too_large(self._rpc)
+        kind = self._deserialize.__self__  # a message's class, of which it is FromString
+        self._limits.require_few_items(data, kind.DESCRIPTOR, self._rpc)
+        try:
+            return self._deserialize(data)
+        except DecodeError:
+            raise InvalidInput(
+                f"The bytes are not a serialized request of {self._rpc}.",
+                reason=Reason.INVALID_PROTOBUF,
+                remedy="Send one message of the type that the protos name.",
+            ) from None
 
 
 def _writing(function: Any) -> Any:
@@ -280,27 +279,13 @@ def _writing(function: Any) -> Any:
     return write
 
 
-@dataclass(frozen=True, slots=True)
-class _Undecoded:
-    """Stands for bytes that were not made a message, and says why."""
-
-    error: DialoopError
-
-
-def _require_decoded(request: Any, rpc: str) -> Any:
-    if isinstance(request, _Undecoded):
-        raise request.error
-    return request
-
-
 async def _until_mark(requests: AsyncIterator[Any], rpc: str) -> AsyncIterator[Any]:
     """Yield the messages before the stream's mark; InvalidInput (STREAM_CUT) where it is missing.
 
     To gRPC a stream that broke off may look as one that has ended.
     """
     num_messages, is_whole = 0, False
-    async for request in requests:
-        message = _require_decoded(request, rpc)
+    async for message in requests:
         if is_whole:
             raise _stream_cut(f"The stream of {rpc} went on after its mark.")
         if message.HasField("end"):

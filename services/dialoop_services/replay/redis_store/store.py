@@ -15,6 +15,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from dialoop_services.replay.store import (
     pack_group,
     pack_member,
 )
+from dialoop_services.runtime.calls import off_loop
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class RedisStore:
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
         """Apply a request, as `QueueStore.apply` says."""
         payloads: list[bytes] = []
-        fields = _fields(request, payloads)
+        fields = await off_loop(request.ByteSize(), partial(_fields, request, payloads))
         reply, blobs = await self._run_script(_script_name(request), request.run, fields, payloads)
         response = ParseDict(_without_empty(reply), answer())
         for message, blob in zip(_payloads_of(response), blobs, strict=True):
