@@ -391,7 +391,10 @@ class Reason(_Named):
         "Another incarnation of the service listens at the address.",
     )
     OTHER_WEIGHTS = "OTHER_WEIGHTS", "A replica's log-probs are not those of the policy it loaded."
-    OUTPUT_TOO_LARGE = "OUTPUT_TOO_LARGE", "A step added more text than any policy reads."
+    OUTPUT_TOO_LARGE = (
+        "OUTPUT_TOO_LARGE",
+        "An environment adds more text than any policy reads.",
+    )
     OUT_OF_RANGE = "OUT_OF_RANGE", "A number is out of range."
     PACKAGE_MISSING = "PACKAGE_MISSING", "An optional package is missing."
     PARTS_UNSUPPORTED = "PARTS_UNSUPPORTED", "A message has a part that is not text."

@@ -10,7 +10,7 @@ import asyncio
 import math
 import re
 from contextlib import contextmanager
-from http import HTTPStatus
+from http import HTTPMethod, HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from dialoop.errors import CapacityExhausted, DialoopError, InvalidInput
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MAX_HEAD_BYTES = 1 << 16
 _CONNECTION = "dialoop.connection"  # in the state that uvicorn hands over with each request
 _END_OF_HEAD = b"\r\n\r\n"
+_METHOD = re.compile(rb"[\r\n]*([A-Z]+) ")
+_METHODS = frozenset(HTTPMethod)
 _ABSOLUTE = re.compile(rb"\s*[A-Z]+ https?://([^/? ]*)", re.IGNORECASE)
 
 
@@ -36,6 +38,19 @@ class HeadTooLarge(InvalidInput):
 
     http_status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
     default_reason = Reason.MESSAGE_TOO_LARGE
+
+
+class TargetTooLong(HeadTooLarge):
+    """A request's line alone is above the limit."""
+
+    http_status = HTTPStatus.REQUEST_URI_TOO_LONG
+
+
+class UnknownMethod(InvalidInput):
+    """A request's method is none of HTTP's."""
+
+    http_status = HTTPStatus.NOT_IMPLEMENTED
+    default_reason = Reason.METHOD_NOT_ALLOWED
 
 
 _NOT_HTTP = InvalidInput(
@@ -51,6 +66,15 @@ _OTHER_HOST = InvalidInput(
 _HEAD_TOO_LARGE = HeadTooLarge(
     f"The request's line and headers have more than {MAX_HEAD_BYTES} bytes.",
     remedy="Send what is long in the body.",
+)
+
+_TARGET_TOO_LONG = TargetTooLong(
+    f"The request's target has more than {MAX_HEAD_BYTES} bytes.",
+    remedy="Send what is long in the body.",
+)
+_UNKNOWN_METHOD = UnknownMethod(
+    "HTTP has no such method.",
+    remedy=f"Use one of {', '.join(HTTPMethod)}.",
 )
 
 
@@ -143,7 +167,11 @@ class LimitedConnection(asyncio.Protocol):
             self._head = head + end
             self._num_body_bytes += num_due + len(body)
         if len(self._head) > MAX_HEAD_BYTES:
-            self._refuse(_HEAD_TOO_LARGE)
+            is_line = b"\r\n" not in self._head.lstrip(b"\r\n")[:MAX_HEAD_BYTES]
+            self._refuse(_TARGET_TOO_LONG if is_line else _HEAD_TOO_LARGE)
+            return
+        if (method := _METHOD.match(self._head)) and method[1].decode() not in _METHODS:
+            self._refuse(_UNKNOWN_METHOD)
             return
         if self._head.endswith(_END_OF_HEAD) and _names_another_host(self._head):
             self._refuse(_OTHER_HOST)

@@ -273,6 +273,10 @@ HOST = b"Host: 127.0.0.1\r\n"
         (b"GET http://elsewhere/healthz HTTP/1.1", HOST, 400),
         (b"GET /healthz HTTP/1.0", b"", 200),
         (b"GET /healthz HTTP/2.0", HOST, 505),
+        (b"BREW /healthz HTTP/1.1", HOST, 501),
+        (b"PATCH /healthz HTTP/1.1", HOST, 405),
+        (b"GET /" + b"x" * (1 << 16) + b" HTTP/1.1", HOST, 414),
+        (b"GET /healthz HTTP/1.1", HOST + b"x: " + b"x" * (1 << 16) + b"\r\n", 431),
     ],
 )
 async def test_a_request_names_its_host_once_and_a_version_that_is_served(

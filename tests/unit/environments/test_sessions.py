@@ -18,6 +18,7 @@ from dialoop.errors import (
     InvalidConfig,
     InvalidInput,
     NotFound,
+    PreconditionFailed,
 )
 from dialoop.trajectory import Owner
 from dialoop_services.environment.settings import EnvironmentEntry, EnvironmentSettings
@@ -405,6 +406,18 @@ async def test_steps_that_come_at_once_count_before_they_begin():
         gate.open.set()
         await asyncio.gather(*steps[:2])
         await sessions.step(step_call(session_id="c"))
+
+
+async def test_an_opening_of_megabytes_is_refused():
+    said = "x" * 5_000_000
+    long = tool_environment(
+        name="long", tasks=TASKS, tools={}, rewards=[ExactResult()], system_prompt=said
+    )
+    async with open_sessions(Catalogue([long]), SessionLimits()) as sessions:
+        sessions.create("s", "long")
+        with pytest.raises(PreconditionFailed, match="opens with 50") as caught:
+            await sessions.reset(reset_call())
+    assert caught.value.reason == "OUTPUT_TOO_LARGE"
 
 
 async def test_a_step_that_adds_megabytes_fails_and_the_environment_owns_it():

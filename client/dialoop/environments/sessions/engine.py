@@ -38,14 +38,15 @@ from dialoop.environments.tasks.choosing import (
     require_choice,
     resolve_split,
 )
-from dialoop.errors import DialoopError, Unavailable
+from dialoop.errors import DialoopError, PreconditionFailed, Unavailable
 from dialoop.failures import failure_of
 from dialoop.reasons import Reason
 from dialoop.trajectory import Failure, Owner
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 
+    from dialoop.chat import Message
     from dialoop.environments.modes import Answered
     from dialoop.environments.sessions.catalogue import Catalogue
     from dialoop.environments.tasks.choosing import TaskChoice
@@ -143,7 +144,7 @@ class SessionEngine:
             session = self.create(call.session_id, environment, ttl_s)
             opening = session.opening_for(call)
             if opening is None:
-                opening = served.reset(task, seed)
+                opening = _not_too_long(served, served.reset(task, seed))
                 self._begin(session, call, opening)
             members.append((session, opening))
         return members
@@ -164,7 +165,7 @@ class SessionEngine:
             session.require_next_episode(call.episode)
             task, seed = choose_task(environment, call.choice)
             if not isinstance(environment, OpensSlowly) and call.resumed is None:
-                opening = environment.reset(task, seed)
+                opening = _not_too_long(environment, environment.reset(task, seed))
                 self._begin(session, call, opening)
                 return opening
             work = self._start(self._open(session, environment, call, task, seed))
@@ -461,6 +462,7 @@ async def _open_within(
                 opening = await environment.open(task, seed)
             else:
                 opening = environment.reset(task, seed)
+            opening = _not_too_long(environment, opening)
             return opening if resumed is None else await restore(environment, opening, resumed)
     except DialoopError as error:
         return error
@@ -481,9 +483,7 @@ async def _try_step(environment: Environment, episode: Episode, answered: Answer
     except (Exception, asyncio.CancelledError) as error:
         _raise_if_cancelled(error)
         return _failed_step(environment, episode, answered, error)
-    num_added = sum(
-        len(message.text) for message in outcome.episode.history[len(episode.history) :]
-    )
+    num_added = _num_characters(outcome.episode.history[len(episode.history) :])
     if num_added <= MAX_ADDED:
         return outcome
     failure = Failure(
@@ -492,6 +492,21 @@ async def _try_step(environment: Environment, episode: Episode, answered: Answer
         message=f"A step of {environment.name} added {num_added} characters; {MAX_ADDED} may be.",
     )
     return _without_response(episode, answered).fail(failure)
+
+
+def _not_too_long(environment: Environment, opening: Opening) -> Opening:
+    num_added = _num_characters(opening.episode.history)
+    if num_added <= MAX_ADDED:
+        return opening
+    raise PreconditionFailed(
+        f"An episode of {environment.name} opens with {num_added} characters; {MAX_ADDED} may be.",
+        reason=Reason.OUTPUT_TOO_LARGE,
+        remedy="Shorten the task, or what the environment says of it.",
+    )
+
+
+def _num_characters(messages: Iterable[Message]) -> int:
+    return sum(len(message.text) for message in messages)
 
 
 def _raise_if_cancelled(error: BaseException) -> None:

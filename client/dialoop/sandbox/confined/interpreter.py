@@ -85,7 +85,7 @@ def _text(stream: _Capped) -> io.TextIOWrapper:
 def _execute(code: str, namespace: dict[str, Any], err: io.TextIOWrapper) -> bool:
     linecache.cache[_NAME] = (len(code), None, code.splitlines(keepends=True), _NAME)
     try:
-        exec(compile(code, _NAME, "exec", dont_inherit=True), namespace)
+        exec(compile(code, _NAME, "exec", dont_inherit=True), namespace)  # noqa: S102
     except SystemExit as exit_:
         if exit_.code not in (None, 0) and not isinstance(exit_.code, int):
             err.write(f"{exit_.code}\n")
