@@ -9,8 +9,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from dialoop.trajectory import Group
@@ -25,7 +27,7 @@ from tests.support.clusters.ray_cluster import ray_cluster
 from tests.support.clusters.slurm_cluster import missing_programs, slurm_cluster
 from tests.support.queue_model.store import ModelStore
 from tests.support.recorded_world import ROOT, Recorded, record_groups, recorded_world
-from tests.support.stack_jobs import assert_accounted
+from tests.support.stack_jobs import assert_accounted, write_config
 
 pytestmark = [
     pytest.mark.timeout(2400),
@@ -147,6 +149,59 @@ async def test_two_nodes_of_two_ranks_end_with_one_processs_weights_on_slurm_and
     torch.testing.assert_close(of_slurm.norm, one.norm, rtol=1e-5, atol=1e-5)
     for name, tensor in one.weights.items():
         torch.testing.assert_close(of_slurm.weights[name], tensor, rtol=0, atol=1e-4)
+
+
+@pytest.mark.heavy(reason="a job on a real Ray whose trainer loses a raylet")
+def test_a_job_on_ray_goes_on_after_a_raylet_of_its_trainer_has_died(tmp_path: Path) -> None:
+    config = write_config(tmp_path, store="memory", num_warm_start_steps=60, num_train_steps=10)
+    settings = (
+        "train.num_nodes=2",
+        "launch.on=ray",
+        # Each of the trainer's nodes takes most of a raylet, and the third raylet is for later.
+        "resources.trainer.processors=3",
+        "train.num_threads=1",
+    )
+    with ray_cluster(tmp_path, 4) as cluster:
+        words = (*settings, f"launch.ray.address={cluster.address}")
+        with (tmp_path / "out.txt").open("wb") as output:
+            job = subprocess.Popen(
+                [cluster.python, "-m", "dialoop_ops.stack", "train", str(config)]
+                + [word for setting in words for word in ("--set", setting)],
+                cwd=tmp_path,
+                env={n: v for n, v in os.environ.items() if not n.startswith("DIALOOP_")},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        run_dir = tmp_path / "runs" / "job"
+
+        def said() -> str:
+            return (tmp_path / "out.txt").read_text("utf-8", errors="replace")[-3000:]
+
+        def train_steps() -> int:
+            path = run_dir / "metrics.jsonl"
+            return path.read_text("utf-8").count('"kind": "train"') if path.is_file() else 0
+
+        deadline = time.monotonic() + 900
+        while train_steps() < 4:
+            assert job.poll() is None, said()
+            assert time.monotonic() < deadline, said()
+            time.sleep(0.5)
+        nodes = cluster.nodes_of_actors()
+        [second] = [
+            process
+            for process in psutil.process_iter()
+            if process.ppid() in nodes and "--node 1" in " ".join(process.cmdline())
+        ]
+        victim = nodes[second.ppid()]
+        assert victim != cluster.nodes[0], "the raylet to kill is not that of the driver"
+        cluster.kill_node(victim)
+        assert job.wait(1200) == 0, said()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["num_train_steps"] == 10
+    log = (run_dir / "logs" / "trainer.log").read_text("utf-8", errors="replace")
+    assert "Its node, or Ray's actor of it, is gone" in log, "the second node's"
+    assert "Rank 0 of 2 lost its connection" in log
+    assert_accounted(summary)
 
 
 @pytest.mark.heavy(reason="the demo's whole job with a trainer on two nodes, of which one dies")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from dialoop.errors import InvalidConfig
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.parallel import group_commands
 from dialoop_learning.parallel.ranks import ALONE
+from dialoop_services.trainer.learner import ranks as ranks_module
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.ranks import (
     RankSettings,
     join_trainer_ranks,
     learners_of,
+    leave_stopping_to_the_first,
     make_learner,
 )
 from safetensors.torch import load_file
@@ -139,8 +142,7 @@ def test_all_end_with_one(what: str, code: int, stderr: str) -> None:
 def test_the_first_is_told_to_stop_and_the_others_leave_with_it() -> None:
     body = f"""{TAIL}
 if rank:
-    from dialoop_services.trainer.learner.ranks import RankSettings, leave_stopping_to_the_first
-    leave_stopping_to_the_first(RankSettings())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.write(1, b'up\\n')
 time.sleep(2 if rank else 600)
 """
@@ -150,6 +152,23 @@ time.sleep(2 if rank else 600)
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=PATIENCE_S)[1] == ""
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("num_here", [1, 10_000])
+def test_a_rank_that_is_told_to_stop_stays_unless_one_beside_it_has_died(
+    num_here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = threading.Event()
+    monkeypatch.setattr("os._exit", lambda code: left.set())
+    monkeypatch.setattr(ranks_module, "_LAST_WORDS_S", 0.0)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        leave_stopping_to_the_first(RankSettings(local_world_size=num_here))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert left.wait(PATIENCE_S if num_here > 1 else 0.2) == (num_here > 1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_several_processes_do_not_share_a_device_by_turns(model_dir: Path, tmp_path: Path) -> None:
