@@ -85,6 +85,7 @@ CASES = {
     "path_of_a_prompt": Case(returns={"trace": ({}, [])}),
     "publish_pause": Case(returns={"_measure": {}}),
     "real.__main__": Case(("--json",), {"fetch_model": None, "train": 0.0, "report": {}}),
+    "real.deltas": Case(("--tiny",), {"make_tiny_model": Path(), "run": {}}),
     "real.race": Case(("report", "--target", "0.5"), {"results_in": []}),
     "reasoning_race": Case(returns={"race": {}, "ratios": {}}),
     "rendering": Case(

@@ -35,6 +35,7 @@ RUNS = {
     "path_of_a_prompt": "",
     "path_of_a_prompt --rest-step": "",
     "publish_pause": "--engines transformers --sizes 3m --times 1",
+    "real.deltas": "--tiny --steps 2 --rates 1e-6 --formats float32",
     "reasoning_race": "--contenders in_process --num-steps 2 --samples 1",
     "rendering": "--turns 2 --words 5 --calls 3",
     "replay_throughput": "--groups 40 --tokens 16",

@@ -168,6 +168,22 @@ def of_a_model(folder: Path) -> Names:
     return {"directory": directory, "values": {"model": {"directory": str(directory)}}}
 
 
+@context("dialoop_learning.model.weight_delta", "dialoop_learning.model.weight_writer")
+def of_two_files(folder: Path) -> Names:
+    import torch
+    from safetensors.torch import save_file
+
+    old, new, copy_of_old = (folder / name for name in ("old", "new", "copy"))
+    for file, number in ((old, 0.0), (new, 1.0), (copy_of_old, 0.0)):
+        tensor = torch.zeros(1000)
+        tensor[7] = number
+        save_file({"w": tensor}, file)
+    names = {"old": old, "new": new, "copy_of_old": copy_of_old, "out": folder / "out"}
+    tensors = {"w": torch.ones(3)}
+    like = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    return names | {"digest": "", "path": folder / "path", "like": like, "buckets": [tensors]}
+
+
 @context("dialoop_learning.lora.base_weights")
 def of_an_adapter(folder: Path) -> Names:
     from dialoop_learning.lora.layers import adapter_tensors, add_lora

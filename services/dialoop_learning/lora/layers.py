@@ -8,7 +8,7 @@ merged_tensors(policy.causal_lm)          # the whole policy, under the model's 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,22 +86,41 @@ def has_lora(causal_lm: Any) -> bool:
     return hasattr(causal_lm, "peft_config")
 
 
-@torch.no_grad()
-def merged_tensors(causal_lm: Any) -> dict[str, Tensor]:
-    """Return the weights with adapters added, W + alpha / rank B A; the model stays as it is."""
-    from peft.tuners.lora import LoraLayer
-
-    merged = {
-        name.replace(".base_layer.", "."): tensor
+def base_tensors(causal_lm: Any) -> dict[str, Tensor]:
+    """Return the weights without adapters, under the model's own names."""
+    return {
+        name.replace(".base_layer.", "."): tensor.detach()
         for name, tensor in causal_lm.state_dict().items()
         if ".lora_" not in name
     }
-    for path, module in causal_lm.named_modules():
-        if isinstance(module, LoraLayer):
-            name = f"{path}.weight"
-            down, up = module.lora_A[_NAME].weight, module.lora_B[_NAME].weight
-            merged[name] = merged_weight(merged[name], down, up, module.scaling[_NAME])
-    return merged
+
+
+@torch.no_grad()
+def merged_tensors(causal_lm: Any) -> dict[str, Tensor]:
+    """Return the weights with adapters added, W + alpha / rank B A; the model stays as it is."""
+    base, merge = base_tensors(causal_lm), merging(causal_lm)
+    return {name: merge(name, tensor) for name, tensor in base.items()}
+
+
+def merging(causal_lm: Any) -> Callable[[str, Tensor], Tensor]:
+    """Return a function that adds to a weight of that name the adapter it has, if it has one."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = {
+        f"{path}.weight": module
+        for path, module in causal_lm.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+    @torch.no_grad()
+    def merge(name: str, weight: Tensor) -> Tensor:
+        layer: Any = layers.get(name)
+        if layer is None:
+            return weight
+        down, up = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+        return merged_weight(weight, down, up, layer.scaling[_NAME])
+
+    return merge
 
 
 def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:

@@ -2,7 +2,8 @@
 
 Gathered, they are byte for byte what one process would write. Any number of ranks can load them:
 
-    weights = gather_weights(policy, ranks)         # on the first rank's host; empty on the others
+    for bucket in gather_buckets(policy_tensors(policy), ranks):    # on the first rank's host
+        ...                                         # empty on the others, which iterate too
     state = gather_optimizer(optimizer, ranks)      # as GuardedOptimizer.state_dict
     load_optimizer(optimizer, torch.load(path, mmap=True, weights_only=True))
 
@@ -13,8 +14,10 @@ another number of ranks.
 
 from __future__ import annotations
 
+import re
 import warnings
 from contextlib import contextmanager
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +32,7 @@ from dialoop_learning.model.weight_files import HEAD
 from dialoop_learning.parallel.ranks import Ranks, reshard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from dialoop_learning.optim import GuardedOptimizer
 
 _OPTIMIZER, _COUNTS = "optimizer", "counts"
+_LAYER = re.compile(r".*?\.\d+\.")
 
 
 def policy_tensors(policy: PolicyModel) -> dict[str, Tensor]:
@@ -61,8 +65,29 @@ def gather_whole(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tenso
 
     It gathers one tensor at a time, so a device holds its shards and one whole tensor.
     """
-    whole = ((name, _whole(tensor, ranks)) for name, tensor in tensors.items())
-    return {name: tensor for name, tensor in whole if tensor is not None}
+    return {k: v for bucket in gather_buckets(tensors, ranks) for k, v in bucket.items()}
+
+
+def gather_buckets(
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    *,
+    change: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
+) -> Iterator[dict[str, Tensor]]:
+    """Yield whole tensors on the first rank's host, those of a layer together; {} on the others.
+
+    It is collective: all ranks iterate to the end. `change` makes each tensor, as it is sharded,
+    into what is gathered.
+    """
+    for _, names in groupby(tensors, key=_layer_of):
+        whole = ((name, _whole(change(name, tensors[name]), ranks)) for name in names)
+        yield {name: tensor for name, tensor in whole if tensor is not None}
+
+
+def _layer_of(name: str) -> str:
+    """Return the part of a name up to its layer's number, or all of it."""
+    layer = _LAYER.match(name)
+    return name if layer is None else layer[0]
 
 
 def gather_optimizer(optimizer: GuardedOptimizer, ranks: Ranks) -> dict[str, Any]:

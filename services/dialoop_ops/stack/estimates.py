@@ -33,6 +33,7 @@ from dialoop_services.config.memory import (
     training_memory,
     training_products,
 )
+from dialoop_services.config.tables import published_dtype
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
@@ -55,7 +56,8 @@ surely takes: trainers took .85 to 1.05 of theirs."""
 class Estimate:
     """Bytes of each process by its name, of a publish, and the products of a train step.
 
-    publish_bytes: of the file. published_bytes: of what lies in the machine's memory of them.
+    publish_bytes: of the file, in published_dtype. published_bytes: of what lies in the machine's
+    memory of them.
     step_products: floating-point operations of one train step on one process, if every trajectory
     is as long as the context, max_model_len. row_tokens: of the longest row. mesh: dp_replicate,
     dp_shard and cp. on_gpus: processes beside the trainer whose model lies on a GPU. elsewhere:
@@ -64,6 +66,7 @@ class Estimate:
 
     processes: Mapping[str, Parts]
     publish_bytes: int
+    published_dtype: str
     published_bytes: int
     step_products: float
     row_tokens: int
@@ -141,10 +144,9 @@ class Estimate:
     @property
     def what_is_published(self) -> str:
         """Return how many numbers a publish has."""
-        count = self.training.num_trained
-        whole = self.shape.num_parameters if count is None else count
-        what = "parameters" if count is None else "of an adapter"
-        return f"{whole / 1e6:.1f} million {what} in {self.training.dtype}"
+        number = self.publish_bytes // BYTES_OF[self.published_dtype]
+        what = "parameters" if number == self.shape.num_parameters else "of an adapter"
+        return f"{number / 1e6:.1f} million {what} in {self.published_dtype}"
 
 
 def _alike(processes: Mapping[str, Parts]) -> dict[str, tuple[str, Parts]]:
@@ -193,13 +195,12 @@ def mesh_lines(config: JobConfig, *, room: float) -> list[str]:
 
 def _whole(estimate: Estimate) -> float:
     """Return all bytes of a process of the trainer on its card."""
-    return _CONTEXT_BYTES + _card_bytes(estimate.processes["trainer"], estimate)
+    return _CONTEXT_BYTES + _card_bytes(estimate.processes["trainer"])
 
 
-def _card_bytes(parts: Parts, estimate: Estimate) -> int:
-    """Return what of a process lies on its card; several ranks gather a publish on the host."""
-    is_gathered = estimate.training.num_processes > 1
-    return parts.total - parts.parts["process"] - is_gathered * parts.parts.get("publish", 0)
+def _card_bytes(parts: Parts) -> int:
+    """Return what of a process lies on its card."""
+    return parts.total - parts.parts["process"]
 
 
 def span(seconds: float) -> str:
@@ -261,13 +262,11 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     )
     adapts = config.model.publishes_adapters(inference.data_plane)
     sent = training.num_trained if adapts else None
-    publish = (shape.num_parameters if sent is None else sent) * BYTES_OF[config.dtype]
+    dtype = config.dtype if adapts else published_dtype(config.dtype, inference.dtype)
+    publish = (shape.num_parameters if sent is None else sent) * BYTES_OF[dtype]
     of_row = training_products(shape, replace(training, num_tokens=row_tokens))
     trainer = training_memory(shape, training)
-    copied = publish if train.first_depth else 0  # then a publish runs beside the next step
-    capture = Parts(parts={**trainer.parts, "publish": copied})
-    processes = {"trainer": capture}
-    processes |= {f"trainer-{n}": trainer for n in range(1, train.num_ranks)}
+    processes = {f"trainer-{n}" if n else "trainer": trainer for n in range(train.num_ranks)}
     num_replicas = inference.num_replicas if train.mode == "rl" else 0
     engine = _memory_of_replica(config, shape, is_tied=is_tied(directory))
     replicas = {f"inference-{n}": engine for n in range(num_replicas)}
@@ -284,6 +283,7 @@ def estimate_of(config: JobConfig) -> Estimate | None:
     return Estimate(
         processes=processes,
         publish_bytes=publish,
+        published_dtype=dtype,
         published_bytes=_NUM_PUBLISHED * publish if inference.data_plane == "shared_memory" else 0,
         step_products=rows * of_row / train.num_ranks,
         row_tokens=row_tokens,
@@ -409,7 +409,7 @@ def _on_device(
         name = f"trainer-{rank}" if rank else "trainer"
     name = "inference-0" if name == "inference" else name
     parts = estimate.processes.get(name) if estimate else None
-    model_bytes = _card_bytes(parts, estimate) if parts and estimate else 0
+    model_bytes = _card_bytes(parts) if parts else 0
     return _CONTEXT_BYTES + _SURE * model_bytes
 
 

@@ -24,7 +24,6 @@ all keys, I the inner width (of all experts that a token uses), V the vocabulary
                   and Pt b by n: a layer W that computes, the next one, its gradients, and embedding
                   and head, which stay whole from the forward to the backward pass
     process       what Python and torch take
-    publish       a copy of what is published, beside the next train step
 
 Gradients grow while activations go, so the larger of "backward + head" and "gradients" counts. In
 an update of several rows the first row's gradients, Pt b, lie beside the next row's backward pass.

@@ -47,6 +47,11 @@ _FIRST_DEPTH = 2
 _STAGES, _MEMORY_SHARE = "pipeline_parallel_size", "gpu_memory_utilization"
 
 
+def published_dtype(trained: Dtype, engine: str) -> Dtype:
+    """Return the number format of whole policies: the engine's, where it is the narrower one."""
+    return "bfloat16" if engine == "bfloat16" else trained
+
+
 def turns_spent(total_turns: int) -> str:
     """Return the reason of tasks for which that limit left no turn.
 

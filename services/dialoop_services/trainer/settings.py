@@ -23,6 +23,7 @@ from dialoop_services.config.tables import (
     ModelSection,
     TrainFields,
     UpdateMode,
+    published_dtype,
 )
 
 
@@ -94,6 +95,8 @@ class TrainerSettings(JobSettings, TrainFields):
     explains such an answer exactly."""
     data_plane: str = job_key("inference.data_plane")
     """How weights reach replicas: as a file, as bytes over gRPC, or by vLLM's own transfer."""
+    inference_dtype: Literal["", "float32", "bfloat16"] = job_key("inference.dtype")
+    """Number format of the engine's weights; empty: as `dtype`."""
     deltas: Literal["auto", "always", "never"] = job_key("inference.deltas")
     """Over which data planes a publish sends only what changed."""
     inference_world_size: int = Field(default=1, ge=1)
@@ -143,6 +146,11 @@ class TrainerSettings(JobSettings, TrainFields):
     def publishes_adapters(self) -> bool:
         """Return whether replicas get the LoRA adapter alone and add it into their base weights."""
         return self.model.publishes_adapters(self.data_plane)
+
+    @property
+    def published_dtype(self) -> Dtype:
+        """Return the number format of whole policies."""
+        return published_dtype(self.dtype, self.inference_dtype)
 
     @property
     def first_depth(self) -> int:

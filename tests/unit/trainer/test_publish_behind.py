@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from dialoop.errors import PreconditionFailed
-from dialoop_services.trainer.learner.learner_state import CapturedWeights
+from dialoop_learning.model.weight_writer import WeightsWriter
+from dialoop_learning.parallel.parallel_state import gather_buckets
+from dialoop_learning.parallel.ranks import ALONE
+from dialoop_services.trainer.learner.learner_state import CapturedWeights, LearnerState
 from safetensors.torch import load_file, save_file
 
 from tests.support.trainer_world import World, worlds
@@ -39,9 +44,28 @@ def weights() -> dict[str, torch.Tensor]:
     }
 
 
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Write as a learner does; return the names that were gathered for it."""
+    state: Any = SimpleNamespace(_ranks=ALONE)
+    gathered: list[str] = []
+
+    def buckets() -> Iterator[dict[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            gathered.append(name)
+            yield {name: tensor}
+
+    like = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    try:
+        LearnerState._write(state, path, like, buckets(), {"format": "pt"})
+    finally:
+        assert gathered == list(tensors)  # other ranks wait for this one in each
+    return gathered
+
+
 def test_the_bytes_are_those_of_safetensors_with_their_digest(tmp_path: Path) -> None:
     tensors, path, copy = weights(), tmp_path / "own" / "w", tmp_path / "memory" / "w"
-    exported = CapturedWeights(path=path, tensors=tensors, metadata={"format": "pt"}).write(copy)
+    write(copy, tensors)
+    exported = CapturedWeights(path=path, first=copy).measured()
     assert not path.exists()  # whoever waits for the policy does not wait for the disk
     exported.keep()
     plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -57,16 +81,45 @@ def test_the_bytes_are_those_of_safetensors_with_their_digest(tmp_path: Path) ->
     assert torch.equal(load_file(path)["turned"], tensors["turned"])
 
 
-def test_a_file_that_cannot_be_written_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+def test_two_layers_at_most_are_in_memory_on_their_way_to_the_file(tmp_path: Path) -> None:
+    names = ["embed", *(f"layers.{n}.{part}" for n in range(6) for part in "ab"), "norm"]
+    shards = {name: torch.empty(1) for name in names}
+    made: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def change(_: str, tensor: torch.Tensor) -> torch.Tensor:
+        whole = torch.ones_like(tensor)
+        made.append(weakref.ref(whole))
+        return whole
+
+    with WeightsWriter(tmp_path / "w", shards, {}) as writer:
+        for bucket in gather_buckets(shards, ALONE, change=change):
+            assert len({name[:9] for name in bucket}) == 1
+            writer.put(bucket)
+            del bucket
+            most = max(most, sum(ref() is not None for ref in made))
+    assert most <= 4
+    assert load_file(tmp_path / "w").keys() == shards.keys()
+
+
+def test_a_file_that_cannot_be_written_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "blocked").write_text("a file where a folder is needed")
     blocked, free = tmp_path / "blocked" / "w", tmp_path / "own" / "w"
-    captured = CapturedWeights(path=free, tensors=weights(), metadata={})
     with pytest.raises(PreconditionFailed, match="could not be written"):
-        captured.write(blocked)
-    assert not free.exists()
-    captured = CapturedWeights(path=blocked, tensors=weights(), metadata={})
+        write(blocked, weights())
+    write(free, weights())
     with pytest.raises(PreconditionFailed, match="could not be written"):
-        captured.write(free).keep()
+        CapturedWeights(path=blocked, first=free).measured().keep()
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(PreconditionFailed, match=r"own/late could not be .*: No space left"):
+        write(tmp_path / "own" / "late", weights())
+    assert [path.name for path in free.parent.iterdir()] == ["w"]
 
 
 async def test_the_next_step_trains_while_a_publish_waits_for_replicas(

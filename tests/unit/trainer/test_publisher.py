@@ -24,11 +24,13 @@ from dialoop.episode import UpdateMode
 from dialoop.errors import DeadlineExceeded, DialoopError, PreconditionFailed, Unavailable
 from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
+from dialoop_services.runtime.durable import whole_file
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.learner_state import CapturedWeights, ExportedWeights
 from dialoop_services.trainer.publish import publisher as module
 from dialoop_services.trainer.publish.publisher import PolicyNotKept, Publisher
 from dialoop_services.trainer.settings import TrainerSettings
+from safetensors.torch import save_file
 
 from tests.support.waiting import PATIENCE_S, until
 
@@ -41,11 +43,13 @@ class FakeLearner:
     vocab_size = 64
 
     def export(self, path: Path, first: Path | None = None) -> ExportedWeights:
-        return self.capture(path).write(first)
+        return self.capture(path, first).measured()
 
-    def capture(self, path: Path) -> CapturedWeights:
+    def capture(self, path: Path, first: Path | None = None) -> CapturedWeights:
         time.sleep(CAPTURE_S)
-        return CapturedWeights(path=path, tensors={"w": torch.zeros(1)}, metadata={})
+        with whole_file(first or path, sync=False) as file:
+            save_file({"w": torch.zeros(1)}, file)
+        return CapturedWeights(path=path, first=first)
 
     def logprobs(self, rows: list[list[int]]) -> list[Any]:
         return [np.full(len(row) - 1, -1.0, dtype=np.float32) for row in rows]

@@ -29,7 +29,7 @@ from dialoop_learning.loss.corrections import Correction
 from dialoop_learning.loss.facts import DEMONSTRATION_LOSS, OPTIMIZERS
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.loss.objective import Objective, k3, mean_metrics
-from dialoop_learning.model.policy import PolicyModel
+from dialoop_learning.model.policy import DTYPES, PolicyModel
 from dialoop_learning.model.products import library_of
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings, StepReport
 from dialoop_learning.packing.rows import PackedBatch, TokenRow
@@ -428,18 +428,21 @@ class Learner:
         if self._reference is not None:
             move_training(self._reference, (), device)
 
-    @collective()
     def export(self, path: Path, first: Path | None = None) -> ExportedWeights:
         """Write the weights as they are now at `path`; it appears whole or not at all.
 
-        first: where to write it instead, until `ExportedWeights.keep` brings it to `path`.
+        first: where to write it instead, until `ExportedWeights.keep` brings it to `path`. Whole
+        weights are in the engine's number format, where that is narrower than the trainer's.
         """
-        return self.state.write_weights(path, first)
+        return self.capture(path, first).measured()
 
     @collective()
-    def capture(self, path: Path) -> CapturedWeights:
-        """Copy the weights as they are now; the copy can be written beside the next train step."""
-        return self.state.capture(path)
+    def capture(self, path: Path, first: Path | None = None) -> CapturedWeights:
+        """Write as `export` does; the rest of a publish can run beside the next train step."""
+        settings = self._settings
+        is_narrower = settings.published_dtype != settings.dtype
+        dtype = DTYPES[settings.published_dtype] if is_narrower else None
+        return self.state.capture(path, first, dtype=dtype)
 
     @collective()
     def snapshot(self, directory: Path) -> None:

@@ -3,8 +3,8 @@
 Every method that touches a file is collective: all ranks call it. The first rank writes, except
 that each rank writes its own part of a sharded checkpoint. Every rank reads by itself.
 
-Weights on their way to a file are captured at one moment. `CapturedWeights.write` may run in
-another thread, beside the next train step.
+Weights are captured at one moment, in a file. What else becomes of it (`CapturedWeights.measured`,
+`ExportedWeights.since` and `keep`) may run in another thread, beside the next train step.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from dialoop_learning.lora.base_weights import BASE_DIGEST, BaseWeights, require
 from dialoop_learning.lora.layers import (
     ADAPTER,
     adapter_tensors,
+    base_tensors,
     has_lora,
     load_adapter,
-    merged_tensors,
+    merging,
     save_adapter_config,
 )
 from dialoop_learning.model.checkpoint_names import to_checkpoint
 from dialoop_learning.model.weight_delta import write_delta
 from dialoop_learning.model.weight_files import HEAD
+from dialoop_learning.model.weight_writer import WeightsWriter
 from dialoop_learning.parallel.loading import fill_weights
 from dialoop_learning.parallel.parallel_state import (
     cut,
+    gather_buckets,
     gather_optimizer,
-    gather_weights,
-    gather_whole,
     load_optimizer,
     load_sharded,
+    policy_tensors,
     save_sharded,
 )
 from dialoop_learning.parallel.ranks import ALONE, Ranks, reshard
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dialoop_services.runtime.durable import (
     named_failures,
@@ -123,38 +124,26 @@ class ExportedWeights:
             sync_tree(self.path.parent)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedWeights:
-    """The weights of one moment on the first rank's host; other ranks have no tensors.
+    """The weights of one moment, in a file that is there on the first rank alone.
 
-    tensors: by the names of the file. metadata: the file's own, at most one entry, since more come
-    in no fixed order.
+    It lies at `first`, until `ExportedWeights.keep` brings it to `path`, or at `path` at once.
     """
 
     path: Path
-    tensors: Mapping[str, Tensor]
-    metadata: Mapping[str, str]
+    first: Path | None = None
     kind: WeightsKind = WeightsKind.WHOLE
     adapter: Mapping[str, Any] = field(default_factory=dict)
 
-    def write(self, first: Path | None = None) -> ExportedWeights:
-        """Write the file at its path, or at `first`; it appears whole or not at all.
-
-        `ExportedWeights.keep` brings it to its path and to the disk, where something relies on
-        that. Raise PreconditionFailed (WRITE_FAILED) if it cannot be written.
-        """
-        tensors = {name: tensor.detach().contiguous() for name, tensor in self.tensors.items()}
-        with whole_file(first or self.path, sync=False, errors=(SafetensorError,)) as file:
-            file.touch()
-            mode = file.stat().st_mode  # safetensors makes its files with mode 600
-            save_file(tensors, file, dict(self.metadata))
-            file.chmod(mode)
-            sha256, num_bytes = _sha256(file), file.stat().st_size
+    def measured(self) -> ExportedWeights:
+        """Return them with the size and the SHA-256 of the file."""
+        file = self.first or self.path
         return ExportedWeights(
             path=self.path,
-            first=first,
-            sha256=sha256,
-            num_bytes=num_bytes,
+            first=self.first,
+            sha256=_sha256(file),
+            num_bytes=file.stat().st_size,
             kind=self.kind,
             **self.adapter,
         )
@@ -189,56 +178,77 @@ class LearnerState:
         # The names of the weights in the model's directory, once they have been read.
         self._names: frozenset[str] = frozenset()
 
-    def write_weights(self, path: Path, first: Path | None = None) -> ExportedWeights:
-        """Write the weights as they are now for `path`, as `CapturedWeights.write` does.
+    def capture(
+        self, path: Path, first: Path | None = None, *, dtype: torch.dtype | None = None
+    ) -> CapturedWeights:
+        """Write the weights as they are now for `path`, at `first` if there is one.
 
-        With LoRA, a path with PEFT's file name gets the adapter alone, in a directory for PEFT.
+        The file appears whole or not at all. A layer is gathered at a time, and written while the
+        next one is, so no host ever holds the whole. Matrices of whole weights are cast to `dtype`;
+        vectors cost little, and engines keep some in float32. With LoRA, a path with PEFT's file
+        name gets the adapter alone, in a directory for PEFT. Raise PreconditionFailed
+        (WRITE_FAILED) on the first rank if it cannot be written.
         """
-        captured = self.capture(path, copy=False)
-        facts = b""
-        if self._ranks.is_first:
-            exported = captured.write(first)
-            facts = json.dumps([exported.sha256, exported.num_bytes]).encode()
-        sha256, num_bytes = json.loads(self._ranks.broadcast(facts))
-        return ExportedWeights(
-            path=path,
-            first=first,
-            sha256=sha256,
-            num_bytes=num_bytes,
-            kind=captured.kind,
-            **captured.adapter,
-        )
+        model = self.policy.causal_lm
+        reshard(self.policy)
+        if path.name == ADAPTER:
+            return self._capture_adapter(path, first)
+        tensors, merge = policy_tensors(self.policy), None
+        if has_lora(model):
+            tensors, merge = base_tensors(model), merging(model)
+            if self.policy.ties_head:
+                tensors.pop(HEAD, None)
+        if not self._names:
+            self._names = frozenset(BaseWeights.of(self._model_dir).shapes())
 
-    def capture(self, path: Path, *, copy: bool = True) -> CapturedWeights:
-        """Return the weights as they are now, on the first rank's host, to be written to `path`.
+        def change(name: str, tensor: Tensor) -> Tensor:
+            merged = tensor if merge is None else merge(name, tensor)
+            return merged.to(_kind(merged, dtype))
 
-        With `copy` no later train step changes them. Of an adapter the config is written here.
-        """
-        is_adapter = path.name == ADAPTER
-        tensors = self._adapter() if is_adapter else self._published_weights()
-        if copy:
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        if not is_adapter:
-            return CapturedWeights(path=path, tensors=tensors, metadata={"format": "pt"})
-        adapter = b""
+        def named(bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return to_checkpoint(model, bucket, self._names)
+
+        like = {name: _like(tensor, dtype) for name, tensor in tensors.items()}
+        buckets = gather_buckets(tensors, self._ranks, change=change)
+        self._write(first or path, named(like), map(named, buckets), {"format": "pt"})
+        return CapturedWeights(path=path, first=first)
+
+    def _capture_adapter(self, path: Path, first: Path | None) -> CapturedWeights:
+        tensors = adapter_tensors(self.policy.causal_lm)
+        like = {name: _like(tensor, None) for name, tensor in tensors.items()}
+        buckets = gather_buckets(tensors, self._ranks)
+        facts = {"base_digest": self._digest_of_base() if self._ranks.is_first else ""}
+        self._write(first or path, like, buckets, {BASE_DIGEST: facts["base_digest"]})
         if self._ranks.is_first:
             with named_failures(path):
-                config = save_adapter_config(
+                facts["adapter_config_json"] = save_adapter_config(
                     self.policy.causal_lm, path.parent, base=self._model_dir
                 )
-            own = {"adapter_config_json": config, "base_digest": self._digest_of_base()}
-            adapter = json.dumps(own).encode()
-        facts = json.loads(self._ranks.broadcast(adapter))
-        return CapturedWeights(
-            path=path,
-            tensors=tensors,
-            metadata={BASE_DIGEST: facts["base_digest"]},
-            kind=WeightsKind.ADAPTER,
-            adapter=facts,
-        )
+        return CapturedWeights(path=path, first=first, kind=WeightsKind.ADAPTER, adapter=facts)
+
+    def _write(
+        self,
+        path: Path,
+        like: Mapping[str, Tensor],
+        buckets: Iterable[Mapping[str, Tensor]],
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Write the file on the first rank; of `metadata` there is one entry, in a fixed order."""
+        rest = iter(buckets)
+        try:
+            if self._ranks.is_first:
+                with (
+                    whole_file(path, sync=False) as temporary,
+                    WeightsWriter(temporary, like, metadata) as writer,
+                ):
+                    for bucket in rest:
+                        writer.put(bucket)
+        finally:
+            for _ in rest:  # all ranks gather to the end, whatever the first one's disk says
+                pass
 
     def read_weights(self, path: Path) -> None:
-        """Load weights that `write_weights` wrote; raise InvalidConfig for another model's."""
+        """Load weights that `capture` wrote; raise InvalidConfig for another model's."""
         complaint = f"{path.parent.name} is not of the model in {self._model_dir}"
         fill_weights(self.policy, [path], complaint=complaint)
 
@@ -249,7 +259,7 @@ class LearnerState:
             state: dict[str, Any] = {}
         else:
             is_adapter = has_lora(self.policy.causal_lm)  # then it is a PEFT directory
-            self.write_weights(directory / (ADAPTER if is_adapter else WEIGHTS))
+            self.capture(directory / (ADAPTER if is_adapter else WEIGHTS))
             state = {n: gather_optimizer(o, self._ranks) for n, o in self.optimizers.items()}
         if self._ranks.is_first:
             facts = {
@@ -368,31 +378,14 @@ class LearnerState:
             self._base_digest = BaseWeights.of(self._model_dir).digest()
         return self._base_digest
 
-    def _adapter(self) -> dict[str, torch.Tensor]:
-        """Return the adapters by PEFT's names; {} on later ranks."""
-        reshard(self.policy)
-        return gather_whole(adapter_tensors(self.policy.causal_lm), self._ranks)
 
-    def _published_weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by the names of the checkpoint's files; {} on later ranks."""
-        tensors = self._whole_weights()
-        if not self._names:
-            self._names = frozenset(BaseWeights.of(self._model_dir).shapes())
-        return to_checkpoint(self.policy.causal_lm, tensors, self._names)
+def _like(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return what is written of a tensor, without numbers."""
+    return torch.empty(tensor.shape, dtype=_kind(tensor, dtype), device="meta")
 
-    def _whole_weights(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by the model's names, with adapters merged; {} on later ranks.
 
-        A tied head is left out.
-        """
-        model = self.policy.causal_lm
-        if not has_lora(model):
-            return gather_weights(self.policy, self._ranks)
-        reshard(self.policy)
-        merged = merged_tensors(model)
-        if self.policy.ties_head:
-            merged.pop(HEAD, None)
-        return gather_whole(merged, self._ranks)
+def _kind(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype and tensor.ndim > 1 and tensor.is_floating_point() else tensor.dtype
 
 
 def _sha256(path: Path) -> str:

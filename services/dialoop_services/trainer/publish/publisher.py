@@ -146,9 +146,10 @@ class Publisher:
         self._probes = generator.integers(0, learner.vocab_size, size=shape).tolist()
 
     async def capture(self, version: PolicyVersion) -> CapturedPolicy:
-        """Copy the learner's weights and take its probes, for a publish beside the next step."""
+        """Write the learner's weights and take its probes, for a publish beside the next step."""
         started = time.perf_counter()
-        weights = await asyncio.to_thread(self._learner.capture, self._path(version))
+        first = self._sender.first_place(version, self._file)
+        weights = await asyncio.to_thread(self._learner.capture, self._path(version), first)
         probes = await asyncio.to_thread(self._learner.logprobs, self._probes)
         taken_s = time.perf_counter() - started
         return CapturedPolicy(weights=weights, probes=probes, capture_s=taken_s)
@@ -181,7 +182,7 @@ class Publisher:
             weights = await asyncio.to_thread(self._learner.export, path, first)
             own: Sequence[Floats] = await asyncio.to_thread(self._learner.logprobs, self._probes)
         else:
-            weights = await asyncio.to_thread(captured.weights.write, first)
+            weights = await asyncio.to_thread(captured.weights.measured)
             own = captured.probes
         weights = await asyncio.to_thread(self._with_delta, weights)
         await self._placement.leave()  # replicas wake on the device that the trainer used
