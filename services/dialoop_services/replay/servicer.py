@@ -340,7 +340,7 @@ def _require_few(num_members: int, *names: str) -> None:
     """Raise InvalidInput for more members, or longer names, than the ledger takes at once."""
     if num_members > _MAX_MEMBERS:
         raise too_many_items(_MAX_MEMBERS)
-    if longest := max(map(len, names), default=0) > 2 * _MAX_TASK_ID:
+    if (longest := max(map(len, names), default=0)) > 2 * _MAX_TASK_ID:
         raise InvalidInput(
             f"An id has {longest} characters.",
             remedy=f"Use at most {_MAX_TASK_ID} characters for an id.",

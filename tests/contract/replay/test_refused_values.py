@@ -10,6 +10,7 @@ import grpc
 import pytest
 from dialoop.v1 import replay_service_pb2 as rep
 from dialoop.v1 import trajectory_pb2 as pb
+from dialoop.v1.replay_service_pb2_grpc import ReplayServiceStub
 
 from tests.support.rest_world import GrpcDoor, RestServer, refusal, routes, service
 from tests.support.samples.replay_samples import make_group, make_task, set_values
@@ -127,6 +128,14 @@ async def test_what_nobody_can_train_is_refused_alike_with_the_field_named() -> 
                 assert member == await outcome_of(by_rest, members_of(request)) == expected, case
         await by_rest.close()
         await binary.close()
+
+
+async def test_an_id_longer_than_the_ledger_keeps_is_refused_with_its_length() -> None:
+    request = members_of(request_of(lambda trajectory: None))
+    request.items[0].lease_id = "x" * 2000
+    async with service("replay") as server, grpc.aio.insecure_channel(server.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="An id has 2000 characters"):
+            await ReplayServiceStub(channel).AppendMembers(request)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity"])
