@@ -44,6 +44,7 @@ CASES = {
     "console.many_tokens": Case(
         ("--keep", "RUN"), {"make_run": None, "RunIndex": MagicMock(), "measure": {}}
     ),
+    "console.side_by_side": Case(("--run", "RUN", "--viewers", "RUN"), {"ask": {}}),
     "cpu_executors": Case(returns={"round_of": {}}),
     "demo_cpu": Case(returns={"run_demo": ZERO_RUN}),
     "environment_doors": Case(returns={"compare": {}}),

@@ -12,6 +12,20 @@ SPECIAL_TOKENS = (
 )
 _MERGES = "e r|u s|us er|a s|s i|as si|s t|assi st|a n|an t|assist ant|h e|he l|l o|hel lo|Ċ Ċ|Ġ Ġ"
 
+# The users' document, seed 001 lines 130-166.
+LLAMA = """
+{% for message in messages %}
+{%- if message['role'] == 'user' %}
+{{ '<s>[INST] ' + message['content'] + ' [/INST]' }}
+{%- elif message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] + '</s>' }}{% endgeneration %}
+{%- endif %}
+{% endfor %}
+{%- if add_generation_prompt %}
+{% generation %}{{ ' ' }}{% endgeneration %}
+{%- endif %}
+"""
+
 SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|endoftext|>"}
 
 

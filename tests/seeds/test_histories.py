@@ -21,6 +21,8 @@ from dialoop_extras.compat import (
 )
 from dialoop_extras.compat.chat import History, add_chat_template
 
+from tests.goldens.samples import LLAMA
+
 QUESTION = TaskData(key="1", question="Hello!")
 CHAT = [
     {"role": "user", "content": "Hello"},
@@ -28,18 +30,6 @@ CHAT = [
     {"role": "user", "content": "How are you?"},
     {"role": "assistant", "content": "I'm doing well, thanks!"},
 ]
-LLAMA = """
-{% for message in messages %}
-{%- if message['role'] == 'user' %}
-{{ '<s>[INST] ' + message['content'] + ' [/INST]' }}
-{%- elif message['role'] == 'assistant' %}
-{% generation %}{{ message['content'] + '</s>' }}{% endgeneration %}
-{%- endif %}
-{% endfor %}
-{%- if add_generation_prompt %}
-{% generation %}{{ ' ' }}{% endgeneration %}
-{%- endif %}
-"""
 
 
 async def test_s0_lines_13_to_24_and_85_to_121_full_is_set_and_becomes_the_next_prompt() -> None:

@@ -132,7 +132,7 @@ class Renderer:
         so many tokens cannot spell is refused before it is encoded: InvalidInput (CONTEXT_FULL).
         """
         if max_model_len and not request.truncate_prompt:
-            self.require_may_fit(request.num_characters, max_model_len)
+            self.require_may_fit(request, max_model_len)
         if request.history is not None:
             tools = {"tools": request.tools} if request.tools else {}
             prompt = self.builder(request.template_name).prompt(
@@ -163,8 +163,9 @@ class Renderer:
             skip_special_tokens=request.skip_special_tokens,
         )
 
-    def require_may_fit(self, num_characters: int, max_model_len: int) -> None:
+    def require_may_fit(self, request: GenerationRequest, max_model_len: int) -> None:
         """Raise InvalidInput (CONTEXT_FULL) for more text than so many tokens can spell."""
+        num_characters = request.num_characters
         if not self.may_fit(num_characters, max_model_len):
             raise InvalidInput(
                 f"{num_characters} characters do not fit the context of {max_model_len} tokens.",

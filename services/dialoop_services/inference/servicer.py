@@ -255,8 +255,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         else:
             histories = [full_of(history) for history in request.histories]
             for history in histories:
-                length = sum(len(message.text) for message in history)
-                self._renderer.require_may_fit(length, longest)
+                self._renderer.require_may_fit(GenerationRequest(history=history), longest)
             sequences = [
                 self._renderer.render(history, add_generation_prompt=False)[1]
                 for history in histories

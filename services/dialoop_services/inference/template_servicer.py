@@ -24,7 +24,7 @@ from dialoop.wire.messages import HISTORY, tool_from_proto
 from dialoop.wire.sequences import sequence_to_proto
 from dialoop.wire.templates import TEMPLATE_INFO, TEMPLATE_PARSER
 
-from dialoop_services.inference.rendering import Renderer
+from dialoop_services.inference.rendering import GenerationRequest, Renderer
 from dialoop_services.inference.requests import template_options_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -107,8 +107,7 @@ class TemplateServicer(rpc.TemplateServiceServicer):
             self._template(request.template_name).for_tools(options["tools"]),
             HISTORY.from_proto(request.history),
         )
-        num_characters = sum(len(message.text) for message in history)
-        self._renderer.require_may_fit(num_characters, self._max_model_len)
+        self._renderer.require_may_fit(GenerationRequest(history=history), self._max_model_len)
         rendered, sequence = await self._renderer.run_with(
             request.template_name,
             partial(self._render, template, history, options),

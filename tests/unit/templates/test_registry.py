@@ -11,21 +11,8 @@ from dialoop.templates.registry import TemplateRegistry
 from dialoop.tokens.tokenizer import Tokenizer
 from dialoop_extras.compat import names as compat
 
-from tests.goldens.samples import SPECIAL, golden_tokenizer
+from tests.goldens.samples import LLAMA, SPECIAL, golden_tokenizer
 
-# The users' document, seed 001 lines 130-166.
-LLAMA = """
-{% for message in messages %}
-{%- if message['role'] == 'user' %}
-{{ '<s>[INST] ' + message['content'] + ' [/INST]' }}
-{%- elif message['role'] == 'assistant' %}
-{% generation %}{{ message['content'] + '</s>' }}{% endgeneration %}
-{%- endif %}
-{% endfor %}
-{%- if add_generation_prompt %}
-{% generation %}{{ ' ' }}{% endgeneration %}
-{%- endif %}
-"""
 PLAIN = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}|{% endfor %}"
 HELLO = History.from_chats(
     [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there!"}]
