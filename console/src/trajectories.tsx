@@ -7,6 +7,7 @@ import { change, go, linkTo, useAnswer, useKeys, type Address } from "./hooks";
 import { number, plain, policy, Problem, Reward } from "./texts";
 
 const PAGE = 50;
+const MIN_TEXT = 3; // characters of a text search
 const PAUSE_MS = 30; // after a key, until the list is asked for
 const SELECTS: [string, string][] = [
   ["environment", "Environment"],
@@ -57,7 +58,11 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
   const base = `runs/${encodeURIComponent(run.name)}`;
   const indexed = run.progress.num_bytes;
   const page = useAnswer<Page>(`${base}/trajectories?${text}`, indexed);
-  const choices = useAnswer<Choices>(`${base}/choices`, run.progress.num_trajectories);
+  // After the list: it takes longer, and nobody chooses before.
+  const choices = useAnswer<Choices>(
+    page.value ? `${base}/choices` : null,
+    run.progress.num_trajectories,
+  );
   const [row, setRow] = useState(0);
   const table = useRef<HTMLTableElement>(null);
   const summaries = page.value?.summaries ?? [];
@@ -88,7 +93,12 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
     <main>
       <form class="filters" aria-label="Filters" onSubmit={(event) => event.preventDefault()}>
         {TEXTS.map(([name, label]) => (
-          <Field name={name} label={label} value={values.get(name) ?? ""} hint="" />
+          <Field
+            name={name}
+            label={label}
+            value={values.get(name) ?? ""}
+            hint={name === "text" ? `${MIN_TEXT} characters or more` : ""}
+          />
         ))}
         {SELECTS.map(([name, label]) => (
           <label>
@@ -194,11 +204,17 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
 
 function Field(props: { name: string; label: string; value: string; hint: string }) {
   const timer = useRef<number>(0);
-  // What is being typed stays when the list is drawn again meanwhile.
+  // What is being typed stays when the list of the letters before is drawn meanwhile.
   const [draft, setDraft] = useState(props.value);
-  useEffect(() => setDraft(props.value), [props.value]);
-  const set = (value: string) => {
+  const asked = useRef(props.value);
+  useEffect(() => {
+    if (props.value !== asked.current) setDraft(props.value);
+    asked.current = props.value;
+  }, [props.value]);
+  const set = (typed: string) => {
+    const value = props.name === "text" && typed.length < MIN_TEXT ? "" : typed;
     clearTimeout(timer.current);
+    asked.current = value;
     if (value !== props.value) change({ [props.name]: value, offset: "" }, true);
   };
   return (

@@ -72,6 +72,7 @@ CREATE INDEX by_step ON trajectory (
   train_step, reward, advantage, staleness, num_sampled, num_turns, num_tool_calls, oldest, newest,
   outcome, environment, label, stops, owners
 );
+CREATE INDEX failed ON trajectory (owners) WHERE owners <> 0;
 CREATE INDEX pending ON trajectory (train_step)
   WHERE staleness IS NULL AND oldest IS NOT NULL AND outcome <> 'evaluation';
 CREATE VIRTUAL TABLE words USING fts5 (text, content='', tokenize='trigram');

@@ -10,6 +10,7 @@ bytes lie on the device.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ _NUM_PUBLISHED = 2  # in shared memory: the newest, and the one that is being wr
 _GIB, _MIB = 2**30, 2**20
 _NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _MANY_CARDS, _FAST = 8, 10_000
+_SHORTEST = 128  # tokens of a context that is worth to name
 _CONTEXT_BYTES, _SURE = 0.4 * _GIB, 0.8
 """What CUDA itself takes of a GPU for a process, and the part of an estimate that a process
 surely takes: trainers took .85 to 1.05 of theirs."""
@@ -505,6 +507,13 @@ def require_targets(config: JobConfig) -> None:
         )
 
 
+def _size_with(config: JobConfig, table: str, key: str, value: int) -> float:
+    """Return the bytes of the machine that the job needs with another value of a key."""
+    changed = getattr(config, table).model_copy(update={key: value})
+    estimate = estimate_of(config.model_copy(update={table: changed}))
+    return math.inf if estimate is None else estimate.host_bytes
+
+
 def require_memory(config: JobConfig, available: float) -> None:
     """Raise InvalidConfig (ROW_LARGER_THAN_MEMORY) where the job needs more memory than there is.
 
@@ -515,11 +524,16 @@ def require_memory(config: JobConfig, available: float) -> None:
         return
     trainer = estimate.processes["trainer"]
     remedies = ["a shorter max_model_len in [inference]", "a smaller model"]
+    length = estimate.row_tokens
+    while (length := length // 2) >= _SHORTEST:
+        if (size := _size_with(config, "inference", "max_model_len", length)) <= available:
+            needs = f", which needs {size / _GIB:.1f} GiB"
+            remedies[0] = f"max_model_len = {length} in [inference]{needs}"
+            break
     if not estimate.training.recomputes:
-        update = {"train": config.train.model_copy(update={"activation_checkpointing": True})}
-        less = estimate_of(config.model_copy(update=update))
-        size = f", which needs {less.host_bytes / _GIB:.1f} GiB" if less else ""
-        remedies.insert(0, f"activation_checkpointing = true in [train]{size}")
+        size = _size_with(config, "train", "activation_checkpointing", True)
+        needs = f", which needs {size / _GIB:.1f} GiB"
+        remedies.insert(0, f"activation_checkpointing = true in [train]{needs}")
     if not config.model.lora_rank:
         remedies.append("lora_rank in [model]")
     raise InvalidConfig(

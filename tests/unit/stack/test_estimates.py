@@ -168,6 +168,13 @@ def test_a_row_that_is_larger_than_the_memory_is_refused_with_what_it_needs(dire
         require_memory(config, needed - 1)
     assert caught.value.reason == Reason.ROW_LARGER_THAN_MEMORY
     assert "activation_checkpointing = true" in caught.value.remedy
+    long = job(directory, inference={"max_model_len": 8192})
+    fits = estimate_of(job(directory, inference={"max_model_len": 2048})).host_bytes
+    with pytest.raises(InvalidConfig) as caught:
+        require_memory(long, fits)
+    assert f"max_model_len = 2048 in [inference], which needs {fits / 2**30:.1f}" in (
+        caught.value.remedy
+    )
     small = job(directory, resources={"num_nodes": 1, "memory_gib_per_node": 0.5})
     reasons = [mistake.reason for mistake in preflight.mistakes_in(small)]
     assert Reason.ROW_LARGER_THAN_MEMORY in reasons
