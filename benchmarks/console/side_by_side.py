@@ -4,7 +4,7 @@
 
 VENV is an environment with inspect-ai and trackio from PyPI (`python -m venv VENV; VENV/bin/pip
 install inspect-ai trackio`); playwright and a Chromium open all three. The run is a finished
-`make demo`, which `servers/other_viewers.py` converts for the other two.
+`make demo`, which `other_viewers.py` converts for the other two.
 
 A scripted reader begins on each viewer's first page in a fresh browser context, acts, and ends when
 the answer stands on the screen: a click, a text typed into a field and a scroll are an act each.
@@ -33,8 +33,8 @@ from typing import Any
 from dialoop_ops.runs import Filters, RunIndex
 from dialoop_ops.runs.overview import overview_of
 
+from benchmarks.console import other_viewers
 from benchmarks.console.many_tokens import FLAGS
-from benchmarks.servers import other_viewers
 from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import processor
 

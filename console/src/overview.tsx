@@ -303,7 +303,10 @@ function Checks({ value }: { value: Overview }) {
 const NAMED = { true: "holds", false: "does not hold", null: "open" };
 
 function Trials({ value, theme }: { value: Overview; theme: string }) {
-  const trials = Object.entries(value.learning.trials);
+  const all = value.learning.trials;
+  // The others are among the curves: one screen has room for two.
+  const ends = TRIAL_ENDS.find(([first]) => first in all) ?? Object.keys(all);
+  const trials = Object.entries(all).filter(([label]) => ends.includes(label));
   if (trials.length === 0) return null;
   const lines = trials.map(([label, values], index): Line => ({
     label,
@@ -313,10 +316,15 @@ function Trials({ value, theme }: { value: Overview; theme: string }) {
   }));
   return (
     <section class="card">
-      <Chart title="Reward in a trial" x="episode" lines={lines} height={140} theme={theme} />
+      <Chart title="Reward in a trial" x="episode" lines={lines} height={110} theme={theme} />
     </section>
   );
 }
+
+const TRIAL_ENDS = [
+  ["before_sampled", "after_sampled"],
+  ["first train steps", "last train steps"],
+];
 
 /** The parts of a step that take a hundredth of it or more, and the others as one. */
 function longOnes(parts: StepPart[]): StepPart[] {

@@ -124,6 +124,7 @@ REFUSING = {
 }
 # Run by others, or they print what they made.
 PARTS = {
+    "console.other_viewers",
     *("gpu.engine", "gpu.pack", "gpu.real_model", "gpu.real_shape", "gpu.train_step", "gpu.unpack"),
     *(
         "dividend.environments",

@@ -47,6 +47,7 @@ RUNS = {
 }
 LEFT_OUT = {
     "dividend": "minutes a run; tests/benchmarks/test_dividend.py reads its results",
+    "console.other_viewers": "console.side_by_side runs it",
     "console.side_by_side": "it needs Inspect and trackio, and a run of the demo",
     "gpu.engine": "a check of gpu.smoke",
     "gpu.evidence": "tests/unit/infra/test_gpu_evidence.py rehearses it",

@@ -113,8 +113,8 @@ def _check_splits(config: JobConfig, section: EnvironmentSection, environment: E
             raise InvalidConfig(
                 f"The environment {environment.name} has no split {split!r}.",
                 reason=Reason.SPLIT_NOT_FOUND,
-                remedy=f"Choose one of {', '.join(splits)}, or set heldout_file, or set "
-                "evaluation.num_tasks to 0.",
+                remedy=f"Choose one of {', '.join(splits)}, or set heldout_file, or a larger "
+                "heldout_fraction where there are few tasks, or set evaluation.num_tasks to 0.",
             )
 
 

@@ -1,6 +1,6 @@
 """Write a run as logs of Inspect and as a project of trackio, which their viewers show.
 
-    PYTHON benchmarks/servers/other_viewers.py runs/demo OUT
+    PYTHON benchmarks/console/other_viewers.py runs/demo OUT
 
 PYTHON is that of an environment with inspect-ai and trackio, which are no dependencies of ours:
 this file imports nothing of Dialoop. Inspect gets a log for each evaluation and for each train
