@@ -7,27 +7,34 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 import torch
+from dialoop.clients.channel import Channel
+from dialoop.clients.inference import InferenceClient
+from dialoop.clients.retry import RetryPolicy
 from dialoop.clients.weights import WeightsKind
 from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.sequences import PolicyVersion
 from dialoop_learning.model.tiny import make_tiny_model
+from dialoop_ops.stack.processes.ports import choose_ports
 from dialoop_services.config.job import JobConfig
 from dialoop_services.inference.weights import kept as kept_module
 from dialoop_services.inference.weights.kept import WeightsFolder
 from dialoop_services.trainer.learner import learner_state
 from dialoop_services.trainer.learner.learner import Learner
+from dialoop_services.trainer.publish import publisher as publisher_module
 from dialoop_services.trainer.publish.publisher import Publisher
 from dialoop_services.trainer.settings import TrainerSettings
 
 from tests.support.inference_world import World, world
+from tests.support.stack_jobs import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -308,3 +315,55 @@ def test_the_file_of_a_killed_replica_is_deleted_by_the_next_one(tmp_path: Path)
     WeightsFolder().delete()
     assert not theirs.parent.exists()
     assert first.path.parent.exists()
+
+
+@pytest.mark.heavy(reason="two replicas in processes of their own, one after the other")
+@pytest.mark.timeout(600)
+async def test_a_replica_killed_between_a_delta_and_its_proof_gets_the_whole_when_it_is_back(
+    model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(publisher_module, "_RETRY_S", 0.1)
+    port = choose_ports({"replica": 0})["replica"]
+    with ExitStack() as ends:
+
+        def start() -> subprocess.Popen[bytes]:
+            own = {"PORT": port, "MODEL_DIR": model_dir, "ENGINE": "transformers"}
+            own |= {"MAX_MODEL_LEN": 200, "NUM_THREADS": 1, "AWAITS_POLICY": 1}
+            variables = {f"DIALOOP_INFERENCE_{key}": str(value) for key, value in own.items()}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dialoop_services.inference"],
+                cwd=ROOT,
+                env=os.environ | variables | {"TMPDIR": str(tmp_path)},
+            )
+            ends.callback(process.wait)
+            ends.callback(process.kill)
+            return process
+
+        process = start()
+        async with Channel(f"127.0.0.1:{port}", retry=RetryPolicy(max_attempts=1)) as channel:
+            await channel.wait_until_connected(timeout_s=240)
+            w: Any = SimpleNamespace(client=InferenceClient(channel))
+            trainer = Trainer(w, model_dir, tmp_path / "run", publish_deadline_s=240)
+            await trainer.publish()
+            probe, killed = w.client.logprobs, []
+
+            async def killed_first(*arguments: Any, **named: Any) -> Any:
+                if not killed:
+                    (kept,) = tmp_path.glob("dialoop-policy-*/model.safetensors")
+                    whole = tmp_path / "run" / "policies" / "main-2" / "model.safetensors"
+                    assert kept.read_bytes() == whole.read_bytes()
+                    killed.append(kept)
+                    process.kill()
+                    process.wait()
+                    start()
+                return await probe(*arguments, **named)
+
+            w.client.logprobs = killed_first
+            published = await trainer.publish()
+            assert trainer.kinds[0] is DELTA
+            assert trainer.kinds[-2:] == [DELTA, WHOLE]
+            assert published.max_logprob_difference < 1e-4
+            assert (await w.client.get_policy()).policy_version.number == 2
+            assert not killed[0].exists()  # the next one deleted what the killed one left
+            await trainer.publish()
+            assert trainer.kinds == [DELTA]
