@@ -34,7 +34,7 @@ from dialoop_services.config.memory import (
     training_memory,
     training_products,
 )
-from dialoop_services.config.tables import published_dtype
+from dialoop_services.config.tables import DEVICE_PLANES, published_dtype
 
 if TYPE_CHECKING:
     from dialoop_services.config.job import JobConfig
@@ -63,7 +63,8 @@ class Estimate:
     step_products: floating-point operations of one train step on one process, if every trajectory
     is as long as the context, max_model_len. row_tokens: of the longest row. mesh: dp_replicate,
     dp_shard and cp. on_gpus: processes beside the trainer whose model lies on a GPU. elsewhere:
-    processes on other machines. num_policies: that may lie on the disk at a time.
+    processes on other machines. sends_changes: publishes are deltas. num_policies: that may lie on
+    the disk at a time.
     """
 
     processes: Mapping[str, Parts]
@@ -78,6 +79,7 @@ class Estimate:
     shape: ModelShape
     on_gpus: frozenset[str]
     elsewhere: frozenset[str]
+    sends_changes: bool
     num_policies: int
 
     @property
@@ -125,6 +127,7 @@ class Estimate:
         )
         lines.append(
             f"publish  {self.publish_bytes / _MIB:.1f} MiB each time ({self.what_is_published})"
+            f"{', or what changed since the last one' if self.sends_changes else ''}"
         )
         lines.append(
             f"disk     {self.disk_bytes / _GIB:.2f} GiB at most = {self.num_policies} policies + "
@@ -295,8 +298,16 @@ def estimate_of(config: JobConfig) -> Estimate | None:
         shape=shape,
         on_gpus=frozenset(on_gpus) & processes.keys(),
         elsewhere=frozenset(f"trainer-{n}" for n in range(train.num_processes, train.num_ranks)),
+        sends_changes=not adapts and _sends_deltas(config),
         num_policies=_num_policies(train),
     )
+
+
+def _sends_deltas(config: JobConfig) -> bool:
+    """Return whether a publish of whole weights sends what changed, as its data plane does."""
+    inference = config.inference
+    carries_bytes = inference.data_plane not in ("shared_memory", *DEVICE_PLANES)
+    return inference.deltas == "always" or (inference.deltas == "auto" and carries_bytes)
 
 
 def _num_policies(train: TrainSection) -> int:
