@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from dialoop_learning.memory import return_free_memory
 from dialoop_learning.model.checkpoint_names import rows_in_checkpoint
 from dialoop_learning.model.policy import require_packable
 from dialoop_learning.model.weight_files import HEAD, weight_files
@@ -49,6 +50,7 @@ def spread(policy: PolicyModel, directory: Path, ranks: Ranks) -> PolicyModel:
     context, policy.context = policy.context, None  # the check packs several sequences into a row
     require_packable(policy)
     reshard(policy)
+    return_free_memory()  # the check gathered each layer once
     policy.context = context
     return policy
 

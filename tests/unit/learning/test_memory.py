@@ -12,7 +12,7 @@ from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.model.policy import load_policy
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_learning.packing.rows import TokenRow, pack_rows
-from dialoop_services.trainer.learner.learner import MAPPED_BYTES
+from dialoop_services.trainer.learner.policies import MAPPED_BYTES
 
 BLOCKS = """
 import ctypes

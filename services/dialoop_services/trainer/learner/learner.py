@@ -56,9 +56,7 @@ from dialoop_learning.training import (
     whiten_sequences,
 )
 
-from dialoop_services.config.memory import LARGE_MODEL
 from dialoop_services.runtime.cores import threads_of
-from dialoop_services.runtime.process import set_allocator
 from dialoop_services.trainer.data.self_teacher import SelfTeacher, taught_rows
 from dialoop_services.trainer.learner.learner_state import LearnerState, move_training
 from dialoop_services.trainer.learner.policies import policy_of, reference_of
@@ -81,11 +79,6 @@ Kind = Literal["warm_start", "sft", "rl"]
 
 # Of the tokens of a train step so many are scored twice more, to see what the replay changes.
 _PROBED_PART = 8
-MAPPED_BYTES = 8 << 20
-"""Size from which on a large model's tensors are mapped by themselves, so that freeing one gives it
-back. glibc would raise its bound to 32 MiB, and the hidden states of 4,000 tokens at a width of
-1,024 have 16: with recomputed activations a step at Qwen3-0.6B's shape took half as much again.
-Each page is touched anew, which is little beside what a large model computes on it."""
 _PARTS_OF_A_STEP = ("prepare_s", "forward_backward_s", "optim_s")
 _OPTIMIZERS: dict[Kind, str] = {"warm_start": "warm_start", "sft": "train", "rl": "train"}
 
@@ -158,8 +151,6 @@ class Learner:
         self.observer = StepObserver()
         """Sees the train steps from now on, where one process trains."""
         policy = policy_of(settings, ranks)
-        if sum(parameter.numel() for parameter in policy.parameters()) >= LARGE_MODEL:
-            set_allocator(mapped_bytes=MAPPED_BYTES)
         objective = objective_of(settings)
         # `prepare` whitens over the whole train step, so an update of a part must not whiten again.
         self._whitens = objective.whiten

@@ -13,10 +13,18 @@ from dialoop_learning.model.policy import DTYPES, PolicyModel, blank_policy, loa
 from dialoop_learning.parallel.loading import spread
 from dialoop_learning.parallel.ranks import ALONE, Ranks
 
+from dialoop_services.config.memory import LARGE_MODEL
 from dialoop_services.config.tables import ModelSection
+from dialoop_services.runtime.process import set_allocator
 
 if TYPE_CHECKING:
     from dialoop_services.trainer.settings import TrainerSettings
+
+MAPPED_BYTES = 8 << 20
+"""Size from which on a large model's tensors are mapped by themselves, so that freeing one gives it
+back. glibc would raise its bound to 32 MiB, and the hidden states of 4,000 tokens at a width of
+1,024 have 16: with recomputed activations a step at Qwen3-0.6B's shape took half as much again.
+Each page is touched anew, which is little beside what a large model computes on it."""
 
 
 def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
@@ -46,6 +54,8 @@ def policy_of(settings: TrainerSettings, ranks: Ranks = ALONE) -> PolicyModel:
     policy.offloads = settings.activation_offload
     policy.autocast = DTYPES[settings.autocast] if settings.autocast else None
     policy.take_kernel(settings.logprob_kernel, device=torch.device(settings.device))
+    if sum(parameter.numel() for parameter in policy.parameters()) >= LARGE_MODEL:
+        set_allocator(mapped_bytes=MAPPED_BYTES)
     return policy if ranks.size == 1 else spread(policy, settings.model_dir, ranks)
 
 
