@@ -31,7 +31,7 @@ async def status(calling):
         await calling
     except GRPCError as error:
         return error.status.name
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return "DEADLINE_EXCEEDED"
     return "OK"
 
@@ -71,7 +71,7 @@ async def main(host, port, token, ca=None, certificate=None, key=None):
             while await stream.recv_message() is not None:
                 pass
 
-    print(
+    sys.stdout.write(
         json.dumps(
             {
                 "unary": await status(unary(b"", metadata=own)),
