@@ -34,7 +34,7 @@ RESTARTS_VARIABLE = "DIALOOP_NUM_RESTARTS"
 """Number of times that the supervisor has started this service before."""
 _PR_SET_PDEATHSIG = 1
 # Numbers of glibc's mallopt; other C libraries have no such options.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # A process that outlives its parent by this much hangs in its drain, and is killed.
 _ORPHAN_GRACE_S = 15.0
 # New objects after which Python looks for cycles among them. Nearly all that a request makes is
@@ -78,6 +78,8 @@ def run_blocking(
     if settings is not None:
         _answer_words(sys.argv[1:], name, settings)
     try:
+        if "torch" not in sys.modules:
+            _share_heaps()
         die_with_parent()
         configure_logs(name)
         owns_process.set(True)
@@ -111,6 +113,15 @@ def _answer_words(words: list[str], name: str, settings: type[StrictSettings]) -
         sys.exit(CONFIG_ERROR)
 
 
+def _share_heaps() -> None:
+    """Let the threads that read long requests share two heaps: each keeps what it once had.
+
+    glibc takes this before the first thread alone.
+    """
+    if (option := _mallopt()) is not None:
+        option(_M_ARENA_MAX, 2)
+
+
 def tune_memory() -> None:
     """Make memory cheap to use again, for a process that has loaded what it serves.
 
@@ -131,11 +142,15 @@ def set_allocator(*, mapped_bytes: int, kept_bytes: int | None = None) -> bool:
     mapped_bytes: at most 32 MiB. kept_bytes: what may lie free at the end of the heap; absent: what
     glibc chooses. Return whether glibc has taken the options.
     """
-    option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    option = _mallopt()
     if option is None:
         return False
     kept = kept_bytes is None or bool(option(_M_TRIM_THRESHOLD, kept_bytes))
     return kept and bool(option(_M_MMAP_THRESHOLD, mapped_bytes))
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    return getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
 
 
 def end_command(main: Callable[[], int]) -> NoReturn:
