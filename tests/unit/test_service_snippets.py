@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import logging
 import os
+import socket
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -250,6 +251,37 @@ def of_a_policy(folder: Path) -> Names:
         "load_file": load_file,
         "torch": SimpleNamespace(load=load),
     }
+
+
+@context("dialoop_learning.parallel.loading")
+def of_weights_that_ranks_read(folder: Path) -> Names:
+    from dialoop_learning.model.policy import blank_policy
+    from dialoop_learning.parallel.ranks import ALONE
+
+    directory = tiny_model(folder)
+    names = {"directory": directory, "checkpoint": directory, "ranks": ALONE}
+    return names | {"blank_policy": blank_policy}
+
+
+@context("dialoop_learning.parallel.step_plan")
+def of_rows_of_two_updates(_: Path) -> Names:
+    from dialoop_learning.packing.rows import TokenRow
+    from dialoop_learning.parallel.ranks import ALONE
+
+    row = TokenRow.from_demonstration([1, 2, 3, 4], [False, True, True, True])
+    return {"rows": [row] * 4, "ranks": ALONE}
+
+
+@context("dialoop_services.trainer.learner.meeting")
+def of_a_first_node(folder: Path) -> Names:
+    from dialoop_services.trainer.learner.meeting import NodePlace
+    from dialoop_services.trainer.settings import TrainerSettings
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        here = f"127.0.0.1:{probe.getsockname()[1]}"
+    place = NodePlace(num_processes=1, rendezvous=here, address="127.0.0.1", interface="lo")
+    return {"place": place, "settings": TrainerSettings(run_dir=folder)}
 
 
 @context("dialoop_learning.parallel.group_commands")

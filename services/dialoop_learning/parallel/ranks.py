@@ -69,12 +69,14 @@ class Ranks:
     """This process's number among `size` processes, and how they exchange small values.
 
     They exchange JSON and numbers, never pickles, over the CPU's backend. In `store` they leave
-    each other values without waiting; it is None where there is one process. dp_replicate, cp: two
-    sizes of the mesh; dp_shard is what they leave.
+    each other values without waiting; it is None where there is one process. num_local: how many
+    of the processes are on this machine. dp_replicate, cp: two sizes of the mesh; dp_shard is what
+    they leave.
     """
 
     rank: int = 0
     size: int = 1
+    num_local: int = 1
     dp_replicate: int = 1
     cp: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -161,6 +163,7 @@ def join_ranks(  # noqa: PLR0913 - who this is among whom, and where they meet
     *,
     rank: int,
     size: int,
+    num_local: int | None = None,
     device: torch.device | str = "cpu",
     dp_replicate: int = 1,
     cp: int = 1,
@@ -172,7 +175,8 @@ def join_ranks(  # noqa: PLR0913 - who this is among whom, and where they meet
     When a rank fails, it stores its error before its connections close, and the others raise
     Unavailable (RANK_FAILED) with the cause, or with the ranks that are gone. So do all that came
     where one does not come within `timeout_s`. `init_method` is torch.distributed's: torchrun's
-    environment, or a file. `device` is this rank's own, such as "cuda:3".
+    environment, or a file. `device` is this rank's own, such as "cuda:3". num_local: processes on
+    this machine, all by default.
     """
     device = torch.device(device)
     if size == 1:
@@ -190,7 +194,13 @@ def join_ranks(  # noqa: PLR0913 - who this is among whom, and where they meet
         _BACKENDS[device.type], store=store, rank=rank, world_size=size, timeout=timeout
     )
     ranks = Ranks(
-        rank=rank, size=size, device=device, dp_replicate=dp_replicate, cp=cp, store=store
+        rank=rank,
+        size=size,
+        num_local=num_local or size,
+        device=device,
+        dp_replicate=dp_replicate,
+        cp=cp,
+        store=store,
     )
     try:
         yield ranks

@@ -2,7 +2,7 @@
 
     plan = plan_step(rows, [[0, 2], [1, 3]], ranks, max_tokens=4096)    # on the first rank
     share = plan.own                                                    # on every rank, once sent
-    packed = share.pack(update, ranks)
+    packed = pack_own([share.rows[i] for i in share.orders[0]], share.packings[0], ranks)
 
 The first rank plans, balanced by tokens and by attention's cost, and every row goes once to each
 rank that trains it. With several epochs that may be another rank each time.

@@ -33,5 +33,7 @@ def let_others_go_first() -> None:
     """
     os.nice(_NICENESS)
     # Linux weighs sessions before threads: without this the niceness counts in this session alone.
-    with suppress(OSError):  # where it does not
-        Path("/proc/self/autogroup").write_text(str(_NICENESS), "utf-8")
+    # A session of somebody else, such as a terminal's, would keep it when this process has ended.
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError):  # where it does not
+            Path("/proc/self/autogroup").write_text(str(_NICENESS), "utf-8")

@@ -143,8 +143,8 @@ class Learner:
 
     def __init__(self, settings: TrainerSettings, group: RankGroup[Learner] | None = None) -> None:
         self.group = group or RankGroup(Ranks(device=torch.device(settings.device)))
-        num_processes = self.group.ranks.size
-        torch.set_num_threads(threads_of(settings.num_threads, num_processes=num_processes))
+        num_here = self.group.ranks.num_local
+        torch.set_num_threads(threads_of(settings.num_threads, num_processes=num_here))
         torch.manual_seed(settings.seed)
         self._settings = settings
         self._ranks = ranks = self.group.ranks

@@ -77,6 +77,7 @@ def join_trainer_ranks(rank: RankSettings, settings: TrainerSettings) -> Iterato
     with join_ranks(
         rank=rank.rank,
         size=rank.world_size,
+        num_local=rank.local_world_size,
         device=torch.device(device),
         dp_replicate=dp_replicate,
         cp=cp,
