@@ -27,6 +27,8 @@ from dialoop_ops.cli.console import say, say_json
 from dialoop_ops.runs.policies import ADAPTER, WEIGHTS, RunPolicies
 from dialoop_ops.runs.run_config import find_run
 
+MAX_SHARD_BYTES = 5_000_000_000
+"""Largest file of weights in an export; a larger policy is in several, with an index."""
 _COPY_BYTES = 1 << 24
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _WEIGHT_INDEX = ".index.json"
@@ -75,9 +77,19 @@ def export_policy(
 
 def _write_model(weights: Path, run: RunPolicies, out: Path) -> None:
     """Copy the model directory with `weights` in place of its own."""
+    dtype = _dtype(weights)
     _copy_companions(run, out)
-    copy_with_bar(weights, out / WEIGHTS, Console(stderr=True))
-    _write_dtype(out / "config.json", _dtype(weights))
+    if weights.stat().st_size > MAX_SHARD_BYTES:
+        from huggingface_hub import save_torch_state_dict
+        from safetensors.torch import load_file
+
+        mapped = load_file(weights)  # pages of it are read as they are written
+        save_torch_state_dict(
+            mapped, out, max_shard_size=MAX_SHARD_BYTES, metadata={"format": "pt"}
+        )
+    else:
+        copy_with_bar(weights, out / WEIGHTS, Console(stderr=True))
+    _write_dtype(out / "config.json", dtype)
 
 
 def _copy_companions(run: RunPolicies, out: Path, *, without: Collection[str] = ()) -> None:

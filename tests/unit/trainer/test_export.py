@@ -90,6 +90,23 @@ def test_an_exported_policy_loads_in_transformers_and_scores_as_the_published_on
     assert sorted(p.name for p in out.glob("*.safetensors")) == ["model.safetensors"]
 
 
+def test_a_large_policy_is_exported_in_parts_with_an_index(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_dir / "policies" / "main-2" / "model.safetensors"
+    monkeypatch.setattr("dialoop_ops.policies.export.MAX_SHARD_BYTES", whole.stat().st_size // 3)
+    out = export_policy(RunPolicies.of(run_dir), "main-2", tmp_path / "parts")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    parts = {path.name: load_file(path) for path in out.glob("*.safetensors")}
+    assert len(parts) > 2
+    assert parts.keys() == set(index["weight_map"].values())
+    written = {name: tensor for part in parts.values() for name, tensor in part.items()}
+    published = load_file(whole)
+    assert written.keys() == published.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in published.items())
+    assert np.abs(score(out) - learner_after(run_dir / "model", 2).logprobs(IDS)[0]).max() < 1e-5
+
+
 def test_a_version_may_be_named_by_number_or_as_the_latest(run_dir: Path) -> None:
     run = RunPolicies.of(run_dir)
     assert run.policy("2").name == run.policy("latest").name == "main-2"
