@@ -31,7 +31,7 @@ up: setup  ## every service on this machine, until Ctrl-C
 	@$(BIN)/python -m dialoop_ops.stack up
 
 test: setup  ## all tests but the heavy ones, which are listed at the end, in two processes
-	$(BIN)/python -m pytest -m "not heavy" -n 2 --dist loadfile --durations=20 --durations-min=1
+	$(BIN)/python -m pytest -m "not heavy" -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1
 
 nightly: setup  ## the heavy tests and a tiny run of each benchmark; PART=2/3 takes every third file
 	$(BIN)/python -m pytest -m heavy --part "$(PART)" --durations=20 --durations-min=10

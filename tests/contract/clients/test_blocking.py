@@ -165,6 +165,8 @@ def test_a_client_made_before_a_fork_says_so_in_the_child():
 
 def test_an_interrupted_call_is_cancelled_on_the_loop():
     ended = threading.Event()
+    # A shell starts what runs in the background with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     async def wait_forever():
         await asyncio.sleep(0.2)  # until the caller waits
@@ -177,6 +179,7 @@ def test_an_interrupted_call_is_cancelled_on_the_loop():
     with BackgroundLoop() as loop:
         with pytest.raises(KeyboardInterrupt):
             loop.run(wait_forever())
+        signal.signal(signal.SIGINT, before)
         assert ended.wait(PATIENCE_S)
 
 

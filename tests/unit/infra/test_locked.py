@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib.metadata import distributions
 from pathlib import Path
@@ -74,10 +75,11 @@ def test_images_for_cpus_have_the_versions_that_were_tested() -> None:
 
 def test_what_is_installed_lacks_nothing_that_it_asks_for() -> None:
     """Pip resolves nothing, so a package that a list lacks would be missed at its first import."""
-    versions = {canonicalize_name(each.name): each.version for each in distributions()}
+    installed = list(distributions(path=[sysconfig.get_paths()["purelib"]]))
+    versions = {canonicalize_name(each.name): each.version for each in installed}
     missing = {
         (canonicalize_name(each.name), canonicalize_name(needed.name))
-        for each in distributions()
+        for each in installed
         for needed in map(Requirement, each.requires or ())
         if needed.marker is None or needed.marker.evaluate({"extra": ""})
         if (found := versions.get(canonicalize_name(needed.name))) is None

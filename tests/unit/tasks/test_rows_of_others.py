@@ -463,10 +463,10 @@ def test_a_line_of_another_type_is_named(folder: Path) -> None:
         ("no_score", "a dict without 'score', with acc"),
         (
             "raises",
-            "fails on row 0 and the answer 'I do not know.': ValueError at rewards.py, line",
+            "fails for task 0 and the answer 'I do not know.': ValueError at rewards.py, line",
         ),
         ("nothing", "has no attribute 'nothing'"),
-        ("endless", "gives [inf] for row 0 and the answer 'I do not know.'"),
+        ("endless", "gives inf for task 0 and the answer 'I do not know.'"),
     ],
 )
 def test_a_compute_score_of_another_form_is_refused_before_anything_starts(

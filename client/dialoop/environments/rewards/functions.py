@@ -142,12 +142,12 @@ class Rewards(Transform):
                 remedy="Let it return a number for every answer.",
             ) from error
         try:
-            is_finite = all(map(_is_finite, _components(value, function)))
+            shown = [each.value for each in _components(value, function) if not _is_finite(each)]
         except (TypeError, ValueError):
-            is_finite = False
-        if not is_finite:
+            shown = [value]
+        if shown:
             raise InvalidConfig(
-                f"The reward function '{use}' gives {value!r:.60} {of}.",
+                f"The reward function '{use}' gives {shown[0]!r:.60} {of}.",
                 reason=Reason.REWARD_NOT_FINITE,
                 remedy="Let it return a finite number for every answer.",
             )
