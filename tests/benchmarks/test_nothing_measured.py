@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
@@ -87,6 +88,13 @@ CASES = {
     "publish_pause": Case(returns={"_measure": {}}),
     "real.__main__": Case(("--json",), {"fetch_model": None, "train": 0.0, "report": {}}),
     "real.deltas": Case(("--tiny",), {"make_tiny_model": Path(), "run": {}}),
+    "real.mistakes": Case(
+        returns={
+            "make_models": None,
+            "give_to_us": "silent",
+            "words_of_trl": ("0", defaultdict(lambda: "silent")),
+        }
+    ),
     "real.race": Case(("report", "--target", "0.5"), {"results_in": []}),
     "reasoning_race": Case(returns={"race": {}, "ratios": {}}),
     "rendering": Case(

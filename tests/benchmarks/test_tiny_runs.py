@@ -58,6 +58,7 @@ LEFT_OUT = {
     "gpu.smoke": "gpu.evidence runs its checks",
     "gpu.train_step": "a check of gpu.smoke",
     "learn": "make learn trains by every algorithm",
+    "real.mistakes": "it needs TRL; tests/unit/cli/test_mistakes.py gives such mistakes to us",
     "real": "tests/benchmarks/test_real_model.py runs it",
     "real.race": "it needs TRL; tests/benchmarks/test_real_race.py reads its clocks and results",
     "silent_bugs": "tests/e2e/test_silent_bugs.py runs it",
