@@ -212,7 +212,7 @@ def of_a_policy(folder: Path) -> Names:
     from dialoop_learning.model.policy import load_policy
     from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
     from dialoop_learning.packing.rows import TokenRow, pack_rows
-    from dialoop_learning.parallel.parallel_state import gather_weights
+    from dialoop_learning.parallel.parallel_state import policy_tensors
     from dialoop_learning.parallel.ranks import ALONE
     from dialoop_learning.training import update
     from safetensors.torch import load_file, save_file
@@ -230,9 +230,7 @@ def of_a_policy(folder: Path) -> Names:
         return optimizer.state_dict() if options else load_file(file)
 
     update(policy, optimizer, [pack_rows([row])], loss)
-    save_file(
-        {name: weights.clone() for name, weights in gather_weights(policy, ALONE).items()}, path
-    )
+    save_file({name: weights.clone() for name, weights in policy_tensors(policy).items()}, path)
     return names | {
         "directory": directory,
         "policy": policy,

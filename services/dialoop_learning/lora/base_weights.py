@@ -2,7 +2,7 @@
 
 base = BaseWeights.of(model_dir)
 base.digest()                                              # "sha256:9f86d08...", for any copy
-dict(base.with_adapter(load_file(path), scaling=2.0))      # the same policy as `merged_tensors`
+dict(base.with_adapter(load_file(path), scaling=2.0))      # what `merging` makes in the trainer
 """
 
 from __future__ import annotations

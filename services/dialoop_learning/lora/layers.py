@@ -2,7 +2,8 @@
 
 add_lora(policy.causal_lm, rank=8, alpha=16.0)
 adapter_tensors(policy.causal_lm)         # what a publish sends, see base_weights
-merged_tensors(policy.causal_lm)          # the whole policy, under the model's own names
+merge = merging(policy.causal_lm)         # adds a weight's adapter to it, by the model's names
+{name: merge(name, weight) for name, weight in base_tensors(policy.causal_lm).items()}
 """
 
 from __future__ import annotations
@@ -93,13 +94,6 @@ def base_tensors(causal_lm: Any) -> dict[str, Tensor]:
         for name, tensor in causal_lm.state_dict().items()
         if ".lora_" not in name
     }
-
-
-@torch.no_grad()
-def merged_tensors(causal_lm: Any) -> dict[str, Tensor]:
-    """Return the weights with adapters added, W + alpha / rank B A; the model stays as it is."""
-    base, merge = base_tensors(causal_lm), merging(causal_lm)
-    return {name: merge(name, tensor) for name, tensor in base.items()}
 
 
 def merging(causal_lm: Any) -> Callable[[str, Tensor], Tensor]:

@@ -55,19 +55,6 @@ def policy_tensors(policy: PolicyModel) -> dict[str, Tensor]:
     }
 
 
-def gather_weights(policy: PolicyModel, ranks: Ranks) -> dict[str, Tensor]:
-    """Return the whole policy on the first rank's host, {} on the others."""
-    return gather_whole(policy_tensors(policy), ranks)
-
-
-def gather_whole(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Return whole tensors on the first rank's host, {} on the others; also of adapters.
-
-    It gathers one tensor at a time, so a device holds its shards and one whole tensor.
-    """
-    return {k: v for bucket in gather_buckets(tensors, ranks) for k, v in bucket.items()}
-
-
 def gather_buckets(
     tensors: Mapping[str, Tensor],
     ranks: Ranks,

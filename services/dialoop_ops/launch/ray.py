@@ -337,16 +337,6 @@ class RayProcess:
         assert self.exit_code is not None
         return self.exit_code
 
-    async def stop(self, grace_s: float) -> int:
-        """Ask it to end, and kill it after `grace_s`."""
-        self.terminate()
-        try:
-            async with asyncio.timeout(grace_s):
-                return await self.wait()
-        except TimeoutError:
-            self.kill()
-            return await self.wait()
-
     def terminate(self) -> None:
         """Ask it to end."""
         self._actor.send.remote(int(signal.SIGTERM))
@@ -407,16 +397,10 @@ class RayNodesProcess:
         """Wait until all have ended, and return the code of the first that failed, or 0."""
         return await asyncio.shield(self._end)
 
-    async def stop(self, grace_s: float) -> int:
-        """Ask all to end, and kill them after `grace_s`."""
+    def terminate(self) -> None:
+        """Ask all to end."""
         for process in self._processes:
             process.terminate()
-        try:
-            async with asyncio.timeout(grace_s):
-                return await self.wait()
-        except TimeoutError:
-            self.kill()
-            return await self.wait()
 
     def kill(self) -> None:
         """Kill them and all that they started."""

@@ -14,13 +14,14 @@ import os
 import random
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from dialoop.errors import DialoopError, InvalidInput
-from dialoop_learning.lora.layers import add_lora, merged_tensors
+from dialoop_learning.lora.layers import add_lora, base_tensors, merging
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_learning.model.policy import PolicyModel, blank_policy, load_policy
 from dialoop_learning.optim import GuardedOptimizer, OptimizerSettings
@@ -28,11 +29,11 @@ from dialoop_learning.packing.rows import TokenRow
 from dialoop_learning.parallel.group_commands import RankGroup, collective
 from dialoop_learning.parallel.loading import fill_weights, spread
 from dialoop_learning.parallel.parallel_state import (
+    gather_buckets,
     gather_optimizer,
-    gather_weights,
-    gather_whole,
     load_optimizer,
     load_sharded,
+    policy_tensors,
     save_sharded,
 )
 from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks
@@ -203,11 +204,15 @@ def _keep(job: Job, policy: PolicyModel, scores: list[torch.Tensor], ranks: Rank
     """Write the log-probs and the gradients of all ranks."""
     named = policy.causal_lm.named_parameters()
     gradients = {n: p.grad for n, p in named if p.grad is not None}
-    whole = gather_whole(gradients, ranks)
+    whole = _gathered(gather_buckets(gradients, ranks))
     if ranks.is_first:
         Path(job.out).mkdir(parents=True, exist_ok=True)
         whole["logprobs"] = torch.cat(scores)
         save_file(whole, Path(job.out, f"{job.name}.safetensors"))
+
+
+def _gathered(buckets: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor for bucket in buckets for name, tensor in bucket.items()}
 
 
 def _save(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks) -> None:
@@ -215,11 +220,12 @@ def _save(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ran
     if job.is_sharded:
         save_sharded(directory, policy, {"train": optimizer}, ranks)
         return
-    weights = gather_weights(policy, ranks)
+    buckets = gather_buckets(policy_tensors(policy), ranks)
     if job.lora_rank:
-        merged = merged_tensors(policy.causal_lm)
-        del merged["lm_head.weight"]  # tied
-        weights = gather_whole(merged, ranks)
+        base = base_tensors(policy.causal_lm)
+        del base["lm_head.weight"]  # tied
+        buckets = gather_buckets(base, ranks, change=merging(policy.causal_lm))
+    weights = _gathered(buckets)
     state = gather_optimizer(optimizer, ranks)
     if ranks.is_first:
         directory.mkdir(parents=True, exist_ok=True)

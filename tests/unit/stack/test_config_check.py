@@ -21,29 +21,9 @@ from dialoop_services.config.file import load_config, load_with_origins, toml_of
 from dialoop_services.config.job import JobConfig, warnings_for_unused
 from dialoop_services.config.tables import InferenceSection
 
+from tests.support.samples.checked_jobs import HEAD, MODULE
+
 ROOT = Path(__file__).parents[3]
-HEAD = 'run = "checked"\nengine = "transformers"\nstore = "memory"\n'
-
-MODULE = """
-from dialoop.environments import ArithmeticTasks, ExactResult, JsonlTasks, tool_environment
-
-def shout(text: str) -> str:
-    return text.upper()
-
-def make(loud: bool = True):
-    return tool_environment(
-        name="loud", tasks=ArithmeticTasks(), tools=[shout], rewards=[ExactResult()]
-    )
-
-def beside():
-    return tool_environment(
-        name="beside", tasks=JsonlTasks("beside.jsonl"), tools=[shout], rewards=[ExactResult()]
-    )
-
-def mine(inputs, *, cap: float = 1.0):
-    from dialoop_learning.loss.losses import LossOutput
-    return LossOutput(inputs.mean(-cap * inputs.policy_logprobs), {})
-"""
 
 
 @pytest.fixture

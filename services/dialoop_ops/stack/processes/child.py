@@ -68,11 +68,22 @@ class Process(Protocol):
     async def wait(self) -> int:
         """Wait for its end."""
 
-    async def stop(self, grace_s: float) -> int:
-        """Ask it to end, and kill it after `grace_s`."""
+    def terminate(self) -> None:
+        """Ask it to end."""
 
     def kill(self) -> None:
         """Kill it and all that it started."""
+
+
+async def stop(process: Process, grace_s: float) -> int:
+    """Ask a process to end, kill it after `grace_s`, and return its exit code."""
+    process.terminate()
+    try:
+        async with asyncio.timeout(grace_s):
+            return await process.wait()
+    except TimeoutError:
+        process.kill()
+        return await process.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,16 +179,10 @@ class Child:
         self._guardian.forget(self.pid)
         return code
 
-    async def stop(self, grace_s: float) -> int:
-        """Send SIGTERM to the process, which ends its own children; SIGKILL after `grace_s`."""
+    def terminate(self) -> None:
+        """Send SIGTERM to the process, which ends its own children."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(grace_s):
-                return await self.wait()
-        except TimeoutError:
-            self.kill()
-            return await self.wait()
 
     def kill(self) -> None:
         """Kill the process and all that it started."""

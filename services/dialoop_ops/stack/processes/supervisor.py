@@ -31,7 +31,7 @@ from dialoop_services.runtime.exit_reason import (
 )
 from dialoop_services.runtime.process import RESTARTS_VARIABLE
 
-from dialoop_ops.stack.processes.child import Child, Process, ServiceSpec, StartOrder
+from dialoop_ops.stack.processes.child import Child, Process, ServiceSpec, StartOrder, stop
 from dialoop_ops.stack.processes.guardian import Guardian
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Supervisor:
                 continue
             service.state = State.STOPPING
             if service.child is not None:
-                code = await service.child.stop(service.spec.stop_grace_s)
+                code = await stop(service.child, service.spec.stop_grace_s)
                 if code == -9:
                     self._log.say(name, "had to be killed.", style="yellow")
             service.state = State.ENDED
@@ -161,7 +161,7 @@ class Supervisor:
         try:
             return await child.wait()
         finally:
-            await child.stop(0.0)
+            await stop(child, 0.0)
 
     async def _keep(self, service: Service) -> None:
         while not service.is_stopping:

@@ -29,7 +29,7 @@ from dialoop_ops.launch.ray import (
     ray_site,
 )
 from dialoop_ops.launch.ray_worker import RayWorker
-from dialoop_ops.stack.processes.child import StartOrder
+from dialoop_ops.stack.processes.child import StartOrder, stop
 from dialoop_services.config.file import parse_config
 
 CONFIG: dict[str, Any] = {
@@ -100,7 +100,7 @@ async def test_a_stop_tells_all_nodes() -> None:
     nodes = [OneNode(None), OneNode(None)]
     process = RayNodesProcess(nodes)  # type: ignore[arg-type]
     assert process.exit_code is None
-    assert await process.stop(5) == 0
+    assert await stop(process, 5) == 0
     assert [node.was_told for node in nodes] == [True, True]
 
 
