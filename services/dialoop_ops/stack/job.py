@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dialoop.clients.trainer import Phase
-from dialoop_services.config.job import (
-    warnings_for_advantages,
-    warnings_for_cache,
-    warnings_for_formats,
-    warnings_for_rewards,
-    warnings_for_unused,
-)
+from dialoop_services.config.advice import warnings_in
 from dialoop_services.runtime.cores import threads_of
 
 from dialoop_ops.stack.devices import warnings_for_devices
@@ -85,11 +79,7 @@ async def train(layout: Layout, log: LogStream, console: Console) -> int:
 def warnings_for(config: JobConfig) -> tuple[str, ...]:
     """Return a warning for each setting that works but may be a mistake."""
     return (
-        *warnings_for_advantages(config),
-        *warnings_for_formats(config),
-        *warnings_for_cache(config),
-        *warnings_for_rewards(config),
-        *warnings_for_unused(config),
+        *warnings_in(config),
         *warnings_for_devices(config),
         *warnings_for_template(config),
         *warnings_for_disk(config, shutil.disk_usage(Path.cwd()).free),

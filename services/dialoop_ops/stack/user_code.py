@@ -105,7 +105,7 @@ def load_environments(config: JobConfig) -> tuple[Environment, ...]:
 def _check_splits(config: JobConfig, section: EnvironmentSection, environment: Environment) -> None:
     trains = config.train.num_steps or config.warm_start.num_steps
     wanted = [section.train_split] if trains else []
-    if config.evaluation.num_tasks and section is config.environment and config.train.mode == "rl":
+    if config.evaluation.num_tasks and section is config.environment:
         wanted.append(section.heldout_split)
     splits = environment.tasks.splits
     for split in wanted:
@@ -181,7 +181,8 @@ def check_sources(config: JobConfig) -> None:
 
 def check_loss(config: JobConfig) -> None:
     """Raise InvalidConfig for a loss that does not exist, or an option that it does not take."""
-    name = config.train.loss
+    train = config.train
+    name = train.demonstration_loss if train.mode == "sft" else train.loss
     is_built_in = name in LOSSES
     path = f"{_LOSSES}:{facts_of(name).formula or name}" if is_built_in else name
     parameters = _parameters_of(_LOSS, path)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from dialoop_learning.loss.facts import LossFacts, facts_of
+from dialoop_learning.loss.facts import facts_of
 from pydantic import Field, model_validator
 
-from dialoop_services.config.derived import DEVICES, with_derived
+from dialoop_services.config.derived import with_derived
 from dialoop_services.config.engines import (
     EngineName,
     facts_of_engine,
@@ -41,11 +41,7 @@ from dialoop_services.config.values import FilePath, Section
 SCHEMA = 1
 """Version of the job file that this package reads."""
 
-# Options by which the environments trl and verl are given reward functions.
-_REWARD_OPTIONS = ("reward_funcs", "compute_score")
 _HALF = "bfloat16"
-_ROUNDING = 1e-2
-"""Nats: in bfloat16, log-probs of engine and trainer differ by more than this."""
 _EXACT_BOUND, _HALF_BOUND = 1e-4, 0.5
 """Nats that single log-probs may differ by: in float32, and where one side rounds to bfloat16.
 There an unlikely token may be off by tenths, and the mismatch KL by depth is what tells a fault."""
@@ -298,6 +294,11 @@ class JobConfig(Section):
                     "shared_folder is false in [launch], and the tiny model is made in the run's "
                     "folder: set directory in [model] to one that every machine has"
                 )
+        if self.inference.data_plane in DEVICE_PLANES and self.engine == "transformers":
+            raise ValueError(
+                f'data_plane = "{self.inference.data_plane}" needs vLLM, and engine is '
+                '"transformers": set data_plane = "shared_memory", or engine = "vllm"'
+            )
         if self.inference.data_plane == "ipc" and not self.is_one_device_each:
             raise ValueError(
                 'data_plane = "ipc" shares the memory of one GPU between one trainer process and '
@@ -323,6 +324,20 @@ class JobConfig(Section):
             raise ValueError(
                 "activation_offload moves activations from a GPU to the host's memory, and device "
                 "is cpu, where they are already: leave it out, or set activation_checkpointing"
+            )
+        if self.train.logprob_kernel == "cut":
+            formats = (self.dtype, self.train.autocast)
+            if self.train.device == "cpu" or _HALF not in formats:
+                raise ValueError(
+                    "logprob_kernel cut computes on a GPU in half precision alone, and device is "
+                    f'{self.train.device} with dtype {self.dtype} and autocast "{formats[1]}" in '
+                    f'[train]: set logprob_kernel = "chunked", or device = "cuda" and autocast = '
+                    f'"{_HALF}"'
+                )
+        if self.train.keep_steps and self.train.num_ranks > 1:
+            raise ValueError(
+                f"keep_steps is {self.train.keep_steps}, and {self.train.num_ranks} processes "
+                "train: set num_processes and num_nodes to 1, or keep_steps to 0, in [train]"
             )
         server, temperature = self.scorer.reference_server, self.collector.temperature
         if server is not None and self.scorer.needs_reference and temperature != 1.0:
@@ -398,15 +413,15 @@ class JobConfig(Section):
                 "number for each turn: set advantage_aggregate to sum, or leave reward_split out"
             )
         train = self.train
+        objective, loss, facts = train.objective, train.loss, facts_of(train.loss)
         is_trained = train.mode == "rl" and train.num_steps
-        if is_trained and facts_of(train.loss).imitates and not self.scorer.top_k:
+        if is_trained and facts.imitates and not self.scorer.top_k:
             raise ValueError(
-                f"loss {train.loss} imitates all trajectories, bad ones too: set top_k in "
+                f"loss {loss} imitates all trajectories, bad ones too: set top_k in "
                 "[scorer] to choose the best of each group"
             )
-        objective, loss = self.train.objective, self.train.loss
         needs_reference = {
-            f"loss {loss}": facts_of(loss).needs_reference,
+            f"loss {loss}": facts.needs_reference,
             f"kl_coeff {objective.kl_coeff:g}": objective.kl_coeff and objective.kl_to == "ref",
             "correction_to ref": objective.correction and objective.correction_to == "ref",
         }
@@ -424,6 +439,46 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _require_tokens_that_count(self) -> JobConfig:
+        """Refuse a correction that no token, or no loss, would have a use for."""
+        loss, objective = self.train.loss, self.train.objective
+        kind, low, high = objective.correction, objective.correction_low, objective.correction_high
+        if kind and (facts_of(loss).imitates or not facts_of(loss).needs_advantages):
+            raise ValueError(
+                f"correction is {kind}, which weights advantages, and loss {loss} reads none: "
+                "leave correction out, or set another loss"
+            )
+        if kind not in ("", "tis", "kl_mask") and low >= high:
+            raise ValueError(
+                f"correction_low is {low:g} and correction_high {high:g}, so no token would be "
+                "kept: set correction_low lower"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _require_groups_that_can_come(self) -> JobConfig:
+        """Refuse bounds within which no train step would ever have its groups."""
+        train, size = self.train, self.collector.group_size
+        if train.mode == "sft" or not train.num_steps:
+            return self
+        turns, num_groups = self.collector.total_turns, train.groups_per_train_step
+        if 0 < turns <= (num_groups - 1) * size:
+            raise ValueError(
+                f"total_turns is {turns} in [collector], which {-(-turns // size)} groups of "
+                f"{size} use up, and a train step takes {num_groups}: set it above "
+                f"{(num_groups - 1) * size}, or to -1, which is no limit"
+            )
+        low, high = train.candidates.success_rate_above, train.candidates.success_rate_below
+        shares = (successes / size for successes in range(size + 1))
+        if not any((low is None or x > low) and (high is None or x < high) for x in shares):
+            raise ValueError(
+                f"no share of {size} trajectories (group_size in [collector]) lies between "
+                f"success_rate_above {low or 0:g} and success_rate_below {high or 1:g}, so no "
+                "group could be trained: set them further apart, or a larger group_size"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _require_gates_that_can_hold(self) -> JobConfig:
         """Refuse gates on figures that the job will not have; it would fail at its very end."""
         gates, size = self.gates, self.collector.group_size
@@ -432,17 +487,31 @@ class JobConfig(Section):
             for name in type(gates).model_fields
             if name.startswith(("heldout", "tool_call")) and getattr(gates, name) is not None
         ]
-        is_job = self.train.num_steps or self.sft.num_epochs  # what serves alone has no gates
+        train = self.train
+        is_job = train.num_steps or self.sft.num_epochs  # what serves alone has no gates
         if is_job and named and not self.evaluation.num_tasks:
             raise ValueError(
                 f"{' and '.join(named)} in [gates] cannot hold, since num_tasks is 0 in "
                 "[evaluation]: set num_tasks above 0, or leave the gate out"
             )
         needs_older = (gates.older_data_share_at_least or 0) > 0
-        if is_job and needs_older and self.train.pipeline_depth == 0:
+        is_behind = train.first_depth and (
+            train.pipeline_depth != "auto" or self.placement == "split"
+        )
+        if is_job and needs_older and (train.mode == "sft" or not is_behind):
+            why = (
+                f"pipeline_depth is {train.pipeline_depth} and max_staleness {train.max_staleness}"
+            )
             raise ValueError(
-                "older_data_share_at_least in [gates] cannot hold, since pipeline_depth is 0 in "
-                "[train] and no step has older data: raise pipeline_depth, or leave the gate out"
+                f"older_data_share_at_least in [gates] cannot hold, since {why} in [train] and no "
+                "step has older data: raise them, or leave the gate out"
+            )
+        most = train.num_steps + 1  # and the first one
+        versions = gates.policy_versions_at_least or 0
+        if is_job and not self.sft.num_epochs and versions > most:
+            raise ValueError(
+                f"policy_versions_at_least is {versions} in [gates], and {train.num_steps} train "
+                f"steps publish {most}: set it to {most} or less, or raise num_steps in [train]"
             )
         least = self.collector.min_group_size
         if "min_group_size" in self.collector.model_fields_set and least > size:
@@ -451,110 +520,3 @@ class JobConfig(Section):
                 f"{size} or less"
             )
         return self
-
-
-def warnings_for_unused(config: JobConfig) -> tuple[str, ...]:
-    """Return a warning for each table with keys that count for nothing beside another key."""
-    train, evaluation, trackers = config.train, config.evaluation, config.trackers
-    is_sft, tracks = train.mode == "sft", (trackers.trackio, trackers.wandb, trackers.tensorboard)
-    is_evaluated = evaluation.every and (is_sft or evaluation.num_tasks)
-    num_warm_steps, has_reference = config.warm_start.num_steps, config.scorer.reference_logprobs
-    unused: tuple[tuple[bool, str, tuple[str, ...], str], ...] = (
-        (not is_sft, "sft", (), 'mode is "rl" in [train]'),
-        (is_sft, "warm_start", (), 'mode is "sft" in [train]'),
-        (not is_sft and not num_warm_steps, "warm_start", (), "num_steps is 0 in it"),
-        (is_sft, "scorer", (), 'mode is "sft" in [train]'),
-        (not config.model.lora_rank, "model", ("lora_alpha", "lora_targets"), "lora_rank is 0"),
-        (
-            not is_evaluated,
-            "evaluation",
-            ("stop_at", "stop_without_gain", "num_running_tasks"),
-            "num_tasks or every is 0, so nothing is evaluated during training",
-        ),
-        (
-            not is_sft and not has_reference,
-            "scorer",
-            ("reference_model", "reference_server"),
-            "reference_logprobs is false",
-        ),
-        (not any((*tracks, *trackers.use)), "trackers", ("project",), "no tracker is on"),
-    )
-    warnings = []
-    for is_unused, table, keys, why in unused:
-        section: Section = getattr(config, table)
-        fields = type(section).model_fields
-        named = [
-            name
-            for name in (keys or fields)
-            if name in section.model_fields_set
-            and f"{table}.{name}" not in DEVICES
-            and getattr(section, name) != fields[name].get_default(call_default_factory=True)
-        ]
-        if is_unused and named:
-            count = "counts" if len(named) == 1 else "count"
-            warnings.append(f"{' and '.join(named)} in [{table}] {count} for nothing: {why}")
-    return tuple(warnings)
-
-
-def warnings_for_formats(config: JobConfig) -> tuple[str, ...]:
-    """Return a warning for each number format that would round away what the job learns."""
-    trains = config.train.num_steps or config.train.mode == "sft" or config.warm_start.num_steps
-    bound = config.logprob_bound
-    warnings: list[str] = []
-    if trains and config.dtype == _HALF:
-        warnings.append(
-            "dtype bfloat16 rounds away updates below a 256th of a weight: set dtype to float32 "
-            f'with autocast = "{_HALF}" in [train] and dtype = "{_HALF}" in [inference]'
-        )
-    if trains and _HALF in (config.dtype, config.inference.dtype) and bound < _ROUNDING:
-        warnings.append(
-            f"log-probs in bfloat16 differ by more than logprob_difference_at_most = {bound:g} in "
-            "[gates]: leave it out"
-        )
-    return tuple(warnings)
-
-
-def warnings_for_cache(config: JobConfig) -> tuple[str, ...]:
-    """Return a warning where a share of memory sets vLLM's cache, and demands to be free."""
-    if config.engine != "vllm" or config.inference.has_fixed_cache:
-        return ()
-    share = config.inference.engine["gpu_memory_utilization"]
-    return (
-        f"gpu_memory_utilization = {share} in [inference.engine] takes the place of kv_cache_mib: "
-        "vLLM fills that share of the GPU, and starts or restarts only where so much is free. "
-        "Beside a trainer on the same GPU leave it out, and set kv_cache_mib in [inference]",
-    )
-
-
-def warnings_for_rewards(config: JobConfig) -> tuple[str, ...]:
-    """Return a warning for reward functions beside an agent, which may reward itself."""
-    return tuple(
-        f"{name} in the options of environment {section.served_name} rewards an episode only where "
-        f"the agent {section.agent} returns None: a reward that it returns takes their place"
-        for section in config.all_environments
-        for name in _REWARD_OPTIONS
-        if section.agent and section.options.get(name)
-    )
-
-
-def warnings_for_advantages(config: JobConfig) -> tuple[str, ...]:
-    """Return a warning for each setting of [scorer] that differs from what the loss needs.
-
-    A loss that needs GRPO's advantages also works with others, so it gets no warning about them.
-    """
-    if config.train.mode != "rl" or not config.train.num_steps:
-        return ()
-    loss, baseline = config.train.loss, config.scorer.baseline_for(config.train.loss)
-    facts, default = facts_of(loss), LossFacts()
-    needed = {name: getattr(facts, name) for name in baseline}
-    is_own = bool(config.scorer.advantage_estimator)
-    if is_own or all(needed[name] == getattr(default, name) for name in needed):
-        needed = {}
-    differing = {name: value for name, value in needed.items() if value != baseline[name]}
-    if facts.drop_uniform and not config.scorer.drop_uniform:
-        differing["drop_uniform"] = True
-    return tuple(
-        f"loss {loss} is meant for {name} = {str(value).lower()} in [scorer], and this config "
-        "says otherwise"
-        for name, value in differing.items()
-    )

@@ -62,6 +62,43 @@ CONFIGS = {
         "[gates]\nolder_data_share_at_least = 0.5\n[train]\npipeline_depth = 0\n",
         "cannot hold, since pipeline_depth is 0",
     ),
+    "a gate on older data that is all too old": (
+        "[gates]\nolder_data_share_at_least = 0.5\n[train]\nmax_staleness = 0\n",
+        "max_staleness 0",
+    ),
+    "a gate on more policies than steps": (
+        "[gates]\npolicy_versions_at_least = 9\n[train]\nnum_steps = 3\n",
+        "3 train steps publish 4",
+    ),
+    "fewer turns than a batch": ("[collector]\ntotal_turns = 120\n", "set it above 120"),
+    "a share of successes that no group has": (
+        "[collector]\ngroup_size = 4\n[train.candidates]\nsuccess_rate_above = 0.5\n"
+        "success_rate_below = 0.6\n",
+        "no share of 4 trajectories",
+    ),
+    "a correction that keeps nothing": (
+        '[train.objective]\ncorrection = "icepop"\ncorrection_low = 2.0\n',
+        "no token would be kept",
+    ),
+    "a correction of no advantages": (
+        '[train]\nloss = "distill"\nobjective = { correction = "tis" }\n'
+        "[scorer]\nreference_logprobs = true\n",
+        "and loss distill reads none",
+    ),
+    "a kernel without its GPU": ('[train]\nlogprob_kernel = "cut"\n', "in half precision alone"),
+    "steps of several processes": (
+        "[train]\nkeep_steps = 3\nnum_processes = 2\n",
+        "keep_steps is 3, and 2 processes train",
+    ),
+    "vLLM's data plane": ('[inference]\ndata_plane = "nccl"\n', "needs vLLM"),
+    "options of demonstrations' loss": (
+        '[train]\nmode = "sft"\nloss_options = { beta = 0.1 }\n',
+        "The loss sft has no option 'beta'",
+    ),
+    "no held-out tasks beside demonstrations": (
+        '[environment]\ntask_file = "tasks.jsonl"\nheldout_fraction = 0.0\n[train]\nmode = "sft"\n',
+        "no split 'heldout'",
+    ),
     "more of a group than it has": (
         "[collector]\ngroup_size = 4\nmin_group_size = 9\n",
         "min_group_size is 9, above group_size 4",

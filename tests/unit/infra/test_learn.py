@@ -10,8 +10,9 @@ import pytest
 from dialoop.errors import InvalidConfig
 from dialoop_learning.loss.loss_loading import load_objective
 from dialoop_ops.stack.report.summary import gates_of
+from dialoop_services.config.advice import warnings_for_advantages
 from dialoop_services.config.file import load_config
-from dialoop_services.config.job import JobConfig, warnings_for_advantages
+from dialoop_services.config.job import JobConfig
 from dialoop_services.trainer.settings import TrainerSettings
 from rich.console import Console
 

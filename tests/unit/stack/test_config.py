@@ -12,6 +12,7 @@ from dialoop.errors import InvalidConfig
 from dialoop_ops.stack import preflight
 from dialoop_ops.stack.layout import Layout, ports_of
 from dialoop_ops.stack.run_dir import RunDir
+from dialoop_services.config.advice import warnings_for_formats, warnings_for_rewards
 from dialoop_services.config.file import (
     Override,
     load_config,
@@ -20,7 +21,7 @@ from dialoop_services.config.file import (
     parse_config,
     toml_of,
 )
-from dialoop_services.config.job import JobConfig, warnings_for_formats, warnings_for_rewards
+from dialoop_services.config.job import JobConfig
 from dialoop_services.config.values import table_of
 from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.settings import TrainerSettings

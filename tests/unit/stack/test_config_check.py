@@ -17,8 +17,9 @@ from dialoop_learning.loss.facts import LOSSES
 from dialoop_ops.cli.main import main
 from dialoop_ops.stack import preflight
 from dialoop_ops.stack.run_dir import open_run
+from dialoop_services.config.advice import warnings_for_steps, warnings_for_unused
 from dialoop_services.config.file import load_config, load_with_origins, toml_of
-from dialoop_services.config.job import JobConfig, warnings_for_unused
+from dialoop_services.config.job import JobConfig
 from dialoop_services.config.tables import InferenceSection
 
 from tests.support.samples.checked_jobs import HEAD, MODULE
@@ -104,23 +105,160 @@ def test_what_deserves_a_warning_is_said(folder: Path, capsys: pytest.CaptureFix
         ({"evaluation": {"stop_at": 0.9, "num_tasks": 0}}, "so nothing is evaluated during"),
         ({"scorer": {"reference_model": "m"}}, "reference_model in [scorer] counts for nothing"),
         ({"trackers": {"project": "mine"}}, "project in [trackers] counts for nothing"),
+        (
+            {"train": {"learning_rate_floor": 0.2}},
+            "learning_rate_floor in [train] counts for nothing: schedule is constant",
+        ),
+        ({"model": {"publish": "merged"}}, "publish in [model] counts for nothing"),
+        ({"train": {"weight_decay_all": True}}, "weight_decay is 0"),
+        ({"train": {"loss_timeout_s": 9}}, "losses of your own"),
+        (
+            {"train": {"keep_policies": 0, "keep_milestones": 3, "keep_policies_every": 5}},
+            "keep_policies_every and keep_milestones in [train] count",
+        ),
+        ({"dtype": "bfloat16", "train": {"autocast": "bfloat16"}}, "autocast in [train] counts"),
+        ({"train": {"objective": {"kl_to": "inference"}}}, "kl_to in [train.objective] counts"),
+        ({"train": {"objective": {"kl_estimator": "k1"}}}, "nothing: kl_coeff is 0"),
+        ({"train": {"objective": {"constant": 9}}}, 'aggregation is not "constant"'),
+        (
+            {"train": {"objective": {"correction_low": 0.1, "correction_high": 9}}},
+            'correction_low and correction_high in [train.objective] count for nothing: correction is ""',
+        ),
+        (
+            {"train": {"objective": {"correction": "tis", "correction_low": 0.1}}},
+            'correction is "tis"',
+        ),
+        (
+            {
+                "train": {"loss": "minor_sft", "mode": "sft", "objective": {"kl_coeff": 0.1}},
+            },
+            "loss minor_sft holds the policy to the reference",
+        ),
+        ({"train": {"objective": {"sibling_answer": False}}}, "reads no feedback"),
+        ({"train": {"candidates": {"success_reward": 0.5}}}, "it has no success_rate"),
+        (
+            {"train": {"candidates": {"stop_after_empty": 2}}},
+            None,
+        ),
+        (
+            {"train": {"candidates": {"stop_after_empty": 5, "max_empty_batches": 5}}},
+            "training ends at stop_after_empty, 5",
+        ),
+        ({"train": {"mode": "sft", "num_minibatches": 3}}, "num_minibatches in [train] counts"),
+        (
+            {"train": {"mode": "sft", "num_steps": 7}, "sft": {"num_epochs": 2}},
+            "num_steps in [train] counts for nothing: num_epochs in [sft]",
+        ),
+        ({"train": {"mode": "sft"}, "sft": {"heldout_file": "a"}}, "it names no file"),
+        (
+            {
+                "train": {"mode": "sft"},
+                "sft": {"file": "b", "heldout_file": "a", "heldout_fraction": 0.3},
+            },
+            "heldout_fraction in [sft] counts",
+        ),
+        (
+            {"train": {"num_steps": 5}, "evaluation": {"every": 5, "stop_without_gain": 2}},
+            "every is not below num_steps",
+        ),
+        ({"scorer": {"top_k": 2, "divide_by_std": True}}, "nothing: top_k is set"),
+        (
+            {"scorer": {"advantage_estimator": "a:b", "advantage_divisor": "sum"}},
+            "advantage_divisor in [scorer] counts for nothing: advantage_estimator",
+        ),
+        (
+            {
+                "train": {"loss": "distill"},
+                "scorer": {"reference_logprobs": True, "leave_one_out": True},
+            },
+            "loss distill reads no advantages",
+        ),
+        ({"scorer": {"kl_estimator": "k3"}}, "nothing: kl_coefficient is 0"),
+        ({"scorer": {"kl_coefficient": 0.1, "reference_model": "m"}}, None),
+        ({"scorer": {"num_threads": 2}}, "nothing: it loads no model"),
+        ({"inference": {"kv_cache_mib": 99}}, 'nothing: engine is "transformers"'),
+        ({"inference": {"tensor_parallel_size": 2}}, 'nothing: engine is "transformers"'),
+        ({"inference": {"max_adapter_rank": 8}}, "max_adapters is 0"),
+        ({"inference": {"batching_timeout_s": 2.0}}, "min_batch_size is 1"),
+        (
+            {
+                "inference": {"record_routed_experts": True},
+                "train": {"replay_routed_experts": False},
+            },
+            "replay_routed_experts is false",
+        ),
+        ({"inference": {"wake_after_s": 5.0}}, 'placement is "split"'),
+        ({"train": {"sleep_drain_s": 5.0}}, 'placement is "split"'),
+        ({"collector": {"agent_time_limit_s": 5.0}}, "the policy itself plays"),
+        (
+            {"environment": {"agent": "a:b"}, "collector": {"stop": ["x"]}},
+            "stop in [collector] counts",
+        ),
+        ({"replay": {"overflow": "reject"}}, "max_waiting_groups is 0"),
+        ({"console": False, "ports": {"console": 80}}, "console is false"),
+        ({"store": "memory", "ports": {"redis": 80}}, 'store is "memory"'),
+        ({"ports": {"rendezvous": 80}}, "one machine trains"),
+        (
+            {"launch": {"slurm": {"partition": "gpu"}}},
+            "partition in [launch.slurm] counts for nothing: on is",
+        ),
+        ({"launch": {"shared_folder": False}}, 'on is "local"'),
+        ({"environment": {"weight": 2.0}}, "there is no other environment"),
+        ({"environment": {"heldout_fraction": 0.2}}, "no task_file is named"),
+        (
+            {"environment": {"task_file": "a", "heldout_file": "b", "heldout_fraction": 0.2}},
+            "heldout_file has the tasks",
+        ),
+        (
+            {"environments": [{"use": "trl", "heldout_split": "x"}]},
+            "evaluations use the first environment alone",
+        ),
+        ({"environment": {"play": "text", "tools_in_prompt": False}}, 'play is "text"'),
     ],
 )
 def test_keys_that_count_for_nothing_beside_another_are_said(
-    tables: dict[str, dict[str, object]], words: str
+    tables: dict[str, object], words: str | None
 ) -> None:
     config = JobConfig.model_validate({"engine": "transformers", **tables})
-    (warning,) = warnings_for_unused(config)
-    assert words in warning
+    warnings = warnings_for_unused(config)
+    assert len(warnings) == (words is not None), warnings
+    assert (words or "") in "".join(warnings)
     whole = JobConfig.model_validate(tomllib.loads(toml_of(JobConfig(engine="transformers"))))
     assert warnings_for_unused(whole) == (), "a whole file, as `config print` writes it, names all"
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"train": {"num_minibatches": 17}}, "num_minibatches is 17 in [train], above groups"),
+        ({"train": {"num_steps": 5, "num_warmup_updates": 10}}, "there are 10 in all"),
+        ({"train": {"num_steps": 5, "num_warmup_updates": 9}}, ""),
+        (
+            {"train": {"mode": "sft", "num_steps": 5, "num_warmup_updates": 5}},
+            "num_warmup_updates in [train] is 5",
+        ),
+        (
+            {"train": {"mode": "sft", "num_warmup_updates": 99}, "sft": {"num_epochs": 2}},
+            "",
+        ),
+        ({"warm_start": {"num_steps": 20}}, "num_warmup_steps in [warm_start] is 20"),
+        ({"inference": {"min_batch_size": 500}}, "at most 384 samples of training"),
+        ({"inference": {"min_batch_size": 384}}, ""),
+    ],
+)
+def test_numbers_that_others_never_reach_are_said(tables: dict[str, object], words: str) -> None:
+    config = JobConfig.model_validate({"engine": "transformers", **tables})
+    warnings = list(warnings_for_steps(config))
+    assert len(warnings) == bool(words), warnings
+    assert words in "".join(warnings)
 
 
 def test_no_config_of_ours_has_a_key_that_counts_for_nothing() -> None:
     configs = sorted((ROOT / "infra" / "configs").rglob("*.toml"))
     assert len(configs) > 5
     for path in configs:
-        assert not warnings_for_unused(load_config(path, environment={})), path
+        config = load_config(path, environment={})
+        assert not [*warnings_for_unused(config), *warnings_for_steps(config)], path
 
 
 def test_a_port_that_is_taken_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

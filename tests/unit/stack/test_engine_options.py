@@ -11,9 +11,10 @@ from dialoop.errors import InvalidConfig
 from dialoop_extras.importers.imported import import_config
 from dialoop_ops.stack.devices import Node, plan_devices
 from dialoop_ops.stack.preflight import mistakes_in
+from dialoop_services.config.advice import warnings_for_cache
 from dialoop_services.config.engines import ENGINES, require_options
 from dialoop_services.config.file import Override, load_config, load_with_origins, parse_config
-from dialoop_services.config.job import JobConfig, warnings_for_cache
+from dialoop_services.config.job import JobConfig
 from dialoop_services.inference.settings import InferenceSettings
 from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.settings import TrainerSettings
