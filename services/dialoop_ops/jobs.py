@@ -39,7 +39,7 @@ OnMetrics = Callable[[Row], Awaitable[None] | None]
 
 _POLL_S = 0.2
 _STOPS_IN_S = 90.0
-_PREFIX = "dialoop stack: "
+_PREFIX = "dialoop: "
 _PARENT = "DIALOOP_PARENT_PID"
 
 

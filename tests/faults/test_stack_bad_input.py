@@ -20,7 +20,7 @@ def refusal_of(directory: Path, *arguments: str, timeout_s: float = 60.0, **vari
     assert job.left_running() == {}
     assert "Traceback" not in ended.output
     last = ended.output.strip().splitlines()[-1]
-    assert last.startswith("dialoop stack: ")
+    assert last.startswith("dialoop: ")
     return last
 
 

@@ -111,7 +111,7 @@ def _start_detached(arguments: argparse.Namespace) -> int:
         raise
     if ready is None:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        complain((lines or ["it ended without any output"])[-1].removeprefix("dialoop stack: "))
+        complain((lines or ["it ended without any output"])[-1].removeprefix("dialoop: "))
         return 2 if process.returncode == 2 else 1
     if arguments.json:
         say_json(

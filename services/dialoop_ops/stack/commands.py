@@ -34,6 +34,7 @@ from dialoop_services.runtime.exit_reason import ExitReason, known_error
 from dialoop_services.runtime.process import die_with_parent
 from rich.console import Console
 
+from dialoop_ops.cli.console import complain
 from dialoop_ops.launch import commands as launchers
 from dialoop_ops.launch import slurm
 from dialoop_ops.stack import job, preflight
@@ -129,7 +130,7 @@ def _start(options: argparse.Namespace, loaded: LoadedConfig, branch: Branch | N
             except Exception as error:
                 if not launchers.has_moved(error):
                     raise
-                sys.stderr.write(f"dialoop stack: {ExitReason.of(error).message}\n")
+                complain(ExitReason.of(error).message)
                 fresh = run_dir.saved_progress() is None
                 continue
             if is_job and code > _SIGNALLED:
@@ -357,7 +358,7 @@ def _fail(error: BaseException) -> int:
     if known_error(error) is None:
         raise error
     reason = ExitReason.of(error)
-    sys.stderr.write(f"dialoop stack: {reason.message}\n")
+    complain(reason.message)
     return reason.exit_code
 
 

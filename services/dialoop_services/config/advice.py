@@ -297,6 +297,8 @@ def warnings_for_advantages(config: JobConfig) -> tuple[str, ...]:
     differing = {name: value for name, value in needed.items() if value != baseline[name]}
     if facts.drop_uniform and not config.scorer.drop_uniform:
         differing["drop_uniform"] = True
+    if config.scorer.drop_uniform and not facts.needs_advantages:
+        differing["drop_uniform"] = False
     return tuple(
         f"loss {loss} is meant for {name} = {str(value).lower()} in [scorer], and this config "
         "says otherwise"

@@ -11,7 +11,7 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
@@ -37,6 +37,14 @@ if TYPE_CHECKING:
 
 SET = "--set"
 """Origin of what the command line sets."""
+_WORDS = {
+    "missing": "it should have so many values",
+    "tuple_type": "it should be a list, as [...]",
+    "model_type": "it should be a table",
+    "dict_type": "it should be a table",
+}
+"""What pydantic says in Python's words, in those of TOML."""
+_EXAMPLES: dict[Any, str] = {str: '"..."', int: "1", float: "1.0", bool: "true"}
 STANDARD_INPUT = Path("-")
 """Stands for a config that is read from the standard input."""
 
@@ -261,28 +269,59 @@ def _leaves(values: Mapping[str, Any], path: str = "") -> list[str]:
 
 
 def _mistake(source: str, detail: ErrorDetails) -> InvalidConfig:
-    location = [str(part) for part in detail["loc"]]
-    if detail["type"] == "extra_forbidden":
-        return _unknown_key(source, location)
-    key = ".".join(location) or "the file"
+    """Return pydantic's finding as a sentence, with what to write instead."""
+    kind, value = detail["type"], detail["input"]
+    table, path, field = _place_of(detail["loc"])
+    if kind == "extra_forbidden":
+        return _unknown_key(source, table, [part for part in path if not part.isdecimal()])
+    key, name = ".".join(path) or "the file", path[-1] if path else ""
     message = detail["msg"].removeprefix("Value error, ")
-    value = detail["input"]
+    if kind == "value_error" or field is None:
+        remedy = f"Correct {key}."
+    else:
+        message = _WORDS.get(kind, message)
+        remedy = f"Correct {key}. {_meaning_of(field)}"
+    if kind == "missing" and isinstance(value, dict) and field is not None:
+        example = _EXAMPLES.get(field.annotation, "...")
+        where = f" in {'.'.join(path[:-1])}"
+        return InvalidConfig(
+            f"{source} has no {name}{where}.",
+            remedy=f"Add {name} = {example}. {_meaning_of(field)}",
+        )
     shown = "" if isinstance(value, (dict, BaseModel)) else f" is {value!r}"
     separator = ": " if shown else ", "
     return InvalidConfig(
-        f"{source}, {key}{shown}{separator}{message[0].lower()}{message[1:]}.",
-        remedy=f"Correct {key}.",
+        f"{source}, {key}{shown}{separator}{message[0].lower()}{message[1:]}.", remedy=remedy
     )
 
 
-def _unknown_key(source: str, location: list[str]) -> InvalidConfig:
-    *sections, key = [part for part in location if not part.isdecimal()]
-    kind: type[BaseModel] = JobConfig
-    for section in sections:
-        inner = table_of(kind.model_fields[section])
-        assert inner is not None
-        kind = inner
-    keys = list(kind.model_fields)
+def _place_of(
+    location: tuple[int | str, ...],
+) -> tuple[type[BaseModel], list[str], FieldInfo | None]:
+    """Return the table, the path and the field of a place; field None where it is no key of ours.
+
+    What follows a key in a place of pydantic is a part of its value, or a kind that it may have.
+    """
+    table: type[BaseModel] = JobConfig
+    path: list[str] = []
+    field: FieldInfo | None = None
+    for place, part in enumerate(location):
+        path.append(str(part))
+        if isinstance(part, int):
+            continue
+        field = table.model_fields.get(part)
+        inner = None if field is None else table_of(field)
+        if inner is None:
+            is_open = field is not None and get_origin(field.annotation) is dict
+            path += [str(p) for p in location[place + 1 :] if is_open or isinstance(p, int)]
+            break
+        table = inner
+    return table, path, field
+
+
+def _unknown_key(source: str, table: type[BaseModel], path: list[str]) -> InvalidConfig:
+    *sections, key = path
+    keys = list(table.model_fields)
     near = did_you_mean(key, keys).strip()
     hint = f"; {near}" if near else "."
     where = f" in [{'.'.join(sections)}]" if sections else ""

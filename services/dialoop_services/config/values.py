@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from dialoop.import_paths import nearest
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -30,6 +30,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_numbers(cls, values: Any) -> Any:
+        """Refuse true and false where a number is meant: pydantic takes them for 1 and 0."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field and not _takes(bool, field.annotation):
+                meaning = (field.description or "").removesuffix(".")
+                raise ValueError(f"{name} is {str(value).lower()}, which it cannot be: {meaning}")
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +106,18 @@ def _paths(
                 yield from _paths(table, inner, f"{path}{name}.")
 
 
+def _takes(kind: type, annotation: Any) -> bool:
+    """Return whether a key's annotation is of a kind, or anything."""
+    inner = get_args(annotation)
+    return annotation in (kind, Any) or any(_takes(kind, each) for each in inner)
+
+
 def table_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a key that is a table or an array of tables, else None."""
+    """Return the model of a key that may be a table or an array of tables, else None."""
     annotation = field.annotation
-    if get_origin(annotation) is tuple:
-        annotation = get_args(annotation)[0]
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
     return None
 
 

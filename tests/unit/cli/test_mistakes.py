@@ -107,6 +107,27 @@ CONFIGS = {
     "unknown key": ("[train]\nlearning_rat = 3\n", "did you mean 'learning_rate'?"),
     "wrong type": ('[train]\nnum_steps = "many"\n', "train.num_steps is 'many'"),
     "out of range": ("[collector]\ntemperature = 0\n", "collector.temperature is 0"),
+    "a key that is missing": (
+        '[[scorer.rewards]]\nname = "brief"\n',
+        'has no use in scorer.rewards.0. Add use = "...". Function that computes the reward, as',
+    ),
+    "a key of an optional table": (
+        '[scorer]\nreference_server = { url = "http://127.0.0.1:1/v1", modle = "m" }\n',
+        "in [scorer.reference_server]; did you mean 'model'?",
+    ),
+    "a key of one or another kind": (
+        '[train]\npipeline_depth = "fast"\n',
+        "train.pipeline_depth is 'fast': input should be a valid integer",
+    ),
+    "a text for a list": (
+        '[model]\nlora_targets = "q_proj"\n',
+        "it should be a list, as [...]. Correct model.lora_targets. Linear layers",
+    ),
+    "true for a number": ("[train]\nnum_steps = true\n", "num_steps is true, which it cannot be"),
+    "a value among free keys": (
+        '[train]\nloss_options = { clip = "b" }\n',
+        "train.loss_options.clip is 'b'",
+    ),
     "not TOML": ("[train\n", "line"),
     "engine": ('@engine = "vlm"\n', "did you mean 'vllm'?"),
     "loss": ('[train]\nloss = "grop"\n', "did you mean 'grpo'?"),
@@ -351,7 +372,7 @@ def test_a_mistake_in_a_job_is_one_sentence_with_a_remedy(
     assert time.process_time() - began < 5.0
     (line,) = error.strip().splitlines()
     assert code == 2
-    assert line.startswith("dialoop stack: ")
+    assert line.startswith("dialoop: ")
     assert words in line, line
     assert line.endswith(".")
     assert re.search(r"[.?] [A-Z]", line), f"no remedy: {line}"

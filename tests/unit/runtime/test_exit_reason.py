@@ -31,4 +31,4 @@ def test_a_stack_ends_as_its_services_do(
 
     monkeypatch.setattr(stack, "_config", fail)
     assert main(["config", "print"]) == CONFIG_ERROR
-    assert capsys.readouterr().err == f"dialoop stack: {NO_SPLIT}\n"
+    assert capsys.readouterr().err == f"dialoop: {NO_SPLIT}\n"

