@@ -17,7 +17,7 @@ from dialoop.environments.tasks.files import rows_of
 from dialoop.errors import DialoopError, InvalidConfig
 from dialoop.import_paths import load_attribute
 from dialoop.user_functions import call_now
-from dialoop_ops.stack.user_code import load_environments, working_in
+from dialoop_ops.stack.user_code import check_functions, load_environments, working_in
 from dialoop_services.config.file import parse_config
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -318,7 +318,7 @@ JOB: dict[str, Any] = {
 
 
 def write_documented_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Write the functions of docs/bring.md and rows for them; return its environments' tables."""
+    """Write the functions of docs/bring.md and rows for them; return its jobs' tables."""
     page = (Path(__file__).parents[3] / "docs" / "bring.md").read_text("utf-8")
     blocks = re.findall(r"<!-- test: bring -->\n```(\w+)\n(.*?)```", page, re.S)
     for language, text in blocks:
@@ -333,17 +333,22 @@ def write_documented_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> lis
         for row in prompts
     ]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines * 4)), "utf-8")
+    sums = [{"question": f"{n}+1", "answer": f"{n + 1}"} for n in range(20)]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, sums)), "utf-8")
     monkeypatch.chdir(folder)
-    return [tomllib.loads(text)["environment"] for kind, text in blocks if kind == "toml"]
+    return [tomllib.loads(text) for kind, text in blocks if kind == "toml"]
 
 
 async def test_the_documented_examples_pass_the_check_and_play(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = write_documented_files(tmp_path, monkeypatch)
-    assert [table["use"] for table in tables] == ["verl", "trl", "messages"]
-    for table in tables:
-        (environment,) = load_environments(parse_config({"environment": table}, source="docs"))
+    jobs = write_documented_files(tmp_path, monkeypatch)
+    uses = ["verl", "trl", "messages", "jsonl", "own_tasks.py:make"]
+    assert [job["environment"].get("use", "jsonl") for job in jobs] == uses
+    for job in jobs:
+        config = parse_config(job, source="docs")
+        (environment,) = load_environments(config)
+        check_functions(config)
         key = environment.tasks.keys("train")[0]
         assert (await play(environment, "12", key=key)).rewards
 
@@ -380,7 +385,7 @@ def score_directly(use: str, row: dict[str, Any], text: str) -> dict[str, float]
 def test_rewards_of_a_job_are_those_of_the_functions_called_directly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    table = write_documented_files(tmp_path, monkeypatch)[number]
+    table = write_documented_files(tmp_path, monkeypatch)[number]["environment"]
     # The tiny model has a vocabulary for sums alone; its answers differ all the same.
     result = dialoop_ops.train({**JOB, "environment": table}, in_process=True, quiet=True)
     assert result.summary["num_train_steps"] == 2
