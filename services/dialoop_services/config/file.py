@@ -168,7 +168,9 @@ def parse_config(
     try:
         return JobConfig.model_validate(values)
     except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
+        details = error.errors(include_url=False)
+        # What is missing may be there under a mistyped name, so it is said last.
+        detail = next((each for each in details if each["type"] != "missing"), details[0])
         key = ".".join(str(part) for part in detail["loc"])
         raise _mistake(_source_of_key(key, origins or {}) or source, detail) from None
 
