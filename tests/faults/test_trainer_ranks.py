@@ -8,10 +8,11 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dialoop.errors import DialoopError
 from dialoop.trajectory import Group
 from dialoop_learning.model.tiny import make_tiny_model
 from dialoop_services.replay.store import QueueLimits
-from dialoop_services.runtime.exit_reason import EXIT_REASON_VARIABLE
+from dialoop_services.runtime.exit_reason import CONFIG_ERROR, EXIT_REASON_VARIABLE
 from safetensors.torch import load_file
 
 from tests.support.queue_model.store import ModelStore
@@ -183,8 +184,9 @@ async def test_a_run_goes_on_with_another_number_of_processes(
     sizes: tuple[int, int],
     sharded: str,
 ) -> None:
-    first = {"size": sizes[0], "num_steps": NUM_STEPS // 2, "sharded_checkpoints": sharded}
-    world = await run_of(tmp_path, model_dir, groups, first, {"size": sizes[1]})
+    kind = {"sharded_checkpoints": sharded}
+    first = {"size": sizes[0], "num_steps": NUM_STEPS // 2, **kind}
+    world = await run_of(tmp_path, model_dir, groups, first, {"size": sizes[1], **kind})
     assert_same(alone, world)
     parts = list((world.run_dir / "checkpoints").glob("*/parts"))
     assert bool(parts) == (sharded == "true")
@@ -260,3 +262,51 @@ async def test_ranks_that_are_out_of_step_after_a_failed_write_end_with_its_reas
         finally:
             trainer.process.kill()
     assert "File too large" in json.loads(reason.read_text())["message"]
+
+
+NODE = "dialoop_services.trainer.learner.launch 1 --num-nodes 2 --rendezvous"
+OTHER_VERSION = "import dialoop\ndialoop.__version__ = '0.0.1'\n"
+OTHER_DISK = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"')
+
+
+@pytest.mark.parametrize(
+    ("second", "code", "says"),
+    [
+        ("never comes", 1, "node 1 of the trainer's 2 did not come to 127.0.0.1:"),
+        ("other version", CONFIG_ERROR, "have different versions of Dialoop: node 0"),
+        ("other disk", CONFIG_ERROR, "is another one on node 1"),
+    ],
+)
+def test_nodes_that_cannot_train_together_all_end_with_the_one_error_that_says_why(
+    tmp_path: Path, second: str, code: int, says: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "sitecustomize.py").write_text(OTHER_VERSION)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    def start(node: int, *before: str, paths: Sequence[Path] = ()) -> subprocess.Popen[str]:
+        found = map(str, (*paths, ROOT, ROOT / "client", ROOT / "services"))
+        module = ("-m", *NODE.split(), meeting, "--node", str(node))
+        return subprocess.Popen(
+            [*before, sys.executable, *module],
+            env={n: v for n, v in os.environ.items() if not n.startswith("DIALOOP_")}
+            | {"PYTHONPATH": os.pathsep.join(found)}
+            | {"DIALOOP_TRAINER_RUN_DIR": str(tmp_path / "run")},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    nodes = [start(0)]
+    if second == "other version":
+        nodes.append(start(1, paths=[tmp_path]))
+    elif second == "other disk":
+        if os.geteuid():
+            pytest.skip("only root mounts a disk")
+        nodes.append(start(1, *OTHER_DISK, str(tmp_path / "run")))
+    for node in nodes:
+        words = node.communicate(timeout=300)[1]
+        assert node.returncode == code, words
+        assert says in words
+        assert "Traceback" not in words

@@ -335,8 +335,13 @@ def _cause(ranks: Ranks, error: Exception) -> str | None:
             own = f"Rank {ranks.rank} of {ranks.size} failed: {type(error).__name__}: {error}"
             ranks.store.set(_FAILURE, own)
         return failure
-    except RuntimeError:  # the store's own process is gone, so this rank raises its own error
-        return None
+    except RuntimeError:  # the store's process is gone, which runs on the first rank's machine
+        if not _is_lost_connection(error):
+            return None
+        return (
+            f"Rank {ranks.rank} of {ranks.size} lost its connection to another one; no word from "
+            "the machine of rank 0, where they meet."
+        )
 
 
 def _missing(ranks: Ranks) -> str:

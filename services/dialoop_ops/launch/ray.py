@@ -1,8 +1,8 @@
-"""Run a job on Ray: one placement group, and an actor for each process, which starts it.
+"""Run a job on Ray: placement groups, and an actor for each process, which starts it.
 
-`ray_site` connects and reserves room for everything at once. The supervisor of the local stack
-stays what it is: it starts, watches and restarts processes by the plan, through the actors. Logs
-and status are those of the local stack.
+`ray_site` connects and reserves room for everything; a trainer of several nodes comes first. The
+supervisor of the local stack stays what it is: it starts, watches and restarts processes by the
+plan, through the actors. Logs and status are those of the local stack.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dialoop.errors import Unavailable
+from dialoop.errors import InvalidConfig, Unavailable
 from dialoop.reasons import Reason
 from dialoop_services.config.job import JobConfig
 from dialoop_services.runtime.access.principals import TOKEN, without_tokens
@@ -61,10 +61,12 @@ def ray_site(config: JobConfig) -> Iterator[Site]:
     options = config.launch.ray
     _connect(ray, options.address)
     try:
-        require_room(components_of(config), _nodes_of(ray))
-        group = _reserve(ray, config)
+        nodes = _nodes_of(ray)
+        require_room(components_of(config), nodes)
+        require_a_raylet_each(config, nodes)
+        places = _reserve(ray, config)
         os.environ[TOKEN] = os.environ.get(TOKEN) or secrets.token_urlsafe(32)  # empty is none
-        yield _place(ray, config, group)
+        yield _place(ray, config, places)
     finally:
         ray.shutdown()
 
@@ -123,21 +125,54 @@ def needs_this_machine(config: JobConfig, environment: Mapping[str, str]) -> boo
     return starts_redis or not config.launch.shared_folder
 
 
-def _reserve(ray: Any, config: JobConfig) -> Any:
-    """Return a placement group with a bundle for each component."""
-    bundles = bundles_of(config)
-    if needs_this_machine(config, os.environ):
-        bundles[0] |= _this_node(ray)
-    group = ray.util.placement_group(bundles, strategy="PACK")
-    limit_s = config.launch.ray.place_within_s
-    if not group.wait(limit_s):
-        raise _no_room(
-            bundles,
-            limit_s,
-            "The trainer runs on this machine, unless there is a shared folder and a Redis that "
-            "REDIS_URL names.",
+def require_a_raylet_each(config: JobConfig, nodes: Sequence[ClusterNode]) -> None:
+    """Raise InvalidConfig (PLAN_TOO_LARGE) where a node of the trainer could never have a raylet.
+
+    Nodes of one trainer lie on as many raylets: two on one machine would be one node to users.
+    """
+    components, names = components_of(config), ("trainer", *further_nodes(config))
+    least = components[names[-1]]
+    fitting = sum(
+        node.processors >= least.processors
+        and node.memory_gib >= least.memory_gib
+        and node.gpus >= least.gpus
+        for node in nodes
+    )
+    if missing := names[fitting:]:
+        raise InvalidConfig(
+            f"Each of the trainer's {len(names)} nodes takes a raylet of its own with "
+            f"{json.dumps(_bundle(least))}, and {fitting} of the cluster's {len(nodes)} have as "
+            f"much: there is none for {', '.join(missing)}.",
+            reason=Reason.PLAN_TOO_LARGE,
+            remedy="Lower num_nodes in [train], or what [resources.trainer] asks for, or add nodes "
+            "to the cluster.",
         )
-    return group
+
+
+def _reserve(ray: Any, config: JobConfig) -> dict[str, tuple[Any, int]]:
+    """Return the placement group and the bundle in it of each component."""
+    bundles = dict(zip(components_of(config), bundles_of(config), strict=True))
+    if needs_this_machine(config, os.environ):
+        bundles["trainer"] |= _this_node(ray)
+    nodes, limit_s = ("trainer", *further_nodes(config)), config.launch.ray.place_within_s
+    parts = {"PACK": [*bundles]}
+    if len(nodes) > 1:  # a group has one strategy, and replicas may lie beside the trainer
+        parts = {"STRICT_SPREAD": [*nodes], "PACK": [name for name in bundles if name not in nodes]}
+    places: dict[str, tuple[Any, int]] = {}
+    for strategy, names in parts.items():
+        asked = [bundles[name] for name in names]
+        group = ray.util.placement_group(asked, strategy=strategy)
+        if not group.wait(limit_s):
+            each = ", each on a raylet of its own" if strategy == "STRICT_SPREAD" else ""
+            raise _no_room(
+                asked,
+                limit_s,
+                "The trainer runs on this machine, unless there is a shared folder and a Redis "
+                "that REDIS_URL names.",
+                names=f"{', '.join(names)}{each}",
+            )
+        places |= {name: (group, index) for index, name in enumerate(names)}
+    return places
 
 
 def _this_node(ray: Any) -> dict[str, float]:
@@ -145,9 +180,11 @@ def _this_node(ray: Any) -> dict[str, float]:
     return {f"node:{ray.util.get_node_ip_address()}": 0.001}
 
 
-def _no_room(bundles: Sequence[Mapping[str, float]], limit_s: float, more: str) -> Unavailable:
+def _no_room(
+    bundles: Sequence[Mapping[str, float]], limit_s: float, more: str, *, names: str
+) -> Unavailable:
     return Unavailable(
-        f"Ray had no room within {limit_s:g} s for what was asked for at once: "
+        f"Ray had no room within {limit_s:g} s for what was asked for at once: {names}: "
         f"{json.dumps(bundles)}.",
         reason=Reason.NO_RAY,
         remedy=f"Wait for other jobs, or raise place_within_s in [launch.ray]. {more}",
@@ -164,12 +201,12 @@ def _bundle(needs: Needs) -> dict[str, float]:
     return bundle
 
 
-def _place(ray: Any, config: JobConfig, group: Any) -> Site:
+def _place(ray: Any, config: JobConfig, places: Mapping[str, tuple[Any, int]]) -> Site:
     """Start an actor for each process, and return the site with the address of each node."""
-    needs, components = needs_elsewhere(config), [*components_of(config)]
+    needs = needs_elsewhere(config)
     of_one: dict[str, RayStarter] = {}
     for name in needs:
-        index = components.index(name) if name in components else 0
+        group, index = places.get(name, places["trainer"])
         of_one[name] = RayStarter(ray, name, needs[name], group, bundle=index)
     starters: dict[str, RayStarter | RayNodes] = {**of_one}
     if nodes := further_nodes(config):
@@ -208,7 +245,7 @@ async def _grow(ray: Any, config: JobConfig, name: str, on_moved: Callable[[], N
         ) from error
     except TimeoutError as error:
         give_back()
-        raise _no_room([bundle], limit_s, "Or ask for fewer.") from error
+        raise _no_room([bundle], limit_s, "Or ask for fewer.", names=name) from error
     return Room(
         host=host,
         starter=starter.start,

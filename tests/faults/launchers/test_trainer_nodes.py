@@ -40,6 +40,7 @@ SETTINGS = {
     "learning_rate": 3e-4,
     "checkpoint_every": 5,
     "exit_when_done": True,
+    "debug_table_every": 1,
 }
 RAY_PROGRAM = """
 import asyncio, json, sys
@@ -89,6 +90,11 @@ class Ended:
         rows = [row for row in world.train_rows if row["num_trained_tokens"]]
         self.loss = torch.tensor([row["loss"] for row in rows], dtype=torch.float64)
         self.norm = torch.tensor([row["grad_norm"] for row in rows], dtype=torch.float64)
+        table = (world.run_dir / "debug_table.jsonl").read_text("utf-8").splitlines()
+        self.logprobs = {
+            (row["train_step"], row["trajectory_id"]): torch.tensor(row["policy_logprobs"])
+            for row in map(json.loads, table)
+        }
 
 
 async def train(
@@ -145,6 +151,8 @@ async def test_two_nodes_of_two_ranks_end_with_one_processs_weights_on_slurm_and
         of_ray = await train(tmp_path / "by_ray", model_dir, groups, by_ray, {})
     assert len(one.loss) == NUM_STEPS
     assert of_slurm.digest == of_ray.digest
+    assert {step for step, _ in one.logprobs} == set(range(1, NUM_STEPS + 1))
+    torch.testing.assert_close(of_slurm.logprobs, one.logprobs, rtol=0, atol=1e-5)
     torch.testing.assert_close(of_slurm.loss, one.loss, rtol=0, atol=1e-5)
     torch.testing.assert_close(of_slurm.norm, one.norm, rtol=1e-5, atol=1e-5)
     for name, tensor in one.weights.items():

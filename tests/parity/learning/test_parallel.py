@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -175,7 +176,8 @@ def _start(out: Path, jobs: str, size: int, **more: str) -> list[subprocess.Pope
         subprocess.Popen(
             [sys.executable, str(WORKER), jobs],
             env=_environment(
-                RANK=str(rank), WORLD_SIZE=str(size), INIT_METHOD=f"file://{out}/store", **more
+                **{"RANK": str(rank), "WORLD_SIZE": str(size), "INIT_METHOD": f"file://{out}/store"}
+                | more
             ),
             stderr=subprocess.PIPE,
             text=True,
@@ -324,19 +326,26 @@ def test_rank_that_fails_ends_the_others_with_its_cause(root: Path) -> None:
 
 
 @pytest.mark.heavy(reason="starts three processes for one error")
-@pytest.mark.parametrize("lost_by", ["SIGKILL", "SIGSTOP"])
-def test_ranks_name_the_one_that_is_gone(root: Path, lost_by: str) -> None:
-    """One that was killed in the middle of a step, and one that hangs until the time-out."""
-    out = root / lost_by
-    jobs = _write_jobs([_job(root, out, "lost", lost_rank=1, lost_by=lost_by)], out)
-    ranks = _start(out, jobs, 3, TIMEOUT_S="10")
+@pytest.mark.parametrize(("gone", "lost_by"), [(1, "SIGKILL"), (1, "SIGSTOP"), (0, "SIGKILL")])
+def test_ranks_name_the_one_that_is_gone(root: Path, gone: int, lost_by: str) -> None:
+    """One killed in the middle of a step, also with the ranks' store; one that hangs."""
+    out, more = root / f"{lost_by} {gone}", {"TIMEOUT_S": "10"}
+    says = f"no word from rank {gone}."
+    if gone == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            more["INIT_METHOD"] = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        says = "no word from the machine of rank 0, where they meet."
+    jobs = _write_jobs([_job(root, out, "lost", lost_rank=gone, lost_by=lost_by)], out)
+    ranks = _start(out, jobs, 3, **more)
+    others = [rank for rank in range(3) if rank != gone]
     try:
-        stderrs = [ranks[rank].communicate(timeout=100)[1] for rank in (0, 2)]
+        stderrs = [ranks[rank].communicate(timeout=100)[1] for rank in others]
     finally:
-        ranks[1].kill()
-        ranks[1].communicate()
-    for rank, text in zip((0, 2), stderrs, strict=True):
-        assert f"Rank {rank} of 3 lost its connection to another one; no word from rank 1." in text
+        ranks[gone].kill()
+        ranks[gone].communicate()
+    for rank, text in zip(others, stderrs, strict=True):
+        assert f"Rank {rank} of 3 lost its connection to another one; {says}" in text
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ STEPS = (
     {"num_tokens": 16_000},
     {"num_tokens": 4000, "lora_rank": 8},
     {"num_tokens": 4000, "lora_rank": 8, "activation_checkpointing": True},
+    {"num_tokens": 4000, "autocast": "bfloat16"},
 )
 LOWEST = 0.7
 """Of the formula: one that promises twice what is needed would say nothing."""
@@ -85,6 +86,7 @@ def test_a_train_step_stays_within_the_formula_at_1000_4000_and_16000_tokens(tmp
         rank = row.get("lora_rank")
         training = Training(
             num_tokens=row["num_tokens"],
+            autocast=row.get("autocast", ""),
             recomputes=recomputes,
             num_trained=rank and rank * of_rank_1,
         )

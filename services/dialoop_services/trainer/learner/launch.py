@@ -43,6 +43,7 @@ from dialoop_services.trainer.learner.meeting import (
     RENDEZVOUS_VARIABLE,
     NodePlace,
     meet,
+    part,
 )
 from dialoop_services.trainer.settings import TrainerSettings
 
@@ -223,7 +224,8 @@ def main() -> None:
         store = meet(place, settings, timeout_s=_MEET_S) if place.num_nodes > 1 else None
         command = (sys.executable, "-m", "dialoop_services.trainer")
         code = Launch(command, place).run()
-        del store  # the first node's serves the others to the end
+        if store is not None:
+            part(store, place)
         sys.exit(code)
 
     run_blocking(work, name="trainer")

@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -103,6 +104,18 @@ def meet(place: NodePlace, settings: TrainerSettings, *, timeout_s: float) -> TC
     if verdict is not None:
         raise _error_of(verdict)
     return store
+
+
+def part(store: TCPStore, place: NodePlace) -> None:
+    """Leave the store; node 0, which hosts it, once the others have, or have had time to.
+
+    Ranks that still compute when one has failed read there which one it was.
+    """
+    if place.node == 0:
+        _wait_for([_parted(node) for node in range(1, place.num_nodes)], store)
+    else:
+        with suppress(DistError):  # node 0 is gone
+            store.set(_parted(place.node), "")
 
 
 def facts_of(place: NodePlace, settings: TrainerSettings, *, sees_folder: bool = True) -> NodeFacts:
@@ -224,6 +237,10 @@ def _said(node: int) -> str:
 
 def _heard(node: int) -> str:
     return f"dialoop/heard/{node}"
+
+
+def _parted(node: int) -> str:
+    return f"dialoop/parted/{node}"
 
 
 def _appears(path: Path) -> bool:

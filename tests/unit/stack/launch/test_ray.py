@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from dialoop.errors import Unavailable
+from dialoop.errors import InvalidConfig, Unavailable
 from dialoop_ops.cli.main import main
 from dialoop_ops.launch import ray as ray_module
 from dialoop_ops.launch.commands import has_moved
@@ -24,11 +24,14 @@ from dialoop_ops.launch.ray import (
     RayNodes,
     RayNodesProcess,
     RayStarter,
+    _reserve,
     bundles_of,
     needs_this_machine,
     ray_site,
+    require_a_raylet_each,
 )
 from dialoop_ops.launch.ray_worker import RayWorker
+from dialoop_ops.launch.site import ClusterNode
 from dialoop_ops.stack.processes.child import StartOrder, stop
 from dialoop_services.config.file import parse_config
 
@@ -57,6 +60,51 @@ def test_further_nodes_of_the_trainer_have_bundles_of_their_own() -> None:
     bundles = bundles_of(parse_config({**CONFIG, "train": train}, source="job.toml"))
     assert bundles[:2] == [{"CPU": 16, "GPU": 4}] * 2
     assert len(bundles) == 4
+
+
+class Rays:
+    """Stands for Ray, which has room for so many groups."""
+
+    def __init__(self, num_groups: int = 2) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.util, self._num_groups = self, num_groups
+
+    def get_node_ip_address(self) -> str:
+        return "10.0.0.1"
+
+    def placement_group(self, bundles: list[dict[str, float]], *, strategy: str) -> Any:
+        self.asked.append((strategy, len(bundles)))
+        has_room = len(self.asked) <= self._num_groups
+        return SimpleNamespace(wait=lambda limit_s: has_room, number=len(self.asked))
+
+
+def test_each_node_of_a_trainer_has_a_raylet_of_its_own_and_replicas_lie_where_there_is_room() -> (
+    None
+):
+    two_nodes = CONFIG | {"train": {**CONFIG["train"], "num_nodes": 2}}
+    config = parse_config(two_nodes, source="job.toml")
+    rays = Rays()
+    places = _reserve(rays, config)
+    assert rays.asked == [("STRICT_SPREAD", 2), ("PACK", 2)]
+    assert {name: (group.number, index) for name, (group, index) in places.items()} == {
+        "trainer": (1, 0),
+        "trainer-1": (1, 1),
+        "inference": (2, 0),
+        "inference-1": (2, 1),
+    }
+    with pytest.raises(Unavailable, match="trainer, trainer-1, each on a raylet of its own") as no:
+        _reserve(Rays(0), config)
+    assert no.value.reason == "NO_RAY"
+    large, small = (ClusterNode(processors=64, memory_gib=99, gpus=gpus) for gpus in (8, 2))
+    require_a_raylet_each(config, [large, large])
+    with pytest.raises(
+        InvalidConfig, match=r"1 of the cluster's 2 .* none for trainer-1"
+    ) as caught:
+        require_a_raylet_each(config, [large, small])
+    assert caught.value.reason == "PLAN_TOO_LARGE"
+    alone = Rays()
+    _reserve(alone, parse_config(CONFIG, source="job.toml"))
+    assert alone.asked == [("PACK", 3)]
 
 
 class OneNode:
