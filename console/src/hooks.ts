@@ -107,6 +107,18 @@ export function useTicks(seconds: number): number {
   return ticks;
 }
 
+/** Whether a media query holds now. */
+export function useMedia(text: string): boolean {
+  const query = matchMedia(text);
+  const [holds, setHolds] = useState(query.matches);
+  useEffect(() => {
+    const read = () => setHolds(query.matches);
+    query.addEventListener("change", read);
+    return () => query.removeEventListener("change", read);
+  }, [text]);
+  return holds;
+}
+
 export type Keys = Record<string, (event: KeyboardEvent) => void>;
 
 /** Call a function for a key, but not while somebody types into a field. */

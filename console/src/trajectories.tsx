@@ -3,7 +3,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { Choices, Page, Run, Summary } from "./answers";
 import { query } from "./api";
-import { change, go, linkTo, useAnswer, useKeys, type Address } from "./hooks";
+import { change, go, linkTo, useAnswer, useKeys, useMedia, type Address } from "./hooks";
 import { number, plain, policy, Problem, Reward } from "./texts";
 
 const PAGE = 50;
@@ -65,6 +65,9 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
   );
   const [row, setRow] = useState(0);
   const table = useRef<HTMLTableElement>(null);
+  const filters = useRef<HTMLDetailsElement>(null);
+  const isNarrow = useMedia("(max-width: 44rem)"); // as style.css has it
+  const numSet = asked.filter(([, value]) => value).length;
   const summaries = page.value?.summaries ?? [];
   const total = page.value?.total ?? 0;
   useEffect(() => setRow(0), [text]);
@@ -85,44 +88,50 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
     n: () => turn(1),
     p: () => turn(-1),
     x: () => go("trajectories", { run: run.name }),
-    "/": () => document.getElementById("filter-text")?.focus(),
+    "/": () => {
+      if (filters.current) filters.current.open = true;
+      document.getElementById("filter-text")?.focus();
+    },
     Enter: () => summaries[row] && open(run, summaries[row], values),
   });
   const sortBy = (name: string) => change({ sort: sort === `-${name}` ? name : `-${name}`, offset: "" });
   return (
     <main>
-      <form class="filters" aria-label="Filters" onSubmit={(event) => event.preventDefault()}>
-        {TEXTS.map(([name, label]) => (
-          <Field
-            name={name}
-            label={label}
-            value={values.get(name) ?? ""}
-            hint={name === "text" ? `${MIN_TEXT} characters or more` : ""}
-          />
-        ))}
-        {SELECTS.map(([name, label]) => (
-          <label>
-            {label}
-            <select
-              id={`filter-${name}`}
+      <details class="fold" ref={filters} open={!isNarrow}>
+        <summary>Filters{numSet > 0 && ` (${numSet} set)`}</summary>
+        <form class="filters" aria-label="Filters" onSubmit={(event) => event.preventDefault()}>
+          {TEXTS.map(([name, label]) => (
+            <Field
+              name={name}
+              label={label}
               value={values.get(name) ?? ""}
-              onChange={(event) => change({ [name]: event.currentTarget.value, offset: "" })}
-            >
-              <option value="">all</option>
-              {name === "owner" && <option value="ANY">anybody</option>}
-              {(choices.value?.[name] ?? []).map((choice) => (
-                <option value={choice}>{choice}</option>
-              ))}
-            </select>
-          </label>
-        ))}
-        {RANGES.map(([name, label]) => (
-          <Field name={name} label={label} value={values.get(name) ?? ""} hint="1, 0.5:, :2, 1:4" />
-        ))}
-        <a class="button" href={linkTo("trajectories", { run: run.name })}>
-          Clear filters
-        </a>
-      </form>
+              hint={name === "text" ? `${MIN_TEXT} characters or more` : ""}
+            />
+          ))}
+          {SELECTS.map(([name, label]) => (
+            <label>
+              {label}
+              <select
+                id={`filter-${name}`}
+                value={values.get(name) ?? ""}
+                onChange={(event) => change({ [name]: event.currentTarget.value, offset: "" })}
+              >
+                <option value="">all</option>
+                {name === "owner" && <option value="ANY">anybody</option>}
+                {(choices.value?.[name] ?? []).map((choice) => (
+                  <option value={choice}>{choice}</option>
+                ))}
+              </select>
+            </label>
+          ))}
+          {RANGES.map(([name, label]) => (
+            <Field name={name} label={label} value={values.get(name) ?? ""} hint="1, 0.5:, :2, 1:4" />
+          ))}
+          <a class="button" href={linkTo("trajectories", { run: run.name })}>
+            Clear filters
+          </a>
+        </form>
+      </details>
       {page.error && <Problem text={page.error.message} />}
       <p class="count" aria-live="polite">
         <span>
@@ -197,7 +206,7 @@ export function Trajectories({ run, address }: { run: Run; address: Address }) {
           </tbody>
         </table>
       </div>
-      {page.value && total === 0 && <p>{asked.some(([, value]) => value) ? NO_MATCH : NOT_YET}</p>}
+      {page.value && total === 0 && <p>{numSet > 0 ? NO_MATCH : NOT_YET}</p>}
     </main>
   );
 }

@@ -146,6 +146,7 @@ function useNeighbours(base: string, list: URLSearchParams, chosen: number) {
 function useOthers(base: string, own: Summary | undefined): Summary[] {
   const asked = query([
     ["task_key", own?.task_key ?? ""],
+    ["environment", own?.environment ?? ""],
     ["sort", "number"],
     ["limit", "100"],
   ]);
@@ -254,8 +255,16 @@ function Differences({ base, other, trajectory }: DifferencesProps) {
     plain(answerOf(trajectory.messages)),
   );
   const prompt = trajectory.messages.filter((message) => message.role !== "assistant")[0];
+  const [its, own] = [value.summary, trajectory.summary].map(
+    (each) => `${each.environment}, task ${each.task_key}`,
+  );
   return (
     <section aria-label="Differences">
+      {its !== own && (
+        <Problem
+          text={plain(`#${other} answers another task (${its}) than this one (${own}): its text is no other answer.`)}
+        />
+      )}
       {prompt && (
         <div class={`message ${prompt.role}`}>
           <b>{prompt.role}</b>

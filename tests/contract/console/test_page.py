@@ -527,6 +527,32 @@ def test_two_answers_to_one_task_are_compared(page, site):
     page.wait_for_selector(".messages")
 
 
+def test_a_comparison_with_another_task_says_so(page, site):
+    own = site.rows[3]["task_key"]
+    other = next(n for n, row in enumerate(site.rows, 1) if row["task_key"] != own)
+    open_page(page, site, f"trajectory?run=a&number=4&with={other}")
+    page.wait_for_selector(f"[role=alert]:has-text('#{other} answers another task')")
+    page.wait_for_selector("#with option >> nth=1", state="attached")
+    page.keyboard.press("c")
+    page.wait_for_selector(".messages")
+    page.keyboard.press("c")  # with an answer to its own task
+    page.wait_for_selector(".versions ins")
+    assert not page.locator("[role=alert]").count()
+
+
+def test_filters_are_folded_where_they_would_fill_the_screen(page, site):
+    open_page(page, site, "trajectories?run=a&outcome=SUCCEEDED")
+    page.wait_for_selector("#filter-text")
+    assert page.locator("#filter-text").is_visible()
+    assert not page.locator(".fold > summary").is_visible()
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_selector(".fold > summary:has-text('Filters (1 set)')")
+    assert not page.locator("#filter-text").is_visible()
+    assert page.locator("#total").is_visible()
+    page.keyboard.press("/")
+    assert page.locator("#filter-text").is_visible()
+
+
 def test_metrics_are_searched_and_saved(page, site):
     open_page(page, site, "curves?run=a&name=train/reward")
     page.wait_for_selector(".chart canvas")
