@@ -26,7 +26,8 @@ WEIGHTS, INDEX, HEAD = "model.safetensors", "model.safetensors.index.json", "lm_
 ADAPTER_CONFIG = "adapter_config.json"
 _MAX_HEADER_BYTES, _CHUNK = 100_000_000, 1 << 24
 _MAX_NAMED = 3
-_KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+_LLAMAS = ("llama", "mistral", "granite", "smollm3")
+_KNOWN = (*_LLAMAS, "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "phi3")
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -126,39 +127,23 @@ def is_tied(model_dir: Path) -> bool:
 
 
 def holds_known_decoder(model_dir: Path) -> bool:
-    """Return whether the files hold just what a Llama, Mistral, Qwen2 or Qwen3 of config.json has.
+    """Return whether the files hold just what config.json of a decoder of `_KNOWN` has.
 
     False says nothing: it may be another architecture, of which transformers knows the tensors.
     Raises InvalidConfig as `is_tied`.
     """
     fields: dict[str, Any] = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    kind = fields.get("model_type")
+    kind = str(fields.get("model_type"))
     changed = ("quantization_config", "attention_bias", "mlp_bias", "pruned_heads")
     if kind not in _KNOWN or any(map(fields.get, changed)):
         return False
     try:
         vocab, hidden, inner, layers, heads, key_heads = (int(fields[name]) for name in _SIZES)
-        width = int(fields["head_dim"] if kind == "qwen3" else fields.get("head_dim") or 0)
+        own = kind in ("qwen3", "gemma2", "gemma3_text")  # else the class has another default
+        width = int(fields["head_dim"] if own else fields.get("head_dim") or hidden // heads)
     except (KeyError, TypeError, ValueError):
         return False
-    width = width or hidden // heads
-    queries, keys = heads * width, key_heads * width
-    of_layer: Shapes = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    if kind == "qwen2":
-        sizes = {"q": queries, "k": keys, "v": keys}
-        of_layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
-    if kind == "qwen3":
-        of_layer |= {f"self_attn.{name}_norm.weight": (width,) for name in ("q", "k")}
+    of_layer = _layer_of(kind, hidden=hidden, inner=inner, heads=(heads, key_heads), width=width)
     expected: Shapes = {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
@@ -169,6 +154,35 @@ def holds_known_decoder(model_dir: Path) -> bool:
     if not tied or HEAD in shapes:
         expected[HEAD] = (vocab, hidden)
     return shapes == expected
+
+
+def _layer_of(kind: str, *, hidden: int, inner: int, heads: tuple[int, int], width: int) -> Shapes:
+    """Return the tensors of a layer; heads: those of queries, and those of keys and values."""
+    queries, keys = (number * width for number in heads)
+    attention = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
+    gates = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    of_heads: Shapes = {}
+    if kind == "phi3":
+        attention = {"qkv_proj": (queries + 2 * keys, hidden)}
+        gates = {"gate_up_proj": (2 * inner, hidden)}
+    if kind == "qwen2":
+        of_heads = {f"{name}.bias": (rows,) for name, (rows, _) in attention.items()}
+    if kind in ("qwen3", "gemma3_text"):
+        of_heads = {"q_norm.weight": (width,), "k_norm.weight": (width,)}
+    if kind.startswith("olmo"):
+        of_heads = {"q_norm.weight": (queries,), "k_norm.weight": (keys,)}
+        norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
+    if kind.startswith("gemma"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    attention |= {"o_proj": (hidden, queries)}
+    gates |= {"down_proj": (hidden, inner)}
+    return {
+        **{f"{name}.weight": (hidden,) for name in norms},
+        **{f"self_attn.{name}.weight": shape for name, shape in attention.items()},
+        **{f"self_attn.{name}": shape for name, shape in of_heads.items()},
+        **{f"mlp.{name}.weight": shape for name, shape in gates.items()},
+    }
 
 
 def _class_ties(model_dir: Path) -> bool:

@@ -48,8 +48,8 @@ def change_json(path: Path, **fields: object) -> None:
 def test_a_whole_checkpoint_of_each_family_passes(name: str, tmp_path: Path) -> None:
     model = make_family(name, tmp_path / name)
     require_whole(model)
-    kind = json.loads((model / "config.json").read_text("utf-8"))["model_type"]
-    assert holds_known_decoder(model) is (kind in ("llama", "mistral", "qwen2", "qwen3"))
+    asked = ("phi2", "glm4", "gpt_oss", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+    assert holds_known_decoder(model) is (name not in asked)
 
 
 def test_a_known_decoder_is_checked_without_torch(
