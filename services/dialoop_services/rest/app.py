@@ -106,16 +106,13 @@ def rest_app(servicers: Sequence[tuple[Any, ServiceDescriptor]], options: RestOp
         app.router.add_route(route.path, endpoint, methods=[route.method])
     _add_other_routes(app, options)
     described = [route for route, _ in routes]
-    # The document is made at its first request, so that the service starts sooner.
-    document = cache(
-        partial(
-            openapi,
-            described,
-            models(),
-            needs_token=options.token.is_set,
-            http_routes=options.http_routes,
-            middleware=options.middleware,
-        )
+    document = partial(
+        openapi,
+        described,
+        models(),
+        needs_token=options.token.is_set,
+        http_routes=options.http_routes,
+        middleware=options.middleware,
     )
     _add_docs(app, title_of(described), document)
     _add_states(app, options)
@@ -172,8 +169,11 @@ def _add_docs(app: Starlette, title: str, document: Callable[[], dict[str, Any]]
     async def docs(_: Request) -> Response:
         return page
 
+    # Made at its first request, so that the service starts sooner, and once: it needs no token.
+    written = cache(lambda: JSONResponse(document()))
+
     async def show_document(_: Request) -> Response:
-        return JSONResponse(document())
+        return written()
 
     async def root(_: Request) -> Response:
         return RedirectResponse("/docs")

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 import pytest
@@ -45,14 +46,15 @@ class Service:
     rest_port: int
     asked: tuple[str, bytes] = (LIST, b"")
     """What another client calls all the while."""
+    host: str = "127.0.0.1"
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def rest(self) -> str:
-        return f"http://127.0.0.1:{self.rest_port}"
+        return f"http://{self.host}:{self.rest_port}"
 
     def cpu_s(self) -> float:
         """Return the seconds that the process has computed."""
@@ -65,8 +67,14 @@ class Service:
 
 
 @contextlib.contextmanager
-def service(folder: Path, role: str = "environment", **settings: str) -> Iterator[Service]:
-    """Start a service with a token, and end it."""
+def service(
+    folder: Path,
+    role: str = "environment",
+    *,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **settings: str,
+) -> Iterator[Service]:
+    """Start a service with a token, its own settings and variables of all; end it."""
     log = folder / "service.log"
     settings |= {"PORT": "0", "REST_PORT": "0"}
     own = {f"DIALOOP_{role.upper()}_{name}": value for name, value in settings.items()}
@@ -74,7 +82,7 @@ def service(folder: Path, role: str = "environment", **settings: str) -> Iterato
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", f"dialoop_services.{role}"],
-            env={**others, "DIALOOP_TOKEN": TOKEN, **own},
+            env={**others, "DIALOOP_TOKEN": TOKEN, **variables, **own},
             cwd=folder,
             stdout=file,
             stderr=file,

@@ -43,6 +43,11 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 TARGETS = targets()
 
 DEMO = ROOT / "infra" / "configs" / "demo.toml"
+DOOR = ROOT / "infra" / "docker" / "door.cfg"
+_SERVER = re.compile(
+    r"(?:backend|listen) (?P<section>\w+)\n.*^  server \w+ (?P<host>\w+)(?::(?P<shift>-\d+))?",
+    re.DOTALL | re.MULTILINE,
+)
 
 # What containers have of their own: where they listen, find each other and keep files.
 PLACES = {"host", "port", "rest_port", "token", "run", "run_dir", "model_dir", "weights_root"}
@@ -161,34 +166,52 @@ def test_without_capabilities_the_sandbox_still_denies_everything() -> None:
 
 
 def test_ports_are_published_on_loopback_only() -> None:
-    published = {p for c in SERVICES.values() for p in c.get("ports", [])}
-    other = compose_file(DIALOOP_TOKEN="x", ADDRESS="10.0.0.5")["services"]
-    others = {p for c in other.values() for p in c.get("ports", [])}
-    assert others == {p.replace("127.0.0.1", "10.0.0.5") for p in published}
-    assert all(re.fullmatch(r"127\.0\.0\.1:(\d+):\1", port) for port in published)
+    published = SERVICES["door"]["ports"]
+    other = compose_file(DIALOOP_TOKEN="x", ADDRESS="10.0.0.5")["services"]["door"]["ports"]
+    assert other == [p.replace("127.0.0.1", "10.0.0.5") for p in published]
     grpc = {"environment": 7001, "inference": 7002, "replay": 7003, "scorer": 7004, "trainer": 7005}
     assert {name: listens(name) for name in grpc} == grpc
     rest = {name: port + 1000 for name, port in grpc.items()}
     assert {name: listens(name, "REST_PORT") for name in grpc} == rest
-    both = {*grpc.values(), *rest.values()}
-    assert published == {f"127.0.0.1:{port}:{port}" for port in both}
-    assert "ports" not in SERVICES["redis"]
+    assert published == ["127.0.0.1:7001-7005:17001-17005", "127.0.0.1:8001-8005:18001-18005"]
+    assert {*grpc.values(), *rest.values()} == {*range(7001, 7006), *range(8001, 8006)}
 
 
-@pytest.mark.parametrize("service", SETTINGS)
-def test_published_ports_are_those_the_service_listens_on(service: str) -> None:
-    variables = PLANS[service].variables
-    open_ports = {value for name, value in variables.items() if name.endswith("_PORT")}
-    published = {port.rpartition(":")[2] for port in SERVICES[service].get("ports", [])}
-    assert published <= open_ports
+def test_strangers_get_to_every_service_at_the_door_alone() -> None:
+    assert [name for name, service in SERVICES.items() if "ports" in service] == ["door"]
+    ways = passages()
+    for name in {*SETTINGS} - {"collector"}:
+        for port in (listens(name), listens(name, "REST_PORT")):
+            assert ways["work", port + 10_000] == (name, port)
+    strangers = {port for network, port in ways if network == "work" and port > 10_000}
+    assert strangers == {*range(17001, 17006), *range(18001, 18006)}
 
 
-def passages() -> dict[int, tuple[str, int]]:
-    """Where each port of the door leads."""
-    program, *ways = SERVICES["door"]["command"]
-    assert program == "./door.sh"
-    ends = (re.fullmatch(r"(\d+)=(\w+):(\d+)", way) for way in ways)
-    return {int(end[1]): (end[2], int(end[3])) for end in ends if end is not None}
+def passages() -> dict[tuple[str, int], tuple[str, int]]:
+    """Where each port of the door leads, by the network in which it listens."""
+    sections = re.split(r"^(?=\w)", DOOR.read_text("utf-8"), flags=re.MULTILINE)
+    names = SERVICES["door"]["networks"]
+    assert {name: own["aliases"] for name, own in names.items()} == {
+        n: [f"door.{n}"] for n in names
+    }
+    servers = {
+        match["section"]: (match["host"], int(match["shift"] or 0))
+        for section in sections
+        if (match := _SERVER.match(section))
+    }
+    ways: dict[tuple[str, int], tuple[str, int]] = {}
+    for section in sections:
+        chosen = {
+            int(port): backend
+            for backend, ports in re.findall(r"use_backend (\w+) if { dst_port ([\d ]+) }", section)
+            for port in ports.split()
+        }
+        own = section.split(maxsplit=2)[1] if section.startswith("listen") else ""
+        for network, first, last in re.findall(r"door\.(\w+):(\d+)(?:-(\d+))?", section):
+            for port in range(int(first), int(last or first) + 1):
+                host, shift = servers[chosen.get(port, own)]
+                ways[network, port] = (host, port + shift)
+    return ways
 
 
 def members(network: str) -> set[str]:
@@ -208,10 +231,13 @@ def test_the_sandbox_has_no_way_out_but_the_door_and_that_to_the_policy_alone() 
     assert COMPOSE["networks"]["sandbox"]["internal"] is True
     environment = PLANS["environment"].variables
     doors = {int(v) for name, v in environment.items() if name.endswith("_PORT")}
-    assert SERVICES["door"]["ports"] == [f"127.0.0.1:{port}:{port}" for port in sorted(doors)]
     policy = listens("inference")
-    into = {port: ("environment", port) for port in doors}
-    assert passages() == {**into, policy: ("inference", policy)}
+    ways = passages()
+    assert {way: end for way, end in ways.items() if way[1] < 10_000} == {
+        **{("work", port): ("environment", port) for port in doors},
+        ("sandbox", policy): ("inference", policy),
+    }
+    assert [way for way in ways if way[0] == "sandbox"] == [("sandbox", policy)]
 
 
 def test_only_replay_reaches_redis() -> None:
@@ -232,8 +258,12 @@ def addresses() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("service", "address"), addresses())
 def test_an_address_is_a_service_on_a_common_network(service: str, address: str) -> None:
     host, _, port = address.rpartition(":")
-    assert (passages()[int(port)][1] if host == "door" else listens(host)) == int(port)
-    assert set(SERVICES[service]["networks"]) & set(SERVICES[host]["networks"])
+    common = set(SERVICES[service]["networks"]) & set(SERVICES[host]["networks"])
+    assert common
+    if host == "door":
+        assert {passages()[network, int(port)][1] for network in common} == {int(port)}
+    else:
+        assert listens(host) == int(port)
 
 
 @pytest.mark.parametrize("service", SETTINGS)
@@ -357,14 +387,29 @@ def test_an_image_runs_the_embedded_command_and_probes_its_port(
     assert target.last("EXPOSE") == f"{listens(service)} {listens(service, 'REST_PORT')}"
 
 
-def test_the_door_outlives_its_environment_and_shows_whether_that_serves() -> None:
-    probe = SERVICES["door"]["healthcheck"]["test"]
-    into = f"127.0.0.1:{listens('environment', 'REST_PORT')}"
-    assert probe == ["CMD", *TARGETS["environment"].probe[:-2], into]  # and no seconds: no kill
-    file = probe[4].removeprefix("/opt/dialoop/")
+def test_the_door_probes_itself_and_runs_its_configuration_without_root() -> None:
     door = TARGETS[SERVICES["door"]["build"]["target"]]
-    assert door.all_of("COPY") == [f"{file} {file}", "infra/docker/door.sh door.sh"]
+    [health] = re.findall(r"^  bind (127\.0\.0\.1:\d+)$", DOOR.read_text("utf-8"), re.MULTILINE)
+    assert door.probe == [*TARGETS["environment"].probe[:-2], health, "60"]
+    probe = door.probe[3].removeprefix("/opt/dialoop/")
+    assert door.all_of("COPY") == [f"{probe} {probe}", "infra/docker/door.cfg door.cfg"]
+    assert door.command == ["haproxy", "-db", "-f", "door.cfg"]
+    assert "command" not in SERVICES["door"]
+    assert "healthcheck" not in SERVICES["door"]
     assert door.last("USER") == SERVICES["door"]["user"]
+
+
+@pytest.mark.skipif(shutil.which("haproxy") is None, reason="needs haproxy")
+def test_haproxy_takes_the_doors_configuration(tmp_path: Path) -> None:
+    # Its names are those of the containers' networks.
+    text = re.sub(r"door\.\w+", "127.0.0.1", DOOR.read_text("utf-8"))
+    (tmp_path / "door.cfg").write_text(text)
+    variables = TARGETS["door"].variables
+    assert {"ADDRESS_CONNECTIONS", "ADDRESS_NEW_CONNECTIONS"} <= variables.keys()
+    command = [shutil.which("haproxy") or "", "-c", "-f", str(tmp_path / "door.cfg")]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "WARNING" not in ended.stderr
 
 
 @pytest.mark.parametrize("service", SETTINGS)
@@ -390,7 +435,7 @@ def test_whatever_an_image_copies_is_sent_to_the_builder() -> None:
         for target in TARGETS.values()
         for text in target.all_of("COPY")
     }
-    assert "infra/docker/door.sh" in copied
+    assert "infra/docker/door.cfg" in copied
     assert not [c for c in copied if not any(Path(c).is_relative_to(each) for each in sent)]
 
 
