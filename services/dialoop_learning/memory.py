@@ -21,11 +21,11 @@ def return_free_memory(*, above: int = 0) -> None:
     """Give the system the memory that glibc keeps after tensors were freed; elsewhere do nothing.
 
     above: bytes by which the process must have grown since the last time; its next tensors touch
-    each page anew, which costs more than a small growth is worth.
+    each page anew, which costs more than a small growth is worth. 0 asks nothing.
     """
     global _resident_then
     trim = _malloc_trim()
-    if trim is None or resident_bytes() - _resident_then < above:
+    if trim is None or (above and resident_bytes() - _resident_then < above):
         return
     trim(0)
     _resident_then = resident_bytes()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
+from types import FrameType
 
 import pytest
 import pytest_asyncio
@@ -63,6 +65,38 @@ async def test_a_whole_group_is_written_once(
     calls = calls_of(own_redis)
     # One for all records, and one for the number of the last entry.
     assert (calls["hset"], calls["xadd"]) == (2, NUM_GROUPS - 1)
+
+
+async def test_a_call_is_sent_once_also_the_first_of_its_kind(
+    store: RedisStore, own_redis: RedisServer
+) -> None:
+    """Redis did not know the script, and got all 64 MiB again."""
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.script_flush()
+    await store.check()
+    calls_of(own_redis)
+    await announce(store, new_run())
+    calls = calls_of(own_redis)
+    assert calls["evalsha"] == 1
+    assert not [name for name in calls if name.startswith("script")]
+
+
+async def test_what_redis_refuses_does_not_stay_until_python_looks_for_circles(
+    store: RedisStore, own_redis: RedisServer
+) -> None:
+    run = new_run()
+    with redis.Redis.from_url(own_redis.url) as client:
+        client.set(f"dialoop:{{{run}}}:counts", "no hash")
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(redis.exceptions.ResponseError, match="WRONGTYPE"):
+            await store.count_rejected(run, 1)
+        frames = [each for each in gc.get_objects() if type(each) is FrameType]
+        held = [f.f_locals for f in frames if "/redis/" in f.f_code.co_filename]
+        assert not [names for names in held if "args" in names]  # what was sent
+    finally:
+        gc.enable()
 
 
 async def test_a_burst_of_calls_opens_few_connections(

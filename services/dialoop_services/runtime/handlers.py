@@ -198,7 +198,7 @@ class _Method:
     async def _refuse(self, error: DialoopError, _: Any, context: CallOfGrpc) -> NoReturn:
         call = self._begin()
         try:
-            await _abort(context, error)
+            await _abort(context, _status(error))
         finally:
             call.end(error.status.name)
 
@@ -207,12 +207,9 @@ class _Method:
         current_principal.set(caller)
         call = self._begin()
         status = "CANCELLED"
+        answer = refusal = None
         try:
-            with self._limits.place():
-                decoded = await self._decoded(request)
-                call.set_request(decoded)
-                async with while_allowed():
-                    answer = await self._function(decoded, context)
+            answer = await self._called(request, call, context)
             status = "OK"
         except grpc.aio.AbortError:
             status = _status_in(context)
@@ -227,13 +224,24 @@ class _Method:
             if isinstance(error, ExceptionGroup) and error.split(grpc.aio.InternalError)[1] is None:
                 raise asyncio.CancelledError from error  # its tasks wrote to a caller who has gone
             is_unwritten = is_not_implemented(error, context)
-            refusal = not_served(self._rpc) if is_unwritten else public_error(error)
-            status = refusal.status.name
+            refusal = _status(not_served(self._rpc) if is_unwritten else public_error(error))
+            status = refusal.code.name
             await _drain(request, error)
-            await _abort(context, refusal)
         finally:
             call.end(status)
+        if refusal is not None:
+            # What abort raises and its frames hold each other until Python looks for circles. They
+            # hold neither the request nor the error, whose frames have what was decoded.
+            del request
+            await _abort(context, refusal)
         return answer
+
+    async def _called(self, request: Any, call: Observed, context: CallOfGrpc) -> Any:
+        with self._limits.place():
+            decoded = await self._decoded(request)
+            call.set_request(decoded)
+            async with while_allowed():
+                return await self._function(decoded, context)
 
     async def _decoded(self, request: Any) -> Any:
         """Return the request, or the stream of requests; InvalidInput (INVALID_PROTOBUF)."""
@@ -330,13 +338,17 @@ def _refusing(path: str) -> Handler:
     remedy = _ELSEWHERE.get(rpc, "")
 
     async def refuse(_: Any, context: CallOfGrpc) -> None:
-        await _abort(context, not_served(rpc, remedy=remedy))
+        await _abort(context, _status(not_served(rpc, remedy=remedy)))
 
     return grpc.stream_unary_rpc_method_handler(refuse)
 
 
-async def _abort(context: CallOfGrpc, error: DialoopError) -> NoReturn:
-    status = rpc_status.to_status(status_of(error))
+def _status(error: DialoopError) -> grpc.Status:
+    status: grpc.Status = rpc_status.to_status(status_of(error))
+    return status
+
+
+async def _abort(context: CallOfGrpc, status: grpc.Status) -> NoReturn:
     await context.abort(status.code, status.details, tuple(status.trailing_metadata))
     raise asyncio.CancelledError  # unreachable: abort always raises
 

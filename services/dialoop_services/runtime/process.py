@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 from dialoop.errors import InvalidConfig
+from dialoop_learning.memory import return_free_memory
 
 from dialoop_services.runtime.exit_reason import CONFIG_ERROR, ExitReason, known_error
 from dialoop_services.runtime.listening import raise_descriptor_limit
@@ -41,6 +42,9 @@ _ORPHAN_GRACE_S = 15.0
 # gone by then without it; after 700, which is Python's number, much is still in use.
 _COLLECT_AFTER = 10_000
 _KEPT_BYTES, _MAPPED_BYTES = 64 << 20, 32 << 20
+# How often free memory is given back, and how many times as long as that took is a pause at least:
+# meanwhile no other thread gets memory, and pages that are used again come from the kernel.
+_RETURN_EVERY_S, _RETURN_SHARE = 5.0, 50
 
 
 def run(
@@ -79,7 +83,7 @@ def run_blocking(
         _answer_words(sys.argv[1:], name, settings)
     try:
         if "torch" not in sys.modules:
-            _share_heaps()
+            _keep_heap_small()
         die_with_parent()
         configure_logs(name)
         owns_process.set(True)
@@ -113,13 +117,24 @@ def _answer_words(words: list[str], name: str, settings: type[StrictSettings]) -
         sys.exit(CONFIG_ERROR)
 
 
-def _share_heaps() -> None:
-    """Let the threads that read long requests share two heaps: each keeps what it once had.
+def _keep_heap_small() -> None:
+    """Let all threads share one heap, and give back what is free in it, also between objects.
 
-    glibc takes this before the first thread alone.
+    glibc takes the number of heaps before the first thread alone. At the end of any heap but the
+    first, `malloc_trim` leaves what is free.
     """
     if (option := _mallopt()) is not None:
-        option(_M_ARENA_MAX, 2)
+        option(_M_ARENA_MAX, 1)
+        threading.Thread(target=_return_memory, daemon=True).start()
+
+
+def _return_memory() -> None:
+    took_s = 0.0
+    while True:
+        time.sleep(max(_RETURN_EVERY_S, _RETURN_SHARE * took_s))
+        started = time.thread_time()
+        return_free_memory()
+        took_s = time.thread_time() - started
 
 
 def tune_memory() -> None:

@@ -64,6 +64,32 @@ for _ in range(3):  # the first rounds ask the kernel for the pages
 sys.stdout.write(f"{num_faults() - before}\\n")
 """
 
+HEAPS = """
+import sys, threading, time
+from dialoop_learning.memory import resident_bytes
+from dialoop_services.runtime import process
+
+def message():
+    kept.append([bytearray(100_000) for _ in range(1000)][::200])
+
+def work():
+    process.tune_memory()
+    before = resident_bytes()
+    threads = [threading.Thread(target=message) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    grown, ends = resident_bytes() - before, time.monotonic() + 10
+    while (left := resident_bytes() - before) > 8 << 20 and time.monotonic() < ends:
+        time.sleep(0.05)
+    sys.stdout.write(f"{grown} {left}\\n")
+
+kept = []
+process._RETURN_EVERY_S = 0.2
+process.run_blocking(work, name="probe")
+"""
+
 
 def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'client'}:{ROOT / 'services'}"} | variables
@@ -169,6 +195,13 @@ def test_memory_of_messages_is_used_again_and_not_given_back():
     """Else each page of a new message is cleared by the kernel again: 3,000 faults a round here."""
     num_faults, _ = start(FAULTS).communicate(timeout=PATIENCE_S)
     assert int(num_faults) < 100
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these heaps")
+def test_what_threads_leave_free_is_given_back_also_between_what_is_kept():
+    grown, left = map(int, start(HEAPS).communicate(timeout=PATIENCE_S)[0].split())
+    assert grown > 64 << 20
+    assert left < 8 << 20
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
+import weakref
 from collections.abc import AsyncIterator
+from types import FrameType
 from typing import Any
 
 import grpc
@@ -13,7 +16,7 @@ from dialoop.clients.channel import Channel, Rpc
 from dialoop.v1 import environment_service_pb2 as pb
 from dialoop.v1 import environment_service_pb2_grpc as stubs
 from dialoop_services.hosting import GrpcServer
-from dialoop_services.runtime import ServerSettings, load
+from dialoop_services.runtime import ServerSettings, handlers, load
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
@@ -115,6 +118,36 @@ async def test_a_very_long_message_still_arrives_with_its_reason(character):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await close(server)
     assert info_of(caught.value).reason == "INVALID_INPUT"
+
+
+async def test_a_refused_request_does_not_stay_until_python_looks_for_circles():
+    """Nor as long as gRPC holds the last call: it may have 64 MiB."""
+    errors_of_calls: list[weakref.ref[errors.InvalidInput]] = []
+
+    class Refusing(Raising):
+        async def CloseSession(self, request: Any, context: Any) -> pb.CloseSessionResponse:  # noqa: N802
+            raise self.made()
+
+        def made(self) -> errors.InvalidInput:
+            error = errors.InvalidInput("No.")
+            errors_of_calls.append(weakref.ref(error))
+            return error
+
+    def frames() -> list[FrameType]:
+        all_frames = [each for each in gc.get_objects() if type(each) is FrameType]
+        return [each for each in all_frames if each.f_code.co_filename == handlers.__file__]
+
+    earlier = set(frames())
+    gc.disable()
+    try:
+        async with serving(Refusing()) as server:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await close(server)
+            (error,) = errors_of_calls
+            assert error() is None  # with all frames on its way
+            assert not [f for f in frames() if f not in earlier and "request" in f.f_locals]
+    finally:
+        gc.enable()
 
 
 async def test_a_stream_that_ends_well_delivers_its_messages():

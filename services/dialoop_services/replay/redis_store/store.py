@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
@@ -111,6 +112,8 @@ class RedisStore:
                 server = await self._client.info("server")
                 durability = await self._client.info("persistence")
                 policy = str((await self._client.info("memory")).get("maxmemory_policy", ""))
+                for script in self._scripts.values():  # else the first call of each is sent twice
+                    await self._client.script_load(script.script)
         except (redis.exceptions.ResponseError, Unavailable) as error:
             answer = error.__cause__ if isinstance(error, Unavailable) else error
             if not isinstance(answer, _REFUSALS):
@@ -278,6 +281,8 @@ async def map_errors(client: redis.asyncio.Redis) -> AsyncIterator[None]:
             await client.connection_pool.disconnect(inuse_connections=False)
         raise refusal(Reason.STORE_UNAVAILABLE) from error
     except redis.exceptions.ResponseError as error:
+        # A frame of redis-py holds the error that holds it, and with it what was sent.
+        traceback.clear_frames(error.__traceback__)
         text = str(error)
         # redis-py has classes for codes at the start of the text and takes these off it. Redis 6
         # has the code of a script's error later in the text.
