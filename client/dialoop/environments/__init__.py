@@ -69,13 +69,13 @@ from dialoop.environments.tasks.data_loading import DataCursor as DataCursor
 from dialoop.environments.tasks.data_loading import DataLoadingPrimer as DataLoadingPrimer
 from dialoop.environments.tasks.data_loading import DataSource as DataSource
 from dialoop.environments.tasks.data_loading import Loaded as Loaded
-from dialoop.environments.tasks.jsonl_tasks import JsonlTasks as JsonlTasks
 from dialoop.environments.tasks.row_tasks import RowTasks as RowTasks
 from dialoop.environments.tasks.source import NoTasks as NoTasks
 from dialoop.environments.tasks.source import TaskPage as TaskPage
 from dialoop.environments.tasks.source import TaskRef as TaskRef
 from dialoop.environments.tasks.source import TaskSource as TaskSource
 from dialoop.environments.tasks.source import task_not_found as task_not_found
+from dialoop.environments.tasks.stored import JsonlTasks as JsonlTasks
 from dialoop.environments.thinking import AddThinkingPrompt as AddThinkingPrompt
 from dialoop.environments.tools.answer_tags import AnswerTagReward as AnswerTagReward
 from dialoop.environments.tools.answer_tags import tag_text as tag_text

@@ -20,9 +20,9 @@ from dialoop.environments.rewards.functions import ExactResult, RewardCallable, 
 from dialoop.environments.stamps import StepCounter
 from dialoop.environments.tasks.arithmetic_tasks import ArithmeticDemonstrations, ArithmeticTasks
 from dialoop.environments.tasks.data_loading import DataLoadingPrimer
-from dialoop.environments.tasks.jsonl_tasks import JsonlTasks
 from dialoop.environments.tasks.row_tasks import Collate, Rows, RowTasks, text_to_query
 from dialoop.environments.tasks.source import TaskSource
+from dialoop.environments.tasks.stored import JsonlTasks
 from dialoop.environments.tools.answer_tags import AnswerTagReward
 from dialoop.environments.tools.calculator import Calculator
 from dialoop.environments.tools.mcp_tools import McpTools

@@ -1,4 +1,4 @@
-"""Tasks from rows that stay on disk, and reward functions that other libraries call with a row.
+"""Environments of rows on disk, whose reward functions other libraries call with a row.
 
     tasks = StoredTasks(joined_rows(["train.parquet"]), read_verl_row, heldout_fraction=0.1)
     tasks.get("train", "7").row["data_source"]
@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, overload
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from dialoop.chat import History, Message
 from dialoop.environments.chat_env import ChatEnv
@@ -36,7 +33,8 @@ from dialoop.environments.tasks.files import (
     splits_of,
     wrong_value,
 )
-from dialoop.environments.tasks.source import TaskSource, require_share, share_of, task_not_found
+from dialoop.environments.tasks.source import TaskSource
+from dialoop.environments.tasks.stored import ReadRow, StoredTasks
 from dialoop.errors import DialoopError, InvalidConfig, InvalidInput
 from dialoop.import_paths import load_attribute
 from dialoop.messages import PLACEHOLDER_ROLE
@@ -52,106 +50,6 @@ class RowTask(TaskData):
     """A task with the row that it was read from, every column with its own type."""
 
     row: Mapping[str, Any] = field(default_factory=dict)
-
-
-ReadRow = Callable[[Row, str], RowTask]
-"""Makes a task of a row and the task's key; raises InvalidInput (BAD_ROW), which names a column."""
-
-
-class StoredTasks(TaskSource):
-    """Rows on disk as split "train", and as "heldout" other rows or a share of these.
-
-    A task's key is its row's number, counted from 0. A hash of the key decides which rows are in
-    the share `heldout_fraction`.
-    """
-
-    def __init__(
-        self,
-        train: StoredRows,
-        read: ReadRow,
-        *,
-        heldout: StoredRows | None = None,
-        heldout_fraction: float = 0.0,
-    ) -> None:
-        require_share(heldout_fraction, None if heldout is None else "named too")
-        self._read = read
-        numbers: NDArray[np.uint32] = np.arange(len(train), dtype=np.uint32)
-        self._splits = {"train": (train, numbers)}
-        if heldout is not None:
-            self._splits["heldout"] = (heldout, np.arange(len(heldout), dtype=np.uint32))
-        elif heldout_fraction:
-            is_kept = np.array([share_of(str(n)) >= heldout_fraction for n in range(len(train))])
-            self._splits["train"] = (train, numbers[is_kept])
-            self._splits["heldout"] = (train, numbers[~is_kept])
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Return ("train",) or ("train", "heldout")."""
-        return tuple(self._splits)
-
-    def keys(self, split: str) -> Sequence[str]:
-        """Return the numbers of the split's rows."""
-        return _Keys(self._splits[self.require_split(split)][1])
-
-    def get(self, split: str, key: str) -> RowTask:
-        """Return the task of a row; InvalidInput (BAD_ROW) where it is malformed."""
-        split = self.require_split(split)
-        rows, numbers = self._splits[split]
-        if key not in _Keys(numbers):
-            raise task_not_found(split, key)
-        return self._task(rows, int(key), rows[int(key)])
-
-    def require_rows(self) -> None:
-        """Read every row once; raise InvalidConfig (BAD_ROW) for the first that is malformed."""
-        for rows in {id(rows): rows for rows, _ in self._splits.values()}.values():
-            if not len(rows):
-                raise InvalidConfig(
-                    "The data set has no rows.",
-                    reason=Reason.TASK_FILE_EMPTY,
-                    remedy="Name a file or a split that has some.",
-                )
-            for number, row in enumerate(rows):
-                try:
-                    self._task(rows, number, row)
-                except InvalidInput as error:
-                    raise InvalidConfig(
-                        error.message, reason=error.reason, remedy=error.remedy
-                    ) from error
-
-    def _task(self, rows: StoredRows, number: int, row: Row) -> RowTask:
-        try:
-            return self._read(row, str(number))
-        except DialoopError as error:
-            raise InvalidInput(
-                f"{rows.place(number)}: {error.message}",
-                reason=Reason.BAD_ROW,
-                remedy=error.remedy,
-            ) from error
-
-
-class _Keys(Sequence[str]):
-    """Row numbers as keys, made as they are asked for."""
-
-    def __init__(self, numbers: NDArray[np.uint32]) -> None:
-        self._numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
-    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
-        if isinstance(index, slice):
-            return tuple(map(str, self._numbers[index].tolist()))
-        return str(int(self._numbers[index]))
-
-    def __contains__(self, key: object) -> bool:
-        if not isinstance(key, str) or not key.isdecimal() or str(int(key)) != key:
-            return False
-        place = int(np.searchsorted(self._numbers, int(key)))
-        return place < len(self) and int(self._numbers[place]) == int(key)
 
 
 @dataclass(frozen=True, slots=True)

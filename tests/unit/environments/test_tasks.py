@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 from dialoop.environments import ArithmeticTasks, JsonlTasks, load_environment
-from dialoop.environments.tasks import jsonl_tasks
+from dialoop.environments.tasks import stored
 from dialoop.environments.tasks.source import permute
 from dialoop.errors import InvalidConfig, InvalidInput, NotFound
 
@@ -224,7 +224,7 @@ def test_a_copy_outlives_the_original_and_reads_its_own_file(tmp_path, monkeypat
 
 
 def test_keys_with_the_same_hash_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl_tasks, "hash_of", lambda _key: 7)
+    monkeypatch.setattr(stored, "hash_of", lambda _key: 7)
     rows = [{"id": name, "question": f"{name}?", "answer": "1"} for name in "abc"]
     tasks = JsonlTasks(write(tmp_path / "t.jsonl", *map(json.dumps, rows)))
     assert [tasks.get("train", key).question for key in "cab"] == ["c?", "a?", "b?"]
