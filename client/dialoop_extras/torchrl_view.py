@@ -19,7 +19,7 @@ from dialoop.trajectory import Distribution
 from dialoop.views.views import LogProbRow, LogProbs, Masks, Text, Tokens, TurnView
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 _PARTS = ("prompt", "response", "full")
 
@@ -164,11 +164,7 @@ def _array(mask: Any) -> Any:
 
 
 def _ids(row: Any) -> tuple[int, ...] | None:
-    return None if row is None else tuple(_whole(row.tolist()))
-
-
-def _whole(values: Iterable[Any]) -> Iterable[int]:
-    return (int(value) for value in values)
+    return None if row is None else tuple(int(value) for value in row.tolist())
 
 
 def _libraries() -> tuple[Any, Any, Any]:

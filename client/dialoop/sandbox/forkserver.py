@@ -32,7 +32,14 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
-            process = _start(theirs)
+            process = subprocess.Popen(
+                forkserver_program(theirs.fileno()),
+                env={},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
         self._control = ours
         self._ids = itertools.count(1)
         self._ended: dict[int, asyncio.Future[int]] = {}
@@ -113,17 +120,6 @@ class ForkServer:
         future = self._ended.pop(report.get("ended", report.get("id", 0)), None)
         if future is not None and not future.done():
             future.set_result(report.get("status", -1))
-
-
-def _start(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        forkserver_program(theirs.fileno()),
-        env={},
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        pass_fds=(theirs.fileno(),),
-        start_new_session=True,
-    )
 
 
 def _read_weakly(server: weakref.ref[ForkServer]) -> None:

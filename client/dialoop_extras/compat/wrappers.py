@@ -99,7 +99,7 @@ class PolicyWrapper:
         options = self._options()
         samples = await call(
             self.model.generate,
-            **self._prompt(data),
+            **{_MODES[self.input_mode]: self._part(data, "prompt")},
             sampling=options.sampling,
             num_samples=options.num_samples,
             timeout_s=_TIMEOUT_S,
@@ -123,9 +123,6 @@ class PolicyWrapper:
         """Return the sampling; a number of samples given twice must agree."""
         named = dict(self.generate_kwargs or {})
         return read_generate_options(named | {"num_samples": self.num_samples})
-
-    def _prompt(self, data: Any) -> dict[str, Any]:
-        return {_MODES[self.input_mode]: self._part(data, "prompt")}
 
     async def _score(self, data: Any) -> LogProbs:
         full = self._part(data, "full")

@@ -170,7 +170,11 @@ class EnvironmentServicer(EnvironmentServiceServicer):
             CHOICE.from_proto(request.task),
             request.ttl_s if request.HasField("ttl_s") else None,
         )
-        return _group_response(members)
+        return pb.CreateGroupResponse(
+            session_ids=[session.session_id for session, _ in members],
+            resets=[_reset_response(opening, session) for session, opening in members],
+            ttl_s=members[0][0].ttl_s,
+        )
 
     async def GetSession(
         self, request: pb.GetSessionRequest, context: Any
@@ -319,15 +323,6 @@ def _outcome_response(
     response = STEP_RESULT.to_proto(replace(result, history=ChatHistory()))
     response.added.CopyFrom(_added(added))
     return response
-
-
-def _group_response(members: list[tuple[Session, Opening]]) -> pb.CreateGroupResponse:
-    """Return a group's sessions and the answers to their resets."""
-    return pb.CreateGroupResponse(
-        session_ids=[session.session_id for session, _ in members],
-        resets=[_reset_response(opening, session) for session, opening in members],
-        ttl_s=members[0][0].ttl_s,
-    )
 
 
 def _item_error(error: DialoopError) -> pb.ItemError:

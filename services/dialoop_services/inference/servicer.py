@@ -24,9 +24,7 @@ from dialoop.wire.sequences import POLICY_VERSION, sequence_to_proto
 
 from dialoop_services.inference.generate import generate, routing_of
 from dialoop_services.inference.recordings.store import (
-    CallRecord,
     CallState,
-    Recording,
     RecordingLimits,
     RecordingSpec,
     RecordingStore,
@@ -195,7 +193,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         return pb.GetRecordingResponse(
             recording_id=request.recording_id,
             calls=[
-                _call(call, recording)
+                pb.RecordedCall(
+                    call_id=call.call_id,
+                    prompt=HISTORY.to_proto(call.prompt.prompt.history),
+                    samples=[sample_to_proto(choice.sample) for choice in call.choices],
+                    sampling=SAMPLING.to_proto(call.sampling),
+                    sequence_indices=recording.sequence_indices.get(call.call_id, ()),
+                    failure=None if call.failure is None else FAILURE.to_proto(call.failure),
+                )
                 for call in recording.calls
                 if call.state is not CallState.REFUSED
             ],
@@ -261,17 +266,6 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                 for history in histories
             ]
         return [sequence.token_ids.tolist() for sequence in sequences], sequences
-
-
-def _call(call: CallRecord, recording: Recording) -> pb.RecordedCall:
-    return pb.RecordedCall(
-        call_id=call.call_id,
-        prompt=HISTORY.to_proto(call.prompt.prompt.history),
-        samples=[sample_to_proto(choice.sample) for choice in call.choices],
-        sampling=SAMPLING.to_proto(call.sampling),
-        sequence_indices=recording.sequence_indices.get(call.call_id, ()),
-        failure=None if call.failure is None else FAILURE.to_proto(call.failure),
-    )
 
 
 async def _gather_chunks(

@@ -58,7 +58,7 @@ class LogStream:
     def say(self, service: str, text: str, *, style: str = "") -> None:
         """Print a line of the stack itself about a service."""
         line = Text(f"{self.elapsed_s:{_SECONDS}.1f} s  ", style="dim")
-        line.append(f"{service:<{_WIDTH}}", style=self._colour_of(service))
+        line.append(f"{service:<{_WIDTH}}", style=_COLOURS[sum(service.encode()) % len(_COLOURS)])
         line.append(text, style=style)
         try:
             self._console.print(line, soft_wrap=True)
@@ -108,6 +108,3 @@ class LogStream:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - num_bytes))
             return file.read().decode("utf-8", errors="replace").splitlines()
-
-    def _colour_of(self, service: str) -> str:
-        return _COLOURS[sum(service.encode()) % len(_COLOURS)]

@@ -29,7 +29,6 @@ from dialoop.trajectory import (
     Owner,
     Purpose,
     Reward,
-    SamplingParams,
     Trajectory,
     Turn,
 )
@@ -169,7 +168,7 @@ def _trajectory(recording: Recording, closing: Closing) -> Trajectory:
         turns=_turns(dict(answered), recording, main, closing.rewards),
         sequences=tuple(_with_indices(row, main.history) for row in placed.rows),
         failures=failures,
-        sampling=_sampling(calls),
+        sampling=next((c.sampling for c in calls if c.sampling.alters), calls[0].sampling),
         tokenizer_digest=closing.tokenizer_digest,
         template_digest=closing.template_digest,
         terminated=not failures and not is_full,
@@ -291,11 +290,6 @@ def _mixed_temperatures(recording: Recording) -> Failure | None:
         message=f"Calls were sampled at {sorted(t for t in temperatures if t is not None)}, "
         f"asked was {expected}: leave the temperature out of the agent's calls.",
     )
-
-
-def _sampling(calls: list[CallRecord]) -> SamplingParams:
-    """Return the sampling of the first call that alters the policy, else of the first call."""
-    return next((c.sampling for c in calls if c.sampling.alters), calls[0].sampling)
 
 
 def _done_reason(failures: tuple[Failure, ...], *, is_full: bool) -> DoneReason:

@@ -69,7 +69,7 @@ class DecodingBatch:
         index = shift.clamp_min(0)[:, None, :, None]
         layers = [
             (k.take_along_dim(index, dim=2)[copies], v.take_along_dim(index, dim=2)[copies])
-            for k, v in _layers_of(output.past_key_values)
+            for k, v in [(layer.keys, layer.values) for layer in output.past_key_values.layers]
         ]
         self._join(layers, (shift >= 0).long()[copies])
         if self.experts is not None:
@@ -144,10 +144,6 @@ def close_up(kept: Sequence[int]) -> list[int]:
     staying = {place for place in kept if place < len(kept)}
     moving = iter(place for place in kept if place >= len(kept))
     return [place if place in staying else next(moving) for place in range(len(kept))]
-
-
-def _layers_of(cache: Any) -> Layers:
-    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def _widen(tensor: torch.Tensor, width: int, dim: int) -> torch.Tensor:

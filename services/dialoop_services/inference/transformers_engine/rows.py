@@ -107,10 +107,28 @@ class BatchRow:
             return
         if self._on_tokens is not None:
             for index in range(self._num_streamed, len(self._versions)):
-                self._on_tokens(self._chunk(index))
+                self._on_tokens(
+                    TokenChunk(
+                        token_ids=(self.ids[self._num_prompt + index],),
+                        logprobs=(self._logprobs[index],),
+                        policy_version=self._versions[index],
+                        top_logprobs=tuple(self._top_logprobs[index : index + 1]),
+                    )
+                )
             self._num_streamed = len(self._versions)
         if self.stop_reason is not None:
-            self.done.set_result(self._make_sample(self.stop_reason))
+            self.done.set_result(
+                Sampled(
+                    token_ids=tuple(self.ids[self._num_prompt :]),
+                    logprobs=tuple(self._logprobs),
+                    top_logprobs=tuple(self._top_logprobs),
+                    versions=spans_of(self._versions),
+                    stop_reason=self.stop_reason,
+                    stop_string=self._stop_string,
+                    queue_s=self._queue_s,
+                    routed_experts=np.concatenate(self._experts) if self._experts else None,
+                )
+            )
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
@@ -130,26 +148,6 @@ class BatchRow:
         sampled = self.ids[self._num_prompt :]
         text = decode(sampled[-longest - 1 :])
         return next((string for string in self._stop.strings if string in text), None)
-
-    def _chunk(self, index: int) -> TokenChunk:
-        return TokenChunk(
-            token_ids=(self.ids[self._num_prompt + index],),
-            logprobs=(self._logprobs[index],),
-            policy_version=self._versions[index],
-            top_logprobs=tuple(self._top_logprobs[index : index + 1]),
-        )
-
-    def _make_sample(self, reason: StopReason) -> Sampled:
-        return Sampled(
-            token_ids=tuple(self.ids[self._num_prompt :]),
-            logprobs=tuple(self._logprobs),
-            top_logprobs=tuple(self._top_logprobs),
-            versions=spans_of(self._versions),
-            stop_reason=reason,
-            stop_string=self._stop_string,
-            queue_s=self._queue_s,
-            routed_experts=np.concatenate(self._experts) if self._experts else None,
-        )
 
 
 def generator_of(

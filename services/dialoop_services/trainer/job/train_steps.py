@@ -495,7 +495,19 @@ class TrainSteps:
         row = {
             **batch.candidates,
             "num_groups_trained": len(batch.train),
-            **_row_of_report(report),
+            **{
+                "num_trained_tokens": report.num_trained_tokens,
+                "num_forwarded_tokens": report.num_forwarded_tokens,
+                "num_saved_tokens": report.num_saved_tokens,
+                "forwarded_per_distinct": report.forwarded_per_distinct,
+                "loss": report.loss,
+                "grad_norm": report.grad_norm,
+                "learning_rate": report.learning_rate,
+                "num_updates": report.num_updates,
+                "num_refused": report.num_refused,
+                **report.seconds,
+                **report.metrics,
+            },
             "staleness_mean": sum(staleness) / len(staleness),
             "staleness_max": max(staleness),
         }
@@ -630,19 +642,3 @@ def row_of_oversize(rows: Iterable[TokenSequence], settings: TrainerSettings) ->
     if settings.oversize == "error":
         return {}
     return {"num_oversize": sum(len(row.token_ids) > settings.packed_row_tokens for row in rows)}
-
-
-def _row_of_report(report: TrainStepReport) -> dict[str, Any]:
-    return {
-        "num_trained_tokens": report.num_trained_tokens,
-        "num_forwarded_tokens": report.num_forwarded_tokens,
-        "num_saved_tokens": report.num_saved_tokens,
-        "forwarded_per_distinct": report.forwarded_per_distinct,
-        "loss": report.loss,
-        "grad_norm": report.grad_norm,
-        "learning_rate": report.learning_rate,
-        "num_updates": report.num_updates,
-        "num_refused": report.num_refused,
-        **report.seconds,
-        **report.metrics,
-    }
