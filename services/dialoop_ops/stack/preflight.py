@@ -146,6 +146,16 @@ class _Checks:
         named = {"environment": first, "environments": tuple(others), "collector": collector}
         self.config = config.model_copy(update=named)
         check_demonstrations(config, environments[0])
+        traits = environments[0].traits
+        has_tools = (
+            traits.tools or traits.needs_tool_template or first.agent or first.play != "chat"
+        )
+        if config.gates.tool_call_rate_after_at_least and not has_tools:
+            raise InvalidConfig(
+                "tool_call_rate_after_at_least in [gates] cannot hold, since the environment "
+                f"{first.name} has no tools.",
+                remedy="Leave the gate out, or give the environment tools.",
+            )
         if self._is_model_sound:
             self.warnings += check_template(config, environments)
 

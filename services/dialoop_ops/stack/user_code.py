@@ -109,9 +109,10 @@ def _check_splits(config: JobConfig, section: EnvironmentSection, environment: E
         wanted.append(section.heldout_split)
     splits = environment.tasks.splits
     for split in wanted:
-        if split not in splits:
+        if split not in splits or not environment.tasks.num_tasks(split):
+            lacks = "no task in its split" if split in splits else "no split"
             raise InvalidConfig(
-                f"The environment {environment.name} has no split {split!r}.",
+                f"The environment {environment.name} has {lacks} {split!r}.",
                 reason=Reason.SPLIT_NOT_FOUND,
                 remedy=f"Choose one of {', '.join(splits)}, or set heldout_file, or a larger "
                 "heldout_fraction where there are few tasks, or set evaluation.num_tasks to 0.",

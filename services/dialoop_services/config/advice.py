@@ -60,7 +60,8 @@ def warnings_for_unused(config: JobConfig) -> tuple[str, ...]:
         for is_unused, table, keys, why in part(config)
     ]
     for section in config.all_environments:
-        rows += [(row[0], "environment", section, *row[1:]) for row in _unused_of(section, config)]
+        table = "environment" if section is config.environment else "environments"
+        rows += [(row[0], table, section, *row[1:]) for row in _unused_of(section, config)]
     warnings = []
     for is_unused, table, section, keys, why in rows:
         fields = type(section).model_fields
@@ -202,7 +203,10 @@ def _unused_of(
     yield len(config.all_environments) == 1, ("weight",), "there is no other environment"
     yield section.play != "chat", ("tools_in_prompt",), f'play is "{section.play}"'
     why = "evaluations use the first environment alone"
-    yield section is not config.environment, ("heldout_split", "heldout_file"), why
+    is_further = section is not config.environment
+    yield is_further, ("heldout_split", "heldout_file"), why
+    is_sft = config.train.mode == "sft"
+    yield is_sft and is_further, (), 'mode is "sft" in [train], which trains on the first alone'
 
 
 def warnings_for_steps(config: JobConfig) -> Iterator[str]:

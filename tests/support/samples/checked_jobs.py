@@ -59,6 +59,9 @@ def own(reward):
     transforms = (Rewards([reward], timeout_s=0.5), MaxTurns(1))
     return ChatEnv(name="own", tasks=ArithmeticTasks(), transforms=transforms)
 
+def untooled():
+    return own(lambda episode: 0.0)
+
 def infinite():
     return own(lambda episode: float("inf"))
 
@@ -71,6 +74,11 @@ def words():
 def hanging():
     import time
     return own(lambda episode: time.sleep(60))
+
+def untasked():
+    from dialoop.environments import RowTasks
+    tasks = RowTasks({"train": [], "heldout": [{"query": "1+1?"}]})
+    return tool_environment(name="untasked", tasks=tasks, tools=[shout], rewards=[ExactResult()])
 
 def wordy():
     from dialoop.environments import RowTasks

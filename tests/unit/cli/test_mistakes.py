@@ -155,6 +155,15 @@ CONFIGS = {
         '[environment]\ntask_file = "tasks.jsonl"\nheldout_fraction = 0.0\n',
         "no split 'heldout'",
     ),
+    "a split without a task": (
+        '[environment]\nuse = "checked_code:untasked"\n',
+        "has no task in its split 'train'",
+    ),
+    "a gate on tools that are not there": (
+        '[environment]\nuse = "checked_code:untooled"\n'
+        "[gates]\ntool_call_rate_after_at_least = 0.5\n",
+        "the environment own has no tools",
+    ),
     "agent": ('[environment]\nagent = "checked_code:nobody"\n', "The agent 'checked_code:nobody'"),
     "agent alone": ('[environment]\nagent = "checked_code:alone"\n', "a task and a connection"),
     "play": ('[environment]\nplay = "trials"\n', "environment.play is 'trials'"),

@@ -213,6 +213,10 @@ def test_what_deserves_a_warning_is_said(folder: Path, capsys: pytest.CaptureFix
             {"environments": [{"use": "trl", "heldout_split": "x"}]},
             "evaluations use the first environment alone",
         ),
+        (
+            {"train": {"mode": "sft"}, "environments": [{"use": "trl"}]},
+            "use in [environments] counts for nothing: mode",
+        ),
         ({"environment": {"play": "text", "tools_in_prompt": False}}, 'play is "text"'),
     ],
 )
