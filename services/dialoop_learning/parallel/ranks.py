@@ -19,7 +19,7 @@ import json
 import time
 import zlib
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,7 +71,7 @@ class Ranks:
     They exchange JSON and numbers, never pickles, over the CPU's backend. In `store` they leave
     each other values without waiting; it is None where there is one process. num_local: how many
     of the processes are on this machine. dp_replicate, cp: two sizes of the mesh; dp_shard is what
-    they leave.
+    they leave. group: the connections over which they exchange; None: those of training.
     """
 
     rank: int = 0
@@ -81,6 +81,13 @@ class Ranks:
     cp: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: Store | None = field(default=None, compare=False, repr=False)
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+
+    def apart(self) -> Ranks:
+        """Return the same ranks with connections of their own, which another thread may use."""
+        if self.size == 1:
+            return self
+        return replace(self, group=dist.new_group(backend="gloo"))
 
     @property
     def is_first(self) -> bool:
@@ -105,13 +112,13 @@ class Ranks:
             return [values]
         own = torch.tensor([len(values)])
         counts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(counts, own)
+        dist.all_gather(counts, own, group=self.group)
         lengths = [int(count) for count in counts]
         if not any(lengths):
             return [values] * self.size
         padded = nn.functional.pad(values.detach().cpu(), (0, max(lengths) - len(values)))
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=self.group)
         return [part[:n].to(values.device) for part, n in zip(parts, lengths, strict=True)]
 
     def gather_once(self, value: Any) -> list[Any]:
@@ -124,15 +131,15 @@ class Ranks:
             return parts[0]
         if not self.is_first:
             length = torch.empty(1, dtype=torch.int64)
-            dist.recv(length, src=0)
+            dist.recv(length, src=0, group=self.group)
             buffer = torch.empty(int(length), dtype=torch.uint8)
-            dist.recv(buffer, src=0)
+            dist.recv(buffer, src=0, group=self.group)
             return buffer.numpy().tobytes()
         sent = []
         for rank, part in enumerate(parts[1:], 1):
             data = torch.frombuffer(bytearray(part), dtype=torch.uint8)
             for tensor in (torch.tensor([len(part)]), data):
-                work = dist.isend(tensor, dst=rank)
+                work = dist.isend(tensor, dst=rank, group=self.group)
                 assert work is not None
                 sent.append((work, tensor))  # the tensor lives until it has arrived
         for work, _ in sent:
@@ -144,13 +151,13 @@ class Ranks:
         if self.size == 1:
             return data
         length = torch.tensor([len(data)])
-        dist.broadcast(length, src=0)
+        dist.broadcast(length, src=0, group=self.group)
         if not int(length):
             return b""
         buffer = torch.empty(int(length), dtype=torch.uint8)
         if self.is_first:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(buffer, src=0)
+        dist.broadcast(buffer, src=0, group=self.group)
         return buffer.numpy().tobytes()
 
 

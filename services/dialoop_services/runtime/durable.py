@@ -17,6 +17,9 @@ from typing import Any
 from dialoop.errors import PreconditionFailed
 from dialoop.reasons import Reason
 
+MAKE_ROOM = "Make room on the disk of the run's directory, and allow the trainer to write there."
+"""What to do where a write failed (WRITE_FAILED)."""
+
 
 @contextmanager
 def whole_file(
@@ -53,8 +56,7 @@ def named_failures(path: Path, *errors: type[Exception]) -> Iterator[None]:
         raise PreconditionFailed(
             f"{path.parent.name}/{path.name} could not be written: {why}.",
             reason=Reason.WRITE_FAILED,
-            remedy="Make room on the disk of the run's directory, and allow the trainer to write "
-            "there.",
+            remedy=MAKE_ROOM,
         ) from error
 
 

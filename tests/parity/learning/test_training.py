@@ -107,6 +107,15 @@ def test_bfloat16_scores_close_to_float32(directory: Path) -> None:
     torch.testing.assert_close(full, half, atol=0.1, rtol=0)
 
 
+def test_a_model_whose_logits_are_large_loads_in_bfloat16(directory: Path, tmp_path: Path) -> None:
+    """SmolLM2's are: rounding moves single tokens that it finds unlikely by half a nat."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(12)
+    model.save_pretrained(tmp_path)
+    assert load_policy(tmp_path, dtype="bfloat16")
+
+
 def test_unknown_dtype_is_named(directory: Path) -> None:
     with pytest.raises(InvalidConfig, match="float32"):
         load_policy(directory, dtype="int8")

@@ -29,12 +29,13 @@ from dialoop_learning.packing.rows import TokenRow
 from dialoop_learning.parallel.group_commands import RankGroup, collective
 from dialoop_learning.parallel.loading import fill_weights, spread
 from dialoop_learning.parallel.parallel_state import (
+    begin_saving,
+    end_saving,
     gather_buckets,
     gather_optimizer,
     load_optimizer,
     load_sharded,
     policy_tensors,
-    save_sharded,
 )
 from dialoop_learning.parallel.ranks import ALONE, Ranks, join_ranks
 from dialoop_learning.parallel.step_plan import gather_scores, pack_own, plan_step, score_rows
@@ -218,7 +219,7 @@ def _gathered(buckets: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Ten
 def _save(job: Job, policy: PolicyModel, optimizer: GuardedOptimizer, ranks: Ranks) -> None:
     directory = Path(job.save)
     if job.is_sharded:
-        save_sharded(directory, policy, {"train": optimizer}, ranks)
+        end_saving(begin_saving(directory, policy, {"train": optimizer}, ranks.apart()))
         return
     buckets = gather_buckets(policy_tensors(policy), ranks)
     if job.lora_rank:

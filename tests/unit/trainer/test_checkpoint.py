@@ -6,6 +6,8 @@ import errno
 import hashlib
 import os
 import random
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,10 +42,11 @@ class FakeLearner:
         self._killed = killed
         self._not_loaded = not_loaded
 
-    def snapshot(self, directory: Path) -> None:
+    def snapshot(self, directory: Path) -> Callable[[], None]:
         (directory / "weights").write_text("" if self._killed else f"{self.weights}\n")
         if self._killed:
             raise KeyboardInterrupt
+        return lambda: None
 
     def damage_in(self, directory: Path) -> str:
         is_whole = (directory / "weights").read_text().endswith("\n")
@@ -192,9 +195,13 @@ def refuse_to_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Learner:
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("real") / "model", seed=0)
+
+
+@pytest.fixture(scope="module")
+def real(model_dir: Path) -> Learner:
     """A learner whose every restore is from what it saved itself."""
-    model_dir = make_tiny_model(tmp_path_factory.mktemp("real") / "model", seed=0)
     return Learner(TrainerSettings(model_dir=model_dir))
 
 
@@ -215,10 +222,42 @@ def test_a_real_learner_passes_over_files_that_the_disk_damaged(
     assert state.num_train_steps == 10
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_holds_what_was_there_when_it_began(
+    model_dir: Path, tmp_path: Path, sharded: bool
+) -> None:
+    ours = Learner(TrainerSettings(model_dir=model_dir, sharded_checkpoints=sharded))
+    head = ours.state.policy.causal_lm.get_output_embeddings().weight.detach()
+    before, wait = head.clone(), ours.snapshot(tmp_path)
+    head.zero_()  # a train step changes weights in place
+    wait()
+    assert ours.damage_in(tmp_path) == ""
+    ours.restore(tmp_path)
+    assert torch.equal(head, before)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(
+    model_dir: Path, tmp_path: Path, sharded: bool
+) -> None:
+    ours = Learner(TrainerSettings(model_dir=model_dir, sharded_checkpoints=sharded))
+    checkpoints, state = Checkpoints(tmp_path), JobState(policy_version=VERSION)
+    good, limits = checkpoints.save(ours, state), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+    try:
+        with pytest.raises(PreconditionFailed, match="File too large") as caught:
+            checkpoints.save(ours, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.reason is Reason.WRITE_FAILED
+    assert [path for path in good.parent.iterdir() if path.is_dir()] == [good]
+    checkpoints.save(ours, state)
+
+
 def test_a_file_that_may_not_be_read_is_not_a_damaged_one(
     real: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real.snapshot(tmp_path)
+    real.snapshot(tmp_path)()
     assert real.damage_in(tmp_path) == ""
     refuse_to_read("model.safetensors", monkeypatch)
     with pytest.raises(PreconditionFailed, match="could not be read: Permission denied") as caught:
@@ -236,7 +275,7 @@ def test_every_rank_hears_of_what_another_one_cannot_read(
         def gather(self, value: Any) -> list[Any]:
             return [value, others]
 
-    real.snapshot(tmp_path)
+    real.snapshot(tmp_path)()
     state = LearnerState(
         real.state.policy, {}, random.Random(0), model_dir=tmp_path, ranks=TwoRanks()
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, PreconditionFailed
+from dialoop.reasons import Reason
 from dialoop.sequences import PolicyVersion
 from dialoop_services.runtime.exit_reason import known_error
 from dialoop_services.trainer.job.evaluation import EvaluationPlan, EvaluationResult
 from dialoop_services.trainer.job.state import JobState
+from dialoop_services.trainer.recovery.checkpoint import Saving
 
-from tests.support.trainer_world import World, until_extended, worlds
+from tests.support.trainer_world import World, after, until_extended, worlds
 from tests.support.waiting import until
 
 
@@ -51,13 +54,13 @@ async def test_a_group_that_comes_back_before_its_checkpoint_is_let_go_by_that_c
     here.offer("a", "c", prefix="second-")
     here.offer("d")
     saved: list[int] = []
-    save = here.checkpoints.save
+    capture = here.checkpoints.capture
 
-    def saved_with(learner: Any, progress: JobState) -> Path:
+    def saved_with(learner: Any, progress: JobState) -> Saving:
         saved.append(len(here.replay.acknowledged))
-        return save(learner, progress)
+        return capture(learner, progress)
 
-    here.checkpoints.save = saved_with  # type: ignore[method-assign]
+    here.checkpoints.capture = saved_with  # type: ignore[method-assign]
     await here.run()
     assert here.learner.trained == [4, 4]
     # Nothing had been acknowledged when the checkpoint was written that let go of "a".
@@ -263,6 +266,59 @@ async def test_a_checkpoint_that_was_not_acknowledged_is_when_the_trainer_restar
     await again.run()
     assert again.replay.acknowledged == [f"lease-{name}" for name in "abcd"]
     assert again.publisher.published == [("main-2", 1), ("main-3", 2)]
+
+
+async def test_steps_are_trained_while_a_checkpoint_is_saved_and_a_kill_loses_none(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    here = world(num_steps=4, checkpoint_every=1)
+    may_end = threading.Event()
+    here.learner.while_saving = lambda: here.learner.weights and may_end.wait()
+    for names in ("ab", "cd", "ef", "gh"):
+        here.offer(*names)
+    running = asyncio.create_task(here.run())
+    await until(lambda: here.learner.weights == 2 and len(rows_of_journals(tmp_path)) == 2)
+    assert here.replay.acknowledged == []
+    # Killed before it is whole, or as soon as it is: the lines are in the journals of both.
+    older, newer = rows_of_journals(tmp_path)
+    assert (older, newer) == ([1, 2], [2])
+    await asyncio.sleep(0.02)
+    assert here.learner.weights == 2, "the next checkpoint waits for this one"
+    may_end.set()
+    await running
+    assert here.replay.acknowledged == [f"lease-{name}" for name in "abcdefgh"]
+
+
+def rows_of_journals(run_dir: Path) -> list[list[int]]:
+    """The train steps in the journal of each checkpoint, the older ones first."""
+    folders = sorted((run_dir / "checkpoints").glob("main-*"))
+    journals = [folder / "journal.jsonl" for folder in folders]
+    return [
+        [json.loads(line)["train_step"] for line in path.read_text("utf-8").splitlines()]
+        for path in journals
+        if path.is_file()
+    ]
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_a_job_that_waits_for_groups(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    here = world(num_steps=3, checkpoint_every=1)
+
+    def fail() -> None:
+        if here.learner.weights:
+            raise PreconditionFailed("The disk is full.", reason=Reason.WRITE_FAILED)
+
+    here.learner.while_saving = fail
+    here.offer("a", "b")
+    with pytest.raises(ExceptionGroup) as caught:
+        await here.run()
+    assert known_error(caught.value).reason is Reason.WRITE_FAILED
+    assert here.replay.acknowledged == []
+    assert len(list((tmp_path / "checkpoints").glob("main-*"))) == 1
+    again = after(here, world(num_steps=1))  # the journal has the step, and the queue its groups
+    await again.run()
+    assert again.replay.acknowledged == ["lease-a", "lease-b"]
 
 
 async def test_a_number_that_was_announced_and_lost_does_not_come_back_in_its_lineage(

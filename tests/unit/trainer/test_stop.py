@@ -199,17 +199,17 @@ async def test_rows_of_steps_that_a_restore_took_back_are_not_read(
     here = world(num_steps=3, checkpoint_every=2, pipeline_depth=0)
     for names in ("ab", "cd", "ef"):
         here.offer(*names)
-    taken = here.job.checkpointer.checkpoint
+    taken = here.job.checkpointer.begin
     num = 0
 
-    async def kill() -> Any:
+    async def kill() -> None:
         nonlocal num
         num += 1
         if num == 3:  # the first policy, step 2, the end
             raise KeyError("killed")
-        return await taken()
+        await taken()
 
-    here.job.checkpointer.checkpoint = kill  # type: ignore[method-assign]
+    here.job.checkpointer.begin = kill  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         await here.run()
     assert [row["train_step"] for row in rows(here, "train")] == [1, 2, 3]

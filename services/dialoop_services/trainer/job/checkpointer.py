@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dialoop_services.trainer.job.parts import JobParts
+    from dialoop_services.trainer.recovery.checkpoint import Saving
     from dialoop_services.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,10 @@ DEAD_LETTERS_FORGOTTEN = "DEAD_LETTERS_FORGOTTEN"
 
 
 class Checkpointer:
-    """Saves and restores the job's state and the learner's; called between train steps."""
+    """Saves and restores the job's state and the learner's.
+
+    Called between train steps; at most one checkpoint is saved at a time.
+    """
 
     def __init__(self, settings: TrainerSettings, parts: JobParts) -> None:
         self._settings = settings
@@ -43,8 +47,7 @@ class Checkpointer:
         self.timer = PhaseTimer(self.state)
         self.journal = Journal(parts.checkpoints)
         self.held = HeldLeases(settings.run, parts.replay, lease_s=settings.lease_s)
-        # A line that is added while a checkpoint is saved would be in neither.
-        self._writing = asyncio.Lock()
+        self._saving: asyncio.Task[Path] | None = None
         self.before_saving: Callable[[], Awaitable[None]] | None = None
         """Awaited before a checkpoint: until the publish of the newest train step has ended."""
 
@@ -99,43 +102,76 @@ class Checkpointer:
             )
         )
 
-    async def record_dropped(self, batch: Batch, num_in_a_row: tuple[int, int]) -> None:
+    def record_dropped(self, batch: Batch, num_in_a_row: tuple[int, int]) -> None:
         """Write which groups are about to be dropped before a train step, and keep their figures.
 
         After a kill the metrics of that step would lack them, as the queue has them no more.
         """
         figures = figures_of_dropped(batch)
-        async with self._writing:
-            self.journal.add(
-                JournalEntry(
-                    train_step=self.state.num_train_steps,
-                    policy_version=self.state.policy_version,
-                    dropped=batch.dropped_lease_ids,
-                    figures=figures,
-                    num_in_a_row=num_in_a_row,
-                    num_empty_batches=self.state.num_empty_batches,
-                )
+        self.journal.add(
+            JournalEntry(
+                train_step=self.state.num_train_steps,
+                policy_version=self.state.policy_version,
+                dropped=batch.dropped_lease_ids,
+                figures=figures,
+                num_in_a_row=num_in_a_row,
+                num_empty_batches=self.state.num_empty_batches,
             )
-            self.state.dropped_candidates += figures
+        )
+        self.state.dropped_candidates += figures
 
     async def checkpoint(self) -> Path:
-        """Save everything, then acknowledge what the checkpoint contains."""
+        """Save everything, then acknowledge what the checkpoint contains; return its folder."""
+        await self.begin()
+        assert self._saving is not None
+        try:
+            return await asyncio.shield(self._saving)
+        except Exception:
+            self._saving = None  # the caller has the error
+            raise
+
+    async def begin(self) -> None:
+        """Copy everything for a checkpoint; save and acknowledge beside the train steps to come.
+
+        It waits for an earlier checkpoint, and raises the error of one that failed.
+        """
+        await self.wait_until_saved()
         if self.before_saving is not None:
             await self.before_saving()
         state, has_published = self.state, self.state.num_policy_versions > 0
         if has_published:  # in a warm start the queue may not be there yet
             state.cursor = await self._cursor()
+        checkpoints = self._parts.checkpoints
+        captured = await asyncio.to_thread(checkpoints.capture, self._parts.learner, state)
         self.timer.count()
-        async with self._writing:
-            path = await asyncio.to_thread(self._parts.checkpoints.save, self._parts.learner, state)
+        checkpoints.begin(captured, state)  # nothing awaits before what is saved is chosen
+        consumed = tuple(state.consumed_lease_ids)
+        self._saving = asyncio.create_task(self._save(captured, consumed, has_published))
+
+    async def _save(self, saving: Saving, consumed: tuple[str, ...], has_published: bool) -> Path:
+        path = await asyncio.to_thread(self._parts.checkpoints.finish, saving)
+        state = self.state
         if has_published:
-            await self._replay.acknowledge(self._settings.run, state.consumed_lease_ids)
-        self.held.release(state.consumed_lease_ids)
-        state.consumed_lease_ids.clear()
+            await self._replay.acknowledge(self._settings.run, consumed)
+        self.held.release(consumed)
+        del state.consumed_lease_ids[: len(consumed)]  # others come behind them
         # Not the groups: Redis can lose the last second of what it acknowledged.
         bound = self._settings.max_staleness
         state.forget_consumed(state.oldest if bound == "auto" else bound)
         return path
+
+    async def wait_until_saved(self) -> None:
+        """Wait for the checkpoint that is being saved; raise its error, also when repeated."""
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
+
+    async def close(self) -> None:
+        """Wait for a checkpoint that is being saved, also for a job that has failed."""
+        if self._saving is None:
+            return
+        await asyncio.wait({self._saving})
+        if (error := self._saving.exception()) is not None:
+            log.error("The last checkpoint failed.", exc_info=error)
 
     async def restore_cursor(self) -> None:
         """Give a queue that has lost its state the checkpoint's position in the data.

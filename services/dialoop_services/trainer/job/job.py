@@ -6,7 +6,8 @@
 
 With `pipeline_depth` above 0 a publish runs beside the lease and the train step that follow. A
 checkpoint, an evaluation and the next publish wait for its end. With 0 all take turns: a train step
-waits for the end of an evaluation, too.
+waits for the end of an evaluation, too. A checkpoint holds up a train step until the state has been
+copied. It is written, and its groups acknowledged, beside the steps that follow.
 
 The queue leases tasks as soon as the first publish announced a policy, so collectors already play
 while the first evaluation runs. SFT takes its batches from demonstrations instead, and publishes
@@ -93,6 +94,7 @@ class TrainingJob:
             await self._run()
         finally:
             await self.versions.close()
+            await self.checkpointer.close()
 
     async def _run(self) -> None:
         phases = (self._begin, self._evaluate_before, self._train, self._evaluate_after)
@@ -239,10 +241,7 @@ class TrainingJob:
         least = self._settings.min_free_disk_mb * _MB
         if not least:
             return 0
-        newest, num_next = self._parts.checkpoints.newest, 0
-        with suppress(FileNotFoundError):  # a requested checkpoint has replaced it meanwhile
-            files = () if newest is None else newest.rglob("*")
-            num_next = sum(path.stat().st_size for path in files)
+        num_next = self._parts.checkpoints.num_unsaved_bytes
         return least + num_next - shutil.disk_usage(self._settings.run_dir).free
 
     def _has_steps_left(self) -> bool:
@@ -264,7 +263,8 @@ class TrainingJob:
                 await self.versions.wait_for_publish()  # it evaluates this step's policy
             # Last, because SFT has no journal: its checkpoint must hold the evaluation's result.
             if self.schedule.is_due(self._settings.checkpoint_every, since=since):
-                await self.checkpointer.checkpoint()
+                await self.checkpointer.begin()
+                background.create_task(self.checkpointer.wait_until_saved())
         if due is not None:
             await self._begin_evaluating(background, due)
 
@@ -302,7 +302,7 @@ class TrainingJob:
             self.schedule.mark_evaluated(due, judged=judged)
             if self._supervised is not None and judged is not None:
                 # SFT has no journal, and the step's checkpoint is older than this result.
-                await self.checkpointer.checkpoint()
+                await self.checkpointer.begin()
 
     async def _evaluate_before(self) -> None:
         """Evaluate the first policy, and save the result before the first train step.

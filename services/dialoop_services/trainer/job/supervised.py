@@ -50,7 +50,7 @@ class WarmStart:
             await self._step(next(demonstrations))
             done = state.num_warm_start_steps
             if done < last and not done % self._settings.warm_start.checkpoint_every:
-                await self._checkpointer.checkpoint()
+                await self._checkpointer.begin()
 
     async def _step(self, batch: list[Sequence]) -> None:
         state = self._state

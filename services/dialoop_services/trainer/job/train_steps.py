@@ -273,7 +273,7 @@ class TrainSteps:
         """Drop groups that cannot be trained; the metrics of the next train step count them."""
         if batch.dropped:
             in_a_row = (self._num_without_signal, self._num_empty)
-            await self._checkpointer.record_dropped(batch, in_a_row)
+            self._checkpointer.record_dropped(batch, in_a_row)
             await self.drop(batch)
             self._require_some_feedback(batch)
 

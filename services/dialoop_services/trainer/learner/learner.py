@@ -6,7 +6,8 @@
     for update in range(plan.num_updates):
         backward = learner.forward_backward(update)
         learner.optim_step(backward.loss)
-    learner.snapshot(directory)
+    wait = learner.snapshot(directory)         # it is written beside the next train step
+    wait()
 
 `train_step`, `sft_step` and `warm_start_step` are made of these, and the job calls them. Every
 method blocks on the CPU or GPU; one runs at a time.
@@ -436,9 +437,13 @@ class Learner:
         return self.state.capture(path, first, dtype=dtype)
 
     @collective()
-    def snapshot(self, directory: Path) -> None:
-        """Write everything that a checkpoint keeps of this learner into a directory."""
-        self.state.write(directory)
+    def snapshot(self, directory: Path) -> Callable[[], None]:
+        """Copy everything that a checkpoint keeps of this learner, and begin to write it.
+
+        Return what waits until all of it is in the directory. It may run beside the next train
+        step. It raises PreconditionFailed (WRITE_FAILED) where a rank could not write.
+        """
+        return self.state.write(directory)
 
     @collective()
     def damage_in(self, directory: Path) -> str:

@@ -4,7 +4,9 @@ Every method that touches a file is collective: all ranks call it. The first ran
 that each rank writes its own part of a sharded checkpoint. Every rank reads by itself.
 
 Weights are captured at one moment, in a file. What else becomes of it (`CapturedWeights.measured`,
-`ExportedWeights.since` and `keep`) may run in another thread, beside the next train step.
+`ExportedWeights.since` and `keep`) may run in another thread, beside the next train step. So does
+the rest of a checkpoint, once the state has been copied: whole files into the system's cache, parts
+into this process's memory.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import gc
 import hashlib
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.clients.weights import WeightsKind
-from dialoop.errors import InvalidConfig
+from dialoop.errors import InvalidConfig, PreconditionFailed
 from dialoop.reasons import Reason
 from dialoop_learning.lora.base_weights import BASE_DIGEST, BaseWeights, require_base
 from dialoop_learning.lora.layers import (
@@ -37,18 +41,20 @@ from dialoop_learning.model.weight_files import HEAD
 from dialoop_learning.model.weight_writer import WeightsWriter
 from dialoop_learning.parallel.loading import fill_weights
 from dialoop_learning.parallel.parallel_state import (
+    begin_saving,
     cut,
+    end_saving,
     gather_buckets,
     gather_optimizer,
     load_optimizer,
     load_sharded,
     policy_tensors,
-    save_sharded,
 )
 from dialoop_learning.parallel.ranks import ALONE, Ranks, reshard
 from safetensors.torch import load_file
 
 from dialoop_services.runtime.durable import (
+    MAKE_ROOM,
     named_failures,
     read_failed,
     sync_tree,
@@ -58,7 +64,8 @@ from dialoop_services.runtime.durable import (
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+    from concurrent.futures import Future
     from pathlib import Path
 
     from dialoop_learning.model.policy import PolicyModel
@@ -175,6 +182,9 @@ class LearnerState:
         self._is_sharded = is_sharded
         self._ranks = ranks
         self._base_digest = ""
+        # What the rest of a checkpoint uses beside training: connections, and a thread.
+        self._apart: Ranks | None = None
+        self._behind = ThreadPoolExecutor(1, "dialoop-checkpoint")
         # The names of the weights in the model's directory, once they have been read.
         self._names: frozenset[str] = frozenset()
 
@@ -252,43 +262,57 @@ class LearnerState:
         complaint = f"{path.parent.name} is not of the model in {self._model_dir}"
         fill_weights(self.policy, [path], complaint=complaint)
 
-    def write(self, directory: Path) -> None:
-        """Write a checkpoint: weights (with LoRA the adapters), optimisers, random states."""
+    def write(self, directory: Path) -> Callable[[], None]:
+        """Copy what a checkpoint keeps: weights or adapters, optimisers and random states.
+
+        Return what waits until every rank's files are there, each with its digest. Training may go
+        on meanwhile, and the next checkpoint may not begin. On every rank it raises
+        PreconditionFailed (WRITE_FAILED) where a rank could not write its own.
+        """
+        facts: dict[str, Any] = {
+            "torch_random": torch.get_rng_state(),
+            "python_random": repr(self.orders.getstate()),
+        }
+        if self._ranks.is_first and has_lora(self.policy.causal_lm):
+            facts[BASE_DIGEST] = self._digest_of_base()
         if self._is_sharded:
-            save_sharded(directory / _PARTS, self.policy, self.optimizers, self._ranks)
-            state: dict[str, Any] = {}
+            self._apart = self._apart or self._ranks.apart()
+            parts = directory / _PARTS
+            saving = begin_saving(parts, self.policy, self.optimizers, self._apart)
+            rest = partial(self._end_parts, directory, saving, facts, self._apart)
         else:
             is_adapter = has_lora(self.policy.causal_lm)  # then it is a PEFT directory
             self.capture(directory / (ADAPTER if is_adapter else WEIGHTS))
             state = {n: gather_optimizer(o, self._ranks) for n, o in self.optimizers.items()}
-        if self._ranks.is_first:
-            facts = {
-                "torch_random": torch.get_rng_state(),
-                "python_random": repr(self.orders.getstate()),
-            }
-            if has_lora(self.policy.causal_lm):
-                facts[BASE_DIGEST] = self._digest_of_base()
-            with (
-                whole_file(directory / _STATE, sync=False, errors=(RuntimeError,)) as temporary,
-                temporary.open("wb") as file,  # by its path, the file would hold the path's name
-            ):
-                torch.save({**state, **facts}, file)
-        self._ranks.gather(None)  # wait: afterwards every rank may rely on the files
-        self._write_digests(directory)
+            if not self._ranks.is_first:
+                return lambda: None
+            _write_state(directory, {**state, **facts})
+            files = [path for path in directory.rglob("*") if path.is_file()]
+            return lambda: _write_digests(directory, _digests(directory, files))
+        if self._ranks.size == 1:
+            return rest
+        return self._behind.submit(rest).result  # the other ranks take part by themselves
 
-    def _write_digests(self, directory: Path) -> None:
-        """Write the digest of every file so far; each rank reads its share of them."""
-        files = (path for path in sorted(directory.rglob("*")) if path.is_file())
-        listed = json.dumps([str(path.relative_to(directory)) for path in files]).encode()
-        # One rank's list for all: a shared disk may show each of them another one.
-        names: list[str] = json.loads(self._ranks.broadcast(listed))
-        own = {
-            name: _sha256(directory / name) for name in names[self._ranks.rank :: self._ranks.size]
-        }
-        digests = {n: digest for part in self._ranks.gather(own) for n, digest in part.items()}
-        if self._ranks.is_first:
-            with whole_file(directory / _DIGESTS, sync=False) as temporary:
-                temporary.write_text(json.dumps(digests, indent=2, sort_keys=True), "utf-8")
+    def _end_parts(
+        self, directory: Path, saving: Future[Any], facts: Mapping[str, Any], ranks: Ranks
+    ) -> None:
+        """Wait for all parts; each rank reads its own for their digests, the first writes them."""
+        parts, digests, failure = directory / _PARTS, {}, ""
+        try:
+            with named_failures(parts):
+                end_saving(saving)
+                own = list(parts.glob(f"__{ranks.rank}_*"))
+                if ranks.is_first:
+                    _write_state(directory, facts)
+                    own += [*parts.glob(".*"), directory / _STATE]  # these are the first one's
+                digests = _digests(directory, own)
+        except PreconditionFailed as error:
+            failure = error.message
+        found = ranks.gather([digests, failure])
+        if failures := [failure for _, failure in found if failure]:
+            raise PreconditionFailed(failures[0], reason=Reason.WRITE_FAILED, remedy=MAKE_ROOM)
+        if ranks.is_first:
+            _write_digests(directory, {n: d for own, _ in found for n, d in own.items()})
 
     def find_damage(self, directory: Path) -> str:
         """Return how a checkpoint is damaged, as the first rank that sees it so says; "" if not.
@@ -377,6 +401,23 @@ class LearnerState:
         if not self._base_digest:
             self._base_digest = BaseWeights.of(self._model_dir).digest()
         return self._base_digest
+
+
+def _write_state(directory: Path, state: Mapping[str, Any]) -> None:
+    with (
+        whole_file(directory / _STATE, sync=False, errors=(RuntimeError,)) as temporary,
+        temporary.open("wb") as file,  # by its path, the file would hold the path's name
+    ):
+        torch.save(dict(state), file)
+
+
+def _digests(directory: Path, files: Iterable[Path]) -> dict[str, str]:
+    return {str(path.relative_to(directory)): _sha256(path) for path in files}
+
+
+def _write_digests(directory: Path, digests: Mapping[str, str]) -> None:
+    with whole_file(directory / _DIGESTS, sync=False) as temporary:
+        temporary.write_text(json.dumps(digests, indent=2, sort_keys=True), "utf-8")
 
 
 def _like(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -1,7 +1,8 @@
 """Checkpoints and their journal: all that a restarted trainer needs to go on as if never stopped.
 
 The journal holds what happened since the newest checkpoint. The trainer writes a line beside the
-checkpoint before another service learns of the step. On the same groups a train step gives the same
+checkpoint before another service learns of the step. While the next checkpoint is being saved, it
+writes each line beside both. On the same groups a train step gives the same
 weights bit for bit, so no published policy is taken back.
 
     {"lineage": "main", "number": 8, "train_step": 7, "trained": ["scored/1/a"], ...}
@@ -14,6 +15,8 @@ import itertools
 import json
 import logging
 import shutil
+import threading
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
@@ -30,21 +33,33 @@ from dialoop_services.runtime.durable import (
     named_reads,
     sync_file,
     sync_tree,
+    whole_file,
     write_json,
 )
 from dialoop_services.trainer.job.state import JobState
 from dialoop_services.trainer.records.records import open_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dialoop_services.trainer.learner.learner import Learner
 
 
 log = logging.getLogger(__name__)
 
+_JOURNAL = "journal.jsonl"
 # What safetensors and torch raise, beside OSError, where a whole file does not get into memory.
 _NOT_LOADED = (SafetensorError, RuntimeError, EOFError, UnpicklingError)
+
+
+@dataclass(slots=True, kw_only=True)
+class Saving:
+    """A checkpoint on its way to the disk: what is left to do, and the job's state as JSON."""
+
+    directory: Path
+    rest: Callable[[], None]
+    progress: str = ""
+    num_train_steps: int = 0
 
 
 class Checkpoints:
@@ -57,8 +72,10 @@ class Checkpoints:
     def __init__(self, run_dir: Path, *, keep_steps: int = 0) -> None:
         self._root = run_dir / "checkpoints"
         self._keep_steps = keep_steps
-        # The folder that this process restored or saved.
+        # The folder that this process restored or saved, and the one that is being saved.
         self._current: Path | None = None
+        self._begun: Path | None = None
+        self._moving = threading.Lock()  # held by who writes the journal, or changes where it is
 
     @property
     def newest(self) -> Path | None:
@@ -88,29 +105,77 @@ class Checkpoints:
         return self._root / "latest.json"
 
     def save(self, learner: Learner, state: JobState) -> Path:
-        """Write a checkpoint and return its folder; it counts once latest.json names it.
+        """Write a checkpoint and return its folder; see `capture`, `begin` and `finish`."""
+        saving = self.capture(learner, state)
+        self.begin(saving, state)
+        return self.finish(saving)
+
+    def capture(self, learner: Learner, state: JobState) -> Saving:
+        """Copy the learner as it is now into a new folder; after an error nothing has changed."""
+        directory = self._fresh_directory(f"{state.policy_version}-{state.num_train_steps:06d}")
+        try:
+            return Saving(directory=directory, rest=learner.snapshot(directory))
+        except Exception:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    def begin(self, saving: Saving, state: JobState) -> None:
+        """Keep the job's state as it is now; the journal's lines go to this checkpoint, too.
+
+        Call it where the journal is written, before the next line. One checkpoint is saved at a
+        time.
+        """
+        saving.progress = json.dumps(state.to_json(), indent=2) + "\n"
+        saving.num_train_steps = state.num_train_steps
+        self._begun = saving.directory
+
+    def finish(self, saving: Saving) -> Path:
+        """Bring a checkpoint to the disk and return its folder; it counts once latest.json does so.
 
         When this returns, a power loss does not lose it. After an error nothing has changed.
         """
-        previous = self.newest
-        directory = self._fresh_directory(f"{state.policy_version}-{state.num_train_steps:06d}")
+        previous, directory = self.newest, saving.directory
         try:
-            learner.snapshot(directory)
-            write_json(directory / "progress.json", state.to_json())
+            saving.rest()
+            with whole_file(directory / "progress.json") as temporary:
+                temporary.write_text(saving.progress, "utf-8")
             with named_failures(directory):
                 sync_tree(directory)
             write_json(self._pointer, {"name": directory.name})
         except Exception:
+            with self._moving:
+                self._begun = None
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        kept, self._current = {directory, previous}, directory
+        with self._moving:
+            self._current, self._begun = directory, None
+        kept = {directory, previous}
         if self._keep_steps:
-            kept |= self._before_steps(state.num_train_steps - self._keep_steps)
+            kept |= self._before_steps(saving.num_train_steps - self._keep_steps)
         for other in self._root.iterdir():
             # Only the one that this process restored or saved before is known to be readable.
             if other.is_dir() and other not in kept:
                 shutil.rmtree(other)
         return directory
+
+    def add_to_journal(self, line: str) -> None:
+        """Add a line to the newest one's journal, and to that of one that is being saved.
+
+        A kill may leave either of them. There is none before the first checkpoint.
+        """
+        with self._moving:
+            for folder in (self.newest, self._begun):
+                if folder is not None:
+                    _add_line(folder / _JOURNAL, line)
+
+    @property
+    def num_unsaved_bytes(self) -> int:
+        """Return what a next checkpoint adds to the disk, if it is as large as the newest one.
+
+        While one is saved, it is what is left of that: the oldest makes room for the next.
+        """
+        newest = 0 if self.newest is None else _size_of(self.newest)
+        return newest - (0 if self._begun is None else _size_of(self._begun))
 
     def before_step(self, train_step: int) -> tuple[Path, int] | None:
         """Return the newest whole checkpoint before a train step, and its number of steps."""
@@ -175,6 +240,22 @@ def _saving_order(directory: Path) -> tuple[tuple[int, int], int, int, int, str]
     # A second one of the same step has "-2" at its end.
     num_steps = (progress.get(f"num_{kind}_steps", 0) for kind in ("warm_start", "train"))
     return order, *num_steps, len(directory.name), directory.name
+
+
+def _add_line(path: Path, line: str) -> None:
+    is_new = not path.exists()
+    with named_failures(path), open_lines(path) as file:
+        file.write(line)
+        file.flush()
+        sync_file(path)
+        if is_new:
+            sync_file(path.parent)
+
+
+def _size_of(directory: Path) -> int:
+    with suppress(FileNotFoundError):  # it has been replaced, or its files get their names
+        return sum(path.stat().st_size for path in directory.rglob("*"))
+    return 0
 
 
 def _steps_in(directory: Path) -> int:
@@ -311,27 +392,19 @@ class JournalEntry:
 
 
 class Journal:
-    """The file of entries in the newest checkpoint's folder; a new checkpoint has none yet."""
+    """The entries since the newest checkpoint, in its folder."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
     def add(self, entry: JournalEntry) -> None:
         """Add a line; when this returns, neither a kill nor a power loss loses it."""
-        path = self._path
-        if path is None:  # before its first checkpoint a run has nothing to recover from
-            return
-        is_new = not path.exists()
-        with named_failures(path), open_lines(path) as file:
-            file.write(json.dumps(entry.to_json()) + "\n")
-            file.flush()
-            sync_file(path)
-            if is_new:
-                sync_file(path.parent)
+        self._checkpoints.add_to_journal(json.dumps(entry.to_json()) + "\n")
 
     def entries(self) -> tuple[JournalEntry, ...]:
         """Return the entries since the checkpoint, up to a line that a kill or the disk damaged."""
-        path = self._path
+        newest = self._checkpoints.newest
+        path = None if newest is None else newest / _JOURNAL
         if path is None or not path.is_file():
             return ()
         entries: list[JournalEntry] = []
@@ -342,8 +415,3 @@ class Journal:
                 log.error("The journal is damaged.", extra={"num_entries": len(entries)})
                 break
         return tuple(entries)
-
-    @property
-    def _path(self) -> Path | None:
-        directory = self._checkpoints.newest
-        return None if directory is None else directory / "journal.jsonl"
