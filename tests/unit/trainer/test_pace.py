@@ -32,8 +32,9 @@ def group(*seconds: float) -> Group:
 def train(pace: Pace, lease_s: float, play_s: float, **row: Any) -> dict[str, Any]:
     """A step of one second that waited for groups which were played for so long."""
     times = {"lease_s": lease_s, "rows_s": 0.1, "train_s": BUSY_S - 0.2, "wait_s": 0.1}
-    row = {"num_updates": 1, "num_groups_dropped": 0, **times, **row}
-    return pace.after_step(row, [group(play_s, play_s / 2)])
+    told = pace.row_of([group(play_s, play_s / 2)])
+    pace.after_step({"num_updates": 1, "num_groups_dropped": 0, **times, **row, **told})
+    return told
 
 
 def run(pace: Pace, num_steps: int, times: Callable[[int], tuple[float, float]]) -> list[int]:
@@ -160,10 +161,7 @@ def test_an_age_whose_tokens_teach_next_to_nothing_is_too_old(tmp_path: Path) ->
 
 def test_a_step_tells_how_long_its_episodes_were_played(tmp_path: Path) -> None:
     pace = Pace(settings(tmp_path, pipeline_depth=1), JobState())
-    row = {"num_updates": 1, "lease_s": 0.0, "rows_s": 0.0, "train_s": 1.0, "wait_s": 0.0}
-    row["num_groups_dropped"] = 0
-    told = pace.after_step(row, [group(1.0, 3.0), group(2.0)])
-    assert told == {
+    assert pace.row_of([group(1.0, 3.0), group(2.0)]) == {
         "pipeline_depth": 1,
         "play_s_mean": pytest.approx(2.0),
         "play_s_p99": pytest.approx(3.0),

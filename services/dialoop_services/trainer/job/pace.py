@@ -99,22 +99,22 @@ class Pace:
         """Return how many groups may be outstanding at this depth."""
         return self._settings.outstanding_groups(self.depth)
 
-    def after_step(self, row: Mapping[str, Any], groups: Iterable[Group]) -> dict[str, Any]:
-        """Choose again after a train step; return what the step's row says of its pace.
-
-        row: the step's metrics. groups: those that it trained.
-        """
+    def row_of(self, groups: Iterable[Group]) -> dict[str, Any]:
+        """Return what the row of a step that trains these groups says of its pace."""
         told = {"pipeline_depth": self.depth, **_play_times(groups)}
         if self.max_staleness is not None:
             told["max_staleness"] = self.max_staleness
+        return told
+
+    def after_step(self, row: Mapping[str, Any]) -> None:
+        """Choose again after a train step, of which `row` has the metrics."""
         if not row["num_updates"]:
-            return told
-        self._measure(row, told["group_play_s"])
+            return
+        self._measure(row, row["group_play_s"])
         if self._settings.max_staleness == "auto":
             self._choose_bound(row.get("by_staleness", {}))
         if self._settings.pipeline_depth == "auto" and self._settings.first_depth:
             self._choose_depth()
-        return told
 
     def _measure(self, row: Mapping[str, Any], play_s: float) -> None:
         busy_s = row["rows_s"] + row["train_s"] + row["wait_s"]

@@ -438,7 +438,7 @@ class TrainSteps:
         started = time.perf_counter()
         await self._versions.wait_for_publish()
         row["wait_s"] = time.perf_counter() - started
-        row |= self._pace.after_step(row, [lease.group for lease in batch.train])
+        self._pace.after_step(row)
         self._publisher.max_outstanding_groups = self._pace.max_outstanding_groups
 
         async def record(published: Published, step: int, version: PolicyVersion) -> None:
@@ -514,6 +514,7 @@ class TrainSteps:
         if self._needs_feedback:
             row["num_with_feedback"] = len({(r.group_index, r.trajectory_index) for r in rows})
         row |= row_of_oversize([entry.sequence for entry in batch.sequences], self._settings)
+        row |= self._pace.row_of(lease.group for lease in batch.train)
         row |= self._check_mismatch(report, version)
         if report.num_updates:
             self._count_updates(row)

@@ -117,9 +117,10 @@ class Recovery:
         batch = await self._batch(entry)
         if batch is None:
             return False
-        state.depth, state.oldest = entry.depth, entry.oldest
         since = state.num_train_steps
         row = await self._steps.learn(batch) if entry.trained else {}
+        if not entry.is_before_a_step:  # they are chosen after it
+            state.depth, state.oldest = entry.depth, entry.oldest
         self._schedule.schedule_evaluation(since=since)
         self._checkpointer.mark_trained(entry.trained)
         if entry.policy_version != state.policy_version:
