@@ -44,7 +44,12 @@ RUN = "run"
 NUM_STEPS = 6
 CUT_AT = 5
 LONGER_THAN_A_LEASE_S = 1000.0
-SETTINGS: dict[str, Any] = {"num_steps": NUM_STEPS, "checkpoint_every": 2, "lease_s": 60}
+CHECKPOINT_EVERY = 2
+SETTINGS: dict[str, Any] = {
+    "num_steps": NUM_STEPS,
+    "checkpoint_every": CHECKPOINT_EVERY,
+    "lease_s": 60,
+}
 
 
 def queue_file(folder: Path) -> Path:
@@ -64,8 +69,9 @@ def lose_power(server: RedisServer, folder: Path, size: int) -> None:
 class LosingStore(RedisStore):
     """Once armed: at the announcement of version CUT_AT it loses all since the first checkpoint.
 
-    What is lost begins with the checkpoint's acknowledgement. `holds`: the trainer waits there for
-    ever, so that it goes down with the queue.
+    What is lost begins with the announcement before the checkpoint, whose acknowledgement comes
+    beside the steps that follow. `holds`: the trainer waits at CUT_AT for ever, so that it goes
+    down with the queue.
     """
 
     def __init__(self, server: RedisServer, folder: Path, *, holds: bool) -> None:
@@ -79,10 +85,10 @@ class LosingStore(RedisStore):
     async def apply(self, request: Any, answer: type[Answer]) -> Answer:
         if self.is_armed and isinstance(request, pb.AcknowledgeRequest):
             leases = [i.lease_id for i in request.items if i.outcome == pb.OUTCOME_CONSUMED]
-            if leases and self._size is None:
-                self._size = queue_file(self._folder).stat().st_size
             self.lost_acknowledgements += leases
         is_publish = self.is_armed and isinstance(request, pb.AdvancePolicyRequest)
+        if is_publish and request.policy_version.number == FIRST.number + CHECKPOINT_EVERY:
+            self._size = queue_file(self._folder).stat().st_size
         if is_publish and request.policy_version.number == CUT_AT:
             self.is_holding = self._holds
             if self._holds:
@@ -155,7 +161,8 @@ async def test_a_trainer_that_lost_power_with_its_queue_acknowledges_again_and_t
         environment, log = world.environment(**SETTINGS), world.run_dir / "log"
         with trainers(are_forked=True) as start:
             first = start.start(environment, log)
-            await first.until(lambda: store.is_holding)
+            # Its checkpoint is whole by then; a kill before that takes all steps back.
+            await first.until(lambda: store.is_holding and store.lost_acknowledgements)
             first.kill()
             store.lose_power()
             second = start.start(environment, log)
@@ -166,7 +173,7 @@ async def test_a_trainer_that_lost_power_with_its_queue_acknowledges_again_and_t
                 await asyncio.sleep(0.05)
             second.stop()
         stats = await world.replay.get_stats(world.run)
-    in_checkpoint = with_signal(groups)[: GROUPS_PER_STEP * SETTINGS["checkpoint_every"]]
+    in_checkpoint = with_signal(groups)[: GROUPS_PER_STEP * CHECKPOINT_EVERY]
     progress = progress_of(world)
     assert sorted(progress["consumed_group_ids"]) == sorted(in_checkpoint)
     assert progress["num_trained_trajectories"] == GROUP_SIZE * len(in_checkpoint)
