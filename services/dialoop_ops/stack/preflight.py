@@ -435,6 +435,7 @@ def _check_devices(config: JobConfig) -> None:
     wanted = {
         "scorer.device": int(config.scorer.device != "cpu"),
         "train.device": train.num_processes if train.device == "cuda" else 0,
+        "train.logprob_kernel": int(train.logprob_kernel == "cut"),
         "inference.device": int(config.inference.device == "cuda"),
         "inference.data_plane": int(config.inference.data_plane in DEVICE_PLANES),
     }

@@ -325,15 +325,11 @@ class JobConfig(Section):
                 "activation_offload moves activations from a GPU to the host's memory, and device "
                 "is cpu, where they are already: leave it out, or set activation_checkpointing"
             )
-        if self.train.logprob_kernel == "cut":
-            formats = (self.dtype, self.train.autocast)
-            if self.train.device == "cpu" or _HALF not in formats:
-                raise ValueError(
-                    "logprob_kernel cut computes on a GPU in half precision alone, and device is "
-                    f'{self.train.device} with dtype {self.dtype} and autocast "{formats[1]}" in '
-                    f'[train]: set logprob_kernel = "chunked", or device = "cuda" and autocast = '
-                    f'"{_HALF}"'
-                )
+        if self.train.logprob_kernel == "cut" and _HALF not in (self.dtype, self.train.autocast):
+            raise ValueError(
+                "logprob_kernel cut computes in half precision alone, and dtype is "
+                f'{self.dtype}: set autocast = "{_HALF}" in [train], or logprob_kernel = "chunked"'
+            )
         if self.train.keep_steps and self.train.num_ranks > 1:
             raise ValueError(
                 f"keep_steps is {self.train.keep_steps}, and {self.train.num_ranks} processes "

@@ -85,7 +85,10 @@ CONFIGS = {
         "[scorer]\nreference_logprobs = true\n",
         "and loss distill reads none",
     ),
-    "a kernel without its GPU": ('[train]\nlogprob_kernel = "cut"\n', "in half precision alone"),
+    "a kernel in another precision": (
+        '[train]\nlogprob_kernel = "cut"\n',
+        "in half precision alone",
+    ),
     "steps of several processes": (
         "[train]\nkeep_steps = 3\nnum_processes = 2\n",
         "keep_steps is 3, and 2 processes train",

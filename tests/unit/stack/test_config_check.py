@@ -265,6 +265,13 @@ def test_no_config_of_ours_has_a_key_that_counts_for_nothing() -> None:
         assert not [*warnings_for_unused(config), *warnings_for_steps(config)], path
 
 
+def test_a_kernel_of_gpus_is_refused_without_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(folder, '[train]\nlogprob_kernel = "cut"\nautocast = "bfloat16"\n') == 2
+    assert "train.logprob_kernel needs 1 GPU, and this machine has none" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
