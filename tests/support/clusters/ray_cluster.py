@@ -115,7 +115,8 @@ def ray_cluster(folder: Path, num_nodes: int) -> Iterator[RayCluster]:
         )
     assert process.stdout
     try:
-        address, *nodes = process.stdout.readline().split()
+        address, *nodes = process.stdout.readline().split() or ("",)
+        assert address, (folder / "ray.err").read_text("utf-8", errors="replace")[-3000:]
         yield RayCluster(python, address, nodes, process)
     finally:
         assert process.stdin
