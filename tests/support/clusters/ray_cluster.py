@@ -51,8 +51,10 @@ def ray_python(folder: Path) -> str:
     words = ("-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])")
     own = subprocess.run((str(python), *words), capture_output=True, text=True, check=True)
     paths = (ROOT / "client", ROOT / "services", sysconfig.get_paths()["purelib"])
-    # Ray's own packages come first, and ours are found behind them.
-    Path(own.stdout.strip(), "zz_dialoop.pth").write_text("".join(f"{path}\n" for path in paths))
+    # Ray's own packages come first, and ours are found behind them. With one of these jsonschema
+    # compiles a grammar in each process of Ray for seconds, and a raylet waits 15 s for its agents.
+    lines = (*map(str, paths), "import sys; sys.modules['rfc3987_syntax'] = None")
+    Path(own.stdout.strip(), "zz_dialoop.pth").write_text("".join(f"{line}\n" for line in lines))
     return str(python)
 
 
