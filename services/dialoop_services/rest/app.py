@@ -265,8 +265,8 @@ class RestServer:
         tls: uvicorn's options of certificates.
         """
         asgi: Any = noting_requests(app)
-        limits = (limits or ConnectionLimits()).within_descriptors()
-        protocol: Any = partial(LimitedConnection, set(), limits)
+        self._limits = (limits or ConnectionLimits()).within_descriptors()
+        protocol: Any = partial(LimitedConnection, set(), self._limits)
         self._config = uvicorn.Config(
             asgi,
             http=protocol,
@@ -291,11 +291,28 @@ class RestServer:
         try:
             self._config.load()
             self._server.lifespan = self._config.lifespan_class(self._config)
-            await self._server.startup(sockets=[bound])
+            await self._server.startup(sockets=[])
+            self._server.servers.append(await self._listen(bound))
         except BaseException:
             bound.close()
             raise
         self._ticking = asyncio.create_task(self._server.main_loop())
+
+    async def _listen(self, bound: socket.socket) -> asyncio.Server:
+        """Listen as uvicorn would, which gives each caller a minute for the handshake of TLS."""
+        make = partial(
+            self._config.http_protocol_class,
+            config=self._config,
+            server_state=self._server.server_state,
+            app_state=self._server.lifespan.state,
+        )
+        return await asyncio.get_running_loop().create_server(
+            make,
+            sock=bound,
+            ssl=self._config.ssl,
+            ssl_handshake_timeout=self._limits.head_s if self._config.ssl else None,
+            backlog=self._config.backlog,
+        )
 
     async def close(self) -> None:
         """Stop accepting connections, answer the calls in flight within the drain, then end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import shutil
 import socket
 import struct
 import time
@@ -28,6 +29,7 @@ from tests.hostile.availability.attacked import (
     service,
     watching,
 )
+from tests.support.samples.certificates import make_authority, make_certificate
 from tests.support.waiting import PATIENCE_S
 
 
@@ -169,6 +171,26 @@ def test_a_connection_that_is_not_read_is_closed(attacked):
         own.settimeout(PATIENCE_S)
         while own.recv(1 << 16):
             pass
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_a_handshake_of_tls_without_an_end_is_closed_in_time(tmp_path):
+    own = make_certificate(tmp_path, make_authority(tmp_path), "own")
+    variables = {
+        "DIALOOP_TLS_CERTIFICATE": str(own.certificate),
+        "DIALOOP_TLS_KEY": str(own.key),
+    }
+    begun = b"", b"\x16\x03\x01\x02\x00\x01"
+    with service(tmp_path, variables=variables, REQUEST_HEAD_S="1") as serving:
+        ports = (serving.port, serving.rest_port)
+        with contextlib.ExitStack() as held:
+            places = [("127.0.0.1", port) for port in ports for _ in begun]
+            raw = [held.enter_context(socket.create_connection(place, 10)) for place in places]
+            for connection, sent in zip(raw, begun * 2, strict=True):
+                connection.sendall(sent)
+            for connection in raw:  # 10 s, where uvicorn has 60
+                with contextlib.suppress(ConnectionError):
+                    assert connection.recv(1 << 16) == b""
 
 
 def test_a_connection_has_so_many_calls(limited):
