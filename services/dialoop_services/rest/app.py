@@ -300,8 +300,9 @@ class RestServer:
 
     async def _listen(self, bound: socket.socket) -> asyncio.Server:
         """Listen as uvicorn would, which gives each caller a minute for the handshake of TLS."""
+        kind: Any = self._config.http_protocol_class
         make = partial(
-            self._config.http_protocol_class,
+            kind,
             config=self._config,
             server_state=self._server.server_state,
             app_state=self._server.lifespan.state,

@@ -25,12 +25,16 @@ from dialoop_services.runtime.probe import status_of
 
 from tests.hostile.availability.attacked import (
     LIST,
+    MOST_TIMES,
+    MOST_WAIT_S,
     PREFACE,
     RIGHT,
     STEP,
+    Cost,
     Service,
     call_headers,
     frame,
+    p99,
     service,
     watching,
 )
@@ -74,14 +78,21 @@ class Door:
     def connect_many(
         self, number: int, sent: bytes = b"", *, rest: bool = False, at: str = ATTACKER
     ) -> list[socket.socket]:
-        """Open so many connections that send the same; return those that the door left open."""
+        """Open so many connections that send the same; return those that the door leaves open.
+
+        The system takes connections before the door does, which closes what is too many.
+        """
         opened = []
         for _ in range(number):
             with contextlib.suppress(ConnectionError):
                 one = self.connect(rest=rest, at=at)
                 opened.append(one)
                 one.sendall(sent)
-        return [one for one in opened if not is_closed(one)]
+        ends = time.monotonic() + PATIENCE_S
+        while len(opened := [one for one in opened if not is_closed(one)]) > MOST:
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        return opened
 
     def answers(self, at: str = "127.0.0.3") -> bool:
         """Whether a new connection from an address gets an answer of REST."""
@@ -149,6 +160,13 @@ def door(folder: Path, own: Service, *changes: tuple[str, str]) -> Iterator[Door
         process.wait(PATIENCE_S)
 
 
+def require_small(cost: Cost, *, added_mb: float) -> None:
+    """Of a hundred of another client's calls 99 waited hardly longer than they do alone."""
+    most_s = max(MOST_WAIT_S, MOST_TIMES * p99(cost.alone_s))
+    assert p99(cost.waits_s) <= most_s or cost.cpu_s <= MOST_WAIT_S, cost
+    assert cost.added_mb < added_mb
+
+
 SOON = (("inspect-delay 10s", "inspect-delay 1s"), ("tcp-ut 60s", "tcp-ut 1s"))
 
 
@@ -173,11 +191,9 @@ def test_silent_connections_never_reach_the_service(closed):
     before = files_of(closed.own.process)
     with watching(closed.outside) as cost:
         opened = closed.connect_many(2000)
-        assert MOST - 5 < len(opened) <= MOST
-        time.sleep(0.5)
         assert files_of(closed.own.process) < before + 20
         assert all(is_closed(one, within_s=PATIENCE_S) for one in opened)
-    cost.require_small(added_mb=20)
+    require_small(cost, added_mb=20)
 
 
 SETTINGS = frame(4, 0, 0)
@@ -196,10 +212,9 @@ def test_what_has_no_end_is_closed_in_time_and_fills_nothing(closed, begun):
     sent, rest = ENDLESS[begun]
     with watching(closed.outside) as cost:
         opened = closed.connect_many(2000, sent, rest=rest)
-        assert len(opened) <= MOST
         assert closed.answers()
         assert all(is_closed(one, within_s=PATIENCE_S) for one in opened)
-    cost.require_small(added_mb=60)
+    require_small(cost, added_mb=60)
 
 
 def test_who_takes_no_answers_is_closed(closed):
@@ -210,11 +225,12 @@ def test_who_takes_no_answers_is_closed(closed):
         for _ in range(MOST):
             closed.connect(rest=True).sendall(ask)
         deadline = time.monotonic() + PATIENCE_S
-        time.sleep(0.5)
+        while files_of(closed.own.process) < before + MOST // 2:
+            assert time.monotonic() < deadline
         while files_of(closed.own.process) > before + 5:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    cost.require_small(added_mb=200)
+    require_small(cost, added_mb=200)
 
 
 def test_an_address_opens_so_many_connections_and_others_go_on(closed):
@@ -224,7 +240,7 @@ def test_an_address_opens_so_many_connections_and_others_go_on(closed):
             answered += closed.answers(ATTACKER)
         assert closed.answers()
     assert 0 < answered <= MOST_NEW
-    cost.require_small(added_mb=60)
+    require_small(cost, added_mb=60)
 
 
 def test_many_addresses_take_the_door_and_leave_the_service_to_the_jobs_own(own, tmp_path):
@@ -235,7 +251,7 @@ def test_many_addresses_take_the_door_and_leave_the_service_to_the_jobs_own(own,
             closed.connect_many(2, PREFACE + SETTINGS, at=f"127.0.1.{number}")
         time.sleep(0.5)
         assert before + 15 < files_of(own.process) <= before + 20
-    cost.require_small(added_mb=60)
+    require_small(cost, added_mb=60)
 
 
 def test_answers_and_refusals_come_through_as_they_are(closed):
