@@ -217,15 +217,18 @@ def test_what_has_no_end_is_closed_in_time_and_fills_nothing(closed, begun):
     require_small(cost, added_mb=60)
 
 
-def test_who_takes_no_answers_is_closed(closed):
+@pytest.mark.parametrize(
+    "number", [MOST // 4, pytest.param(MOST, marks=pytest.mark.heavy(reason="at its full size"))]
+)
+def test_who_takes_no_answers_is_closed(closed, number):
     """Each asks for a megabyte that needs no token, five times, and reads nothing."""
     ask = b"GET /docs/assets/swagger-ui-bundle.js HTTP/1.1\r\nHost: a\r\n\r\n" * 5
     before = files_of(closed.own.process)
     with watching(closed.outside) as cost:
-        for _ in range(MOST):
+        for _ in range(number):
             closed.connect(rest=True).sendall(ask)
         deadline = time.monotonic() + PATIENCE_S
-        while files_of(closed.own.process) < before + MOST // 2:
+        while files_of(closed.own.process) < before + number // 2:
             assert time.monotonic() < deadline
         while files_of(closed.own.process) > before + 5:
             assert time.monotonic() < deadline
