@@ -188,7 +188,8 @@ def _split(keys: ForeignKeys) -> str:
 def _map_numbers(keys: ForeignKeys) -> None:
     """Map what AdamW, its schedule and number formats are made of."""
     keys.mapped["train.betas"] = [keys.number("adam_beta1"), keys.number("adam_beta2")]
-    keys.mapped["train.learning_rate_floor"] = 0.0
+    if keys.mapped.get("train.schedule") != "constant":
+        keys.mapped["train.learning_rate_floor"] = 0.0
     is_half = keys.take("bf16")
     if keys.take("fp16"):
         keys.leave("fp16", "layers compute in float32 or bfloat16 here; float32 stands")

@@ -215,7 +215,9 @@ def _map_steps(keys: ForeignKeys) -> None:
         mapped["train.num_warmup_updates"] = int(first) * updates
     if ":" not in str(mapped.get("train.optimizer")):
         mapped["train.weight_decay_all"] = True  # verl gives AdamW all parameters in one group
-    mapped["train.learning_rate_floor"] = keys.number(f"{optim}.min_lr_ratio") or 0.0
+    floor = keys.number(f"{optim}.min_lr_ratio") or 0.0
+    if mapped.get("train.schedule") != "constant":
+        mapped["train.learning_rate_floor"] = floor
     if keys.take(f"{_ACTOR}.fsdp_config.model_dtype") in ("bf16", "bfloat16"):
         mapped["dtype"] = "bfloat16"
     elif keys.take(f"{_ACTOR}.fsdp_config.dtype") in ("bf16", "bfloat16"):

@@ -304,7 +304,6 @@ def test_what_a_config_of_verl_leaves_out_is_as_its_yaml_has_it(tmp_path: Path) 
         "train.learning_rate": f"{actor}.optim.lr",
         "train.betas": f"{actor}.optim.betas",
         "train.schedule": f"{actor}.optim.lr_scheduler_type",
-        "train.learning_rate_floor": f"{actor}.optim.min_lr_ratio",
         "train.weight_decay": f"{actor}.optim.weight_decay",
         "train.max_grad_norm": f"{actor}.optim.clip_grad",
         "train.loss_options.clip_low": f"{actor}.clip_ratio_low",
@@ -327,6 +326,17 @@ def test_what_a_config_of_verl_leaves_out_is_as_its_yaml_has_it(tmp_path: Path) 
     printed = import_config(tmp_path / "ppo.yaml")
     assert "# Fill in model.directory" in printed
     assert "# Fill in train.num_steps: it is 30 epochs" in printed
+
+
+@pytest.mark.parametrize(("kind", "floor"), [("cosine", 0.2), ("constant", None)])
+def test_a_floor_is_carried_over_where_the_rate_falls(
+    tmp_path: Path, kind: str, floor: float | None
+) -> None:
+    optim = f"{{lr_scheduler_type: {kind}, min_lr_ratio: 0.2}}"
+    text = f"actor_rollout_ref: {{actor: {{optim: {optim}}}}}\ndata: {{}}\nalgorithm: {{}}\n"
+    job, left_out = import_text(tmp_path, "ppo.yaml", text)
+    assert job["train"].get("learning_rate_floor") == floor
+    assert not any("min_lr_ratio" in key for key in left_out)
 
 
 def test_a_share_of_steps_and_epochs_become_numbers_of_steps(tmp_path: Path) -> None:
