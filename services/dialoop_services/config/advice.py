@@ -33,6 +33,7 @@ def warnings_in(config: JobConfig) -> tuple[str, ...]:
         *warnings_for_cache(config),
         *warnings_for_rewards(config),
         *warnings_for_steps(config),
+        *warnings_for_agents(config),
         *warnings_for_unused(config),
     )
 
@@ -234,14 +235,41 @@ def warnings_for_steps(config: JobConfig) -> Iterator[str]:
                 f"{key} is {number}, and there are {most} in all, so learning_rate is never "
                 f"reached: set it below {most}"
             )
-    num_samples = train.max_outstanding_groups * config.collector.group_size
-    each = num_samples / inference.num_replicas
-    if num_samples and inference.min_batch_size > each:
+    each = _episodes_of_a_replica(config)
+    if each and inference.min_batch_size > each:
         yield (
             f"min_batch_size is {inference.min_batch_size} in [inference], and at most {each:g} "
             "samples of training are with a replica at one time, so each batch waits for "
             "batching_timeout_s: lower it"
         )
+
+
+def warnings_for_agents(config: JobConfig) -> Iterator[str]:
+    """Yield a warning for each limit of recordings that playing agents would reach."""
+    if not any(section.agent for section in config.all_environments):
+        return
+    inference, longest = config.inference, config.collector.agent_time_limit_s
+    each = _episodes_of_a_replica(config)
+    if each > inference.max_recordings:
+        yield (
+            f"max_recordings is {inference.max_recordings} in [inference], and up to {each:g} "
+            "episodes of agents are recorded by a replica at one time, of which the others fail: "
+            "raise it, or lower max_groups_in_flight in [collector]"
+        )
+    if inference.recording_ttl_s < longest:
+        yield (
+            f"recording_ttl_s is {inference.recording_ttl_s:g} in [inference], below "
+            f"agent_time_limit_s {longest:g} in [collector]: an agent that makes no call for so "
+            "long loses its recording, so raise the first"
+        )
+
+
+def _episodes_of_a_replica(config: JobConfig) -> float:
+    """Return how many training episodes a replica has at one time, at the first depth."""
+    num_groups, most = config.train.max_outstanding_groups, config.collector.max_groups_in_flight
+    if most != "auto":
+        num_groups = min(num_groups, most)
+    return num_groups * config.collector.group_size / config.inference.num_replicas
 
 
 def warnings_for_formats(config: JobConfig) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ time_limit_min = 240
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -35,6 +35,16 @@ class SlurmSection(Section):
     """Further options of sbatch for every component, as ["--constraint=h100"]."""
     setup: tuple[str, ...] = ()
     """Lines of shell before the job starts, as ["module load cuda"]."""
+
+    @model_validator(mode="after")
+    def _require_time_to_train(self) -> Self:
+        if self.time_limit_min and self.save_before_s >= 60 * self.time_limit_min:
+            raise ValueError(
+                f"save_before_s is {self.save_before_s} and time_limit_min {self.time_limit_min}, "
+                "so the job would go back in the queue as it starts: set save_before_s below "
+                f"{60 * self.time_limit_min}, or a longer time limit"
+            )
+        return self
 
 
 class RaySection(Section):

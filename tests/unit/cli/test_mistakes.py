@@ -93,6 +93,10 @@ CONFIGS = {
         "[train]\nkeep_steps = 3\nnum_processes = 2\n",
         "keep_steps is 3, and 2 processes train",
     ),
+    "a time limit that is over at once": (
+        "[launch.slurm]\ntime_limit_min = 2\n",
+        "save_before_s is 120 and time_limit_min 2",
+    ),
     "vLLM's data plane": ('[inference]\ndata_plane = "nccl"\n', "needs vLLM"),
     "options of demonstrations' loss": (
         '[train]\nmode = "sft"\nloss_options = { beta = 0.1 }\n',

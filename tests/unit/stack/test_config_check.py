@@ -17,7 +17,11 @@ from dialoop_learning.loss.facts import LOSSES
 from dialoop_ops.cli.main import main
 from dialoop_ops.stack import preflight
 from dialoop_ops.stack.run_dir import open_run
-from dialoop_services.config.advice import warnings_for_steps, warnings_for_unused
+from dialoop_services.config.advice import (
+    warnings_for_agents,
+    warnings_for_steps,
+    warnings_for_unused,
+)
 from dialoop_services.config.file import load_config, load_with_origins, toml_of
 from dialoop_services.config.job import JobConfig
 from dialoop_services.config.tables import InferenceSection
@@ -248,11 +252,25 @@ def test_keys_that_count_for_nothing_beside_another_are_said(
         ({"warm_start": {"num_steps": 20}}, "num_warmup_steps in [warm_start] is 20"),
         ({"inference": {"min_batch_size": 500}}, "at most 384 samples of training"),
         ({"inference": {"min_batch_size": 384}}, ""),
+        (
+            {"inference": {"min_batch_size": 33}, "collector": {"max_groups_in_flight": 4}},
+            "at most 32 samples",
+        ),
+        (
+            {"environment": {"agent": "a:b"}, "inference": {"max_recordings": 383}},
+            "up to 384 episodes of agents",
+        ),
+        ({"environment": {"agent": "a:b"}, "inference": {"max_recordings": 384}}, ""),
+        ({"inference": {"max_recordings": 1}}, ""),
+        (
+            {"environment": {"agent": "a:b"}, "inference": {"recording_ttl_s": 60.0}},
+            "below agent_time_limit_s 600",
+        ),
     ],
 )
 def test_numbers_that_others_never_reach_are_said(tables: dict[str, object], words: str) -> None:
     config = JobConfig.model_validate({"engine": "transformers", **tables})
-    warnings = list(warnings_for_steps(config))
+    warnings = [*warnings_for_steps(config), *warnings_for_agents(config)]
     assert len(warnings) == bool(words), warnings
     assert words in "".join(warnings)
 
