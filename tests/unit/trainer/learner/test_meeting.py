@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from dialoop_services.trainer.learner.meeting import (
     NodePlace,
     facts_of,
     meet,
+    part,
     verdict_on,
 )
 from dialoop_services.trainer.settings import TrainerSettings
@@ -91,6 +93,23 @@ def test_both_nodes_end_with_one_verdict(tmp_path: Path, port: int, equal: bool)
     else:
         assert isinstance(second, InvalidConfig)
         assert str(first) == str(second)
+
+
+def test_the_first_node_keeps_the_store_until_the_others_have_left(
+    tmp_path: Path, port: int
+) -> None:
+    """What rank failed stands in it, and ranks of other nodes may still compute."""
+
+    def leave(node: int) -> float:
+        store = meet(place(node, port), TrainerSettings(run_dir=tmp_path), timeout_s=30)
+        time.sleep(node)
+        started = time.monotonic()
+        part(store, place(node, port))
+        return time.monotonic() - started
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(leave, (0, 1))
+    assert first > 0.5 > second
 
 
 def test_a_file_that_another_node_does_not_see_is_no_shared_directory(
