@@ -12,6 +12,10 @@ and idempotency are on.
 Every round also measures a `grpc.aio` server that only answers, at the first turn
 (`grpc_aio_echo`), and with `--openenv-python PYTHON` openenv-core's minimal environment, whose
 steps have neither a token nor idempotency.
+
+`--checks N` measures N times each, in turn, a service that asks who calls, counts calls and looks
+at what is in a message, and the same process while it does none of that. `cpu_of_unchecked` is the
+median of the shares of neighbours, at the first turn.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -38,6 +43,7 @@ from google.protobuf.message import Message
 from benchmarks.environment_doors import ROOT, TOKEN, Service, http, openenv_service, service
 from benchmarks.servers.figures import print_figures
 from benchmarks.servers.machine import cpu_ns, processor
+from benchmarks.servers.minimal_environment import TOGGLES_CHECKS
 
 DOORS = ("rest_json", "rest_protobuf", "grpc_unary", "grpc_stream", "grpc_batch")
 TURNS = (1, 100, 400)
@@ -310,6 +316,30 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+async def measure_checks(options: argparse.Namespace) -> dict[str, Any]:
+    """Return for each door what a step costs with and without checks, in one process."""
+    figures = {}
+    for door in options.doors:
+        cells = Cell(), Cell()
+        options.next_episode = 1
+        with service(ROOT, {TOGGLES_CHECKS: "1"}) as running:
+            async with open_door(running, door, options.sessions) as send:
+                await measure(running, send, Cell(), options, 1)
+                for _ in range(options.checks):
+                    for cell in cells:
+                        await measure(running, send, cell, options, 1)
+                        os.kill(running.pid, signal.SIGUSR1)
+        checked, unchecked = (cell.cpu_ms for cell in cells)
+        shares = [one / other for one, other in zip(checked, unchecked, strict=True)]
+        figures[door] = {
+            "checked_ms": round(statistics.median(checked), 3),
+            "unchecked_ms": round(statistics.median(unchecked), 3),
+            "cpu_of_unchecked": round(statistics.median(shares), 3),
+            "quartiles": [round(each, 3) for each in statistics.quantiles(shares)[::2]],
+        }
+    return figures
+
+
 def _beside_openenv(
     cells: dict[str, dict[int, Cell]], openenv: dict[str, Cell], turn: int
 ) -> dict[str, Any]:
@@ -362,6 +392,7 @@ def main() -> None:
     """Print JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
+    parser.add_argument("--checks", type=int, default=0, help="measure what checks cost instead")
     parser.add_argument("--openenv-python", default="", help="a python that has openenv-core")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=16)
@@ -370,7 +401,8 @@ def main() -> None:
     parser.add_argument("--doors", nargs="+", choices=DOORS, default=DOORS)
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
-    figures = asyncio.run(compare(options))
+    measured = measure_checks if options.checks else compare
+    figures = asyncio.run(measured(options))
     context = {
         "benchmark": "step_turns",
         "processor": processor(),

@@ -106,6 +106,7 @@ CASES = {
     ),
     "replay_throughput": Case(returns={"_figures": {}}),
     "sandbox": Case(returns={"_measure": {}}),
+    "soak.attacks": Case(returns={"soak": {}}),
     "soak.__main__": Case(returns={"soak": {"problems": []}}),
     "start_up": Case(returns={"figures": {}}),
     "step_turns": Case(returns={"compare": {}}),

@@ -40,6 +40,7 @@ RUNS = {
     "rendering": "--turns 2 --words 5 --calls 3",
     "replay_throughput": "--groups 40 --tokens 16",
     "sandbox": "--calls 3",
+    "soak.attacks": "--minutes 0.1",
     "start_up": "--tries 2",
     "step_turns": "--rounds 1 --sessions 1 --episodes 1 --turns 1 4",
     "task_file": "--num-tasks 2000 --rounds 1",

@@ -27,7 +27,7 @@ from dialoop_services.runtime.access.server_tls import ServerTls
 from dialoop_services.runtime.access.token_file import TokenFile
 from dialoop_services.runtime.calls import CallLimits, Calls
 from dialoop_services.runtime.fleet import Incarnation
-from dialoop_services.runtime.handlers import Handlers
+from dialoop_services.runtime.handlers import Handlers, NoSuchMethod
 from dialoop_services.runtime.listening import (
     ConnectionLimits,
     address_of,
@@ -322,7 +322,7 @@ class GrpcServer:
         of_health = Handlers(calls, self._token(), limits=self._call_limits(), unread=health_check)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, of_health)
         options = self._grpc_options(handlers.max_bytes)
-        return grpc.aio.server(handlers=[handlers, of_health], options=options)
+        return grpc.aio.server(handlers=[handlers, of_health, NoSuchMethod()], options=options)
 
     async def _own_health(self, _: Any, context: Any) -> health_pb2.HealthCheckResponse:
         answer: health_pb2.HealthCheckResponse = await self._health.Check(

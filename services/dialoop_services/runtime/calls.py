@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from dialoop_services.runtime.logs import add_log_fields
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
 
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
@@ -248,14 +249,20 @@ class RightEnded(Unauthenticated):
     """The right with which a call was made has ended while the call ran."""
 
 
-@asynccontextmanager
-async def while_allowed() -> AsyncIterator[None]:
+def while_allowed() -> AbstractAsyncContextManager[None]:
     """Cancel the block within a second after its caller's right has ended; raise RightEnded."""
-    caller, task = current_principal.get(), asyncio.current_task()
-    if caller is None or caller.recheck is None or task is None:
+    caller = current_principal.get()
+    if caller is None or caller.recheck is None:  # as nearly always, so it costs little
+        return nullcontext()
+    return _while_right_lasts(caller.recheck)
+
+
+@asynccontextmanager
+async def _while_right_lasts(recheck: Callable[[], None]) -> AsyncIterator[None]:
+    task = asyncio.current_task()
+    if task is None:
         yield
         return
-    recheck = caller.recheck
     refusals: list[DialoopError] = []
 
     async def watch() -> None:

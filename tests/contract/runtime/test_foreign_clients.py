@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 from dialoop.v1 import environment_service_pb2 as pb
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
 from tests.support.rest_world import service
 from tests.support.samples.certificates import make_authority, make_certificate
@@ -19,6 +22,7 @@ from tests.support.samples.certificates import make_authority, make_certificate
 PROGRAMS = Path(__file__).parents[2] / "support" / "programs"
 TOKEN = "own"
 pytestmark = pytest.mark.heavy(reason="installs clients from PyPI and npm")
+CONNECT = ["@connectrpc/connect@2", "@connectrpc/connect-node@2", "@bufbuild/protobuf@2"]
 EXPECTED = {
     "unary": "OK",
     "without a token": "UNAUTHENTICATED",
@@ -31,7 +35,7 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module", params=["grpclib", "grpc-js"])
+@pytest.fixture(scope="module", params=["grpclib", "grpc-js", "connect-node"])
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "grpclib":
@@ -42,9 +46,30 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if shutil.which("npm") is None:
         pytest.skip("needs npm")
     (folder / "package.json").write_text("{}")
-    subprocess.run(["npm", "install", "--no-audit", "@grpc/grpc-js@1"], cwd=folder, check=True)
-    copy = shutil.copy(PROGRAMS / "grpc_js_client.cjs", folder)
-    return ["node", str(copy)]
+    packages, source = {
+        "grpc-js": (["@grpc/grpc-js@1"], "grpc_js_client.cjs"),
+        "connect-node": (CONNECT, "connect_client.mjs"),
+    }[request.param]
+    subprocess.run(["npm", "install", "--no-audit", *packages], cwd=folder, check=True)
+    (folder / "descriptors.binpb").write_bytes(descriptors().SerializeToString())
+    return ["node", str(shutil.copy(PROGRAMS / source, folder))]
+
+
+def descriptors() -> FileDescriptorSet:
+    """Return the files of the services that are called, each after those that it imports."""
+    files: dict[str, FileDescriptor] = {}
+
+    def add(file: FileDescriptor) -> None:
+        for imported in file.dependencies:
+            add(imported)
+        files[file.name] = file
+
+    add(pb.DESCRIPTOR)
+    add(health_pb2.DESCRIPTOR)
+    made = FileDescriptorSet()
+    for file in files.values():
+        file.CopyToProto(made.file.add())
+    return made
 
 
 def end_of_none() -> Message:

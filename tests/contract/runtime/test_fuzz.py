@@ -10,6 +10,7 @@ import os
 import random
 import re
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,8 @@ GRPC_MISTAKES = {
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.DATA_LOSS,
 }
+# A send that meets the end of its call; the service drains what is sent for a second alone.
+OF_THE_CLIENT = "Internal error from Core"
 HTTP_SERVER_ERRORS = {501, 503, 504}  # documented: not served, not now, not in time
 
 
@@ -153,6 +156,8 @@ class Fuzzer:
         if choice < 0.2:
             return self.random.randbytes(self.random.choice((0, 1, 7, 60, 5000)))
         made = bytearray(self.message(kind).SerializeToString())
+        if self.random.random() < 0.1:
+            made *= self._longer(len(made))
         if choice < 0.6:
             return bytes(made)
         for _ in range(self.random.choice((1, 2, 8))):
@@ -162,6 +167,10 @@ class Fuzzer:
             )
         return bytes(made)
 
+    def _longer(self, num_bytes: int) -> int:
+        """How often to repeat it, so that its items are counted, or that a thread reads it."""
+        return 1 + self.random.choice((1 << 14, 1 << 16)) // max(1, num_bytes)
+
     def json(self, kind: type[Message]) -> bytes:
         """A message as JSON, or one with some bytes changed."""
         from google.protobuf.json_format import MessageToJson
@@ -169,6 +178,8 @@ class Fuzzer:
         made = bytearray(
             MessageToJson(self.message(kind), preserving_proto_field_name=True).encode()
         )
+        if self.random.random() < 0.1:
+            made += b" " * self._longer(1)
         if self.random.random() < 0.5:
             for _ in range(self.random.choice((1, 3))):
                 made[self.random.randrange(len(made))] = self.random.choice(b'{}[]",:019ae\0\xff')
@@ -193,7 +204,7 @@ class Fuzzer:
                 await call
         except grpc.aio.AioRpcError as error:
             status = error.code()
-            if status in GRPC_MISTAKES:
+            if status in GRPC_MISTAKES and error.details() != OF_THE_CLIENT:
                 self.mistakes.append(f"{path} {content!r}: {status.name} {error.details()}")
         except asyncio.CancelledError:
             status = grpc.StatusCode.CANCELLED
@@ -227,19 +238,21 @@ class Fuzzer:
             )
 
 
-async def fuzz(num_calls: int, *, seed: int) -> tuple[Fuzzer, list[int]]:
-    """Call all methods of all services in turn; return what came back, and memory on the way."""
+async def fuzz(
+    num_calls: int, *, seed: int, names: Iterable[str] = SERVICES
+) -> tuple[Fuzzer, list[int]]:
+    """Call all methods of services in turn; return what came back, and memory on the way."""
     fuzzer = Fuzzer(random.Random(seed))
     process, memory = psutil.Process(), []
     async with AsyncExitStack() as exits:
         targets: list[tuple[GrpcServer, grpc.aio.Channel, httpx.AsyncClient, MethodDescriptor]] = []
         routes: dict[str, Route] = {}
-        for name, names in SERVICES.items():
+        for name in names:
             server = await exits.enter_async_context(service(name))
             channel = await exits.enter_async_context(grpc.aio.insecure_channel(server.address))
             http = await exits.enter_async_context(http_of(server))
             http.timeout = httpx.Timeout(4 * CALL_S)
-            for full_name in names:
+            for full_name in SERVICES[name]:
                 described = descriptor_pool.Default().FindServiceByName(f"dialoop.v1.{full_name}")
                 targets += [(server, channel, http, rpc) for rpc in described.methods]
                 routes |= {route.rpc.full_name: route for route in routes_of(described)}
@@ -278,9 +291,10 @@ async def test_no_bytes_make_a_service_fail():
     assert sum(fuzzer.statuses.values()) == 800
 
 
-@pytest.mark.heavy(reason="10,000 calls")
-async def test_ten_thousand_calls_neither_fail_nor_fill_memory():
-    fuzzer, memory = await fuzz(10_000, seed=SEED + 1)
+@pytest.mark.heavy(reason="10,000 calls of each")
+@pytest.mark.parametrize("name", SERVICES)
+async def test_ten_thousand_calls_neither_fail_nor_fill_memory(name):
+    fuzzer, memory = await fuzz(10_000, seed=SEED + 1, names=[name])
     assert not fuzzer.mistakes, (SEED, len(fuzzer.mistakes), *fuzzer.mistakes[:5])
     assert sum(fuzzer.statuses.values()) == 10_000
     assert memory[-1] < memory[len(memory) // 2] * 1.05 + (8 << 20), memory

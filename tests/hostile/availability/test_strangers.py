@@ -139,12 +139,19 @@ def broken_headers(number: int) -> bytes:
     return frame(1, 0, 1) if number == 0 else frame(9, 0, 1, b"\x00\x01a\x01b" * 100)
 
 
+def calls_without_a_window(number: int) -> bytes:
+    """Calls whose answers nobody may send, since their client takes no byte of them."""
+    no_window = frame(4, 0, 0, struct.pack("!HI", 4, 0)) if number == 0 else b""
+    return no_window + call_headers(2 * number + 1, HEALTH)
+
+
 FLOODS = {
     "calls that are reset at once": resets,
     "headers without an end": broken_headers,
     "pings": lambda _: frame(6, 0, 0, bytes(8)),
     "settings": lambda _: frame(4, 0, 0, struct.pack("!HI", 4, 1 << 16)),
     "empty data": lambda number: frame(0, 0, 1) if number else call_headers(1, HEALTH),
+    "calls without a window": calls_without_a_window,
     "windows of one byte": lambda _: frame(8, 0, 0, struct.pack("!I", 1)),
     "priorities": lambda number: frame(2, 0, 2 * number + 1, struct.pack("!IB", 0, 1)),
     "unknown frames": lambda _: frame(0xEE, 0, 0, bytes(1000)),
@@ -193,13 +200,19 @@ def test_a_handshake_of_tls_without_an_end_is_closed_in_time(tmp_path):
                     assert connection.recv(1 << 16) == b""
 
 
-def test_a_connection_has_so_many_calls(limited):
-    with raw_connection(limited) as raw:
+def test_a_connection_has_so_many_calls_and_a_window_of_4_mib(limited):
+    with raw_connection(limited) as raw, raw.makefile("rb") as reading:
         raw.settimeout(PATIENCE_S)
-        settings = raw.recv(1 << 16)
-        length = int.from_bytes(settings[:3], "big")
-        pairs = dict(struct.iter_unpack("!HI", settings[9 : 9 + length]))
+
+        def payload(kind: int) -> bytes:
+            head = reading.read(9)
+            assert (head[3], head[5:]) == (kind, bytes(4))
+            return reading.read(int.from_bytes(head[:3], "big"))
+
+        pairs = dict(struct.iter_unpack("!HI", payload(4)))
         assert pairs[3] == 7  # SETTINGS_MAX_CONCURRENT_STREAMS
+        (added,) = struct.unpack("!I", payload(8))
+        assert 65_535 + added == pairs[4] == 4 << 20  # of the connection, and of each call
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from dialoop.v1.environment_service_pb2_grpc import (
 from dialoop_services.runtime import process
 from dialoop_services.runtime.access.auth import Token
 from dialoop_services.runtime.calls import LARGE, Calls
-from dialoop_services.runtime.handlers import Handlers
+from dialoop_services.runtime.handlers import Handlers, NoSuchMethod
 from dialoop_services.runtime.process import _event_loop_factory
 
 
@@ -41,10 +41,9 @@ def test_the_methods_of_a_service_are_found_by_their_paths():
     assert interact is not None
     assert interact.request_streaming
     assert interact.response_streaming
-    unknown = handlers.service(Details("/dialoop.v1.EnvironmentService/Unknown"))
-    assert unknown is not None
-    assert unknown.stream_unary is not None  # it refuses, and says why
-    assert handlers.service(Details("/other.Service/Step")) is None
+    for path in ("/dialoop.v1.EnvironmentService/Unknown", "/other.Service/Step"):
+        assert handlers.service(Details(path)) is None
+        assert NoSuchMethod().service(Details(path)).stream_unary is not None  # it says why
 
 
 def _holds_episodes(message: Any, above: frozenset[str] = frozenset()) -> bool:
