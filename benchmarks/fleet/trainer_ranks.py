@@ -1,12 +1,18 @@
 """Measure the trained tokens a second of two trainer processes on two cores, and of one on one.
 
     python -m benchmarks.fleet.trainer_ranks --rounds 3
+    python -m benchmarks.fleet.trainer_ranks --saves 5 --model runs/models/smollm2-135m-instruct
 
 Both take the same train steps of GRPO (16 answers of 128 to 512 tokens to four prompts, two
 updates) on a random model of 26 million parameters, in float32. Each process has one thread on a
 core of its own. Rounds alternate, because others may load the machine: the load is among the
 figures, and `of_best` compares the fastest step of each. `sent_bytes` is what the first rank sends
 of a step's rows to the others.
+
+The second line measures checkpoints instead: how long one holds up a step that waits for its write
+(`whole_s`) and one that waits for its copy (`held_s`), beside the seconds of a step of 4 answers
+(`step_s`), of one beside a write (`beside_s`), and until that write has ended (`behind_s`). The two
+ways alternate. One process has both cores, and each of two has one.
 """
 
 from __future__ import annotations
@@ -45,11 +51,14 @@ def make_model(directory: Path, *, hidden: int, layers: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run(folder: Path, size: int, num_steps: int) -> dict[str, Any]:
+def run(
+    folder: Path, size: int, num_steps: int, num_saves: int = 0, model: Path | None = None
+) -> dict[str, Any]:
     """Return what `size` processes measured."""
     out = folder / f"figures of {size}.json"
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:size]))
-    program = [str(PROGRAM), str(folder / "model"), str(out), cores, str(num_steps)]
+    numbers = [str(num_steps), str(num_saves)]
+    program = [str(PROGRAM), str(model or folder / "model"), str(out), cores, *numbers]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(map(str, (root, root / "client", root / "services")))
@@ -93,14 +102,35 @@ def measure(num_rounds: int, num_steps: int, hidden: int, layers: int) -> dict[s
     }
 
 
+def measure_saves(num_saves: int, model: Path | None, hidden: int, layers: int) -> dict[str, Any]:
+    """Return the median figures of checkpoints of one process and of two."""
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        if model is None:
+            model = Path(name) / "model"
+            make_model(model, hidden=hidden, layers=layers)
+        for size in (1, 2):
+            saves = run(Path(name), size, 0, num_saves, model.resolve())["saves"]
+            figures[f"saves_of_{size}"] = {
+                key: round(statistics.median(save[key] for save in saves), 2) for key in saves[0]
+            }
+    return figures | {"load": os.getloadavg()[0]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--saves", type=int, default=0)
+    parser.add_argument("--model", type=Path)
     options = parser.parse_args()
-    figures = measure(options.rounds, options.steps, options.hidden, options.layers)
+    if options.saves:
+        shape = (options.hidden, options.layers)
+        figures = measure_saves(options.saves, options.model, *shape)
+    else:
+        figures = measure(options.rounds, options.steps, options.hidden, options.layers)
     print_figures({"processor": processor()}, figures)
 
 

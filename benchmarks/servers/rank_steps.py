@@ -1,6 +1,6 @@
-"""One rank of a learner that takes train steps: python rank_steps.py MODEL_DIR OUT CORE,CORE STEPS.
+"""One rank of a learner that takes train steps: rank_steps.py MODEL_DIR OUT CORE,CORE STEPS SAVES.
 
-The first rank writes what it measured to OUT. Each rank computes on one core.
+The first rank writes what it measured to OUT. Each of several ranks computes on one core.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from dialoop_learning.packing.rows import TokenRow
 from dialoop_learning.parallel import group_commands
+from dialoop_services.runtime.durable import sync_tree
 from dialoop_services.runtime.settings import load
 from dialoop_services.trainer.learner.learner import Learner
 from dialoop_services.trainer.learner.ranks import (
@@ -87,21 +91,69 @@ def measure(learner: Learner, num_steps: int) -> dict[str, Any]:
     return {"steps": steps, "num_rows": len(learner_rows)}
 
 
+def measure_saves(learner: Learner, folder: Path, num_saves: int) -> list[dict[str, float]]:
+    """Return seconds of a step alone and beside a save, and of what a save holds up and takes.
+
+    whole_s: of a save that a step waits for, to the disk. held_s, behind_s: of one that is written
+    beside the next step, the copy and the rest.
+    """
+    few, saves = rows_of(0)[:GROUP_SIZE], []
+    with ThreadPoolExecutor(1) as other:
+        for number in range(num_saves):
+            began = time.perf_counter()
+            learner.train_step(few)
+            stepped = time.perf_counter()
+            save(learner, folder / f"{number} whole")()
+            saved = time.perf_counter()
+            rest = save(learner, folder / f"{number} beside")
+            held = time.perf_counter()
+            ended = other.submit(lambda rest=rest: (rest(), time.perf_counter())[1])
+            learner.train_step(few)
+            beside = time.perf_counter()
+            saves.append(
+                {
+                    "step_s": stepped - began,
+                    "whole_s": saved - stepped,
+                    "held_s": held - saved,
+                    "beside_s": beside - held,
+                    "behind_s": ended.result() - held,
+                }
+            )
+            shutil.rmtree(folder)
+    return saves
+
+
+def save(learner: Learner, directory: Path) -> Callable[[], None]:
+    """Begin to save as a trainer does, and return what ends it on the disk."""
+    directory.mkdir(parents=True)
+    wait = learner.snapshot(directory)
+
+    def end() -> None:
+        wait()
+        sync_tree(directory)
+
+    return end
+
+
 def main() -> None:
     """Take the steps as the rank that the environment names."""
-    model_dir, out, cores, num_steps = sys.argv[1:]
-    rank = load(RankSettings)
-    os.sched_setaffinity(0, {int(cores.split(",")[rank.local_rank])})
-    settings = TrainerSettings.model_validate(
-        {"model_dir": model_dir, "num_minibatches": 2, "max_row_tokens": 2048, "num_threads": 1}
-    )
+    model_dir, out, cores, num_steps, num_saves = sys.argv[1:]
+    rank, num_threads = load(RankSettings), 1
+    if rank.world_size > 1 or not int(num_saves):
+        os.sched_setaffinity(0, {int(cores.split(",")[rank.local_rank])})
+    else:
+        num_threads = len(os.sched_getaffinity(0))
+    fields = {"num_minibatches": 2, "max_row_tokens": 2048, "num_threads": num_threads}
+    settings = TrainerSettings.model_validate({"model_dir": model_dir, **fields})
     with join_trainer_ranks(rank, settings) as ranks:
         learners = learners_of(ranks)
         if not ranks.is_first:
             learners.serve()
             return
         with closing(learners):
-            figures = measure(make_learner(settings, learners), int(num_steps))
+            learner, folder = make_learner(settings, learners), Path(out).with_suffix(".saves")
+            figures = measure(learner, int(num_steps)) if int(num_steps) else {}
+            figures["saves"] = measure_saves(learner, folder, int(num_saves))
             Path(out).write_text(json.dumps(figures), "utf-8")
 
 

@@ -27,6 +27,7 @@ RUNS = {
     "fleet.registry_members": "--instances 20 --seconds 6",
     "fleet.routing": "--groups 2 --groups-in-flight 2 --turns 4",
     "fleet.trainer_ranks": "--rounds 1 --steps 1 --hidden 128 --layers 2",
+    "fleet.trainer_ranks --saves 1": "--hidden 128 --layers 2",
     "forest": "--rounds 1 --scale 0.05",
     "generate_turns": "--repeats 1 --turns 1 2",
     "half_precision": "--families qwen3 --tokens 500",

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import re
 import warnings
+from concurrent.futures import Future
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from dialoop.errors import InvalidConfig
 from dialoop.reasons import Reason
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -33,7 +35,6 @@ from dialoop_learning.parallel.ranks import Ranks, reshard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from concurrent.futures import Future
     from pathlib import Path
 
     from torch import Tensor
@@ -122,13 +123,18 @@ def begin_saving(
     states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
     # The other thread's warnings cannot be silenced for it alone; a single process says so once.
     warnings.filterwarnings("ignore", _ALONE, UserWarning)
+    # The writer's own stager, which would be taken otherwise, needs twice the part.
+    stager = DefaultStager(StagingOptions(*(False,) * 4))
     saving = async_save(
         _flat(policy, states),
         storage_writer=_PartWriter(directory),
+        async_stager=stager,
         process_group=ranks.group,
         no_dist=ranks.size == 1,
     )
-    return cast("Future[Any]", saving)
+    assert isinstance(saving, Future)  # of the write: a stager that is not asynchronous has ended
+    saving.add_done_callback(lambda _: stager.close())
+    return saving
 
 
 def end_saving(saving: Future[Any]) -> None:

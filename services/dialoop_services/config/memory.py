@@ -23,6 +23,8 @@ all keys, I the inner width (of all experts that a token uses), V the vocabulary
     gathered      3 W + 2 V H b where n processes share the model, which divides weights, optimiser
                   and Pt b by n: a layer W that computes, the next one, its gradients, and embedding
                   and head, which stay whole from the forward to the backward pass
+    checkpoint    3 Pt b / n on a CPU where n processes share the model: each writes its part from a
+                  copy, beside the next step
     process       what Python and torch take
 
 Gradients grow while activations go, so the larger of "backward + head" and "gradients" counts. In
@@ -177,6 +179,7 @@ def training_memory(shape: ModelShape, training: Training) -> Parts:
             "weights": shape.num_parameters * each // share,
             "optimiser": 2 * num_trained * each // share,
             "gathered": whole * each if share > 1 else 0,
+            "checkpoint": 3 * num_trained * each // share if share > 1 and training.is_cpu else 0,
             largest: max(backward, gradients),
         }
     )
