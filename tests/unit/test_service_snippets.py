@@ -441,7 +441,7 @@ def of_two_groups(_: Path) -> Names:
     return {"model": FlatReference, "groups": groups, "asyncio": asyncio}
 
 
-@context("dialoop_ops.stack.preflight")
+@context("dialoop_ops.stack.preflight", "dialoop_services.config.advice")
 def of_a_job(_: Path) -> Names:
     from dialoop_services.config.job import JobConfig
 

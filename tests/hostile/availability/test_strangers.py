@@ -63,6 +63,7 @@ def test_streams_of_headers_alone_count_against_nobody(attacked, times):
             if number % 100 == 99:
                 own.settimeout(PATIENCE_S)
                 own.recv(1 << 20)
+                time.sleep(0.02)
     cost.require_small(added_mb=100)
 
 
@@ -158,15 +159,19 @@ FLOODS = {
 }
 
 
+@TENTH_AND_FULL
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_of_frames_holds_up_nobody(attacked, flood):
-    frames = b"".join(map(FLOODS[flood], range(2000)))
+def test_a_flood_of_frames_holds_up_nobody(attacked, flood, times):
+    """Some thousand frames in a second, no more than one process refuses; in all 10,000."""
+    frames = b"".join(map(FLOODS[flood], range(250)))
     with watching(attacked) as cost:
-        for _ in range(5):
+        for _ in range(4 * times):
             with raw_connection(attacked) as own, contextlib.suppress(OSError):
                 own.settimeout(1)
                 own.sendall(frames)
                 own.recv(1 << 20)
+            time.sleep(0.05)
+            cost.wait_for_an_answer()  # on a busy machine a process refuses fewer
     cost.require_small(added_mb=100)
 
 
