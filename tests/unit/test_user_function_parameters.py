@@ -36,6 +36,7 @@ NOT_A_USERS = {
     "dialoop.templates.parsing:": "between two modules of dialoop.templates",
     "dialoop_extras.text_environment.environment:rewards_of": "TextEnvironment's own step",
     "dialoop_extras.text_environment.tools:": "TextEnvironment makes it",
+    "dialoop.environments.tasks.stored:": "functions of rows are loaded by path",
     "dialoop.tasks.stored_tasks:": "functions of rows are loaded by path",
     "dialoop_extras.importers.trl:": "loaded by path; test_rows_of_others.py has both kinds",
     "dialoop_extras.importers.verl:": "loaded by path; test_rows_of_others.py has both kinds",

@@ -108,8 +108,10 @@ def _check_splits(config: JobConfig, section: EnvironmentSection, environment: E
     if config.evaluation.num_tasks and section is config.environment:
         wanted.append(section.heldout_split)
     splits = environment.tasks.splits
+    # Who names an empty split to train on offers tasks to the queue himself.
+    offers = {section.train_split} if "train_split" in section.model_fields_set else set()
     for split in wanted:
-        if split not in splits or not environment.tasks.num_tasks(split):
+        if split not in splits or not (split in offers or environment.tasks.num_tasks(split)):
             lacks = "no task in its split" if split in splits else "no split"
             raise InvalidConfig(
                 f"The environment {environment.name} has {lacks} {split!r}.",
