@@ -236,7 +236,7 @@ def test_keys_with_the_same_hash_are_told_apart(tmp_path, monkeypatch):
 def test_missing_and_empty_files_are_rejected(tmp_path):
     with pytest.raises(InvalidConfig, match="cannot be read"):
         JsonlTasks(tmp_path / "none.jsonl")
-    with pytest.raises(InvalidConfig, match="no tasks"):
+    with pytest.raises(InvalidConfig, match=r"\.jsonl has no tasks"):
         JsonlTasks(write(tmp_path / "e.jsonl", ""))
 
 

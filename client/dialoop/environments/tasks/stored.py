@@ -121,6 +121,12 @@ class JsonlTasks(StoredTasks):
             rows = rows_of(path, split=split, ignore_columns=ignore_columns)
             known = rows.columns if metadata else ("id",)
             require_columns(rows, needed=("question", "answer"), known=known)
+            if not len(rows):
+                raise InvalidConfig(
+                    f"The task file {path} has no tasks.",
+                    reason=Reason.TASK_FILE_EMPTY,
+                    remedy='Write lines as {"question": "...", "answer": "... #### 7"}.',
+                )
             return rows
 
         train = rows(path, "train")

@@ -175,7 +175,7 @@ class Checkpoints:
         While one is saved, it is what is left of that: the oldest makes room for the next.
         """
         newest = 0 if self.newest is None else _size_of(self.newest)
-        return newest - (0 if self._begun is None else _size_of(self._begun))
+        return max(0, newest - (0 if self._begun is None else _size_of(self._begun)))
 
     def before_step(self, train_step: int) -> tuple[Path, int] | None:
         """Return the newest whole checkpoint before a train step, and its number of steps."""
